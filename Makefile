@@ -1,0 +1,44 @@
+# `make demo` and `make test` do everything on a fresh machine that has Python 3.11 or later.
+# A machine without an NVIDIA GPU needs far less to download with
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+PYTHON ?= python3
+VENV ?= .venv
+SEEDS ?= 200
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check bench sim clean
+
+demo: $(STAMP)
+	$(BIN)/tenuto pull
+	$(BIN)/tenuto demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+bench: $(STAMP)
+	$(BIN)/python -m bench
+
+sim: $(STAMP)
+	$(BIN)/python -m tests.sim --seeds $(SEEDS)
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests bench examples -name __pycache__ -prune -exec rm -rf {} +
+
+# Made anew, not updated: a dependency that is no longer declared must not linger.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Tenuto needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
+	@touch $@

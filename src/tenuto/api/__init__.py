@@ -1,0 +1,28 @@
+"""The Python interface: one core, and a synchronous and an asynchronous face of it."""
+
+from tenuto.api.aio import AsyncEngine, AsyncSession, AsyncTurnStream
+from tenuto.api.core import SessionInfo
+from tenuto.api.options import Input, TurnOptions
+from tenuto.api.sync import Engine, Session, TurnStream
+from tenuto.base import errors
+from tenuto.base.errors import TenutoError
+from tenuto.memory.audit import AuditReport
+from tenuto.session.turn import EndReason, TurnResult, Usage
+
+__all__ = [
+    "AsyncEngine",
+    "AsyncSession",
+    "AsyncTurnStream",
+    "AuditReport",
+    "EndReason",
+    "Engine",
+    "Input",
+    "Session",
+    "SessionInfo",
+    "TenutoError",
+    "TurnOptions",
+    "TurnResult",
+    "TurnStream",
+    "Usage",
+    "errors",
+]

@@ -1,0 +1,108 @@
+"""What the messages in a history amount to, so that the next ones can be rendered as a delta."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenuto.api.options import Prompt
+from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.session.session import Session
+from tenuto.text.chat import ChatTemplate, Conversation, Message, Rendered
+from tenuto.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a turn made of the conversation (`None`: tokens that are no messages) once all its input is there."""
+
+    input_end: int
+    conversation: Conversation | None
+
+
+class ChatLog:
+    """The conversation at every turn boundary of one session.
+
+    It follows the history without being told of commits and aborts: what a turn would make of the conversation is noted
+    where the turn starts, and counts if a committed turn starts there. A turn that aborts leaves a note that no record
+    refers to, until the next turn at that place overwrites it. `regenerate` keeps a turn's start, and so its note.
+    """
+
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer | None, system: str | None) -> None:
+        """`system` opens the conversation. Raises `InvalidRequest` if there is no template for it."""
+        if system is not None and template is None:
+            raise InvalidRequest("a system message needs a model with a chat template")
+        self._template = template
+        self._tokenizer = tokenizer
+        self._system = system
+        self._turns: dict[int, _Turn] = {}  # by the turn's first position
+
+    def render(self, session: Session, prompt: Prompt, *, generate: bool) -> tuple[list[int], Conversation | None]:
+        """The tokens that append `prompt` to the session's history, and what the conversation then is. Raises
+        `InvalidRequest`, or `IllegalTransition` if the history is not one that messages can follow."""
+        if prompt.messages:
+            rendered = self._render(session, list(prompt.messages), generate=generate)
+            return rendered.tokens, rendered.conversation
+        if not session.history:
+            return self._opening_tokens(prompt), None
+        if not prompt.tokens and self._has_messages(session):
+            rendered = self._render(session, [], generate=generate)
+            return rendered.tokens, rendered.conversation
+        return list(prompt.tokens), None
+
+    def note(self, start: int, length: int, conversation: Conversation | None) -> None:
+        """A turn with `length` input tokens starts at `start`; committed, it makes the conversation this."""
+        self._turns[start] = _Turn(start + length, conversation)
+
+    def fork(self, position: int) -> ChatLog:
+        """The log of a session with the first `position` tokens of this one."""
+        child = ChatLog(self._template, self._tokenizer, self._system)
+        child._turns = {start: turn for start, turn in self._turns.items() if start < position}
+        return child
+
+    def cut(self, position: int) -> None:
+        """The history now has `position` tokens."""
+        self._turns = {start: turn for start, turn in self._turns.items() if start < position}
+
+    def stop_ids(self, conversation: Conversation | None) -> tuple[int, ...]:
+        """The tokens that end an answer, if this is a conversation."""
+        return tuple(self._template.stop_ids) if self._template is not None and conversation is not None else ()
+
+    def of_last_turn(self, session: Session) -> Conversation | None:
+        """What the last turn made of the conversation; `None` if it was not made of messages."""
+        turn = self._turns.get(session.records[-1].start) if session.records else None
+        return turn.conversation if turn is not None else None
+
+    def _has_messages(self, session: Session) -> bool:
+        return self.of_last_turn(session) is not None
+
+    def _opening_tokens(self, prompt: Prompt) -> list[int]:
+        if self._system is not None and prompt.tokens:
+            raise InvalidRequest("the session has a system message; its first turn must be one of chat messages")
+        tokenizer = self._tokenizer
+        if prompt.text and tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None:
+            return [tokenizer.bos_id, *prompt.tokens]
+        return list(prompt.tokens)
+
+    def _render(self, session: Session, messages: list[Message], *, generate: bool) -> Rendered:
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; give text or token ids instead of messages")
+        if not session.history:
+            if self._system is not None and messages[0].role != "system":
+                messages.insert(0, Message("system", self._system))
+            return self._template.opening(messages, generate)
+        earlier = self._conversation(session)
+        return self._template.delta(earlier, messages, last_token=session.history[-1], generate=generate)
+
+    def _conversation(self, session: Session) -> Conversation:
+        turn = self._turns.get(session.records[-1].start)
+        if turn is None or turn.conversation is None:
+            raise IllegalTransition(
+                f"messages cannot follow in session {session.id}: its last turn was raw text or tokens; allowed: "
+                "rewind to a turn made of messages"
+            )
+        if len(session.history) < turn.input_end:
+            raise IllegalTransition(
+                f"messages cannot follow in session {session.id}: its history was cut inside a turn's input; allowed: "
+                "rewind to the end of a turn, or into its output"
+            )
+        return turn.conversation

@@ -1,0 +1,80 @@
+"""What callers write, checked and turned into what the engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.sampling import Sampling
+from tenuto.session.turn import TurnParams
+from tenuto.text.chat import Message
+from tenuto.text.tokenizer import Tokenizer
+
+Input = str | Iterable[int] | Sequence[Mapping[str, str]]
+"""A turn's input: text as it is, token ids, or chat messages (objects with `role` and `content`)."""
+
+
+class TurnOptions(TypedDict, total=False):
+    """Options of a turn, all optional.
+
+    `max_new_tokens`: as many as fit if not given. `temperature` 0 (the default) is greedy; `top_k` 0 and `top_p` 1 keep
+    every token. `seed`: turns with the same seed at the same position draw the same. `stop`: strings that end the
+    turn; `stop_ids`: token ids that do, besides the model's own unless `ignore_eos`. `priority`: higher runs first; the
+    session's if not given. `queue_timeout` and `timeout`: seconds until the turn must have started, and ended.
+    """
+
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: str | Sequence[str]
+    stop_ids: Sequence[int]
+    ignore_eos: bool
+    priority: int | None
+    queue_timeout: float | None
+    timeout: float | None
+
+
+def turn_params(options: TurnOptions) -> TurnParams:
+    """Raises `InvalidRequest` for a name that is no option, and for values out of range."""
+    unknown = options.keys() - TurnOptions.__annotations__.keys()
+    if unknown:
+        raise InvalidRequest(f"unknown turn options {sorted(unknown)}; allowed: {sorted(TurnOptions.__annotations__)}")
+    rest: dict[str, Any] = dict(options)
+    sampling = Sampling(**{name: rest.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in rest})
+    stop = rest.pop("stop", ())
+    return TurnParams(
+        sampling=sampling,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_ids=tuple(rest.pop("stop_ids", ())),
+        **rest,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A turn's input: `tokens`, or `messages` still to be rendered. `text`: the tokens were given as text."""
+
+    tokens: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()
+    text: bool = False
+
+
+def parse_input(given: Input, tokenizer: Tokenizer | None) -> Prompt:
+    """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages."""
+    if isinstance(given, str):
+        if tokenizer is None:
+            raise InvalidRequest("text needs a tokenizer, and this engine has none; give token ids")
+        return Prompt(tokens=tuple(tokenizer.encode(given)), text=True)
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
+        raise InvalidRequest(f"input is {type(given).__name__}; allowed: text, token ids, or a list of messages")
+    items: list[object] = list(given)
+    if items and isinstance(items[0], Mapping):
+        return Prompt(messages=tuple(Message.from_dict(item) for item in items))
+    try:
+        return Prompt(tokens=tuple(int(item) for item in items))  # type: ignore[call-overload] # what fails is caught
+    except (TypeError, ValueError):
+        raise InvalidRequest("input is a list of neither token ids nor messages") from None

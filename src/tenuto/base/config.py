@@ -1,0 +1,67 @@
+"""Configuration, resolved once before anything is built. The only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenuto.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How an engine runs.
+
+    `context_length` is in tokens. `token_budget` is the most tokens one step computes; it must exceed `max_running`, the
+    most turns in one step, so that prefills progress beside decodes. `overlap` 1 plans a step while the one before is in
+    flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for every
+    `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill, a multiple of
+    the page size, and those that only save work hold at most `checkpoint_share` of each pool. `draft_timeout` is in
+    seconds since the draft last changed. A full recount is done every `audit_every` steps (0: only on demand).
+    """
+
+    context_length: int = 8192
+    max_running: int = 32
+    max_sessions: int = 100_000
+    max_queued: int = 10_000
+    token_budget: int = 512
+    overlap: int = 0
+    lookahead: int = 0
+    aging_seconds: float = 10.0
+    checkpoint_interval: int = 512
+    checkpoint_share: float = 0.5
+    draft_timeout: float = 60.0
+    audit_every: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "max_running", "max_sessions", "max_queued", "checkpoint_interval"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("lookahead", "audit_every"):
+            _at_least(name, getattr(self, name), 0)
+        if self.token_budget <= self.max_running:
+            raise ConfigError(
+                f"token_budget is {self.token_budget}; allowed: more than max_running ({self.max_running}), "
+                "so that prefills progress beside decodes"
+            )
+        if self.overlap not in (0, 1):
+            raise ConfigError(f"overlap is {self.overlap}; allowed: 0 or 1 step in flight while the next is planned")
+        if not self.aging_seconds > 0 or not self.draft_timeout > 0:
+            raise ConfigError("aging_seconds and draft_timeout must be more than 0 seconds")
+        if not 0 <= self.checkpoint_share <= 1:
+            raise ConfigError(f"checkpoint_share is {self.checkpoint_share}; allowed: 0 to 1")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is {value}; allowed: at least {least}")
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where downloaded models are kept: `$TENUTO_CACHE`, else `tenuto` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    own = environ.get("TENUTO_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tenuto"

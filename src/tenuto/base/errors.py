@@ -1,0 +1,99 @@
+"""The error tree: every error a caller can meet has a code and an HTTP status.
+
+Three kinds of failure have three forms. "Not now" is `None`; what the caller did wrong is a `TenutoError`; a broken
+invariant is an `InvariantError`, which stops the engine with a report.
+"""
+
+from __future__ import annotations
+
+
+class TenutoError(Exception):
+    """Base of the errors meant for the caller: what was wrong and what is allowed. Raising one changed nothing."""
+
+    code = "error"
+    status = 500
+
+
+class InvalidRequest(TenutoError):
+    """A value is malformed or out of range."""
+
+    code = "invalid_request"
+    status = 400
+
+
+class ContextExceeded(TenutoError):
+    """History and input leave no room for one token, or the input does not fit the empty pool."""
+
+    code = "context_exceeded"
+    status = 400
+
+
+class NotFound(TenutoError):
+    """No session, turn or model of that name."""
+
+    code = "not_found"
+    status = 404
+
+
+class AlreadyExists(TenutoError):
+    """An id is taken."""
+
+    code = "already_exists"
+    status = 409
+
+
+class SessionBusy(TenutoError):
+    """The session has an open turn and the operation needs it to have none."""
+
+    code = "session_busy"
+    status = 409
+
+
+class IllegalTransition(TenutoError):
+    """The operation does not exist in the present state of the session or turn."""
+
+    code = "illegal_transition"
+    status = 409
+
+
+class SessionClosed(TenutoError):
+    """The session is closing or closed."""
+
+    code = "session_closed"
+    status = 410
+
+
+class Overloaded(TenutoError):
+    """A configured limit on sessions or queued turns is reached; try again later."""
+
+    code = "overloaded"
+    status = 429
+
+
+class ConfigError(TenutoError):
+    """A configuration value or a model file is unknown, malformed or does not fit the machine."""
+
+    code = "config_error"
+    status = 500
+
+
+class ModelError(TenutoError):
+    """A model's files are missing, damaged or of a kind that is not supported."""
+
+    code = "model_error"
+    status = 500
+
+
+class EngineStopped(TenutoError):
+    """The engine has stopped, by request or after an `InvariantError`."""
+
+    code = "engine_stopped"
+    status = 503
+
+
+class StepFailed(Exception):
+    """An executor could not finish a step. The engine preempts the turns in it; no caller sees this."""
+
+
+class InvariantError(Exception):
+    """Our own bug: memory or state is not what the rules say. The engine stops and reports; it is never clamped."""

@@ -1,0 +1,58 @@
+"""Memory groups: the kinds of memory a model's layers need, from a byte budget to unit counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tenuto.base.errors import ConfigError
+
+
+class Kind(Enum):
+    """What a group's layers remember of the tokens before."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Layers that share one kind of memory.
+
+    `bytes_per_unit` is the size of one page (`page_size` token slots, all layers of the group) or of one state slot.
+    `window` is the number of tokens a sliding layer attends to, the token itself included; 0 for the other kinds.
+    """
+
+    kind: Kind
+    bytes_per_unit: int
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_unit <= 0:
+            raise ConfigError(f"a {self.kind.value} group has {self.bytes_per_unit} bytes a unit; allowed: at least 1")
+        if (self.window > 0) != (self.kind is Kind.SLIDING):
+            raise ConfigError(f"a {self.kind.value} group has window {self.window}; only sliding groups have one, >= 1")
+
+    @property
+    def paged(self) -> bool:
+        return self.kind is not Kind.STATE
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySpec:
+    """All memory groups of a model and the page size they share (token slots a page)."""
+
+    page_size: int
+    groups: tuple[GroupSpec, ...]
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ConfigError(f"page_size is {self.page_size}; allowed: at least 1")
+        if not self.groups:
+            raise ConfigError("a model needs at least one memory group")
+
+    @property
+    def needs_points(self) -> bool:
+        """Whether some positions are not resumable without a checkpoint: any group but full attention."""
+        return any(g.kind is not Kind.FULL for g in self.groups)

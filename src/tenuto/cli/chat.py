@@ -1,0 +1,155 @@
+"""`tenuto chat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import typer
+from rich.console import Console
+
+from tenuto.api import Engine, Session, SessionInfo, TurnOptions, TurnResult, TurnStream
+from tenuto.base.errors import InvalidRequest, TenutoError
+
+HELP = """\
+/fork          go on in a copy of this session; the original stays as it is
+/rewind [n]    take back the last n turns (1)
+/regenerate    answer the last message again
+/sessions      list the sessions
+/switch ID     go on in another session
+/memory        account for every unit of memory
+/help          this
+/quit          leave, as Ctrl-D does\
+"""
+
+
+def run_chat(engine: Engine, system: str | None, options: TurnOptions) -> None:
+    """Talk until the input ends. On a terminal an error is shown and the chat goes on; a script ends with it."""
+    chat = Chat(engine, system, options)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        chat.say("/help lists the commands.")
+    for line in _lines(lambda: f"{chat.session.id}> ", prompted=interactive):
+        try:
+            if not chat.obey(line.strip()):
+                return
+        except TenutoError as error:
+            if not interactive:
+                raise
+            typer.echo(f"error: {error}", err=True)
+
+
+def _lines(prompt: Callable[[], str], *, prompted: bool) -> Iterator[str]:
+    if not prompted:
+        yield from sys.stdin
+        return
+    with suppress(ImportError):  # not on every system: then without line editing
+        import readline  # noqa: F401, PLC0415 - importing it changes `input`
+    while True:
+        try:
+            line = input(prompt())
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        yield line
+
+
+class Chat:
+    """Some sessions, one of them current."""
+
+    def __init__(self, engine: Engine, system: str | None, options: TurnOptions) -> None:
+        self._engine = engine
+        self._options = options
+        self._notes = Console(stderr=True, highlight=False, markup=False)
+        self._regenerated = 0
+        self.session = engine.session("1", system=system)
+        self._sessions: dict[str, Session] = {"1": self.session}
+        self._commands: dict[str, Callable[[str], None]] = {
+            "fork": self._fork,
+            "rewind": self._rewind,
+            "regenerate": self._regenerate,
+            "sessions": self._list,
+            "switch": self._switch,
+            "memory": self._memory,
+            "help": self._help,
+        }
+
+    def obey(self, line: str) -> bool:
+        """Do what one line says. False if it says to quit."""
+        name, _, argument = line.removeprefix("/").partition(" ")
+        if not line.startswith("/"):
+            if line:
+                self._answer(self.session.chat(line, **self._options))
+        elif name == "quit":
+            return False
+        elif name in self._commands:
+            self._commands[name](argument.strip())
+        else:
+            raise InvalidRequest(f"there is no command /{name}; /help lists those there are")
+        return True
+
+    def say(self, note: str) -> None:
+        """A remark of the program's, only for people."""
+        if self._notes.is_terminal:
+            self._notes.print(note, style="dim")
+
+    def _answer(self, turn: TurnStream) -> None:
+        """Show a turn's text as it comes. Ctrl-C is a barge-in."""
+        try:
+            for piece in turn:
+                typer.echo(piece, nl=False)
+            result = turn.result()
+        except KeyboardInterrupt:
+            result = turn.abort(keep="delivered")
+        typer.echo()
+        self.say(_summary(result, turn.time_to_first_token))
+
+    def _fork(self, _argument: str) -> None:
+        parent = self.session.id
+        child = self.session.fork(session_id=str(len(self._sessions) + 1))
+        self._sessions[child.id] = self.session = child
+        typer.echo(f"session {child.id} is a fork of {parent}; this is {child.id}")
+
+    def _rewind(self, argument: str) -> None:
+        if argument and not argument.isdecimal():
+            raise InvalidRequest(f"/rewind {argument}; allowed: a number of turns")
+        turns, back = self.session.info.turns, int(argument or 1)
+        if back > turns:
+            raise InvalidRequest(f"/rewind {back}; session {self.session.id} has {turns} turns")
+        typer.echo(_line(self.session.rewind(turn=turns - back)))
+
+    def _regenerate(self, _argument: str) -> None:
+        self._regenerated += 1
+        options = self._options.copy()
+        options["seed"] = options.get("seed", 0) + self._regenerated  # another draw each time
+        self._answer(self.session.regenerate(**options))
+
+    def _list(self, _argument: str) -> None:
+        for info in self._engine.sessions():
+            typer.echo(f"{'*' if info.session_id == self.session.id else ' '} {_line(info)}")
+
+    def _switch(self, argument: str) -> None:
+        if argument not in self._sessions:
+            raise InvalidRequest(f"/switch {argument}; allowed: {', '.join(self._sessions)}")
+        self.session = self._sessions[argument]
+        typer.echo(_line(self.session.info))
+
+    def _memory(self, _argument: str) -> None:
+        typer.echo(str(self._engine.audit()))
+
+    def _help(self, _argument: str) -> None:
+        typer.echo(HELP)
+
+
+def _line(info: SessionInfo) -> str:
+    return f"session {info.session_id}: {info.turns} turns, {info.tokens} tokens, room for {info.context_left} more"
+
+
+def _summary(result: TurnResult, first: float | None) -> str:
+    used = result.usage
+    waited = f", first token after {first:.2f} s" if first is not None else ""
+    return (
+        f"[{result.reason.value}: kept {result.kept} tokens; context {used.prompt + result.kept}, "
+        f"of the prompt {used.prompt - used.cached} tokens computed{waited}]"
+    )

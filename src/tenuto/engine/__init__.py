@@ -1,0 +1,1 @@
+"""The engine: admit, plan, submit, settle, audit. One process, one loop."""

@@ -1,0 +1,566 @@
+"""The engine: sessions in, tokens out. `Engine.step` is the architecture; the rest is what callers may ask for."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+from random import Random
+
+import numpy as np
+
+from tenuto.base.clock import Clock
+from tenuto.base.config import EngineConfig
+from tenuto.base.errors import (
+    ContextExceeded,
+    EngineStopped,
+    IllegalTransition,
+    InvalidRequest,
+    InvariantError,
+    Overloaded,
+    StepFailed,
+)
+from tenuto.base.plan import Executor, StepResult
+from tenuto.memory.audit import AuditReport, recount
+from tenuto.memory.memory import Memory, Shape
+from tenuto.memory.pool import Holder, Lease
+from tenuto.sched.admission import Admission
+from tenuto.sched.batch import Batch
+from tenuto.sched.planner import Flight, Planner, Proposer
+from tenuto.sched.pressure import Pressure
+from tenuto.sched.queue import WaitingQueue
+from tenuto.sched.settle import Settler
+from tenuto.session.registry import Registry
+from tenuto.session.session import Policy, Session, SessionState
+from tenuto.session.turn import EndReason, TextStream, Turn, TurnParams, TurnState, as_tokens
+
+TextFactory = Callable[[tuple[str, ...]], TextStream]
+"""Makes the text stream of a turn with these stop strings."""
+
+DELIVERED = -1
+"""`Engine.abort(keep=DELIVERED)`: keep every output token whose text the caller has been given."""
+
+
+class Timer(Enum):
+    """What a turn's timer limits."""
+
+    DRAFT = 0  # time since the draft changed
+    QUEUE = 1  # time until it first runs
+    TOTAL = 2  # time until it ends
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a step has brought: turns with new output, and turns that ended since the step before. `worked` is False if
+    there was nothing to compute."""
+
+    worked: bool = False
+    progressed: list[Turn] = field(default_factory=list)
+    ended: list[Turn] = field(default_factory=list)
+
+
+def shape_of(config: EngineConfig, page_size: int) -> Shape:
+    """What the memory has to know of the configuration."""
+    interval = -(-config.checkpoint_interval // page_size) * page_size
+    return Shape(
+        context_length=config.context_length,
+        max_running=config.max_running,
+        max_step_tokens=config.token_budget,
+        overlap=config.overlap > 0,
+        double_buffered=config.overlap > 0 or config.lookahead > 0,
+        checkpoint_interval=interval,
+        checkpoint_share=config.checkpoint_share,
+    )
+
+
+class Engine:
+    """Owns sessions, memory and the schedule; single-threaded. `units[g]` is the size of each pool of the model."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        units: tuple[int, ...],
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        eos_ids: tuple[int, ...],
+        clock: Clock,
+        random: Random,
+        text: TextFactory | None = None,
+        proposer: Proposer | None = None,
+    ) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self._executor = executor
+        self._clock = clock
+        self._text = text
+        self.memory = Memory(executor.spec, units, shape_of(config, executor.spec.page_size))
+        executor.prepare(units, config.max_running)
+        self.sessions = Registry(self.memory, clock, random, config.context_length, config.max_sessions)
+        self._queue = WaitingQueue(config.aging_seconds)
+        self.batch = Batch(self.memory, eos_ids, config.aging_seconds)
+        self.pressure = Pressure(self.memory, self.batch, self._preempt, self._drop)
+        self._admission = Admission(self.memory, self.batch, self._queue, self.pressure, self._start, self._drop)
+        self._planner = Planner(self.memory, self.batch, config.token_budget, proposer, config.lookahead)
+        self._settler = Settler(self.memory, self.batch)
+        self._flight: Flight | None = None
+        self._numbers = count(1)
+        self._timers: list[tuple[float, int, Timer, Turn]] = []  # a heap
+        self._ended: list[Turn] = []  # since the last step's report
+        self._steps = 0
+        self._broken: InvariantError | None = None
+        self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
+
+    # -- the loop
+
+    def step(self) -> StepReport:
+        """Admit waiting turns, plan a step, let the executor compute it, settle what it has computed, audit."""
+        self._require_running()
+        try:
+            return self._step()
+        except InvariantError as error:
+            self._broken = error
+            raise
+
+    def _step(self) -> StepReport:
+        self._expire()
+        self.memory.cache.trim()
+        self._admission.admit()
+        report = StepReport()
+        planned = self._plan()
+        landed = self._land(planned)  # with overlap: the step planned one call ago
+        if landed is not None and landed[1] is None:
+            planned = None  # it failed, and all its turns are preempted
+        self._submit(planned)
+        if self.config.overlap == 0:
+            landed = self._land(None)
+        if landed is not None and landed[1] is not None:
+            self._settle(landed[0], landed[1], report)
+        report.worked = planned is not None or landed is not None
+        report.ended, self._ended = self._ended, []
+        self._audit_step()
+        return report
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would have nothing to do but watch the clock."""
+        return not len(self.batch) and not len(self._queue) and self._flight is None
+
+    def _plan(self) -> Flight | None:
+        """Plan the next step; if memory is short, others yield first. `None` if nothing can run now."""
+        if not len(self.batch):
+            return None
+        proposal = self._planner.propose()
+        if proposal.short.any():
+            wanted = np.where(proposal.short > 0, self.memory.free() + proposal.short, 0)
+            self.pressure.relieve(wanted, may_preempt=True)
+            proposal = self._planner.propose()
+            if not len(proposal.rows) and self._flight is None and proposal.short.any():
+                raise InvariantError(f"no running turn fits memory: {proposal.short.tolist()} units are lacking")
+        return self._planner.apply(proposal) if len(proposal.rows) else None
+
+    def _submit(self, planned: Flight | None) -> None:
+        if planned is not None:
+            self._executor.submit(planned.plan)
+            self.memory.step_submitted()
+        self._flight = planned
+
+    def _land(self, planned: Flight | None) -> tuple[Flight, StepResult | None] | None:
+        """Wait for the step in flight. If it failed, its turns and those of the step `planned` upon it are preempted."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        try:
+            result = self._executor.collect()
+        except StepFailed:
+            self.transitions["step failed"] += 1
+            for failed in (flight, planned):
+                if failed is not None:
+                    self._undo(failed)
+            self.memory.step_settled()
+            return flight, None
+        self.memory.step_settled()
+        return flight, result
+
+    def _undo(self, flight: Flight) -> None:
+        """The flight's step was not computed: its turns lose what it would have written."""
+        rows = self.memory.rows
+        for row, run in zip(flight.rows.tolist(), flight.runs.tolist(), strict=True):
+            if rows.run[row] == run:
+                self._preempt(self.batch.turns[row])
+        self.batch.return_news(flight.news)
+
+    def _settle(self, flight: Flight, result: StepResult, report: StepReport) -> None:
+        settled = self._settler.settle(flight, result)
+        report.progressed = settled.progressed
+        for turn, reason in settled.ended:
+            self._commit(turn, reason)
+        for turn in settled.prefilled:
+            if turn.state is TurnState.DRAFTING:
+                self._rest(turn)
+            else:
+                self._commit(turn, EndReason.APPENDED)
+
+    def _audit_step(self) -> None:
+        self._steps += 1
+        self.memory.check_totals()
+        if self.config.audit_every and self._steps % self.config.audit_every == 0:
+            self.audit()
+
+    # -- sessions
+
+    def open(self, session_id: str | None = None, policy: Policy | None = None) -> Session:
+        """Open a session. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
+        self._require_running()
+        session = self.sessions.open(session_id, policy or Policy())
+        self.transitions["open"] += 1
+        return session
+
+    def fork(
+        self, session_id: str, *, turn: int | None = None, position: int | None = None, child: str | None = None
+    ) -> Session:
+        """A new session that starts with this one's first `turn` turns, or `position` tokens, or all. While a turn is
+        open the fork sees the last commit."""
+        parent = self.sessions.get(session_id)
+        parent.require_open()
+        at = self._position(parent, turn, position)
+        forked = self.open(child, Policy(parent.policy.priority, parent.policy.ttl, parent.policy.max_tokens))
+        parent.fork(forked, at)
+        self.pressure.note(forked)
+        self.transitions["fork running" if parent.has_running_turn else "fork"] += 1
+        return forked
+
+    def rewind(self, session_id: str, *, turn: int | None = None, position: int | None = None) -> Session:
+        """Cut the history back to its first `turn` turns or `position` tokens. Raises `SessionBusy` while a turn is
+        open."""
+        session = self.sessions.get(session_id)
+        session.require_idle("rewind")
+        if turn is None and position is None:
+            raise InvalidRequest("rewind needs the number of turns or of tokens to keep")
+        session.rewind(self._position(session, turn, position))
+        self.pressure.note(session)
+        self.transitions["rewind"] += 1
+        return session
+
+    @staticmethod
+    def _position(session: Session, turn: int | None, position: int | None) -> int:
+        if turn is not None and position is not None:
+            raise InvalidRequest("give a number of turns or a token position, not both")
+        if turn is not None:
+            return session.turn_boundary(turn)
+        return session.check_position(position if position is not None else len(session.history))
+
+    def close(self, session_id: str, *, finish: bool = False) -> None:
+        """Close a session. With `finish` a submitted turn may end first; otherwise, and always for a draft, it is
+        aborted."""
+        session = self.sessions.get(session_id)
+        turn = session.turn
+        if turn is not None and finish and turn.state is not TurnState.DRAFTING:
+            session.state = SessionState.CLOSING
+            self.transitions["closing"] += 1
+            return
+        if turn is not None:
+            session.state = SessionState.CLOSING
+            self._abort(turn, EndReason.ABORT)  # closes it
+            return
+        self._close(session)
+
+    def drop(self, session_id: str | None = None) -> int:
+        """Drop a session, or every session, without a running turn to its tokens, to be recomputed when wanted. Returns
+        how many held something."""
+        sessions = [self.sessions.get(session_id)] if session_id is not None else list(self.sessions)
+        dropped = 0
+        for session in sessions:
+            if not session.has_running_turn and (session.memory.computed or session.memory.turn is not None):
+                self._drop(session)
+                dropped += 1
+        return dropped
+
+    # -- turns
+
+    def submit(self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None) -> Turn:
+        """Open a turn: append `tokens` and generate. An open draft becomes this turn, and what it has computed of `tokens`
+        is kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
+        return self._submit_turn(session_id, tokens, params or TurnParams(), None)
+
+    def append(self, session_id: str, tokens: Iterable[int], params: TurnParams | None = None) -> Turn:
+        """Open a prefill-only turn: append `tokens` and commit them once they are computed."""
+        params = params or TurnParams()
+        if params.max_new_tokens:
+            raise InvalidRequest(f"a prefill-only turn has max_new_tokens {params.max_new_tokens}; allowed: 0")
+        return self._submit_turn(session_id, tokens, params, 0)
+
+    def _submit_turn(self, session_id: str, tokens: Iterable[int], params: TurnParams, generate: int | None) -> Turn:
+        self._require_running()
+        session = self.sessions.get(session_id)
+        session.require_open()
+        draft = session.turn if session.turn is not None and session.turn.state is TurnState.DRAFTING else None
+        if draft is None:
+            session.require_idle("start a turn on")
+        checked = as_tokens(tokens, self.vocab_size)
+        wanted = params.max_new_tokens if generate is None else generate
+        allowed = self._allowed(session, len(session.history) + len(checked), wanted)
+        self._refuse_if_full()
+        text = self._text_stream(params)
+        turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
+        if draft is not None:
+            self._redraft(draft, checked)
+            draft.submit(params, self._clock.now())
+        else:
+            turn.input = checked
+        turn.max_new_tokens, turn.text = allowed, text
+        self._enqueue(turn, "submit draft" if draft is not None else "submit")
+        return turn
+
+    def regenerate(self, session_id: str, params: TurnParams | None = None) -> Turn:
+        """Open a turn that generates the last turn's output again. The old output stays until this turn commits."""
+        self._require_running()
+        session = self.sessions.get(session_id)
+        session.require_idle("regenerate in")
+        params = params or TurnParams()
+        record = session.regenerated_turn()
+        if params.max_new_tokens == 0:
+            raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
+        allowed = self._allowed(session, record.input_end, params.max_new_tokens)
+        self._refuse_if_full()
+        text = self._text_stream(params)
+        turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
+        turn.replaces = True
+        turn.max_new_tokens, turn.text = allowed, text
+        self._enqueue(turn, "regenerate")
+        return turn
+
+    def draft(self, session_id: str, tokens: Iterable[int]) -> Turn:
+        """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
+        token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
+        self._require_running()
+        session = self.sessions.get(session_id)
+        session.require_open()
+        turn = session.turn
+        if turn is not None and turn.state is not TurnState.DRAFTING:
+            session.require_idle("draft in")
+        checked = as_tokens(tokens, self.vocab_size)
+        self._allowed(session, len(session.history) + len(checked), 0)
+        now = self._clock.now()
+        if turn is None:
+            turn = Turn(next(self._numbers), session, len(session.history), TurnParams(), now)
+            turn.state = TurnState.DRAFTING
+            session.turn = turn
+            turn.input = checked
+            self.transitions["draft"] += 1
+        else:
+            self._redraft(turn, checked)
+            self.transitions["redraft"] += 1
+        turn.changed = now
+        self._set_timer(turn, now + self.config.draft_timeout, Timer.DRAFT)
+        self._queue_draft(turn)
+        self.pressure.note(session)
+        return turn
+
+    def abort(self, session_id: str, keep: int | None = None) -> Turn:
+        """End the open turn now. `keep` `None` rolls it back; `keep` k, or `DELIVERED`, commits its input and that many
+        output tokens (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
+        self._require_running()
+        session = self.sessions.get(session_id)
+        turn = session.turn
+        if turn is None:
+            raise IllegalTransition(f"session {session_id} has no open turn to abort")
+        if keep is not None and keep < DELIVERED:
+            raise InvalidRequest(f"keep is {keep}; allowed: none, 0 or more output tokens, or all delivered")
+        if keep is None or not turn.started:
+            self._abort(turn, EndReason.ABORT)
+        else:
+            self._commit(turn, EndReason.ABORT, turn.delivered if keep == DELIVERED else keep)
+        return turn
+
+    # -- audit
+
+    def holders(self) -> Iterator[Holder]:
+        """Everything that may hold units."""
+        yield from self.sessions.holders()
+        yield self._admission
+
+    def audit(self) -> AuditReport:
+        """Recount every unit from its holders. Raises `InvariantError` if anything is not as it should be."""
+        flight = self._flight
+        touched: list[tuple[int, list[int]]] = []
+        if flight is not None:
+            for group, table, copy in zip(self.memory.paged, flight.plan.tables, flight.plan.copies, strict=True):
+                touched.append((group, [*table.pages.tolist(), *copy.sources.tolist(), *copy.targets.tolist()]))
+            for group, moves in zip(self.memory.states, flight.plan.states, strict=True):
+                touched.append((group, [*moves.reads.tolist(), *moves.writes.tolist()]))
+        return recount(self.memory, self.holders(), touched)
+
+    @property
+    def counted_work(self) -> tuple[int, int, int]:
+        """Units touched, rows considered and turns settled, ever: what a step's cost is made of."""
+        return self.memory.touched, self._planner.rows_considered, self._settler.turns_settled
+
+    # -- how turns move
+
+    def _require_running(self) -> None:
+        if self._broken is not None:
+            raise EngineStopped(f"the engine stopped: {self._broken}")
+
+    def _refuse_if_full(self) -> None:
+        if len(self._queue) >= self.config.max_queued:
+            raise Overloaded(f"{self.config.max_queued} turns are waiting, the most allowed; try again later")
+
+    def _allowed(self, session: Session, prompt: int, wanted: int | None) -> int:
+        """Tokens the turn may generate, at most `wanted`."""
+        room = session.limit - prompt
+        if wanted != 0 and prompt == 0:
+            raise InvalidRequest("there is nothing to continue: history and input are empty; give at least one token")
+        if room < (0 if wanted == 0 else 1):
+            raise ContextExceeded(
+                f"history and input have {prompt} tokens; allowed: {session.limit - (0 if wanted == 0 else 1)} "
+                f"of a context of {session.limit}"
+            )
+        return room if wanted is None else min(wanted, room)
+
+    def _text_stream(self, params: TurnParams) -> TextStream | None:
+        if self._text is not None:
+            return self._text(params.stop)
+        if params.stop:
+            raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_ids")
+        return None
+
+    def _enqueue(self, turn: Turn, event: str) -> None:
+        turn.session.turn = turn
+        self.transitions[event] += 1
+        if turn.params.queue_timeout is not None:
+            self._set_timer(turn, turn.arrival + turn.params.queue_timeout, Timer.QUEUE)
+        if turn.params.timeout is not None:
+            self._set_timer(turn, turn.arrival + turn.params.timeout, Timer.TOTAL)
+        self._queue.push(turn)
+        self.pressure.note(turn.session)
+
+    def _set_timer(self, turn: Turn, when: float, timer: Timer) -> None:
+        heapq.heappush(self._timers, (when, next(self._numbers), timer, turn))
+
+    def _start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
+        """A waiting turn gets its row."""
+        if turn.state is not TurnState.DRAFTING:
+            self.transitions["start" if turn.state is TurnState.QUEUED else "resume"] += 1
+            turn.go("start")
+            turn.started = True
+        memory = turn.session.memory
+        computed = memory.turn.computed if memory.turn is not None else memory.computed
+        if not turn.generates and computed >= turn.last_position:  # nothing to compute
+            for lease in slots:
+                lease.release()
+            if turn.state is not TurnState.DRAFTING:
+                self._commit(turn, EndReason.APPENDED)
+            return
+        self.batch.add(turn, slots)
+        self.pressure.note(turn.session)
+
+    def _leave_row(self, turn: Turn) -> None:
+        """Call before anything that detaches the turn's memory: the batch forgets it."""
+        memory = turn.session.memory.turn
+        if memory is not None and memory.row >= 0:
+            self.batch.remove(turn, memory.row)
+
+    def _preempt(self, turn: Turn) -> None:
+        """A running turn, or a draft in a row, loses what it acquired."""
+        if turn.state is TurnState.DRAFTING:
+            self._drop(turn.session)
+            return
+        self._leave_row(turn)
+        turn.preempt()
+        self.transitions["preempt"] += 1
+        self._queue.push(turn)
+        self.pressure.note(turn.session)
+
+    def _drop(self, session: Session) -> None:
+        """The last rung of pressure: a draft keeps only its text, then a session without a running turn its tokens."""
+        turn, drafted = session.turn, False
+        if turn is not None and session.memory.turn is not None:
+            self._leave_row(turn)
+            turn.release_memory()
+            drafted = turn.state is TurnState.DRAFTING
+        if not drafted:
+            session.memory.drop()
+        self.transitions[f"drop {turn.state.value if turn is not None else 'idle'}"] += 1
+        if turn is not None and turn.state is TurnState.DRAFTING:
+            self._queue.push(turn)  # computed again when there is room
+        self.pressure.note(session)
+
+    def _rest(self, turn: Turn) -> None:
+        """A draft is computed as far as it goes: it gives its row to others and keeps its memory."""
+        self._leave_row(turn)
+        memory = turn.session.memory.turn
+        if memory is None:
+            raise InvariantError(f"{turn.name} rests without memory")
+        memory.detach()
+        self.pressure.note(turn.session)
+
+    def _redraft(self, turn: Turn, tokens: Iterable[int]) -> None:
+        """The draft now reads `tokens`: keep what was computed of the common beginning."""
+        old, new = turn.input, as_tokens(tokens, self.vocab_size)
+        common = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        self._queue.remove(turn)
+        memory = turn.session.memory.turn
+        if memory is not None:
+            position = memory.cut_to(min(turn.base_length + common, max(0, turn.base_length + len(new) - 1)))
+            self._leave_row(turn)
+            if position > memory.start:
+                memory.truncate(position)
+            else:
+                memory.abort()
+        turn.input = new
+
+    def _queue_draft(self, turn: Turn) -> None:
+        memory = turn.session.memory
+        computed = memory.turn.computed if memory.turn is not None else memory.computed
+        if computed < turn.last_position:
+            self._queue.push(turn)
+
+    def _commit(self, turn: Turn, reason: EndReason, keep: int | None = None) -> None:
+        if turn.text is not None and reason is not EndReason.ABORT:
+            turn.text.finish()
+        self._leave_row(turn)
+        self.transitions[f"barge-in {turn.state.value}" if reason is EndReason.ABORT else "commit"] += 1
+        turn.commit(reason, self._clock.now(), keep)
+        self._turn_ended(turn)
+
+    def _abort(self, turn: Turn, reason: EndReason) -> None:
+        self._leave_row(turn)
+        self.transitions[f"{reason.value} {turn.state.value}"] += 1
+        turn.abort(reason, self._clock.now())
+        self._turn_ended(turn)
+
+    def _turn_ended(self, turn: Turn) -> None:
+        session = turn.session
+        self._queue.remove(turn)
+        self._ended.append(turn)
+        if session.state is SessionState.CLOSING or session.policy.ephemeral:
+            self._close(session)
+        else:
+            self.sessions.watch(session)
+            self.pressure.note(session)
+
+    def _close(self, session: Session) -> None:
+        self.sessions.close(session)
+        self.pressure.note(session)
+        self.transitions["close"] += 1
+
+    def _expire(self) -> None:
+        """End turns past a deadline, drafts nobody changed, and sessions nobody used."""
+        now = self._clock.now()
+        while self._timers and self._timers[0][0] <= now:
+            _, _, timer, turn = heapq.heappop(self._timers)
+            if not turn.state.ended and self._is_due(turn, timer, now):
+                self._abort(turn, EndReason.DEADLINE)
+        for session in self.sessions.expired():
+            self.transitions["expire"] += 1
+            self._close(session)
+
+    def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:
+        drafting = turn.state is TurnState.DRAFTING
+        if timer is Timer.DRAFT:  # every change of the draft sets another
+            return drafting and turn.changed + self.config.draft_timeout <= now
+        return timer is Timer.TOTAL or not turn.started

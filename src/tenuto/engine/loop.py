@@ -1,0 +1,206 @@
+"""Runs an engine in a thread of its own: commands go in and are answered by futures, turns report to subscribers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from tenuto.base.errors import EngineStopped, InvariantError, TenutoError
+from tenuto.engine.engine import Engine
+from tenuto.session.turn import Turn, TurnResult
+
+T = TypeVar("T")
+
+IDLE_SECONDS = 0.1
+"""With nothing to compute, how often the clock is looked at: deadlines and idle timeouts are this exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEvent:
+    """What a turn has brought since its last event. `delivered`: its leading output tokens whose text has been
+    delivered whole, up to now. `result`: in the last event that of the turn, else `None`."""
+
+    tokens: tuple[int, ...]
+    text: str
+    delivered: int
+    result: TurnResult | None
+
+
+Subscriber = Callable[[TurnEvent | TenutoError], None]
+"""Called in the engine's thread with every event of a turn; at last with its result, or with the error that kept the
+turn from starting or stopped the engine. It must not block. If it raises, nobody is there, and the turn is aborted."""
+
+
+class EngineLoop:
+    """Owns `engine`, which no other thread may touch from now on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
+        self._subscriptions: dict[int, _Subscription] = {}  # by turn number; the engine's thread alone
+        self._stopped: str | None = None  # why; set once, under the lock
+        self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
+        self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[Engine], T]) -> Future[T]:
+        """Have `work` done in the engine's thread, between two steps. The future also takes its error. Raises
+        `EngineStopped`."""
+        future: Future[T] = Future()
+        self._post(_Command(work, future))
+        return future
+
+    def start(self, work: Callable[[Engine], Turn], subscriber: Subscriber) -> Future[Turn]:
+        """As `call`, with work that opens a turn; `subscriber` then gets its events, or the error."""
+
+        def start_turn(engine: Engine) -> Turn:
+            try:
+                turn = work(engine)
+            except TenutoError as error:
+                subscriber(error)
+                raise
+            self._subscriptions[turn.number] = _Subscription(turn, subscriber)
+            return turn
+
+        return self.call(start_turn)
+
+    def abort(self, started: Future[Turn], keep: int | None = None) -> Future[TurnResult]:
+        """End a turn that `start` has started, as `Engine.abort`; the result of a turn that has ended already is
+        returned as it is."""
+
+        def abort_turn(engine: Engine) -> TurnResult:
+            turn = started.result()  # commands are done in order: it is there
+            if not turn.state.ended:
+                engine.abort(turn.session.id, keep)
+                self._publish(turn)
+            if turn.result is None:
+                raise InvariantError(f"{turn.name} has ended without a result")
+            return turn.result
+
+        return self.call(abort_turn)
+
+    def close(self) -> None:
+        """Stop after the step in progress and wait for that. Whoever waits for something gets `EngineStopped`."""
+        with self._lock:
+            if self._stopped is None:
+                self._commands.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, command: _Command[T]) -> None:
+        with self._lock:
+            if self._stopped is not None:
+                raise EngineStopped(self._stopped)
+            self._commands.put(command)  # type: ignore[arg-type] # a queue is invariant, what it carries is not
+
+    # -- in the engine's thread
+
+    def _run(self) -> None:
+        reason, wait = "the engine was closed", 0.0
+        try:
+            while self._obey(wait):
+                report = self._engine.step()
+                self._publish_all(report.progressed)
+                self._publish_all(report.ended)
+                wait = 0.0 if report.worked or report.ended else IDLE_SECONDS
+        except Exception as error:  # noqa: BLE001 - whatever escapes leaves the engine in doubt
+            reason = f"the engine stopped: {type(error).__name__}: {error}"
+        self._stop(reason)
+
+    def _obey(self, wait: float) -> bool:
+        """Do all commands there are, waiting up to `wait` seconds for the first. False if one was to close."""
+        try:
+            command = self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
+            while command is not None:
+                command.run(self._engine)
+                command = self._commands.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _publish_all(self, turns: Iterable[Turn]) -> None:
+        for turn in turns:
+            if not self._publish(turn):
+                self._engine.abort(turn.session.id)
+
+    def _publish(self, turn: Turn) -> bool:
+        """Tell the turn's subscriber what is new. False if the turn is open and nobody is there any more."""
+        subscription = self._subscriptions.get(turn.number)
+        if subscription is None:
+            return True
+        if turn.state.ended:
+            del self._subscriptions[turn.number]
+        try:
+            subscription.publish()
+        except Exception:  # noqa: BLE001 - however it fails, nobody listens
+            self._subscriptions.pop(turn.number, None)
+            return turn.state.ended
+        return True
+
+    def _stop(self, reason: str) -> None:
+        with self._lock:
+            self._stopped = reason
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                break
+            if command is not None:
+                command.refuse(reason)
+        for subscription in self._subscriptions.values():
+            subscription.refuse(reason)
+        self._subscriptions.clear()
+
+
+class _Subscription:
+    """Who listens to a turn, and how much of it they have been told."""
+
+    __slots__ = ("_sent", "_subscriber", "_turn")
+
+    def __init__(self, turn: Turn, subscriber: Subscriber) -> None:
+        self._turn = turn
+        self._subscriber = subscriber
+        self._sent = 0
+
+    def publish(self) -> None:
+        turn = self._turn
+        tokens = tuple(turn.output[self._sent :])
+        self._sent += len(tokens)
+        text = turn.text.take_text() if turn.text is not None else ""
+        self._subscriber(TurnEvent(tokens, text, turn.delivered, turn.result))
+
+    def refuse(self, reason: str) -> None:
+        with suppress(Exception):  # if nobody is there, nobody is told
+            self._subscriber(EngineStopped(reason))
+
+
+class _Command(Generic[T]):
+    """Work for the engine's thread, and where its result goes."""
+
+    def __init__(self, work: Callable[[Engine], T], future: Future[T]) -> None:
+        self._work = work
+        self._future = future
+
+    def run(self, engine: Engine) -> None:
+        """Raises `InvariantError` if the engine is broken, before or by this."""
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            self._future.set_result(self._work(engine))
+        except TenutoError as error:
+            self._future.set_exception(error)
+        except InvariantError as error:
+            self._future.set_exception(EngineStopped(f"the engine stopped: {error}"))
+            raise
+        except Exception as error:  # noqa: BLE001 - a mistake in the work; go on if memory is sound
+            self._future.set_exception(error)
+            engine.audit()
+
+    def refuse(self, reason: str) -> None:
+        if self._future.set_running_or_notify_cancel():
+            self._future.set_exception(EngineStopped(reason))

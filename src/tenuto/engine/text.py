@@ -1,0 +1,66 @@
+"""The text of one turn: what may be delivered of it, and when a stop string ends it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tenuto.text.decoder import IncrementalDecoder
+from tenuto.text.stops import StopMatcher
+from tenuto.text.tokenizer import Tokenizer
+
+
+class TokenTextStream:
+    """A `session.turn.TextStream` over a tokenizer. `functools.partial(TokenTextStream, tokenizer)` is what an engine
+    takes as its `text`.
+
+    Two things hold text back: bytes that are not a whole character yet, and characters that may still become a stop
+    string. Invariant: `_ends` has, in order, for every token that ends with a character and is not yet delivered whole,
+    how many characters and how many tokens there are by its end. No turn is cut inside a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+        """Raises `InvalidRequest` if `stop` is not a list of stop strings."""
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._matcher = StopMatcher(stop)
+        self._ends: deque[tuple[int, int]] = deque()
+        self._tokens = 0
+        self._decoded = 0  # characters
+        self._delivered = 0  # characters
+        self._delivered_tokens = 0
+        self._pieces: list[str] = []  # delivered, not yet taken
+
+    def push(self, token: int) -> bool:
+        """Take the next output token; True if a stop string is now complete, and whatever follows is no text."""
+        self._tokens += 1
+        return self._pass_on(self._decoder.push((token,)))
+
+    def finish(self) -> None:
+        """No more tokens: deliver what was held back."""
+        if not self._pass_on(self._decoder.flush()):
+            self._deliver(self._matcher.flush())
+
+    @property
+    def delivered_tokens(self) -> int:
+        """Leading output tokens whose text has been delivered whole. They never end inside a character."""
+        return self._delivered_tokens
+
+    def take_text(self) -> str:
+        """Text delivered since the last call."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
+
+    def _pass_on(self, text: str) -> bool:
+        self._decoded += len(text)
+        if not self._decoder.pending:
+            self._ends.append((self._decoded, self._tokens))
+        deliverable, stop = self._matcher.push(text)
+        self._deliver(deliverable)
+        return stop is not None
+
+    def _deliver(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+        self._delivered += len(text)
+        while self._ends and self._ends[0][0] <= self._delivered:
+            self._delivered_tokens = self._ends.popleft()[1]

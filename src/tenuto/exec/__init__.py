@@ -1,0 +1,1 @@
+"""Executors: what carries out the plans of the engine."""

@@ -1,0 +1,169 @@
+"""Carries out plans with a PyTorch model, on any device PyTorch knows."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tenuto.base.errors import ConfigError, InvariantError, StepFailed
+from tenuto.base.groups import GroupSpec, Kind, MemorySpec
+from tenuto.base.plan import Plan, StepResult, TableChanges
+from tenuto.kernels.paged import PagedAttention, PagedKV, ragged_arange
+from tenuto.kernels.sampling import Choice, sample, uniforms
+from tenuto.models.checkpoint import open_checkpoint
+from tenuto.models.llama import Llama
+from tenuto.models.store import ModelFiles
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True)
+class _Options:
+    """Sampling options of every row id, host arrays [rows]; written by the worker when a plan lists a row."""
+
+    temperature: np.ndarray[tuple[int], np.dtype[np.float64]]
+    top_k: np.ndarray[tuple[int], np.dtype[np.int64]]
+    top_p: np.ndarray[tuple[int], np.dtype[np.float64]]
+    seed: np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class TorchExecutor:
+    """An `Executor` for models with one full-attention group.
+
+    A step runs in one worker thread, so that the next can be planned while it computes; all that a step changes is
+    written by that thread alone. The executor is not for use by several threads at once.
+    """
+
+    def __init__(self, model: Llama, page_size: int) -> None:
+        c = model.config
+        self.model = model
+        token_bytes = c.layers * 2 * c.kv_heads * c.head_dim * model.dtype.itemsize
+        self._spec = MemorySpec(page_size, (GroupSpec(Kind.FULL, page_size * token_bytes),))
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenuto-step")
+        self._in_flight: Future[StepResult] | None = None
+
+    @property
+    def spec(self) -> MemorySpec:
+        """One group of kind full; a unit is a page of keys and values of all layers."""
+        return self._spec
+
+    def prepare(self, units: tuple[int, ...], rows: int) -> None:
+        """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many pages."""
+        (pages,) = units
+        c, device = self.model.config, self.model.device
+        try:
+            self._kv = PagedKV(c.layers, pages, self._spec.page_size, c.kv_heads, c.head_dim, device, self.model.dtype)
+        except RuntimeError as error:
+            size = pages * self._spec.groups[0].bytes_per_unit
+            raise ConfigError(f"{device} cannot hold {pages} pages, {size} bytes: {error}") from error
+        self._table = torch.zeros((rows, 1), device=device, dtype=torch.int64)
+        self._last_sampled = torch.zeros(rows, device=device, dtype=torch.int64)
+        self._options = _Options(np.zeros(rows), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows, np.int64))
+
+    def submit(self, plan: Plan) -> None:
+        """See `Executor.submit`. Raises `InvariantError` if a step is in flight."""
+        if self._in_flight is not None:
+            raise InvariantError(f"step {plan.step} was submitted while another is in flight")
+        self._in_flight = self._worker.submit(self._step, plan)
+
+    def collect(self) -> StepResult:
+        """See `Executor.collect`. Raises `InvariantError` if no step is in flight."""
+        if self._in_flight is None:
+            raise InvariantError("collect was called with no step in flight")
+        step, self._in_flight = self._in_flight, None
+        try:
+            return step.result()
+        except Exception as error:
+            raise StepFailed(f"{type(error).__name__}: {error}") from error
+
+    def logits(self, plan: Plan) -> torch.Tensor:
+        """Carry out `plan` but sample nothing: float32 [sum(plan.samples), vocab] on the device. For tests and
+        measurements, with no step in flight."""
+        return self._worker.submit(self._forward, plan).result()
+
+    def close(self) -> None:
+        """Wait for the step in flight and end the worker thread."""
+        self._worker.shutdown()
+
+    @torch.inference_mode()
+    def _step(self, plan: Plan) -> StepResult:
+        tokens = self._sample(plan, self._forward(plan))
+        sampled = plan.samples > 0
+        rows, last = plan.rows[sampled], np.cumsum(plan.samples)[sampled] - 1
+        self._last_sampled[self._indices(rows)] = tokens[self._indices(last)]
+        return StepResult(tokens.cpu().numpy().astype(np.int32))
+
+    @torch.inference_mode()
+    def _forward(self, plan: Plan) -> torch.Tensor:
+        """Apply the plan, compute its tokens, return its logits."""
+        self._apply(plan)
+        c = self.model.config
+        attention = PagedAttention(
+            self._kv, self._table, plan.rows, plan.starts, plan.counts, group=c.heads // c.kv_heads
+        )
+        outputs = np.repeat(np.cumsum(plan.counts) - plan.samples, plan.samples) + ragged_arange(plan.samples)
+        return self.model.forward(self._tokens(plan), attention.positions, self._indices(outputs), attention)
+
+    def _apply(self, plan: Plan) -> None:
+        """What outlasts the step, even one that fails: page tables, copies, sampling options."""
+        (tables,), (copies,) = plan.tables, plan.copies
+        self._change(tables)
+        self._kv.copy(copies.sources, copies.targets, copies.slots)
+        options = self._options
+        for row, new in plan.sampling:
+            options.temperature[row], options.top_k[row] = new.temperature, new.top_k
+            options.top_p[row], options.seed[row] = new.top_p, new.seed
+
+    def _change(self, changes: TableChanges) -> None:
+        """Write new page-table entries, first widening the table if they lie beyond it."""
+        if len(changes.rows) == 0:
+            return
+        rows, width = self._table.shape
+        needed = int(changes.index.max()) + 1
+        if needed > width:
+            wider = self._table.new_zeros((rows, max(needed, 2 * width)))
+            wider[:, :width] = self._table
+            self._table = wider
+        self._table[self._indices(changes.rows), self._indices(changes.index)] = self._indices(changes.pages)
+
+    def _tokens(self, plan: Plan) -> torch.Tensor:
+        """Input ids, int64 [tokens], with references to earlier samples resolved on the device."""
+        tokens = self._indices(plan.tokens)
+        unknown = np.flatnonzero(plan.tokens < 0)
+        if len(unknown):
+            rows = np.repeat(plan.rows, plan.counts)[unknown]
+            tokens[self._indices(unknown)] = self._last_sampled[self._indices(rows)]
+        return tokens
+
+    def _sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens int64 [sum(plan.samples)], each drawn by its row's options and its own position."""
+        options = self._options
+        rows = np.repeat(plan.rows, plan.samples)
+        positions = np.repeat(plan.starts + plan.counts - plan.samples, plan.samples) + ragged_arange(plan.samples) + 1
+        uniform = uniforms(options.seed[rows], positions)
+        return sample(logits, Choice(options.temperature[rows], options.top_k[rows], options.top_p[rows], uniform))
+
+    def _indices(self, values: np.ndarray[tuple[int], np.dtype[np.integer]]) -> torch.Tensor:
+        """Host indices as int64 on the device."""
+        return torch.from_numpy(values.astype(np.int64)).to(self.model.device)
+
+
+def load_executor(files: ModelFiles, page_size: int, device: str = "cpu", dtype: str | None = None) -> TorchExecutor:
+    """Read a model and make an executor for it, not yet prepared.
+
+    `dtype` is one of `DTYPES`; None is float32 on a CPU and bfloat16 elsewhere. Raises `ModelError` for the files and
+    `ConfigError` for the device or dtype.
+    """
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {device!r} cannot be used: {error}") from error
+    name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; allowed: {', '.join(DTYPES)}")
+    checkpoint = open_checkpoint(files)
+    return TorchExecutor(Llama(checkpoint.config, checkpoint.weights(), place, DTYPES[name]), page_size)

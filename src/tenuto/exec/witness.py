@@ -1,0 +1,239 @@
+"""The witness: an executor without a model, which proves that every turn sees exactly its own history.
+
+In every token slot it stores the token and a running hash of all tokens that led there; in every state slot the hash and
+the position. Before it computes a row it reads the row's whole memory through the page tables and checks that each hash
+follows from the one before, and that all groups agree. The next token is a function of the hash. One wrong page, stale
+slot or double use is caught at the step where it happens, or shows in the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tenuto.base.errors import InvariantError, StepFailed
+from tenuto.base.groups import GroupSpec, Kind, MemorySpec
+from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, Plan, StepResult
+
+Hashes = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+
+MULTIPLIER = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
+START = 0x243F6A8885A308D3
+"""The hash of the empty history."""
+NEVER = np.int64(-1)
+"""Stored with a slot that was never written."""
+
+
+def advance(state: int, token: int) -> int:
+    """The hash of a history one token longer."""
+    mixed = ((state ^ (token + 1)) * MULTIPLIER) & MASK
+    return mixed ^ (mixed >> 29)
+
+
+def history_hash(tokens: Sequence[int]) -> int:
+    """The hash of a whole history: the naive model's view."""
+    state = START
+    for token in tokens:
+        state = advance(state, token)
+    return state
+
+
+def next_token(state: int, vocab_size: int) -> int:
+    """The token that follows a history."""
+    return ((state >> 17) ^ (state >> 41)) % vocab_size
+
+
+def _advance(states: Hashes, tokens: npt.NDArray[np.int64]) -> Hashes:
+    mixed = (states ^ (tokens + 1).astype(np.uint64)) * np.uint64(MULTIPLIER)
+    return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
+
+
+class WitnessExecutor:
+    """An `Executor` that computes hashes. `verify` False checks only the slots a token follows from, for benchmarks.
+
+    `fail` is asked at every `collect` whether this step fails; a failed step has still written what it writes, as a real
+    one may. The work is done at `submit` or at `collect`, as `late` says, so that memory is used by a step in flight
+    until the very end.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        groups: Sequence[GroupSpec],
+        vocab_size: int,
+        *,
+        verify: bool = True,
+        fail: Callable[[], bool] = lambda: False,
+        late: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._spec = MemorySpec(page_size, tuple(groups))
+        self._vocab_size = vocab_size
+        self._verify = verify
+        self._fail = fail
+        self._late = late
+        self._plan: Plan | None = None
+        self._result: StepResult | None = None
+        self.steps = 0
+
+    @property
+    def spec(self) -> MemorySpec:
+        return self._spec
+
+    def prepare(self, units: tuple[int, ...], rows: int) -> None:
+        size = self._spec.page_size
+        self._slots = [  # hash and token of every token slot, or hash and position of every state slot
+            (np.zeros(n * (size if g.paged else 1), np.uint64), np.full(n * (size if g.paged else 1), NEVER))
+            for g, n in zip(self._spec.groups, units, strict=True)
+        ]
+        self._paged = [i for i, g in enumerate(self._spec.groups) if g.paged]
+        self._states = [i for i, g in enumerate(self._spec.groups) if not g.paged]
+        self._tables = [np.zeros((rows, 64), np.int64) for _ in self._paged]
+        self._last = np.zeros(rows, np.int64)  # what each row sampled last
+
+    def submit(self, plan: Plan) -> None:
+        if self._plan is not None:
+            raise InvariantError("a step was submitted while one is in flight")
+        self._plan = plan
+        self._result = None if self._late() else self._compute(plan)
+
+    def collect(self) -> StepResult:
+        if self._plan is None:
+            raise InvariantError("a result was collected with no step in flight")
+        plan, self._plan = self._plan, None
+        result = self._result if self._result is not None else self._compute(plan)
+        self.steps += 1
+        if self._fail():
+            raise StepFailed("the witness was told to fail this step")
+        return result
+
+    # -- a step
+
+    def _compute(self, plan: Plan) -> StepResult:
+        self._update_tables(plan)
+        self._copy_pages(plan)
+        starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
+        rows = plan.rows.astype(np.int64)
+        tokens = plan.tokens.astype(np.int64)
+        by_reference = tokens == PREVIOUS_SAMPLE
+        tokens[by_reference] = self._last[np.repeat(rows, counts)[by_reference]]
+        states = self._read(plan, rows, starts)
+        hashes = np.zeros(len(tokens), np.uint64)
+        offsets = np.cumsum(counts) - counts
+        for step in range(int(counts.max())):  # each row's step-th token
+            live = counts > step
+            states[live] = _advance(states[live], tokens[offsets[live] + step])
+            hashes[offsets[live] + step] = states[live]
+        self._write(plan, rows, starts, counts, tokens, hashes, states)
+        return StepResult(self._sample(plan, rows, offsets + counts, hashes))
+
+    def _update_tables(self, plan: Plan) -> None:
+        for i, change in enumerate(plan.tables):
+            if not len(change.rows):
+                continue
+            table, widest = self._tables[i], int(change.index.max())
+            if widest >= table.shape[1]:
+                wider = np.zeros((len(table), max(widest + 1, 2 * table.shape[1])), np.int64)
+                wider[:, : table.shape[1]] = table
+                self._tables[i] = table = wider
+            table[change.rows, change.index] = change.pages
+
+    def _copy_pages(self, plan: Plan) -> None:
+        size = self._spec.page_size
+        for i, copy in enumerate(plan.copies):
+            hashes, tokens = self._slots[self._paged[i]]
+            for source, target, slots in zip(
+                copy.sources.tolist(), copy.targets.tolist(), copy.slots.tolist(), strict=True
+            ):
+                for slot in (hashes, tokens):
+                    slot[target * size : target * size + slots] = slot[source * size : source * size + slots]
+
+    def _read(self, plan: Plan, rows: Ints, starts: Ints) -> Hashes:
+        """The hash of each row's history before its first token, read and verified in every group."""
+        found: list[Hashes] = []
+        for i, group in enumerate(self._paged):
+            found.append(self._read_pages(i, self._spec.groups[group], rows, starts))
+        for moves, group in zip(plan.states, self._states, strict=True):
+            found.append(self._read_states(group, moves.reads.astype(np.int64), starts))
+        for other in found[1:]:
+            if (other != found[0]).any():
+                raise InvariantError(
+                    f"memory groups disagree on the history of rows {rows[other != found[0]].tolist()}"
+                )
+        return found[0].copy()
+
+    def _read_pages(self, index: int, group: GroupSpec, rows: Ints, starts: Ints) -> Hashes:
+        size, table = self._spec.page_size, self._tables[index]
+        hashes, tokens = self._slots[self._paged[index]]
+        first = np.zeros_like(starts) if group.kind is Kind.FULL else np.maximum(0, starts - group.window + 1)
+        if not self._verify:
+            first = np.maximum(first, starts - 1)
+        width = int((starts - first).max())
+        result = np.full(len(rows), START, np.uint64)
+        if width == 0:
+            if group.kind is Kind.SLIDING and (starts > 0).any():
+                raise InvariantError("a window of one token says nothing about the history; use at least two")
+            return result
+        positions = starts[:, None] - width + np.arange(width)  # right-aligned: the last column is the token before
+        valid = positions >= first[:, None]
+        inside = np.maximum(positions, 0)
+        slots = table[rows[:, None], inside // size] * size + inside % size
+        seen, read = hashes[slots], tokens[slots]
+        if (valid & (read == NEVER)).any():
+            raise InvariantError(f"{group.kind.value}: a row reads a slot that was never written")
+        before = np.concatenate([np.full((len(rows), 1), START, np.uint64), seen[:, :-1]], axis=1)
+        before[positions == 0] = START
+        follows = _advance(before, read) == seen
+        linked = valid & (np.arange(width) > 0) & (positions > first[:, None])
+        linked |= valid & (positions == 0)
+        if (linked & ~follows).any():
+            row, column = np.argwhere(linked & ~follows)[0]
+            raise InvariantError(
+                f"{group.kind.value}: row {rows[row]} computing from {starts[row]} reads at position "
+                f"{positions[row, column]} what does not follow from the position before"
+            )
+        has_history = starts > 0
+        result[has_history] = seen[has_history, -1]
+        return result
+
+    def _read_states(self, group: int, reads: Ints, starts: Ints) -> Hashes:
+        hashes, positions = self._slots[group]
+        zero = reads == NO_SLOT
+        if (zero & (starts > 0)).any():
+            raise InvariantError("a row starts from the zero state in the middle of its history")
+        at = positions[np.maximum(reads, 0)]
+        if (~zero & (at != starts)).any():
+            row = int(np.flatnonzero(~zero & (at != starts))[0])
+            raise InvariantError(f"state slot {reads[row]} stands at {at[row]}, its row computes from {starts[row]}")
+        return np.where(zero, np.uint64(START), hashes[np.maximum(reads, 0)])
+
+    def _write(
+        self, plan: Plan, rows: Ints, starts: Ints, counts: Ints, tokens: Ints, hashes: Hashes, states: Hashes
+    ) -> None:
+        size = self._spec.page_size
+        owner = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[owner]
+        for i, group in enumerate(self._paged):
+            slots = self._tables[i][rows[owner], positions // size] * size + positions % size
+            if len(np.unique(slots)) != len(slots):
+                raise InvariantError(f"{self._spec.groups[group].kind.value}: two rows write the same slot in one step")
+            stored_hashes, stored_tokens = self._slots[group]
+            stored_hashes[slots], stored_tokens[slots] = hashes, tokens
+        for moves, group in zip(plan.states, self._states, strict=True):
+            if len(np.unique(moves.writes)) != len(moves.writes):
+                raise InvariantError("two rows write the same state slot in one step")
+            stored_hashes, stored_positions = self._slots[group]
+            stored_hashes[moves.writes], stored_positions[moves.writes] = states, starts + counts
+
+    def _sample(self, plan: Plan, rows: Ints, stops: Ints, hashes: Hashes) -> npt.NDArray[np.int32]:
+        samples = plan.samples.astype(np.int64)
+        owner = np.repeat(np.arange(len(rows)), samples)
+        within = np.arange(int(samples.sum())) - np.repeat(np.cumsum(samples) - samples, samples)
+        sampled = hashes[stops[owner] - samples[owner] + within]
+        mixed = (sampled >> np.uint64(17)) ^ (sampled >> np.uint64(41))
+        tokens = (mixed % np.uint64(self._vocab_size)).astype(np.int64)
+        self._last[rows[owner]] = tokens  # the last of a row's samples stays
+        return tokens.astype(np.int32)

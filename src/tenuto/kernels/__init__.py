@@ -1,0 +1,1 @@
+"""Portable PyTorch kernels: paged attention and sampling. The reference that faster ones are held against."""

@@ -1,0 +1,103 @@
+"""Choosing tokens from logits, each row by its own options and by a random number that depends on it alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Floats = npt.NDArray[np.float64]
+Longs = npt.NDArray[np.int64]
+
+_CANDIDATES = 1024
+"""How many of the likeliest tokens are looked at first; if they do not settle what is kept, all are sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Sampling options and random numbers of a batch, one entry a row, on the host.
+
+    `temperature` float64 (0: greedy), `top_k` int64 (0: all), `top_p` float64 in (0, 1], `uniform` float64 in [0, 1).
+    Meanings are those of `base.sampling.Sampling`: temperature is applied first, then top-k, and top-p is a share of
+    what top-k has left.
+    """
+
+    temperature: Floats
+    top_k: Longs
+    top_p: Floats
+    uniform: Floats
+
+
+def uniforms(seeds: Longs, positions: Longs) -> Floats:
+    """One random number in [0, 1) for each (seed, position), both int64 [n] and >= 0; float64 [n].
+
+    Stateless: the number at place `position` of a SplitMix64 sequence (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014) that starts from the mixed seed. 52 bits, so that the product with a
+    sum is always below the sum.
+    """
+    step = np.uint64(0x9E3779B97F4A7C15)
+    state = _mix(seeds.astype(np.uint64) + step) + (positions.astype(np.uint64) + np.uint64(1)) * step
+    return (_mix(state) >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The output function of SplitMix64; arithmetic is modulo 2**64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """One token a row. `logits` is float32 [rows, vocab]; returns int64 [rows] on the same device.
+
+    Of tokens with equal logits a greedy row takes the first; which of several equally likely ones at the very edge of
+    top-k or top-p is kept is unspecified but always the same for the same logits. Logits that are not numbers give
+    some token, never an error: the request that caused them must not fail the batch.
+    """
+    drawn = np.flatnonzero(choice.temperature > 0)
+    if len(drawn) == 0:
+        return logits.argmax(dim=-1)
+    if len(drawn) == len(logits):
+        return _draw(logits, choice)
+    tokens = logits.argmax(dim=-1)
+    places = torch.from_numpy(drawn).to(logits.device)
+    part = Choice(choice.temperature[drawn], choice.top_k[drawn], choice.top_p[drawn], choice.uniform[drawn])
+    return tokens.index_copy_(0, places, _draw(logits.index_select(0, places), part))
+
+
+def _draw(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """Draw by inverting the cumulative distribution over the tokens kept, in order of their ids."""
+    device, vocab = logits.device, logits.shape[-1]
+    # The highest logit goes to 0 before the division, or a tiny temperature would overflow.
+    shifted = logits.double() - logits.max(dim=-1, keepdim=True).values
+    probabilities = (shifted / torch.from_numpy(choice.temperature).to(device)[:, None]).softmax(dim=-1)
+    limited = np.flatnonzero((choice.top_k > 0) & (choice.top_k < vocab) | (choice.top_p < 1))
+    if len(limited):
+        _limit(probabilities, limited, choice.top_k, choice.top_p)
+    below = probabilities.cumsum(dim=-1)
+    targets = below[:, -1:] * torch.from_numpy(choice.uniform).to(device)[:, None]
+    return torch.searchsorted(below, targets, right=True).squeeze(1).clamp_(max=vocab - 1)
+
+
+def _limit(probabilities: torch.Tensor, rows: Longs, top_k: Longs, top_p: Floats) -> None:
+    """Set to zero, in place, what the options of `rows` exclude from `probabilities`, float64 [all rows, vocab]."""
+    device, vocab = probabilities.device, probabilities.shape[-1]
+    for width in (min(_CANDIDATES, vocab), vocab):
+        places = torch.from_numpy(rows).to(device)
+        chosen = probabilities.index_select(0, places)
+        values, tokens = chosen.topk(width, dim=-1)
+        most = np.where(top_k[rows] > 0, top_k[rows], vocab)
+        values.masked_fill_(torch.arange(width, device=device) >= torch.from_numpy(most).to(device)[:, None], 0.0)
+        cumulative = values.cumsum(dim=-1)
+        # Without top-k the share is of all tokens, whether or not they are among the candidates.
+        total = torch.where(torch.from_numpy(most <= width).to(device), cumulative[:, -1], chosen.sum(dim=-1))
+        share = torch.from_numpy(top_p[rows]).to(device) * total
+        values.masked_fill_(cumulative - values >= share[:, None], 0.0)
+        settled = (most <= width) | (cumulative[:, -1] >= share).cpu().numpy()
+        done = torch.from_numpy(settled).to(device)
+        probabilities.index_copy_(0, places[done], torch.zeros_like(chosen).scatter_(1, tokens, values)[done])
+        rows = rows[~settled]
+        if len(rows) == 0:
+            return

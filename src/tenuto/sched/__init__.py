@@ -1,0 +1,1 @@
+"""Which turns run, how many tokens each, and who yields under pressure."""

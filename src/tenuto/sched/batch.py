@@ -1,0 +1,167 @@
+"""The running turns: who is in which row, in which order, and what the executor has yet to be told of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.sampling import Sampling
+from tenuto.memory.memory import Memory
+from tenuto.memory.pool import Lease
+from tenuto.memory.rows import FAR
+from tenuto.memory.sequence import Taken, TurnMemory
+from tenuto.sched.queue import Rank, rank
+from tenuto.session.turn import Turn, TurnState
+
+NO_STOP = -1
+"""Pads rows of `Batch.stop_ids`; no sampled token equals it."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Page table entries and sampling options of rows taken since the last plan."""
+
+    taken: list[tuple[int, Taken]]
+    sampling: dict[int, Sampling]
+
+
+class Batch:
+    """Turns that have a row.
+
+    Invariant: `turns[row]` is set exactly for rows taken, and its session's turn memory is attached to that row.
+    """
+
+    def __init__(self, memory: Memory, eos_ids: tuple[int, ...], aging_seconds: float) -> None:
+        self.memory = memory
+        self.rows = memory.rows
+        rows = memory.shape.max_running
+        self.turns: npt.NDArray[np.object_] = np.full(rows, None, object)
+        self.stop_ids = np.full((rows, max(1, len(eos_ids))), NO_STOP, np.int32)
+        self.has_text = np.zeros(rows, np.bool_)
+        self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
+        self.departures = 0  # turns that have left, ever
+        self._eos_ids = eos_ids
+        self._aging = aging_seconds
+        self._ranked: list[tuple[Rank, int]] = []  # (rank, row), sorted
+        self._order = np.zeros(0, np.int64)
+        self._stale = False
+        self._taken: list[tuple[int, Taken]] = []
+        self._sampling: dict[int, Sampling] = {}
+
+    def __len__(self) -> int:
+        return len(self._ranked)
+
+    def order(self) -> npt.NDArray[np.int64]:
+        """Rows, int64 [running], the first to run first."""
+        if self._stale:
+            self._order = np.array([row for _, row in self._ranked], np.int64)
+            self._stale = False
+        return self._order
+
+    def running(self) -> list[Turn]:
+        """Turns, the first to run first."""
+        return [self.turns[row] for _, row in self._ranked]
+
+    def last(self) -> Turn | None:
+        """The first to yield; `None` if there is at most one turn, which never does."""
+        return self.turns[self._ranked[-1][1]] if len(self._ranked) > 1 else None
+
+    def outranks(self, turn: Turn, other: Turn) -> bool:
+        """Whether `turn` runs before `other` and yields after it."""
+        return rank(turn, self._aging) < rank(other, self._aging)
+
+    def add(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
+        """Give the turn a row and its reserved state `slots`, and let it continue where its memory ends."""
+        memory = turn.session.memory.turn
+        if memory is None:
+            memory = TurnMemory(turn.session.memory, turn.name, start_target(turn), slots)
+        else:
+            memory.add_slots(slots)
+        if turn.generates and turn.state is not TurnState.DRAFTING and turn.cached < 0:
+            turn.cached = min(memory.computed, turn.prompt_length)
+        row = self.rows.take()
+        self._taken += [(row, taken) for taken in memory.attach(row)]
+        self._fill(row, turn, memory)
+        self.turns[row] = turn
+        insort(self._ranked, (rank(turn, self._aging), row))
+        self._stale = True
+
+    def _fill(self, row: int, turn: Turn, memory: TurnMemory) -> None:
+        rows = self.rows
+        generates = turn.generates and turn.state is not TurnState.DRAFTING
+        rows.known[row] = rows.expected[row] = turn.length
+        rows.limit[row] = turn.last_position if generates else max(0, turn.length - 1)
+        rows.samples[row] = generates
+        rows.next_token[row] = turn.tokens(turn.length - 1, turn.length)[0]
+        self.work[row] = 0
+        self.has_text[row] = turn.text is not None
+        stops = (() if turn.params.ignore_eos else self._eos_ids) + turn.params.stop_ids
+        if len(stops) > self.stop_ids.shape[1]:
+            more = np.full((len(self.stop_ids), len(stops) - self.stop_ids.shape[1]), NO_STOP, np.int32)
+            self.stop_ids = np.concatenate([self.stop_ids, more], axis=1)
+        self.stop_ids[row] = NO_STOP
+        self.stop_ids[row, : len(stops)] = stops
+        if generates:
+            self._sampling[row] = turn.params.sampling
+        if self.memory.spec.needs_points:
+            end = turn.resume_position
+            if generates and memory.lacks_checkpoint(end):
+                memory.mark(end)
+            rows.mark[row] = self.next_mark(turn, memory.computed)
+
+    def next_mark(self, turn: Turn, position: int) -> int:
+        """The next position after `position` at which the turn wants a checkpoint: page-aligned ones spaced through its
+        input, and the end of the input if it generates, where regenerating or keeping no output resumes."""
+        end, interval = turn.resume_position, self.memory.shape.checkpoint_interval
+        spaced = (position // interval + 1) * interval
+        if spaced < end:
+            return spaced
+        return end if position < end and turn.generates and turn.state is not TurnState.DRAFTING else int(FAR)
+
+    def marks_due(self, scheduled: npt.NDArray[np.int64]) -> None:
+        """Make the checkpoints at the marks that the rows `scheduled` have just been scheduled up to or past."""
+        rows = self.rows
+        for row in scheduled[rows.scheduled[scheduled] >= rows.mark[scheduled]].tolist():
+            turn: Turn = self.turns[row]
+            memory = turn.session.memory.turn
+            if memory is None:
+                raise InvariantError(f"{turn.name} runs without memory")
+            while rows.mark[row] <= rows.scheduled[row]:
+                mark = int(rows.mark[row])
+                needed = mark == turn.resume_position and bool(rows.samples[row])
+                if needed or memory.spare_slot():
+                    memory.mark(mark)
+                rows.mark[row] = self.next_mark(turn, mark)
+
+    def remove(self, turn: Turn, row: int) -> None:
+        """The turn has left `row` (its memory is detached or gone)."""
+        position = bisect_left(self._ranked, (rank(turn, self._aging), row))
+        if position == len(self._ranked) or self._ranked[position][1] != row:
+            position = next(i for i, (_, r) in enumerate(self._ranked) if r == row)  # its rank has changed since
+        del self._ranked[position]
+        self._stale = True
+        self.turns[row] = None
+        self._sampling.pop(row, None)
+        self._taken = [(r, taken) for r, taken in self._taken if r != row]
+        turn.computed_tokens += int(self.work[row])
+        self.departures += 1
+
+    def take_news(self) -> News:
+        """What the executor does not know yet, for the plan that is being made."""
+        news = News(self._taken, self._sampling)
+        self._taken, self._sampling = [], {}
+        return news
+
+    def return_news(self, news: News) -> None:
+        """The plan that carried it is not submitted: tell the rows still taken again."""
+        self._taken = [(row, taken) for row, taken in news.taken if self.turns[row] is not None] + self._taken
+        self._sampling = {row: s for row, s in news.sampling.items() if self.turns[row] is not None} | self._sampling
+
+
+def start_target(turn: Turn) -> int:
+    """Where a turn starts at the latest: at the end of the history it builds on, or before its last prompt token."""
+    return max(0, min(turn.base_length, turn.prompt_length - 1))

@@ -1,0 +1,262 @@
+"""Plans a step: how many tokens each running turn gets. Looking ahead changes nothing; applying changes every pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.memory.memory import Memory
+from tenuto.memory.paged import Growth
+from tenuto.sched.batch import Batch, News
+from tenuto.session.turn import Turn, TurnState
+
+Longs = npt.NDArray[np.int64]
+
+
+class Proposer(Protocol):
+    """Guesses a turn's next tokens, to be computed with the one before and checked against what is sampled."""
+
+    def propose(self, turn: Turn, most: int) -> list[int]:
+        """Up to `most` guesses (none is fine)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, `needs` int64 [paged groups, n]
+    pages to acquire. `short[g]`: units group g lacks for everything that wants to run. `guesses`: lookahead by index."""
+
+    rows: Longs
+    starts: Longs
+    counts: Longs
+    needs: npt.NDArray[np.int64]
+    short: Longs
+    guesses: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A plan that was applied: `rows` int64 [n] and the run of each at that time, which tells late results."""
+
+    plan: Plan
+    rows: Longs
+    runs: Longs
+    guesses: dict[int, list[int]]
+    news: News
+
+
+class Planner:
+    """Makes and applies plans of at most `token_budget` tokens."""
+
+    def __init__(
+        self, memory: Memory, batch: Batch, token_budget: int, proposer: Proposer | None, lookahead: int
+    ) -> None:
+        self._memory = memory
+        self._batch = batch
+        self._budget = token_budget
+        self._proposer = proposer
+        self._lookahead = lookahead
+        self._steps = 0
+        self._nothing_copied = _copies([])
+        self._nothing_changed = _changes([])
+        self.rows_considered = 0  # ever: a measure of work
+
+    def propose(self) -> Proposal:
+        """Divide the token budget: decodes first, then prefills. Turns that do not fit memory now are left out."""
+        rows, order = self._memory.rows, self._batch.order()
+        self.rows_considered += len(order)
+        starts = rows.scheduled[order]
+        wanted = np.minimum(rows.expected[order], rows.limit[order]) - starts
+        wanted[rows.uncertain[order]] = 0
+        if self._memory.states:
+            np.minimum(wanted, rows.mark[order] - starts, out=wanted)
+        counts = self._divide(order, wanted)
+        needs, fits, short = self._fit(order, starts + counts)
+        counts[~fits] = 0
+        chosen = np.flatnonzero(counts)
+        if len(chosen) == len(order):
+            proposal = Proposal(order, starts, counts, needs, short)
+        else:
+            proposal = Proposal(order[chosen], starts[chosen], counts[chosen], needs[:, chosen], short)
+        if self._proposer is not None:
+            self._look_ahead(proposal, self._proposer)
+        return proposal
+
+    def _divide(self, order: Longs, wanted: Longs) -> Longs:
+        """Tokens for each row. Every decode gets its token; prefills of equal priority share what is left evenly, so a
+        short one is not held up by a long one; drafts get what nobody else wants."""
+        counts = np.minimum(wanted, 1)
+        left = self._budget - int(counts.sum())
+        if left < 0:
+            counts[np.cumsum(counts) > self._budget] = 0
+            return counts
+        prefills = np.flatnonzero(wanted > 1).tolist()
+        if not prefills:
+            return counts
+        turns = self._batch.turns
+        classes: dict[tuple[bool, int], list[int]] = {}
+        for index in prefills:
+            turn: Turn = turns[order[index]]
+            classes.setdefault((turn.state is TurnState.DRAFTING, -turn.priority), []).append(index)
+        for key in sorted(classes):
+            members = sorted(classes[key], key=lambda index: int(wanted[index]))
+            for position, index in enumerate(members):
+                more = min(int(wanted[index]) - 1, -(-left // (len(members) - position)))
+                counts[index] += more
+                left -= more
+        return counts
+
+    def _fit(self, order: Longs, ends: Longs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], Longs]:
+        """Pages each row needs to compute up to `ends`; which rows, in order, get them; what is lacking, a group each."""
+        memory, size = self._memory, self._memory.page_size
+        fits = np.ones(len(order), np.bool_)
+        short = np.zeros(len(memory.pools), np.int64)
+        needs = -(-ends // size) - memory.rows.capacity[:, order] // size
+        np.maximum(needs, 0, out=needs)
+        for i, group in enumerate(memory.paged):
+            free = memory.pools[group].free
+            total = int(needs[i].sum())
+            if total > free:
+                fits &= (needs[i] == 0) | (np.cumsum(needs[i]) <= free)
+                short[group] = total - free
+        return needs, fits, short
+
+    def _look_ahead(self, proposal: Proposal, proposer: Proposer) -> None:
+        """Add guesses to decodes whose last token is known, as far as tokens and pages are left over."""
+        memory, rows, size = self._memory, self._memory.rows, self._memory.page_size
+        chosen = proposal.rows
+        ready = rows.samples[chosen] & ~rows.frozen[chosen] & (rows.known[chosen] == proposal.starts + 1)
+        ready &= (proposal.counts == 1) & (rows.expected[chosen] == rows.known[chosen])
+        if memory.states:
+            ready &= rows.alternate[0, chosen] != NO_SLOT
+        left = self._budget - int(proposal.counts.sum())
+        spare = [memory.pools[g].free - int(proposal.needs[i].sum()) for i, g in enumerate(memory.paged)]
+        for index in np.flatnonzero(ready).tolist():
+            start, row = int(proposal.starts[index]), int(chosen[index])
+            most = min(self._lookahead, left, int(rows.limit[row]) - start - 1)
+            guesses = proposer.propose(self._batch.turns[row], most)[:most] if most > 0 else []
+            pages = -(-(start + 1 + len(guesses)) // size)
+            more = [max(0, pages - int(c) // size) for c in rows.capacity[:, row]]
+            extra = [n - int(had) for n, had in zip(more, proposal.needs[:, index], strict=True)]
+            if guesses and all(n <= have for n, have in zip(extra, spare, strict=True)):
+                spare = [have - n for n, have in zip(extra, spare, strict=True)]
+                left -= len(guesses)
+                proposal.counts[index] += len(guesses)
+                proposal.needs[:, index] = more
+                proposal.guesses[index] = guesses
+
+    def apply(self, proposal: Proposal) -> Flight:
+        """Carry out the proposal's bookkeeping in every pool, and make the plan."""
+        memory, rows = self._memory, self._memory.rows
+        chosen, starts, counts = proposal.rows, proposal.starts, proposal.counts
+        for i, group in enumerate(memory.paged):
+            if int(proposal.needs[i].sum()) > memory.pools[group].free:
+                raise InvariantError(f"a plan needs more pages of {memory.pools[group].name} than are free")
+        ends = starts + counts
+        samples = (rows.samples[chosen] & (ends >= rows.expected[chosen])).astype(np.int32)
+        for index, guesses in proposal.guesses.items():
+            samples[index] += len(guesses)
+        tokens = self._tokens(proposal)
+        news = self._batch.take_news()
+        tables, copies = self._grow(chosen, ends, proposal.needs, news)
+        states = self._move_states(chosen, starts)
+        rows.scheduled[chosen] = ends
+        rows.expected[chosen] += np.minimum(samples, 1)
+        if proposal.guesses:
+            rows.uncertain[chosen[list(proposal.guesses)]] = True
+        self._batch.work[chosen] += counts
+        if memory.spec.needs_points:
+            self._batch.marks_due(chosen)
+        self._steps += 1
+        plan = Plan(
+            self._steps,
+            chosen.astype(np.int32),
+            starts.astype(np.int32),
+            counts.astype(np.int32),
+            tokens,
+            samples,
+            tables,
+            copies,
+            states,
+            tuple(news.sampling.items()),
+        )
+        return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news)
+
+    def _tokens(self, proposal: Proposal) -> npt.NDArray[np.int32]:
+        rows, chosen, starts, counts = self._memory.rows, proposal.rows, proposal.starts, proposal.counts
+        known = rows.known[chosen]
+        last = (counts == 1) & (starts >= known - 1)
+        single = np.where(starts >= known, PREVIOUS_SAMPLE, rows.next_token[chosen]).astype(np.int32)
+        if last.all():
+            return single
+        offsets = np.cumsum(counts) - counts
+        tokens = np.empty(int(counts.sum()), np.int32)
+        tokens[offsets[last]] = single[last]
+        for index in np.flatnonzero(~last).tolist():
+            at, start, count = int(offsets[index]), int(starts[index]), int(counts[index])
+            guesses = proposal.guesses.get(index, [])
+            turn: Turn = self._batch.turns[chosen[index]]
+            tokens[at : at + count] = [*turn.tokens(start, start + count - len(guesses)), *guesses]
+        return tokens
+
+    def _grow(
+        self, chosen: Longs, ends: Longs, needs: npt.NDArray[np.int64], news: News
+    ) -> tuple[tuple[TableChanges, ...], tuple[PageCopies, ...]]:
+        """Acquire pages, and collect what the executor has to learn of page tables."""
+        groups = len(self._memory.paged)
+        changed: list[list[tuple[int, Growth]]] = [[] for _ in range(groups)]
+        for row, taken in news.taken:
+            changed[taken.group].append((row, taken.growth))
+        for index in np.flatnonzero(needs.any(axis=0)).tolist():
+            row = int(chosen[index])
+            memory = self._batch.turns[row].session.memory.turn
+            for group, growth in memory.grow(int(ends[index])):
+                changed[group].append((row, growth))
+        tables = tuple(_changes(c) if c else self._nothing_changed for c in changed)
+        copies = tuple(_copies([g for _, g in c if g.copy_from >= 0]) if c else self._nothing_copied for c in changed)
+        return tables, copies
+
+    def _move_states(self, chosen: Longs, starts: Longs) -> tuple[StateMoves, ...]:
+        """Which slot each row reads and writes: the alternate one where there is one, else the current in place."""
+        memory, rows = self._memory, self._memory.rows
+        if not memory.states:
+            return ()
+        moves = []
+        frozen = rows.frozen[chosen]
+        swapped = np.zeros(len(chosen), np.bool_)
+        for i in range(len(memory.states)):
+            reads, other = rows.current[i, chosen], rows.alternate[i, chosen]
+            swapped = other != NO_SLOT
+            if (frozen & ~swapped).any():
+                raise InvariantError("a row would write a state slot that a checkpoint holds")
+            writes = np.where(swapped, other, reads)
+            rows.current[i, chosen] = writes
+            back = swapped & ~frozen & memory.shape.double_buffered
+            rows.alternate[i, chosen] = np.where(back, reads, NO_SLOT)
+            moves.append(StateMoves(reads, writes))
+        rows.alternate_at[chosen] = np.where(swapped & ~frozen & memory.shape.double_buffered, starts, -1)
+        rows.frozen[chosen] = False
+        if memory.shape.double_buffered:
+            for row in chosen[frozen].tolist():
+                self._batch.turns[row].session.memory.turn.renew_alternate()
+        return tuple(moves)
+
+
+def _changes(changed: list[tuple[int, Growth]]) -> TableChanges:
+    rows = [row for row, growth in changed for _ in growth.pages]
+    index = [growth.index + i for _, growth in changed for i in range(len(growth.pages))]
+    pages = [page for _, growth in changed for page in growth.pages]
+    return TableChanges(np.array(rows, np.int32), np.array(index, np.int32), np.array(pages, np.int32))
+
+
+def _copies(grown: list[Growth]) -> PageCopies:
+    return PageCopies(
+        np.array([g.copy_from for g in grown], np.int32),
+        np.array([g.pages[0] for g in grown], np.int32),
+        np.array([g.copy_slots for g in grown], np.int32),
+    )

@@ -1,0 +1,124 @@
+"""Takes in the result of a step: sampled tokens become output, and turns that have ended are told apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tenuto.base.plan import StepResult
+from tenuto.memory.memory import Memory
+from tenuto.sched.batch import Batch
+from tenuto.sched.planner import Flight, Longs
+from tenuto.session.turn import EndReason, Turn
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Settled:
+    """What a step has brought: turns with new output, turns that have ended and why, and turns that only prefill and
+    have nothing left to compute."""
+
+    progressed: list[Turn] = field(default_factory=list)
+    ended: list[tuple[Turn, EndReason]] = field(default_factory=list)
+    prefilled: list[Turn] = field(default_factory=list)
+
+
+class Settler:
+    """Moves `computed` and `known` of the rows a step worked on; drops results that come too late."""
+
+    def __init__(self, memory: Memory, batch: Batch) -> None:
+        self._memory = memory
+        self._batch = batch
+        self.turns_settled = 0  # ever: a measure of work
+
+    def settle(self, flight: Flight, result: StepResult) -> Settled:
+        """Take in `result`. A row given back since the plan was applied has lost its turn: its part is dropped."""
+        rows, batch, settled = self._memory.rows, self._batch, Settled()
+        live = rows.run[flight.rows] == flight.runs
+        chosen, samples = flight.rows, flight.plan.samples
+        ends = flight.plan.starts.astype(np.int64) + flight.plan.counts
+        before = rows.computed[chosen]
+        self.turns_settled += len(chosen)
+        if live.all():
+            rows.computed[chosen] = ends
+        else:
+            rows.computed[chosen[live]] = ends[live]
+        self._take_outputs(flight, result, live & (samples == 1), settled)
+        for index in flight.guesses:
+            if live[index]:
+                self._take_lookahead(flight, result, index, settled)
+        if self._memory.spec.needs_points:
+            size = self._memory.page_size
+            for row in chosen[live & (before // size != rows.computed[chosen] // size)].tolist():
+                batch.turns[row].session.memory.turn.slide()
+        idle = live & ~rows.samples[chosen] & (ends >= rows.limit[chosen])
+        settled.prefilled = batch.turns[chosen[idle]].tolist()
+        return settled
+
+    def _take_outputs(self, flight: Flight, result: StepResult, sampled: Mask, settled: Settled) -> None:
+        """Rows that sampled one token each."""
+        rows, batch = self._memory.rows, self._batch
+        offsets = np.cumsum(flight.plan.samples) - 1
+        if sampled.all():
+            chosen = flight.rows
+            tokens = result.tokens[offsets] if len(offsets) != len(result.tokens) else result.tokens
+        else:
+            chosen, tokens = flight.rows[sampled], result.tokens[offsets[sampled]]
+        if not len(chosen):
+            return
+        rows.known[chosen] += 1
+        rows.next_token[chosen] = tokens
+        turns: list[Turn] = batch.turns[chosen].tolist()
+        for turn, token in zip(turns, tokens.tolist(), strict=True):
+            turn.output.append(token)
+        settled.progressed = turns
+        stopped = (batch.stop_ids[chosen] == tokens[:, None]).any(axis=1)
+        for index in np.flatnonzero(batch.has_text[chosen]).tolist():
+            text = turns[index].text
+            if text is not None and text.push(turns[index].output[-1]):
+                stopped[index] = True
+        full = rows.known[chosen] > rows.limit[chosen]
+        for index in np.flatnonzero(stopped | full).tolist():
+            settled.ended.append((turns[index], EndReason.STOP if stopped[index] else EndReason.LENGTH))
+
+    def _take_lookahead(self, flight: Flight, result: StepResult, index: int, settled: Settled) -> None:
+        """One row that computed guesses: what was sampled after a right guess is output too."""
+        rows, batch = self._memory.rows, self._batch
+        row, guesses = int(flight.rows[index]), flight.guesses[index]
+        stop = int(flight.plan.samples[: index + 1].sum())
+        sampled = result.tokens[stop - len(guesses) - 1 : stop].tolist()
+        accepted = 0
+        while accepted < len(guesses) and guesses[accepted] == sampled[accepted]:
+            accepted += 1
+        start = int(flight.plan.starts[index])
+        rows.uncertain[row] = False
+        if accepted < len(guesses):
+            self._cut_back(row, start, start + 1 + accepted)
+        turn: Turn = batch.turns[row]
+        rows.known[row] += accepted + 1
+        rows.expected[row] = rows.known[row]
+        rows.next_token[row] = sampled[accepted]
+        settled.progressed.append(turn)
+        for token in sampled[: accepted + 1]:
+            turn.output.append(token)
+            stopped = bool((batch.stop_ids[row] == token).any())
+            if turn.text is not None and turn.text.push(token):
+                stopped = True
+            if stopped:
+                settled.ended.append((turn, EndReason.STOP))
+                return
+        if rows.known[row] > rows.limit[row]:
+            settled.ended.append((turn, EndReason.LENGTH))
+
+    def _cut_back(self, row: int, start: int, position: int) -> None:
+        """Wrong guesses: cut every group to the highest resumable position at or below `position`. Pages are resumable
+        anywhere; a state only where its slot stands, so with state groups that is `start`, in the alternate slot."""
+        rows = self._memory.rows
+        if self._memory.states:
+            position = start
+            rows.current[:, row], rows.alternate[:, row] = rows.alternate[:, row].copy(), rows.current[:, row].copy()
+            rows.alternate_at[row] = -1
+        rows.computed[row] = rows.scheduled[row] = position

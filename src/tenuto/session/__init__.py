@@ -1,0 +1,1 @@
+"""Sessions and turns: their states, their history, and who may do what when."""

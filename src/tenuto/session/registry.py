@@ -1,0 +1,90 @@
+"""All open sessions, by id, and when idle ones expire."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from random import Random
+
+from tenuto.base.clock import Clock
+from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
+from tenuto.memory.memory import Memory
+from tenuto.memory.pool import Holder
+from tenuto.memory.sequence import SessionMemory
+from tenuto.session.session import Policy, Session, SessionState
+
+MAX_ID_LENGTH = 128
+
+
+class Registry:
+    """Opens, finds, expires and forgets sessions. Work grows with the sessions concerned, not with those there are."""
+
+    def __init__(self, memory: Memory, clock: Clock, random: Random, context_length: int, max_sessions: int) -> None:
+        self._memory = memory
+        self._clock = clock
+        self._random = random
+        self._context_length = min(context_length, memory.max_length)
+        self._max_sessions = max_sessions
+        self._sessions: dict[str, Session] = {}
+        self._expiries: list[tuple[float, str]] = []  # a heap; an entry is stale if the session had a turn since
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
+    def get(self, session_id: str) -> Session:
+        """Raises `NotFound`."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise NotFound(f"there is no session {session_id!r}; it was never opened, was closed, or has expired")
+        return session
+
+    def open(self, session_id: str | None, policy: Policy) -> Session:
+        """A new, empty session. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
+        if session_id is None:
+            session_id = f"{self._random.getrandbits(96):024x}"
+        if not 0 < len(session_id) <= MAX_ID_LENGTH or not session_id.isprintable():
+            raise InvalidRequest(f"session id {session_id!r}; allowed: 1 to {MAX_ID_LENGTH} printable characters")
+        if session_id in self._sessions:
+            raise AlreadyExists(f"session {session_id!r} is open already")
+        if len(self._sessions) >= self._max_sessions:
+            raise Overloaded(f"{self._max_sessions} sessions are open, the most allowed; close some first")
+        limit = min(self._context_length, policy.max_tokens or self._context_length)
+        memory = SessionMemory(self._memory, f"session {session_id}")
+        session = Session(session_id, policy, memory, limit, self._clock.now())
+        self._sessions[session_id] = session
+        self.watch(session)
+        return session
+
+    def close(self, session: Session) -> None:
+        """Release what it holds and forget it. It must have no open turn."""
+        session.close()
+        del self._sessions[session.id]
+
+    def watch(self, session: Session) -> None:
+        """The session is idle from `last_turn_end` on: note when it would expire."""
+        if session.policy.ttl is not None:
+            heapq.heappush(self._expiries, (session.last_turn_end + session.policy.ttl, session.id))
+
+    def expired(self) -> list[Session]:
+        """Idle sessions whose TTL has run out, counted from the end of their last turn. A session with an open turn
+        never expires; it is watched again when the turn ends."""
+        now, found = self._clock.now(), []
+        while self._expiries and self._expiries[0][0] <= now:
+            session = self._sessions.get(heapq.heappop(self._expiries)[1])
+            if session is None or session.turn is not None or session.state is not SessionState.OPEN:
+                continue
+            ttl = session.policy.ttl
+            if ttl is not None and session.last_turn_end + ttl <= now and session not in found:
+                found.append(session)
+        return found
+
+    def holders(self) -> Iterator[Holder]:
+        """Everything that holds leases on account of a session."""
+        for session in self._sessions.values():
+            yield from session.memory.holders()

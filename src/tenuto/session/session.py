@@ -1,0 +1,165 @@
+"""A session: committed history and policy. The truth is its tokens; memory only caches a prefix of them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import Enum
+
+from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
+from tenuto.memory.sequence import SessionMemory
+from tenuto.session.turn import Turn, TurnState
+
+
+class SessionState(Enum):
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What holds for all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
+    `None` for never. `max_tokens`: cap on its history, at most the context length (`None`: that). An `ephemeral` session
+    closes when its only turn ends."""
+
+    priority: int = 0
+    ttl: float | None = None
+    max_tokens: int | None = None
+    ephemeral: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ttl is not None and not self.ttl > 0:
+            raise InvalidRequest(f"ttl is {self.ttl}; allowed: more than 0 seconds, or none")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {self.max_tokens}; allowed: at least 1, or none")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """A committed turn in the history: input is tokens [start, input_end), output [input_end, end)."""
+
+    start: int
+    input_end: int
+    end: int
+
+
+class Session:
+    """Committed history, its boundaries, and the memory that caches a prefix of it.
+
+    Invariant: `records` cover `history` without gaps; at rest `memory.computed <= max(0, len(history) - 1)`.
+    """
+
+    def __init__(self, session_id: str, policy: Policy, memory: SessionMemory, limit: int, now: float) -> None:
+        self.id = session_id
+        self.policy = policy
+        self.memory = memory
+        self.limit = limit  # tokens: context window, own cap and what the pools can hold, the least
+        self.state = SessionState.OPEN
+        self.history = array("i")
+        self.records: list[TurnRecord] = []
+        self.version = 0  # raised by every commit and rewind
+        self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
+        self.last_turn_end = now
+
+    def __repr__(self) -> str:
+        return f"<session {self.id} {self.state.value}, {len(self.history)} tokens>"
+
+    @property
+    def context_left(self) -> int:
+        """Tokens that still fit."""
+        return self.limit - len(self.history)
+
+    @property
+    def has_running_turn(self) -> bool:
+        return self.turn is not None and self.turn.state is TurnState.RUNNING
+
+    def require_open(self) -> None:
+        if self.state is not SessionState.OPEN:
+            raise SessionClosed(f"session {self.id} is {self.state.value}; allowed: an open session")
+
+    def require_idle(self, operation: str) -> None:
+        """Raise unless the session is open and has no open turn."""
+        self.require_open()
+        if self.turn is not None:
+            raise SessionBusy(
+                f"cannot {operation} session {self.id}: its turn is {self.turn.state.value}; end or abort it first"
+            )
+
+    def take_in(self, turn: Turn, output: array[int]) -> None:
+        """Commit: the turn's input and `output` join the history, its memory up to the last token joins the memory."""
+        replaced = self.records.pop() if turn.replaces else None
+        del self.history[turn.base_length :]
+        start = replaced.start if replaced is not None else turn.base_length
+        self.history.extend(turn.input)
+        input_end = len(self.history)
+        self.history.extend(output)
+        if len(self.history) > start:  # an empty append leaves no record
+            self.records.append(TurnRecord(start, input_end, len(self.history)))
+        self.version += 1
+        if self.memory.turn is not None:
+            self.memory.turn.commit(self._last())
+        else:
+            self.memory.truncate(min(turn.base_length, self._last()))
+
+    def turn_ended(self, now: float) -> None:
+        """The open turn has committed or aborted."""
+        self.turn = None
+        self.last_turn_end = now
+
+    def _last(self) -> int:
+        return max(0, len(self.history) - 1)
+
+    # -- operations on history
+
+    def turn_boundary(self, turns: int) -> int:
+        """Tokens in the first `turns` turns."""
+        if not 0 <= turns <= len(self.records):
+            raise InvalidRequest(
+                f"turn is {turns}; session {self.id} has {len(self.records)} turns, allowed: 0 to that"
+            )
+        return self.records[turns - 1].end if turns else 0
+
+    def check_position(self, position: int) -> int:
+        """A token position in the history."""
+        if not 0 <= position <= len(self.history):
+            raise InvalidRequest(f"position is {position}; session {self.id} has {len(self.history)} tokens")
+        return position
+
+    def rewind(self, position: int) -> None:
+        """Cut the history to its first `position` tokens."""
+        self.require_idle("rewind")
+        self.check_position(position)
+        del self.history[position:]
+        self.records = _cut(self.records, position)
+        self.version += 1
+        self.memory.truncate(self._last())
+
+    def fork(self, child: Session, position: int) -> None:
+        """Fill the fresh session `child` with the first `position` tokens of the history and a share of their memory.
+        A turn running meanwhile is not seen."""
+        self.check_position(position)
+        child.history = self.history[:position]
+        child.records = _cut(self.records, position)
+        self.memory.fork(child.memory, max(0, position - 1))
+
+    def regenerated_turn(self) -> TurnRecord:
+        """The last turn, if its output can be generated again."""
+        if not self.records or self.records[-1].end == self.records[-1].input_end:
+            raise IllegalTransition(f"cannot regenerate in session {self.id}: its last turn generated nothing")
+        return self.records[-1]
+
+    def close(self) -> None:
+        """Release everything. The session must have no open turn."""
+        if self.turn is not None:
+            raise SessionBusy(f"cannot close session {self.id}: its turn is {self.turn.state.value}")
+        self.state = SessionState.CLOSED
+        self.memory.drop()
+
+
+def _cut(records: list[TurnRecord], position: int) -> list[TurnRecord]:
+    kept = [r for r in records if r.start < position]
+    if kept and kept[-1].end > position:
+        last = kept.pop()
+        kept.append(TurnRecord(last.start, min(last.input_end, position), position))
+    return kept

@@ -1,0 +1,257 @@
+"""A turn: one transaction on a session. It appends input, generates output, then commits whole or rolls back whole."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.base.sampling import GREEDY, Sampling
+
+if TYPE_CHECKING:
+    from tenuto.session.session import Session
+
+
+class TurnState(Enum):
+    DRAFTING = "drafting"
+    QUEUED = "queued"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+    @property
+    def ended(self) -> bool:
+        return self in (TurnState.COMMITTED, TurnState.ABORTED)
+
+
+class EndReason(Enum):
+    """Why a turn ended."""
+
+    STOP = "stop"  # a stop id or stop string
+    LENGTH = "length"  # max_new_tokens, or what fits
+    APPENDED = "appended"  # a prefill-only turn is done
+    ABORT = "abort"  # by the caller, a disconnect or a closing session
+    DEADLINE = "deadline"  # one of its deadlines passed
+
+
+TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
+    "submit": (frozenset({TurnState.DRAFTING}), TurnState.QUEUED),
+    "start": (frozenset({TurnState.QUEUED, TurnState.PREEMPTED}), TurnState.RUNNING),
+    "preempt": (frozenset({TurnState.RUNNING}), TurnState.PREEMPTED),
+    "commit": (frozenset({TurnState.RUNNING, TurnState.PREEMPTED}), TurnState.COMMITTED),
+    "abort": (
+        frozenset({TurnState.DRAFTING, TurnState.QUEUED, TurnState.RUNNING, TurnState.PREEMPTED}),
+        TurnState.ABORTED,
+    ),
+}
+"""Every transition of an open turn: from which states, to which."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnParams:
+    """What the caller may choose for a turn.
+
+    `max_new_tokens` `None` means as many as fit. `stop_ids` end the turn and are part of the committed output;
+    `ignore_eos` leaves out the model's own. Deadlines are seconds from the turn's arrival: `queue_timeout` until it
+    first runs, `timeout` until it ends; `None` for none. `priority` `None` takes the session's; higher runs first.
+    """
+
+    max_new_tokens: int | None = None
+    sampling: Sampling = GREEDY
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    priority: int | None = None
+    queue_timeout: float | None = None
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 0:
+            raise InvalidRequest(f"max_new_tokens is {self.max_new_tokens}; allowed: 0 (prefill only) or more")
+        if any(token < 0 for token in self.stop_ids):
+            raise InvalidRequest(f"stop_ids are {list(self.stop_ids)}; allowed: token ids, 0 or more")
+        for name in ("queue_timeout", "timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise InvalidRequest(f"{name} is {seconds}; allowed: more than 0 seconds, or none")
+
+
+class TextStream(Protocol):
+    """Turns a turn's output tokens into text, and finds its stop strings."""
+
+    def push(self, token: int) -> bool:
+        """Take the next output token; True if a stop string is now complete."""
+        ...
+
+    def finish(self) -> None:
+        """No more tokens: deliver what was held back."""
+        ...
+
+    @property
+    def delivered_tokens(self) -> int:
+        """Leading output tokens whose text has been delivered whole."""
+        ...
+
+    def take_text(self) -> str:
+        """Text delivered since the last call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Exact token counts of an ended turn. `prompt`: history and input; `cached`: those of them whose state was there
+    and did not have to be computed; `generated`: sampled tokens; `computed`: tokens computed, repeats after a
+    preemption included."""
+
+    prompt: int
+    cached: int
+    generated: int
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """How a turn ended. `version` is the session's; `kept` the output tokens committed; `max_new_tokens` the effective
+    value; `context_left` the tokens that still fit."""
+
+    reason: EndReason
+    committed: bool
+    version: int
+    kept: int
+    usage: Usage
+    max_new_tokens: int
+    context_left: int
+
+
+class Turn:
+    """One transaction. Its fields are written by itself, except where a comment says who else."""
+
+    def __init__(self, number: int, session: Session, base_length: int, params: TurnParams, arrival: float) -> None:
+        self.number = number
+        self.session = session
+        self.base_length = base_length  # history tokens it builds on; fewer than there are if it regenerates
+        self.params = params  # replaced when a draft is submitted
+        self.priority = params.priority if params.priority is not None else session.policy.priority
+        self.arrival = arrival
+        self.changed = arrival  # when its draft last changed; written by the engine
+        self.input = array("i")
+        self.output = array("i")
+        self.max_new_tokens = 0  # effective; 0: prefill only
+        self.state = TurnState.QUEUED
+        self.replaces = False  # regenerates the session's last turn
+        self.started = False  # has run as a submitted turn
+        self.cached = -1  # prompt tokens found in memory when it first ran; set by the batch
+        self.computed_tokens = 0  # written by the batch at each settle
+        self.text: TextStream | None = None
+        self.result: TurnResult | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.state.value}>"
+
+    @property
+    def name(self) -> str:
+        return f"turn {self.number} of {self.session.id}"
+
+    @property
+    def generates(self) -> bool:
+        return self.max_new_tokens > 0
+
+    @property
+    def prompt_length(self) -> int:
+        """History and input, tokens."""
+        return self.base_length + len(self.input)
+
+    @property
+    def length(self) -> int:
+        """History, input and output so far, tokens."""
+        return self.prompt_length + len(self.output)
+
+    @property
+    def last_position(self) -> int:
+        """No token at or past this position is computed: the last one never is (`computed <= length - 1`)."""
+        return max(0, self.prompt_length + self.max_new_tokens - 1)
+
+    @property
+    def resume_position(self) -> int:
+        """The end of input as a resumable position: computing the last input token gives the first output token."""
+        return max(0, self.prompt_length - 1)
+
+    @property
+    def delivered(self) -> int:
+        """Output tokens the caller has been given, with all their text."""
+        return self.text.delivered_tokens if self.text is not None else len(self.output)
+
+    def tokens(self, start: int, stop: int) -> array[int]:
+        """Tokens [start, stop) of the sequence: history, input, output."""
+        base, prompt = self.base_length, self.prompt_length
+        part = self.session.history[start : min(stop, base)] if start < base else array("i")
+        if stop > base and start < prompt:
+            part = part + self.input[max(0, start - base) : stop - base]
+        if stop > prompt:
+            part = part + self.output[max(0, start - prompt) : stop - prompt]
+        return part
+
+    def submit(self, params: TurnParams, now: float) -> None:
+        """The draft is complete: from now on it is a turn that waits."""
+        self.go("submit")
+        self.params, self.arrival = params, now
+        self.priority = params.priority if params.priority is not None else self.session.policy.priority
+
+    def go(self, transition: str) -> None:
+        """Make a transition, or raise `IllegalTransition`."""
+        allowed, target = TRANSITIONS[transition]
+        if self.state not in allowed:
+            states = ", ".join(sorted(state.value for state in allowed))
+            raise IllegalTransition(f"cannot {transition} {self.name}: it is {self.state.value}; allowed: {states}")
+        self.state = target
+
+    # -- finish and abort paths: the owner of the memory ends it
+
+    def preempt(self) -> None:
+        """Lose what it acquired, keep its tokens, and queue again."""
+        self.go("preempt")
+        self.release_memory()
+
+    def release_memory(self) -> None:
+        """Give back everything it holds; its session's memory is untouched."""
+        memory = self.session.memory.turn
+        if memory is not None:
+            memory.abort()
+
+    def commit(self, reason: EndReason, now: float, keep: int | None = None) -> TurnResult:
+        """Make input and the first `keep` (`None`: all) output tokens part of the history."""
+        self.go("commit")
+        kept = len(self.output) if keep is None else min(keep, len(self.output))
+        self.session.take_in(self, self.output[:kept])
+        return self._end(reason, now, committed=True, kept=kept)
+
+    def abort(self, reason: EndReason, now: float) -> TurnResult:
+        """Roll back: the session is what it was."""
+        self.go("abort")
+        self.release_memory()
+        return self._end(reason, now, committed=False, kept=0)
+
+    def _end(self, reason: EndReason, now: float, *, committed: bool, kept: int) -> TurnResult:
+        session = self.session
+        session.turn_ended(now)
+        usage = Usage(self.prompt_length, max(0, self.cached), len(self.output), self.computed_tokens)
+        self.result = TurnResult(
+            reason, committed, session.version, kept, usage, self.max_new_tokens, session.context_left
+        )
+        return self.result
+
+
+def as_tokens(tokens: Iterable[int], vocab_size: int) -> array[int]:
+    """Check token ids against the vocabulary. Raises `InvalidRequest`."""
+    try:
+        checked = array("i", tokens)
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequest(f"input tokens are not token ids: {error}") from None
+    if checked and not (min(checked) >= 0 and max(checked) < vocab_size):
+        wrong = next(t for t in checked if not 0 <= t < vocab_size)
+        raise InvalidRequest(f"input has token id {wrong}; allowed: 0 to {vocab_size - 1}")
+    return checked

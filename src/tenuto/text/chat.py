@@ -1,0 +1,180 @@
+"""Messages to tokens: the first turn's, then only what each later turn adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import NamedTuple
+
+from tenuto.base.errors import InvalidRequest, ModelError, TenutoError
+from tenuto.text.guard import Guard, Markup
+from tenuto.text.template import Template
+from tenuto.text.tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one side said. Raises `InvalidRequest` on an unknown role or content that is not text."""
+
+    role: str
+    content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise InvalidRequest(f"a message has role {self.role!r}; allowed: {', '.join(ROLES)}")
+        if not isinstance(self.content, str):
+            raise InvalidRequest(f"a message's content is a {type(self.content).__name__}; allowed: text")
+
+    @classmethod
+    def from_dict(cls, raw: object) -> Message:
+        """From what a client sent: an object with `role` and `content` and nothing else."""
+        if not isinstance(raw, Mapping) or set(raw) != {"role", "content"}:
+            given = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
+            raise InvalidRequest(f"a message has {given}; allowed: exactly role and content")
+        return cls(raw["role"], raw["content"])
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """All that rendering needs to know of the messages already in a history. Its size does not grow with them.
+
+    The history ends with the last message's content: what closes that message is not yet in it, except that a model
+    which ended its answer itself has written the end-of-turn token.
+    """
+
+    system: bool
+    """Whether it opened with a system message."""
+    dialogue: bool
+    """Whether it has messages other than system messages."""
+    role: str
+    """Who spoke last, or speaks now."""
+
+    def then(self, messages: Sequence[Message], generate: bool) -> Conversation:
+        """With `messages` appended, and with `generate` the assistant's answer after them."""
+        roles = [message.role for message in messages] + ["assistant"] * generate
+        return replace(self, dialogue=self.dialogue or set(roles) != {"system"}, role=roles[-1])
+
+    def stand_in(self, last: str, filler: str) -> list[dict[str, str]]:
+        """The shortest conversation that a template continues in the same way. Its last content is `last`, the others
+        `filler`."""
+        if not self.dialogue:
+            return [{"role": "system", "content": last}]
+        roles = ["system"] if self.system else []
+        if self.role != "user":
+            roles.append("user")
+        if self.role in ("system", "tool"):
+            roles.append("assistant")
+        return [*({"role": role, "content": filler} for role in roles), {"role": self.role, "content": last}]
+
+
+class Rendered(NamedTuple):
+    """Tokens to append to a history, and what the conversation then is."""
+
+    tokens: list[int]
+    conversation: Conversation
+
+
+class ChatTemplate:
+    """A model's chat template, rendered turn by turn.
+
+    A session's history is never rendered again. New messages are rendered after a short stand-in for the conversation
+    so far, and what the template writes after the stand-in's last content is the delta: it begins with whatever closes
+    that message. So the tokens of all turns are those of rendering the whole conversation at once, provided that the
+    template writes before an assistant message what it writes to ask for one. Templates that do not, such as those
+    which remove earlier reasoning, render the same deltas; the history then stays as it was generated.
+
+    Control tokens in a message's content are text. A template's own are its own.
+    """
+
+    def __init__(self, source: str, tokenizer: Tokenizer, local_time: Callable[[], datetime] = datetime.now) -> None:
+        """Raises `ModelError` if `source` is not a template or cannot be rendered as a delta, found by trying it."""
+        eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
+        variables = {
+            "bos_token": tokenizer.control_text(tokenizer.bos_id),
+            "eos_token": tokenizer.control_text(eos_id),
+        }
+        self._source = source
+        self._template = Template(source, variables, local_time)
+        self._markup = Markup(tokenizer)
+        asked = Conversation(system=False, dialogue=True, role="user")
+        answered = replace(asked, role="assistant")
+        question = [Message("user", "x")]
+        try:
+            closer = self._tail(answered, [], generate=False)[0]
+            self._tail(answered, question, generate=True)
+            self._tail(asked, [], generate=True)
+        except TenutoError as error:
+            raise ModelError(f"the chat template cannot be rendered turn by turn: {error}") from None
+        self._system_refusal: str | None = None
+        try:
+            self._tail(replace(answered, system=True), question, generate=True)
+        except TenutoError as error:
+            self._system_refusal = str(error)
+        first = next(tokenizer.split_markup(closer), None)
+        self.end_of_turn = first if isinstance(first, int) else None
+        """The token that closes an assistant message, if the template closes it with a control token."""
+        self.stop_ids = frozenset({*tokenizer.eos_ids, *([first] if isinstance(first, int) else [])})
+        """The tokens that end an answer."""
+
+    def opening(self, messages: Sequence[Message], generate: bool = True) -> Rendered:
+        """The tokens of a session's first turn; nothing is to be put before them. With `generate` they end where the
+        assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages,
+        or the template does not allow these."""
+        if not messages:
+            raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
+        system = messages[0].role == "system"
+        if system and self._system_refusal is not None:
+            raise InvalidRequest(self._system_refusal)
+        later = Conversation(system=system, dialogue=False, role="system").then(messages, generate)
+        guard = self._guard(messages)
+        text = self._template.render(_protected(messages, guard), generate)
+        return Rendered(guard.encode(text if generate else self._unclosed(text, later)), later)
+
+    def delta(
+        self, earlier: Conversation, messages: Sequence[Message], *, last_token: int, generate: bool = True
+    ) -> Rendered:
+        """The tokens that append `messages` to a history that is `earlier` and ends with `last_token`. They begin with
+        what closes the last message; of that, an end-of-turn token which is already there is left out.
+
+        Without messages, an answer that did not end is continued, which takes no tokens; after one that did, or after
+        another role's message, the assistant is asked to speak. Raises `InvalidRequest` if the template does not allow
+        these messages here."""
+        answering = earlier.role == "assistant"
+        ended = answering and last_token in self.stop_ids
+        if not messages and (not generate or (answering and not ended)):
+            return Rendered([], earlier)
+        later = earlier.then(messages, generate)
+        text, guard = self._tail(earlier, messages, generate=generate)
+        tokens = guard.encode(text if generate else self._unclosed(text, later))
+        if ended and tokens[:1] == [last_token]:
+            del tokens[0]
+        return Rendered(tokens, later)
+
+    def _guard(self, messages: Sequence[Message]) -> Guard:
+        return Guard(self._markup, [self._source, *(message.content for message in messages)])
+
+    def _tail(self, earlier: Conversation, messages: Sequence[Message], *, generate: bool) -> tuple[str, Guard]:
+        """What the template writes after the content of `earlier`'s last message."""
+        guard = self._guard(messages)
+        stand_in = earlier.stand_in(guard.mark, guard.filler)
+        text = self._template.render(stand_in + _protected(messages, guard), generate)
+        before, mark, tail = text.partition(guard.mark)
+        if not mark or guard.mark in tail or guard.filler in tail:
+            raise InvalidRequest(f"the model's chat template moves or drops messages before a later {earlier.role} one")
+        if self._markup.half_written(before, tail):
+            raise InvalidRequest("the model's chat template leaves a control token half written beside a message")
+        return tail, guard
+
+    def _unclosed(self, text: str, conversation: Conversation) -> str:
+        """`text` up to the end of its last message's content."""
+        closer, _ = self._tail(conversation, [], generate=False)
+        if not text.endswith(closer):
+            raise InvalidRequest(f"the model's chat template cannot append a {conversation.role} message by itself")
+        return text.removesuffix(closer)
+
+
+def _protected(messages: Sequence[Message], guard: Guard) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": guard.protect(message.content)} for message in messages]

@@ -1,0 +1,59 @@
+"""Runs a model's chat template: Jinja, sandboxed, with the helpers that templates written for `transformers` expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Never
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tenuto.base.errors import InvalidRequest, ModelError
+
+
+class Template:
+    """A chat template's source, compiled. `variables` are visible to it in every rendering."""
+
+    def __init__(self, source: str, variables: Mapping[str, str], local_time: Callable[[], datetime]) -> None:
+        """Raises `ModelError` if `source` is not a template."""
+        environment = ImmutableSandboxedEnvironment(
+            autoescape=False,  # the output is tokens for a model, not a web page
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda layout: local_time().strftime(layout)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"line {error.lineno} of the chat template: {error.message}") from None
+        self._variables = dict(variables)
+
+    def render(self, messages: Sequence[Mapping[str, str]], generate: bool) -> str:
+        """`messages` as the model was trained to see them, with `generate` up to where the assistant begins to speak.
+        Raises `InvalidRequest` if the template refuses them or fails."""
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=generate, tools=None, documents=None, **self._variables
+            )
+        except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may raise anything
+            raise InvalidRequest(f"the model's chat template cannot render these messages: {error}") from None
+
+
+def _refuse(message: str) -> Never:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter writes `<`, `>`, `&` and `'` as escapes, for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,154 @@
+"""The tokenizer: text to token ids and back, with control tokens kept apart from text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from tenuto.base.errors import InvalidRequest, ModelError
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer.
+
+    Control tokens (`<|im_end|>` and the like) are what steers the model. Text never turns into them unless the caller
+    of `encode` says that the text is markup. Tokens that a model adds without calling them special are ordinary text
+    here, as they are to its authors.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: tuple[int, ...] = (),
+        adds_bos: bool = False,
+        chat_template: str | None = None,
+    ) -> None:
+        """Takes `backend` over and sets it up. Raises `ModelError` if it is not byte-level, since only then is a token
+        a fixed string of bytes wherever it stands, or if its plain text can encode to a control token."""
+        if not isinstance(backend.decoder, ByteLevel):
+            kind = type(backend.decoder).__name__
+            raise ModelError(f"the tokenizer decodes with {kind}; supported: byte-level BPE (decoder ByteLevel)")
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # in the library's words: encode special tokens as ordinary text
+        self._backend = backend
+        self._bytes = _token_bytes(backend)
+        self._control = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        self._control_ids = {text: i for i, text in self._control.items()}
+        self._control_pattern = _control_pattern(backend)
+        self.bos_id = bos_id
+        """The beginning-of-text token, if the model has one."""
+        self.eos_ids = eos_ids
+        """Tokens that end what the model has to say. The first is the one that templates call `eos_token`."""
+        self.adds_bos = adds_bos
+        """Whether a prompt that is not rendered by a chat template must start with `bos_id`. `encode` never adds it."""
+        self.chat_template = chat_template
+        """The Jinja source that came with the model."""
+        for i, text in self._control.items():
+            if not self._control.keys().isdisjoint(self.encode(text)):
+                raise ModelError(f"token {i} is a control token, but the plain text {text!r} encodes to one")
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id. A model may have more rows than that; they stand for nothing."""
+        return max(self._bytes) + 1
+
+    @property
+    def control_texts(self) -> frozenset[str]:
+        """How the control tokens are written in markup."""
+        return frozenset(self._control_ids)
+
+    def is_control(self, token: int) -> bool:
+        return token in self._control
+
+    def control_text(self, token: int | None) -> str:
+        """How control token `token` is written in markup; "" for None and for tokens that are not control tokens."""
+        return "" if token is None else self._control.get(token, "")
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of `text`; nothing is added at either end. With `special`, control tokens written out in `text`
+        become those tokens: for markup only, not for what a user wrote. Raises `InvalidRequest` on lone surrogates."""
+        if not special:
+            return self._encode_plain(text)
+        ids: list[int] = []
+        for part in self.split_markup(text):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids.extend(self._encode_plain(part))
+        return ids
+
+    def split_markup(self, text: str) -> Iterator[int | str]:
+        """The control tokens written out in `text`, as ids, and the plain text between them."""
+        done = 0
+        if self._control_pattern is not None:
+            for match in self._control_pattern.finditer(text):
+                if match.start() > done:
+                    yield text[done : match.start()]
+                yield self._control_ids[match[match.lastindex or 0]]
+                done = match.end()
+        if done < len(text):
+            yield text[done:]
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of `ids`, broken UTF-8 as U+FFFD. Control tokens are left out, or with `special` written out."""
+        if special:
+            raw = b"".join(self._control[i].encode() if i in self._control else self.token_bytes(i) for i in ids)
+        else:
+            raw = b"".join(map(self.token_bytes, ids))
+        return raw.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The raw bytes of a token, not always whole UTF-8; b"" for control tokens and ids that stand for nothing."""
+        return self._bytes.get(token, b"")
+
+    def _encode_plain(self, text: str) -> list[int]:
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError):  # which of them depends on the version of the library
+            raise InvalidRequest("text has a lone surrogate; allowed: Unicode text") from None
+        return ids
+
+
+def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
+    """Finds control tokens in markup, the longest first. A token may be declared to swallow the white space on its left
+    or right. The one group that matched holds the token's own text."""
+    groups: dict[tuple[bool, bool], list[str]] = {}
+    for token in backend.get_added_tokens_decoder().values():
+        if token.special and token.content:
+            groups.setdefault((token.lstrip, token.rstrip), []).append(token.content)
+    alternatives = []
+    for (left, right), texts in groups.items():
+        either = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+        alternatives.append((r"\s*" if left else "") + f"({either})" + (r"\s*" if right else ""))
+    return re.compile("|".join(alternatives)) if alternatives else None
+
+
+def _token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
+    """Token id -> the bytes it stands for."""
+    byte_of = _byte_of_letter()
+    added = backend.get_added_tokens_decoder()
+    table: dict[int, bytes] = {}
+    for text, i in backend.get_vocab(with_added_tokens=False).items():
+        try:
+            table[i] = bytes([byte_of[letter] for letter in text])
+        except KeyError:  # not written in the byte alphabet: it stands for itself
+            table[i] = text.encode()
+    for i, token in added.items():
+        table[i] = b"" if token.special else token.content.encode()
+    if not table:
+        raise ModelError("the tokenizer has no tokens")
+    return table
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """The byte-level alphabet (GPT-2's): visible Latin-1 letters stand for themselves, the other bytes, in order, for
+    the code points from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = sorted(set(range(256)) - set(visible))
+    return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}

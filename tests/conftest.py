@@ -1,0 +1,14 @@
+"""Fixtures that tests of several packages share."""
+
+from pathlib import Path
+
+import pytest
+
+from tenuto.base.config import cache_dir
+from tenuto.models.store import pull_default
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model's file, in the user's cache; fetched by the first test that needs it."""
+    return pull_default(cache_dir())

@@ -1,0 +1,198 @@
+"""The engine in its own thread: commands, events, idling, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from random import Random
+
+import pytest
+
+from tenuto.base.clock import SystemClock
+from tenuto.base.config import EngineConfig
+from tenuto.base.errors import EngineStopped, InvalidRequest, InvariantError, NotFound, TenutoError
+from tenuto.base.groups import GroupSpec, Kind
+from tenuto.engine.engine import Engine
+from tenuto.engine.loop import EngineLoop, TurnEvent
+from tenuto.exec.witness import WitnessExecutor
+from tenuto.session.session import Policy
+from tenuto.session.turn import EndReason, Turn, TurnParams
+
+VOCABULARY = 97
+LONG = TurnParams(max_new_tokens=4000)
+Event = TurnEvent | TenutoError
+
+
+def make_engine(late: Callable[[], bool] = lambda: False) -> Engine:
+    executor = WitnessExecutor(4, [GroupSpec(Kind.FULL, 64)], VOCABULARY, verify=False, late=late)
+    config = EngineConfig(context_length=5000, audit_every=50)
+    return Engine(executor, (1300,), config, vocab_size=VOCABULARY, eos_ids=(), clock=SystemClock(), random=Random(0))
+
+
+@pytest.fixture
+def loop() -> Iterator[EngineLoop]:
+    running = EngineLoop(make_engine())
+    yield running
+    running.close()
+
+
+def begin(
+    loop: EngineLoop, params: TurnParams, session_id: str = "s", tokens: tuple[int, ...] = (1, 2, 3)
+) -> tuple[SimpleQueue[Event], Future[Turn]]:
+    events: SimpleQueue[Event] = SimpleQueue()
+    return events, loop.start(lambda engine: engine.submit(session_id, tokens, params), events.put)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def test_a_turn_reports_its_tokens_and_at_last_its_result(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    events, started = begin(loop, TurnParams(max_new_tokens=20))
+    tokens: list[int] = []
+    while True:
+        event = events.get(timeout=20)
+        assert isinstance(event, TurnEvent)
+        tokens += event.tokens
+        assert event.delivered == len(tokens)
+        if event.result is not None:
+            break
+    assert event.result.reason is EndReason.LENGTH
+    assert tokens == list(started.result().output)
+    assert events.empty()
+
+
+def test_a_turn_that_is_refused_tells_its_caller_and_its_subscriber(loop: EngineLoop) -> None:
+    events, started = begin(loop, LONG, "nobody")
+    with pytest.raises(NotFound):
+        started.result()
+    assert isinstance(events.get(timeout=20), NotFound)
+
+
+def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
+    results: SimpleQueue[list[int]] = SimpleQueue()
+
+    def talk(number: int) -> None:
+        name = f"s{number}"
+        loop.call(lambda engine: engine.open(name)).result()
+        for _ in range(3):
+            events, started = begin(loop, TurnParams(max_new_tokens=8), name, (number,))
+            while (event := events.get(timeout=20)) is not None:
+                assert isinstance(event, TurnEvent)
+                if event.result is not None:
+                    break
+            started.result()
+        results.put(loop.call(lambda engine: list(engine.sessions.get(name).history)).result())
+
+    threads = [threading.Thread(target=talk, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(results.get_nowait()) for _ in threads] == [27] * 8
+    loop.call(lambda engine: engine.audit()).result()
+
+
+def test_aborting_ends_the_turn_at_once_and_twice_is_not_an_error(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    events, started = begin(loop, LONG)
+    assert isinstance(events.get(timeout=20), TurnEvent)
+    result = loop.abort(started, keep=1).result()
+    assert (result.reason, result.committed, result.kept) == (EndReason.ABORT, True, 1)
+    assert loop.abort(started).result() == result
+    assert loop.call(lambda engine: len(engine.sessions.get("s").history)).result() == 4
+
+
+def test_an_idle_engine_still_closes_sessions_whose_time_is_up(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s", Policy(ttl=0.05))).result()
+    eventually(lambda: "s" not in loop.call(lambda engine: [s.id for s in engine.sessions]).result())
+
+
+def test_a_session_whose_time_is_up_goes_without_anyone_asking() -> None:
+    engine = make_engine()
+    loop = EngineLoop(engine)
+    loop.call(lambda e: e.open("s", Policy(ttl=0.05))).result()
+    eventually(lambda: engine.transitions["expire"] == 1)
+    loop.close()
+
+
+def test_a_subscriber_that_fails_aborts_its_turn(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+
+    def gone(event: Event) -> None:
+        raise RuntimeError("nobody is here")
+
+    turn = loop.start(lambda engine: engine.submit("s", (1,), LONG), gone).result()
+    eventually(lambda: turn.state.ended)
+    assert loop.call(lambda engine: engine.sessions.get("s").version).result() == 0
+
+
+def test_a_mistake_in_a_command_is_its_callers_alone(loop: EngineLoop) -> None:
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda engine: 1 // 0).result()
+    loop.call(lambda engine: engine.audit()).result()
+
+
+def test_a_broken_invariant_stops_everything_and_tells_everyone_why() -> None:
+    release = threading.Event()
+    engine = make_engine()
+    loop = EngineLoop(engine)
+    loop.call(lambda e: e.open("s")).result()
+    events, _ = begin(loop, LONG)
+
+    def leak(e: Engine) -> None:
+        release.wait(20)
+        e.memory.pools[0].counts[7] += 1
+        e.audit()
+
+    breaking = loop.call(leak)
+    waiting = loop.call(lambda e: e.audit())
+    release.set()
+    for future in (breaking, waiting):
+        with pytest.raises(EngineStopped, match="wrong count"):
+            future.result()
+    while isinstance(event := events.get(timeout=20), TurnEvent):
+        pass
+    assert isinstance(event, EngineStopped)
+    with pytest.raises(EngineStopped, match="wrong count"):
+        loop.call(lambda e: e.audit())
+    loop.close()
+
+
+def test_a_broken_invariant_in_a_step_stops_the_engine_too() -> None:
+    def broken() -> bool:
+        raise InvariantError("told to break")
+
+    loop = EngineLoop(make_engine(late=broken))
+    loop.call(lambda e: e.open("s")).result()
+    events, _ = begin(loop, LONG)
+    assert isinstance(events.get(timeout=20), EngineStopped)
+    with pytest.raises(EngineStopped, match="told to break"):
+        begin(loop, LONG)
+    loop.close()
+
+
+def test_closing_twice_is_fine_and_afterwards_nothing_is_taken() -> None:
+    loop = EngineLoop(make_engine())
+    loop.call(lambda engine: engine.open("s")).result()
+    events, _ = begin(loop, LONG)
+    loop.close()
+    loop.close()
+    while isinstance(event := events.get(timeout=20), TurnEvent):
+        pass
+    assert isinstance(event, EngineStopped)
+    with pytest.raises(EngineStopped, match="closed"):
+        loop.call(lambda engine: engine.audit())
+
+
+def test_a_refused_command_leaves_the_engine_running(loop: EngineLoop) -> None:
+    with pytest.raises(InvalidRequest):
+        loop.call(lambda engine: engine.open("")).result()
+    loop.call(lambda engine: engine.open("s")).result()

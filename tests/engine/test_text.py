@@ -1,0 +1,122 @@
+"""The text of a turn: what is delivered when, and how many tokens that is."""
+
+from __future__ import annotations
+
+import codecs
+from functools import cache
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.engine.text import TokenTextStream
+from tenuto.text.tokenizer import Tokenizer
+
+
+@cache
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, some of two bytes, and a control token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("ð", "Ł"), ("Ł", "ĺ"), ("Ģ", "s")]
+    vocab = {text: i for i, text in enumerate([*letters, *(left + right for left, right in merges)])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    return Tokenizer(backend)
+
+
+def ends_inside_a_character(ids: list[int]) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(b"".join(map(byte_tokenizer().token_bytes, ids)))
+    return decoder.getstate()[0] != b""
+
+
+def delivered_whole(ids: list[int], text: str, *, ended: bool = False) -> int:
+    """The naive answer: the most leading tokens that end with a character and whose text is the beginning of `text`."""
+    return max(
+        count
+        for count in range(len(ids) + 1)
+        if text.startswith(byte_tokenizer().decode(ids[:count]))
+        and ((ended and count == len(ids)) or not ends_inside_a_character(ids[:count]))
+    )
+
+
+def encode(text: str) -> list[int]:
+    return byte_tokenizer().encode(text)
+
+
+texts = st.text(alphabet="abs😀é€\ufffd", max_size=8).map(encode)
+anything = st.lists(st.integers(0, byte_tokenizer().vocab_size - 1), max_size=12)
+outputs = st.lists(st.one_of(texts, anything), max_size=4).map(
+    lambda parts: [token for part in parts for token in part]
+)
+stop_strings = st.lists(st.text(alphabet="abs😀é\ufffd", min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+@given(ids=outputs, stop=stop_strings)
+def test_delivered_tokens_are_those_whose_text_is_out_at_every_moment(ids: list[int], stop: tuple[str, ...]) -> None:
+    stream, text = TokenTextStream(byte_tokenizer(), stop), ""
+    for end, token in enumerate(ids, 1):
+        stopped = stream.push(token)
+        text += stream.take_text()
+        assert stream.delivered_tokens == delivered_whole(ids[:end], text)
+        if stopped:
+            return
+    stream.finish()
+    text += stream.take_text()
+    assert stream.delivered_tokens == delivered_whole(ids, text, ended=True)
+
+
+@given(ids=outputs, stop=stop_strings)
+def test_the_text_is_all_up_to_the_first_stop_string(ids: list[int], stop: tuple[str, ...]) -> None:
+    stream, text, stopped = TokenTextStream(byte_tokenizer(), stop), "", False
+    for token in ids:
+        stopped = stopped or stream.push(token)
+    stream.finish()
+    text = stream.take_text()
+    whole = byte_tokenizer().decode(ids)
+    assert whole.startswith(text)
+    assert not any(one in text for one in stop)
+    if stopped or any(one in whole for one in stop):
+        assert any(whole[len(text) :].startswith(one) for one in stop)
+    else:
+        assert text == whole
+
+
+@given(ids=outputs)
+def test_without_stop_strings_finish_delivers_every_token(ids: list[int]) -> None:
+    stream = TokenTextStream(byte_tokenizer())
+    assert not any(stream.push(token) for token in ids)
+    stream.finish()
+    assert stream.delivered_tokens == len(ids)
+
+
+def test_a_character_in_four_tokens_counts_when_the_last_has_come() -> None:
+    stream = TokenTextStream(byte_tokenizer())
+    counts = []
+    for byte in "a😀".encode():
+        stream.push(next(i for i in range(256) if byte_tokenizer().token_bytes(i) == bytes([byte])))
+        counts.append(stream.delivered_tokens)
+    assert counts == [1, 1, 1, 1, 5]
+    assert stream.take_text() == "a😀"
+
+
+def test_what_may_become_a_stop_string_is_held_back_until_it_cannot() -> None:
+    stream = TokenTextStream(byte_tokenizer(), ("sss",))
+    for token in encode("bss"):
+        assert not stream.push(token)
+    assert (stream.take_text(), stream.delivered_tokens) == ("b", 1)
+    assert not stream.push(encode("a")[0])
+    assert (stream.take_text(), stream.delivered_tokens) == ("ssa", 4)
+    assert [stream.push(token) for token in encode("sss")] == [False, False, True]
+    stream.finish()
+    assert (stream.take_text(), stream.delivered_tokens) == ("", 4)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="0 characters"):
+        TokenTextStream(byte_tokenizer(), ("",))

@@ -1,0 +1,187 @@
+"""The torch executor does what plans say: the same tokens however steps are cut, batched and overlapped."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tenuto.base.errors import ConfigError, InvariantError, StepFailed
+from tenuto.base.plan import PREVIOUS_SAMPLE
+from tenuto.base.sampling import GREEDY, Sampling
+from tenuto.exec.torch_executor import TorchExecutor, load_executor
+from tenuto.models.store import ModelFiles, resolve
+from tests.exec.driver import Driver
+from tests.models.tiny import save_gguf, save_hf, tiny_llama
+
+WARM = Sampling(temperature=1.0, top_k=40, top_p=0.95, seed=11)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    directory = save_hf(tmp_path_factory.mktemp("tiny"), model)
+    return resolve(str(directory), directory)
+
+
+@pytest.fixture
+def executor(files: ModelFiles) -> Iterator[TorchExecutor]:
+    executor = load_executor(files, page_size=4)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def driver(executor: TorchExecutor) -> Driver:
+    return Driver(executor, pages=200, rows=6)
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 101, length).tolist()
+
+
+def continuation(driver: Driver, row: int, prompt: list[int], n: int, sampling: Sampling = GREEDY) -> list[int]:
+    """The next `n` tokens of a prompt, one row alone, one token a step."""
+    out = driver.step([(row, prompt, 1)], sampling=[(row, sampling)])
+    while len(out) < n:
+        out += driver.step([(row, out[-1:], 1)])
+    return out
+
+
+def test_the_memory_spec_counts_all_layers_keys_and_values(executor: TorchExecutor) -> None:
+    (group,) = executor.spec.groups
+    assert executor.spec.page_size == 4
+    assert group.bytes_per_unit == 4 * 3 * 2 * 2 * 16 * 4
+
+
+def test_random_mixed_batches_give_the_logits_of_each_sequence_alone(model: LlamaForCausalLM, driver: Driver) -> None:
+    rng = np.random.default_rng(5)
+    texts = [text(70, seed) for seed in range(5)]
+    with torch.inference_mode():
+        expected = model(torch.tensor(texts)).logits
+    for _ in range(25):
+        rows = [int(row) for row in rng.permutation(5)[: rng.integers(1, 6)] if driver.lengths[row] < 70]
+        if not rows:
+            continue
+        places = [driver.lengths[row] for row in rows]
+        ends = [min(place + int(rng.choice([1, 1, 2, 17])), 70) for place in places]
+        work = [(row, texts[row][a:b], b - a) for row, a, b in zip(rows, places, ends, strict=True)]
+        ours = driver.executor.logits(driver.plan(work))
+        theirs = torch.cat([expected[row, a:b] for row, a, b in zip(rows, places, ends, strict=True)])
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
+
+
+def test_a_token_may_be_the_previous_steps_sample(executor: TorchExecutor, driver: Driver) -> None:
+    prompts = {0: text(9), 1: text(30, seed=1)}
+    expected = {row: continuation(driver, row + 2, prompt, 5, WARM) for row, prompt in prompts.items()}
+    got = [driver.step([(0, prompts[0], 1), (1, prompts[1][:20], 0)], sampling=[(0, WARM), (1, WARM)])]
+    got.append(driver.step([(1, prompts[1][20:], 1), (0, [PREVIOUS_SAMPLE], 1)]))
+    got += [driver.step([(0, [PREVIOUS_SAMPLE], 1), (1, [PREVIOUS_SAMPLE], 1)]) for _ in range(3)]
+    assert [got[0][0], got[1][1], got[2][0], got[3][0], got[4][0]] == expected[0]
+    assert [got[1][0], got[2][1], got[3][1], got[4][1]] == expected[1][:4]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_lookahead_samples_after_each_guess_what_single_steps_would(driver: Driver, sampling: Sampling) -> None:
+    prompt = text(13)
+    expected = continuation(driver, 0, prompt, 6, sampling)
+    first = driver.step([(1, prompt, 1)], sampling=[(1, sampling)])
+    rest = driver.step([(2, text(5), 1), (1, first + expected[1:5], 5)])[1:]
+    assert first + rest == expected
+
+
+def test_a_draw_depends_on_seed_and_position_not_on_how_steps_were_cut(driver: Driver) -> None:
+    prompt = text(21)
+    expected = continuation(driver, 0, prompt, 8, WARM)
+    # Preempted after three tokens and computed anew in other chunks, beside other rows.
+    seen = prompt + expected[:3]
+    driver.step([(1, seen[:10], 0), (2, text(4), 1)], sampling=[(1, WARM)])
+    again = driver.step([(3, text(7), 1), (1, seen[10:], 1)])[1:]
+    again += driver.step([(1, again, 1)])
+    assert again == expected[3:5]
+    assert continuation(driver, 4, prompt, 8, Sampling(1.0, 40, 0.95, seed=12)) != expected
+
+
+def test_a_row_keeps_its_options_until_a_plan_lists_it_again(driver: Driver) -> None:
+    prompt = text(12)
+    greedy, warm = continuation(driver, 0, prompt, 3), continuation(driver, 1, prompt, 3, Sampling(5.0, seed=3))
+    assert greedy != warm
+    driver.lengths[1], driver.pages[1] = 0, []
+    assert continuation(driver, 1, prompt, 3) == greedy
+
+
+def test_a_fork_goes_on_in_a_copy_of_the_tail_page(driver: Driver) -> None:
+    prompt, other = text(10), [3, 1, 4]
+    expected = driver.step([(5, prompt + other, 1)])
+    first = driver.step([(0, prompt, 1)])
+    # Row 1 shares the two full pages and copies the two used slots of the third, while row 0 goes on in place.
+    shared, tail = driver.pages[0], driver.free.pop()
+    driver.pages[1], driver.lengths[1] = [*shared[:2], tail], 10
+    changes = [(1, index, page) for index, page in enumerate(driver.pages[1])]
+    got = driver.step([(0, first, 1), (1, other, 1)], changes=changes, copies=[(shared[2], tail, 2)])
+    assert got[1:] == expected
+    assert got[:1] == continuation(driver, 2, prompt, 2)[1:]
+
+
+def test_a_failed_step_comes_out_of_collect_and_the_next_one_works(executor: TorchExecutor, driver: Driver) -> None:
+    expected = continuation(driver, 0, text(6), 2)
+    executor.submit(driver.plan([(1, [10**6], 1)]))
+    with pytest.raises(StepFailed, match="IndexError") as failure:
+        executor.collect()
+    assert isinstance(failure.value.__cause__, IndexError)
+    assert continuation(driver, 2, text(6), 2) == expected
+
+
+def test_at_most_one_step_is_in_flight(executor: TorchExecutor, driver: Driver) -> None:
+    with pytest.raises(InvariantError, match="no step in flight"):
+        executor.collect()
+    executor.submit(driver.plan([(0, text(4), 1)]))
+    with pytest.raises(InvariantError, match="another is in flight"):
+        executor.submit(driver.plan([(1, text(4), 1)]))
+    assert len(executor.collect().tokens) == 1
+
+
+def test_results_are_int32_and_only_as_many_as_were_asked_for(executor: TorchExecutor, driver: Driver) -> None:
+    executor.submit(driver.plan([(0, text(4), 0), (1, text(4), 2), (2, text(3), 0)]))
+    tokens = executor.collect().tokens
+    assert tokens.dtype == np.int32
+    assert tokens.shape == (2,)
+    assert driver.step([(0, text(4), 0)]) == []
+
+
+def test_a_gguf_file_gives_the_tokens_of_the_directory_it_was_made_from(
+    model: LlamaForCausalLM, driver: Driver, tmp_path: Path
+) -> None:
+    path = save_gguf(tmp_path / "tiny.gguf", model)
+    other = load_executor(resolve(str(path), tmp_path), page_size=16)
+    assert continuation(Driver(other, 20, 1), 0, text(20), 10) == continuation(driver, 0, text(20), 10)
+    other.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close_to_float32(files: ModelFiles, driver: Driver, dtype: str) -> None:
+    half = load_executor(files, page_size=4, dtype=dtype)
+    assert half.spec.groups[0].bytes_per_unit * 2 == driver.executor.spec.groups[0].bytes_per_unit
+    ours = half.logits(Driver(half, 50, 1).plan([(0, text(40), 40)]))
+    exact = driver.executor.logits(driver.plan([(0, text(40), 40)]))
+    assert ours.dtype == torch.float32
+    assert (ours - exact).abs().mean() < 0.05 * exact.abs().mean()
+    half.close()
+
+
+def test_a_device_or_dtype_that_does_not_exist_is_a_typed_error(files: ModelFiles) -> None:
+    with pytest.raises(ConfigError, match="dtype is 'int4'; allowed: float32, bfloat16, float16"):
+        load_executor(files, page_size=4, dtype="int4")
+    with pytest.raises(ConfigError, match="device 'warp' cannot be used"):
+        load_executor(files, page_size=4, device="warp")
+
+
+def test_more_pages_than_the_device_can_hold_is_a_typed_error(executor: TorchExecutor) -> None:
+    with pytest.raises(ConfigError, match="cannot hold"):
+        executor.prepare((10**12,), 1)

@@ -1,0 +1,124 @@
+"""Hugging Face directories: every layout of them gives the same weights, and what is unsupported is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tenuto.base.errors import ModelError
+from tenuto.models.hf import HfCheckpoint
+from tenuto.models.llama import Llama
+from tests.models.tiny import LLAMA3, save_hf, tiny_llama
+
+
+def edit(directory: Path, changes: dict[str, Any], file: str = "config.json") -> None:
+    path = directory / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def load(directory: Path) -> Llama:
+    checkpoint = HfCheckpoint(directory)
+    return Llama(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return save_hf(tmp_path / "model", tiny_llama(tie_word_embeddings=True))
+
+
+def test_a_sharded_directory_holds_the_same_weights_as_a_single_file(tmp_path: Path) -> None:
+    model = tiny_llama()
+    single = save_hf(tmp_path / "single", model)
+    sharded = save_hf(tmp_path / "sharded", model, shard_bytes=50_000)
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    expected, weights = dict(HfCheckpoint(single).weights()), dict(HfCheckpoint(sharded).weights())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_rope_settings_of_older_transformers_mean_the_same(tmp_path: Path) -> None:
+    directory = save_hf(tmp_path / "model", tiny_llama(rope_parameters=LLAMA3))
+    new = HfCheckpoint(directory).config
+    old = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    edit(directory, {"rope_parameters": None, "rope_theta": 10000, "rope_scaling": old})
+    assert HfCheckpoint(directory).config == new
+    edit(directory, {"rope_scaling": None})
+    assert set(HfCheckpoint(directory).config.rope_divisors) == {1.0}
+
+
+def test_end_tokens_are_those_of_both_configurations(directory: Path) -> None:
+    edit(directory, {"eos_token_id": 2})
+    edit(directory, {"eos_token_id": [7, 2]}, "generation_config.json")
+    assert HfCheckpoint(directory).config.eos == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: Llama"),
+        ({"architectures": None}, "supported: Llama"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"sliding_window": 4096}, "sliding_window = 4096; supported: None"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'; supported: default, linear, llama3"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor = None; expected: float"),
+        ({"hidden_size": "64"}, "hidden_size = '64'; expected: int"),
+        ({"num_hidden_layers": 0}, "layers is 0"),
+        ({"num_key_value_heads": 4}, "6 query heads cannot share 4"),
+        ({"head_dim": 15}, "head_dim is 15"),
+    ],
+)
+def test_what_needs_other_arithmetic_is_refused(directory: Path, changes: dict[str, Any], message: str) -> None:
+    edit(directory, changes)
+    with pytest.raises(ModelError, match=message):
+        HfCheckpoint(directory)
+
+
+def test_a_mistral_model_without_a_window_is_a_llama(directory: Path) -> None:
+    edit(directory, {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None})
+    load(directory)
+
+
+def test_a_damaged_configuration_is_refused(directory: Path) -> None:
+    for text in ("{", "[]"):
+        (directory / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"config\.json"):
+            HfCheckpoint(directory)
+
+
+def test_damaged_and_missing_weight_files_are_refused(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="missing or damaged"):
+        load(directory)
+    file.unlink()
+    with pytest.raises(ModelError, match="missing or damaged"):
+        load(directory)
+
+
+def test_missing_unknown_and_misshapen_tensors_are_named(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    whole = load_file(file)
+    save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, file)
+    with pytest.raises(ModelError, match=r"lack 1 tensors, among them 'model\.norm\.weight'"):
+        load(directory)
+    save_file(whole | {"model.layers.0.extra": torch.zeros(1)}, file)
+    with pytest.raises(ModelError, match=r"'model\.layers\.0\.extra'"):
+        load(directory)
+    save_file(whole | {"model.norm.weight": torch.zeros(63)}, file)
+    with pytest.raises(ModelError, match=r"of shape \[63\]; expected: \[96\]"):
+        load(directory)
+
+
+def test_tensors_that_repeat_the_configuration_are_skipped(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    repeated = {
+        "lm_head.weight": torch.zeros(101, 96),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+    }
+    save_file(load_file(file) | repeated, file)
+    load(directory)

