@@ -13,15 +13,30 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src"
 EVERYTHING = frozenset(
-    {"base", "memory", "text", "kernels", "models", "exec", "session", "sched", "engine", "api", "cli", "demo"}
+    {
+        "base",
+        "formats",
+        "memory",
+        "text",
+        "kernels",
+        "models",
+        "exec",
+        "session",
+        "sched",
+        "engine",
+        "api",
+        "cli",
+        "demo",
+    }
 )
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "base": frozenset(),
     "memory": frozenset({"base"}),
-    "text": frozenset({"base"}),
+    "formats": frozenset({"base"}),
+    "text": frozenset({"formats", "base"}),
     "kernels": frozenset({"base"}),
-    "models": frozenset({"kernels", "base"}),
+    "models": frozenset({"kernels", "formats", "base"}),
     "exec": frozenset({"models", "kernels", "base"}),
     "session": frozenset({"memory", "text", "base"}),
     "sched": frozenset({"session", "memory", "base"}),
@@ -34,7 +49,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 """Part -> the other parts it may import. A part is a package or a module directly under `tenuto`."""
 
 MAY_IMPORT_TORCH = {"exec", "models", "kernels"}
-WITHOUT_TORCH = ("base", "memory", "text", "session", "sched", "engine", "exec.witness")
+WITHOUT_TORCH = ("base", "formats", "memory", "text", "session", "sched", "engine", "exec.witness")
 """Packages and modules that must load without torch: the whole life of a session, without a model."""
 
 

@@ -44,7 +44,9 @@ class NaiveSession:
 class NaiveTurn:
     """What one turn will say: every token follows from all before it, until a stop id or the limit."""
 
-    def __init__(self, session: NaiveSession, base: int, tokens: Sequence[int], most: int, stops: set[int], vocab: int) -> None:
+    def __init__(
+        self, session: NaiveSession, base: int, tokens: Sequence[int], most: int, stops: set[int], vocab: int
+    ) -> None:
         self.base = base
         self.input = list(tokens)
         self.most = most

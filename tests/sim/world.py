@@ -16,7 +16,12 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.engine.engine import DELIVERED, Engine, shape_of
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.memory.memory import turn_units
+from tenuto.memory.full import FullTable
+from tenuto.memory.memory import session_units, turn_units
+from tenuto.memory.paged import pages_for
+from tenuto.memory.sequence import SessionMemory
+from tenuto.memory.sliding import SlidingTable
+from tenuto.memory.state import StateTable
 from tenuto.session.session import Policy
 from tenuto.session.turn import EndReason, Turn, TurnParams, TurnState
 from tests.sim.naive import NaiveSession, NaiveTurn
@@ -87,7 +92,7 @@ def small_world(seed: int) -> WorldConfig:
             units=(),
             checkpoint_share=rng.choice((0.0, 0.2, 0.5, 1.0)),
             interval=rng.choice((4, 8, 16, 512)),
-            fail_rate=rng.choice((0.0, 0.01, 0.03)),
+            fail_rate=rng.choice((0.0, 0.02, 0.06)),
             recount_every=1,
         ),
         most=256,
@@ -124,10 +129,12 @@ def _sized(config: WorldConfig, most: int) -> WorldConfig:
     """Pools that hold about all sessions, a few turns, or barely one."""
     shape = shape_of(engine_config(config), config.page_size)
     turns = {"ample": config.sessions + config.running, "tight": 3, "barely": 1}[config.pressure]
+    beside = config.pressure == "barely" and config.seed % 4 > 0  # the session of the one turn may stay in memory
     units = []
     for group in spec_of(config).groups:
         one = turn_units(group, config.page_size, shape, config.context, generates=True)
-        units.append(max(one, min(most, one * turns)))
+        kept = 2 * session_units(group, config.page_size, config.context // 2) if beside else 0
+        units.append(max(one, min(most, one * turns + kept)))
     return WorldConfig(**{**config.__dict__, "units": tuple(units)})
 
 
@@ -187,19 +194,20 @@ class World:
         )
         self._operations = [
             (self.op_open, 6),
-            (self.op_submit, 30),
+            (self.op_submit, 24),
             (self.op_append, 5),
-            (self.op_draft, 12),
+            (self.op_draft, 16),
             (self.op_submit_draft, 6),
-            (self.op_regenerate, 7),
-            (self.op_abort, 12),
-            (self.op_fork, 8),
-            (self.op_rewind, 8),
-            (self.op_close, 4),
-            (self.op_drop, 2),
-            (self.op_clock, 4),
+            (self.op_regenerate, 10),
+            (self.op_abort, 20),
+            (self.op_fork, 9),
+            (self.op_rewind, 6),
+            (self.op_close, 5),
+            (self.op_drop, 16),
+            (self.op_preempt, 30),
+            (self.op_deadline, 10),
             (self.op_one_shot, 4),
-            (self.op_illegal, 4),
+            (self.op_illegal, 3),
         ]
         self._names = [operation for operation, _ in self._operations]
         self._weights = [weight for _, weight in self._operations]
@@ -212,7 +220,7 @@ class World:
             self.step()
 
     def step(self) -> None:
-        for _ in range(self.rng.choice((0, 0, 1, 1, 2))):
+        for _ in range(self.rng.choice((0, 1, 1, 2, 3))):
             self.rng.choices(self._names, self._weights)[0]()
         if self.rng.random() < 0.3:
             self.clock.advance(self.rng.random())
@@ -229,7 +237,9 @@ class World:
         self._run_engine()
         self._run_engine()
         for pool in self.engine.memory.pools:
-            assert pool.free == pool.capacity, f"{pool.name}: {pool.capacity - pool.free} units are left in an empty engine"
+            assert pool.free == pool.capacity, (
+                f"{pool.name}: {pool.capacity - pool.free} units are left in an empty engine"
+            )
 
     def _run_engine(self) -> None:
         before = {sid: s.memory.computed for sid, s in self._sessions() if s.turn is None}
@@ -258,6 +268,35 @@ class World:
             assert session.memory.computed <= max(0, len(session.history) - 1) or session.turn is not None
             assert len(session.history) == len(naive.tokens), f"{sid}: {len(session.history)} tokens"
             assert session.version == naive.version, f"{sid}: version {session.version}, not {naive.version}"
+            self._check_memory(session.memory)
+
+    def _check_memory(self, memory: SessionMemory) -> None:
+        """What a session and its turn hold is what their positions need, no more and no less."""
+        size, turn, cache = self.config.page_size, memory.turn, self.engine.memory.cache
+        positions = [c.position for c in memory.checkpoints]
+        assert positions == sorted(set(positions)), f"checkpoints at {positions}"
+        if self.engine.memory.spec.needs_points and memory.computed:
+            assert positions, f"{memory.holder_name} has no checkpoint"
+            assert positions[-1] == memory.computed, f"{memory.holder_name}: checkpoints at {positions}"
+            assert [c in cache for c in memory.checkpoints] == [True] * (len(positions) - 1) + [False]
+        for table in memory.tables:
+            if isinstance(table, FullTable):
+                assert len(table.base) == pages_for(memory.computed, size), f"{len(table.base)} pages"
+            if turn is None:
+                assert table.own is None, f"{memory.holder_name} has no turn but a turn's units"
+            elif not isinstance(table, StateTable):
+                reached = int(self.engine.memory.rows.scheduled[turn.row]) if turn.row >= 0 else turn.computed
+                guessed = reached + (self.config.lookahead + 1 if turn.row >= 0 else 0)  # wrong guesses leave their pages
+                assert table.entries <= pages_for(max(guessed, turn.start), size), f"{table.entries} entries for {reached}"
+                if isinstance(table, SlidingTable):
+                    needed = min(table.first_entry(turn.computed), table.entries)
+                    assert table.first + table.released >= min(needed, table.entries), "pages out of the window are held"
+        if turn is not None:
+            held = [c.position for c in turn.checkpoints]
+            assert held == sorted(set(held)), f"a turn's checkpoints at {held}"
+            assert not held or turn.start < held[0], f"checkpoints at {held} of a turn from {turn.start}"
+            reached = int(self.engine.memory.rows.scheduled[turn.row]) if turn.row >= 0 else turn.computed
+            assert not held or held[-1] <= reached, f"checkpoints at {held} of a turn at {reached}"
 
     def _check_progress(self, happened: object) -> None:
         if happened or self.executor.steps != self._last_executed or not any(map(self._submitted, self._open_turns())):
@@ -348,8 +387,8 @@ class World:
             stop_ids=tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 1, 3)))),
             ignore_eos=rng.random() < 0.3,
             priority=rng.choice((None, None, None, 1, 2)),
-            queue_timeout=rng.choice((None, None, None, None, 3.0)),
-            timeout=rng.choice((None, None, None, None, None, 6.0)),
+            queue_timeout=rng.choice((None, None, 3.0)),
+            timeout=rng.choice((None, 6.0, 12.0)),
         )
 
     def op_open(self) -> None:
@@ -375,7 +414,9 @@ class World:
             turn = self.engine.submit(sid, tokens, params)
         except TenutoError as error:
             self.stats[f"refused {error.code}"] += 1
-            assert (session.memory.computed, session.version, session.turn) == before, "a refused turn changed something"
+            assert (session.memory.computed, session.version, session.turn) == before, (
+                "a refused turn changed something"
+            )
             room = session.limit - len(naive.tokens) - len(tokens)
             empty = not naive.tokens and not tokens and params.max_new_tokens != 0
             assert room < 1 or empty, f"refused with room for {room}: {error}"
@@ -426,7 +467,7 @@ class World:
             tokens = self._tokens(self.config.context)
         else:  # typed on, corrected near the end, or rewritten
             old = list(session.turn.input)
-            tokens = old[: max(0, len(old) - self.rng.choice((0, 0, 0, 1, 3, 99)))] + self._tokens(8)
+            tokens = old[: max(0, len(old) - self.rng.choice((0, 0, 0, 1, 3, 7, 99)))] + self._tokens(21)
         try:
             turn = self.engine.draft(sid, tokens)
         except TenutoError as error:
@@ -458,21 +499,61 @@ class World:
         self._opened(turn, sid, naive.records[-1][1], [])
 
     def op_abort(self) -> None:
-        sid = self._pick(lambda s: s.turn is not None)
+        wanted = self.rng.choice((None, None, *(state for state in TurnState if not state.ended)))
+        sid = self._pick(lambda s: s.turn is not None and wanted in (None, s.turn.state))
+        if sid is not None:
+            self._abort(sid)
+
+    def op_preempt(self) -> None:
+        """A running turn loses its units, and then something happens to it before it can resume."""
+        kept = self.rng.random() < 0.5
+        sid = self._pick(lambda s: s.has_running_turn and (not kept or s.memory.computed > 0))
         if sid is None:
             return
+        turn = self.engine.sessions.get(sid).turn
+        self.engine._preempt(turn)
+        what = self.rng.random()
+        if what < 0.4:
+            self._abort(sid)
+        elif what < 0.7:
+            self.engine.drop(sid)
+        elif what < 0.9:
+            self._jump_to_deadline(turn)
+
+    def op_deadline(self) -> None:
+        """The clock jumps to where a deadline of some open turn has passed."""
+        state = self.rng.choice((TurnState.DRAFTING, TurnState.QUEUED, TurnState.QUEUED, TurnState.RUNNING))
+        found = [turn for turn in self._open_turns() if turn.state is state]
+        if found:
+            self._jump_to_deadline(self.rng.choice(found))
+        elif self.rng.random() < 0.1:
+            self.clock.advance(50.0)
+
+    def _jump_to_deadline(self, turn: Turn) -> None:
+        if turn.state is TurnState.DRAFTING:
+            when = turn.changed + self.engine.config.draft_timeout
+        else:
+            limits = [turn.params.timeout, None if turn.started else turn.params.queue_timeout]
+            when = turn.arrival + min((limit for limit in limits if limit is not None), default=0.0)
+        self.clock.advance(max(0.0, when - self.clock.now()))
+
+    def _abort(self, sid: str) -> None:
         session = self.engine.sessions.get(sid)
         turn, memory = session.turn, session.memory
         keep = self.rng.choice((None, None, DELIVERED, 0, 1, 3))
         before, computed = memory.computed, memory.turn.computed if memory.turn is not None else memory.computed
         start = memory.turn.start if memory.turn is not None else 0
         outputs = len(turn.output)
-        running = turn.state is TurnState.RUNNING
+        running, started = turn.state is TurnState.RUNNING, turn.started
         self.engine.abort(sid, keep)
+        assert turn.result is not None, f"{turn!r} was aborted and has not ended"
+        assert turn.result.committed == (started and keep is not None), f"{turn!r} ended otherwise than asked"
         if turn.result.committed:
             kept = max(0, len(session.history) - 1)
             if self.config.mix == (Kind.FULL,):
-                assert memory.computed == min(kept, max(computed, start)) or not running, "a barge-in lost computed tokens"
+                assert memory.computed == min(kept, max(computed, start)) or not running, (
+                    "a barge-in lost computed tokens"
+                )
             elif running and outputs and computed >= turn.resume_position:
                 reached = min(kept, turn.resume_position)
                 assert memory.computed >= reached, f"a barge-in fell to {memory.computed}, behind {reached}"
@@ -481,7 +562,8 @@ class World:
         self._run_engine()
 
     def op_fork(self) -> None:
-        sid = self._pick(lambda s: True)
+        running = self.rng.random() < 0.5
+        sid = self._pick(lambda s: s.has_running_turn or not running)
         if sid is None or len(self.naive) >= self.config.sessions:
             return
         session, naive = self.engine.sessions.get(sid), self.naive[sid]
@@ -497,6 +579,9 @@ class World:
             child = self.engine.fork(sid, position=at)
         if self.config.mix == (Kind.FULL,):
             assert child.memory.computed == min(session.memory.computed, max(0, at - 1))
+        mine = [c.position for c in session.memory.checkpoints if c.position < child.memory.computed]
+        its = [c.position for c in child.memory.checkpoints[:-1]]
+        assert its == mine, f"a fork has checkpoints at {its}, its parent below at {mine}"
         self.naive[child.id] = naive.fork(at)
         assert child.history == array("i", self.naive[child.id].tokens)
 
@@ -520,9 +605,10 @@ class World:
         assert session.history == array("i", naive.tokens)
 
     def op_close(self) -> None:
-        sid = self._pick(lambda s: True)
+        busy = self.rng.random() < 0.5
+        sid = self._pick(lambda s: s.turn is not None or not busy)
         if sid is not None:
-            self._close(sid, finish=self.rng.random() < 0.5)
+            self._close(sid, finish=self.rng.random() < 0.7)
 
     def _close(self, sid: str, *, finish: bool) -> None:
         session = self.engine.sessions.get(sid)
@@ -534,14 +620,13 @@ class World:
             self.forgotten[sid] = 1
 
     def op_drop(self) -> None:
-        sid = self._pick(lambda s: not s.has_running_turn)
-        if self.rng.random() < 0.2:
+        state = self.rng.choice((None, TurnState.QUEUED, TurnState.QUEUED))
+        wanted = lambda turn: turn is None if state is None else turn is not None and turn.state is state  # noqa: E731
+        sid = self._pick(lambda s: wanted(s.turn) and s.memory.computed > 0)
+        if self.rng.random() < 0.1:
             self.engine.drop()
         elif sid is not None:
             self.engine.drop(sid)
-
-    def op_clock(self) -> None:
-        self.clock.advance(self.rng.choice((0.5, 2.0, 8.0, 50.0)))
 
     def op_illegal(self) -> None:
         """What the states do not allow is refused with a typed error and changes nothing."""

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tenuto.base.errors import ModelError
-from tenuto.text.gguf_file import read_metadata
 from tenuto.text.load import load_tokenizer
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -91,44 +90,16 @@ def test_kinds_that_are_not_supported_are_named(tmp_path: Path, model: str, pre:
         load_tokenizer(write_gguf(tmp_path / "m.gguf", model=model, pre=pre))
 
 
-def test_metadata_is_what_the_gguf_package_wrote(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    values: dict[str, Any] = {
-        "i": -3,
-        "f": 0.5,
-        "b": True,
-        "s": "é",
-        "list": [1, 2],
-        "words": ["a", ""],
-        "flags": [True],
-    }
-    writer.add_int64("i", values["i"])
-    writer.add_float32("f", values["f"])
-    writer.add_bool("b", values["b"])
-    writer.add_string("s", values["s"])
-    for name in ("list", "words", "flags"):
-        writer.add_array(name, values[name])
-    writer.add_tensor("weights", np.zeros(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert read_metadata(tmp_path / "m.gguf") == {"general.architecture": "llama", **values}
-    assert read_metadata(tmp_path / "m.gguf", prefix="general.") == {"general.architecture": "llama"}
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example writes its file anew
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])  # examples write their files anew
 @given(data=st.data())
-def test_a_damaged_gguf_is_a_model_error(tmp_path: Path, data: st.DataObject) -> None:
-    path = tmp_path / "m.gguf"
-    if not path.exists():
-        write_gguf(path)
-    whole = path.read_bytes()
-    cut = data.draw(st.integers(0, 400))
+def test_a_damaged_gguf_tokenizer_is_read_or_refused_but_never_crashes(tmp_path: Path, data: st.DataObject) -> None:
+    whole = bytearray(write_gguf(tmp_path / "m.gguf").read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     damaged = tmp_path / "damaged.gguf"
-    damaged.write_bytes(whole[:cut] + data.draw(st.binary(max_size=40)))
-    with pytest.raises(ModelError, match=r"GGUF|damaged"):
-        read_metadata(damaged)
+    damaged.write_bytes(whole[: data.draw(st.integers(0, len(whole)) | st.just(len(whole)))])
+    with suppress(ModelError):
+        load_tokenizer(damaged)
 
 
 def test_a_directory_tokenizer_has_what_its_files_say(tmp_path: Path) -> None:

@@ -50,12 +50,9 @@ class FullTable(PagedTable):
         """The turn commits with `position` tokens computed, more than where it began."""
         own = self.opened
         self.move_tail(position)
-        kept = pages_for(position, self.page_size)
-        if len(own):
-            own.truncate(kept - self.first)
+        if len(own):  # else all was written in place, into a page the session keeps
+            own.truncate(pages_for(position, self.page_size) - self.first)
             self.base.truncate(self.first)
-        else:
-            self.base.truncate(kept)
         self.base.absorb(own)
         self.own = None
 

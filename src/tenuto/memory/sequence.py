@@ -121,7 +121,11 @@ class SessionMemory:
         if self.turn is not None:
             raise InvariantError(f"{self.holder_name} is cut under its open turn")
         position = self.resumable(target)
-        self.settle_checkpoints(position, self.share_checkpoint(position, self, self.checkpoints))
+        self.cut(position, self.share_checkpoint(position, self, self.checkpoints))
+
+    def cut(self, position: int, checkpoint: Checkpoint | None) -> None:
+        """Cut every group to `position`, where `checkpoint`, moved here, stands."""
+        self.settle_checkpoints(position, checkpoint)
         for table in self.tables:
             if not isinstance(table, StateTable):
                 table.truncate(position)
@@ -277,7 +281,7 @@ class TurnMemory:
     def add_slots(self, slots: tuple[Lease, ...]) -> None:
         """More state slots to write, reserved for the turn: a draft that starts to generate."""
         for state, lease in zip(self._states, slots, strict=True):
-            state.extend(lease.transfer(self))
+            state.extend(lease)
 
     def renew_alternate(self) -> None:
         """After a step wrote the alternate slot because the current one belongs to a checkpoint: a spare one follows."""
@@ -396,8 +400,7 @@ class TurnMemory:
         session, cache = self.session, self.memory.cache
         position = self.cut_to(target)
         if position == self.start:  # nothing to move: not even a page copied for it may have been filled
-            self.abort()
-            session.truncate(position)
+            self._roll_back(position)
             return
         current = self._checkpoint_at(position)
         if current is None and self.memory.spec.needs_points:
@@ -425,14 +428,27 @@ class TurnMemory:
         session.computed = position
         self._end()
 
+    def _roll_back(self, position: int) -> None:
+        """Release everything and cut the session to `position`, where the turn began; its source stays, if it is there,
+        for the session's own checkpoint may have been evicted."""
+        session, source = self.session, self.source
+        if source is None or source.position != position:
+            self.abort()
+            session.truncate(position)
+            return
+        self.source = None
+        self.abort()
+        source.move(session, session.checkpoints)
+        session.cut(position, source)
+
     def abort(self) -> None:
         """Release everything: the session is what it was."""
         for table in self.session.tables:
             table.abort()
         if self.source is not None:
             self.source.release()
-        while self.checkpoints:
-            self._release(self.checkpoints[-1])
+        for checkpoint in list(self.checkpoints):
+            self._release(checkpoint)
         self._end()
 
     def _release(self, checkpoint: Checkpoint) -> None:

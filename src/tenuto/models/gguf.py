@@ -9,8 +9,8 @@ import torch
 from gguf import GGMLQuantizationType
 
 from tenuto.base.errors import ModelError
+from tenuto.formats.gguf_file import GgufFile, GgufTensor
 from tenuto.models.config import SUPPORTED, ModelConfig, linear_divisors
-from tenuto.models.gguf_file import GgufFile, GgufTensor
 
 
 def _halves(blocks: torch.Tensor) -> torch.Tensor:

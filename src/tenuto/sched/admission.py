@@ -80,8 +80,8 @@ class Admission:
     def _make_room(self, turn: Turn, need: Longs) -> bool:
         """Have others yield so that `turn` can start. False if it has to wait."""
         memory, state = self._memory, (turn.number, self._batch.departures)
-        if self._refused == state:
-            return False
+        if len(self._batch) and self._refused == state:
+            return False  # running turns only grow until one leaves
         while not memory.rows.free or (need > self._reclaimable(turn)).any():
             if self._pressure.preempt_below(turn):
                 continue

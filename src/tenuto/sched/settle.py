@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tenuto.base.groups import Kind
 from tenuto.base.plan import StepResult
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
@@ -50,13 +51,19 @@ class Settler:
         for index in flight.guesses:
             if live[index]:
                 self._take_lookahead(flight, result, index, settled)
-        if self._memory.spec.needs_points:
-            size = self._memory.page_size
-            for row in chosen[live & (before // size != rows.computed[chosen] // size)].tolist():
-                batch.turns[row].session.memory.turn.slide()
+        self._slide(chosen[live], before[live])
         idle = live & ~rows.samples[chosen] & (ends >= rows.limit[chosen])
         settled.prefilled = batch.turns[chosen[idle]].tolist()
         return settled
+
+    def _slide(self, chosen: Longs, before: Longs) -> None:
+        """Rows whose window has left a page since they had `before` tokens computed give that page back."""
+        rows, size = self._memory.rows, self._memory.page_size
+        for group in self._memory.spec.groups:
+            if group.kind is Kind.SLIDING:
+                first = (rows.computed[chosen] - group.window + 1) // size
+                for row in chosen[first > (before - group.window + 1) // size].tolist():
+                    self._batch.turns[row].session.memory.turn.slide()
 
     def _take_outputs(self, flight: Flight, result: StepResult, sampled: Mask, settled: Settled) -> None:
         """Rows that sampled one token each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tenuto.base.errors import ModelError
-from tenuto.text.gguf_file import tokenizer_from_gguf
+from tenuto.text.gguf import tokenizer_from_gguf
 from tenuto.text.hf_directory import tokenizer_from_directory
 from tenuto.text.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""The GGUF container: typed metadata and encoded tensors. No model and no torch in it.
+"""The GGUF container: typed metadata and encoded tensors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. The `gguf` package
 has a reader too; it makes an array of every vocabulary entry and takes seconds where this takes a tenth of one.

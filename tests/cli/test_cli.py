@@ -1,0 +1,162 @@
+"""The real command line, run as people and scripts run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+pty = pytest.importorskip("pty", reason="pseudo-terminals are a thing of Unix")
+
+TENUTO = str(Path(sys.executable).parent / "tenuto")
+CHAT = [TENUTO, "chat", "--context-length", "512"]
+OWN_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Makes standard input the controlling terminal, so that Ctrl-C typed into it interrupts, then becomes the command."""
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([TENUTO, *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False)
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._ours, theirs = os.openpty()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", OWN_TERMINAL, *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Read until what is shown after the last match matches; that part is then done with."""
+        deadline = time.monotonic() + 120
+        while (match := re.search(pattern, self.shown)) is None:
+            assert time.monotonic() < deadline, f"no {pattern!r} in {self.shown!r}"
+            try:
+                self.shown += os.read(self._ours, 4096).decode(errors="replace").replace("\r", "")
+            except OSError:  # the other side is gone
+                pytest.fail(f"it ended without {pattern!r}: {self.shown!r}")
+        self.shown = self.shown[match.end() :]
+        return match
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def quit_by(self, key: str) -> int:
+        """Type it until the command ends: Python loses a Ctrl-C that comes just as a prompt begins to wait."""
+        for _ in range(12):
+            self.type(key)
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(timeout=10)
+        pytest.fail(f"{key!r} does not end it: {self.shown!r}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._ours)
+
+
+def test_help_shows_commands_and_examples_without_loading_a_model() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "tenuto demo" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "/fork" in run("chat", "--help").stdout
+    code = "import sys, tenuto.cli; sys.exit(bool({'torch', 'numpy', 'tokenizers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_version_is_the_packages() -> None:
+    done = run("--version")
+    assert re.fullmatch(r"tenuto \d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_what_is_wrong_is_one_line_and_a_status() -> None:
+    done = run("chat", "--model", "no/such/model")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"tenuto: there is no model 'no/such/model'; .*\n", done.stderr)
+    assert run("chat", "--nonsense").returncode == 2
+    assert run("nonsense").returncode == 2
+
+
+def test_pull_says_where_the_model_is(smollm2_path: Path) -> None:
+    done = run("pull")
+    assert (done.returncode, done.stdout) == (0, f"smollm2 is ready: {smollm2_path}\n")
+
+
+def test_a_script_of_lines_talks_to_sessions(smollm2_path: Path) -> None:
+    lines = [
+        "What is the capital of France?",
+        "/fork",
+        "And of Italy?",
+        "/regenerate",
+        "/sessions",
+        "/switch 1",
+        "/rewind",
+        "/memory",
+        "/help",
+        "/quit",
+        "never read",
+    ]
+    done = run(*CHAT[1:], "--max-new-tokens", "12", stdin="\n".join(lines))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Paris" in done.stdout.splitlines()[0]
+    assert done.stdout.count("Rome") == 2  # once more, regenerated
+    assert "session 2 is a fork of 1" in done.stdout
+    assert re.search(r"\n  session 1: 1 turns.*\n\* session 2: 2 turns", done.stdout)
+    assert "session 1: 0 turns, 0 tokens" in done.stdout
+    assert "every unit accounted for" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [("/rewind 3", "has 0 turns"), ("/nonsense", "/help lists"), ("/switch 7", "allowed: 1"), ("hello", "template")],
+)
+def test_a_script_stops_at_its_first_error(line: str, complaint: str) -> None:
+    done = run("chat", "--model", "witness", stdin=f"{line}\n/memory\n")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(rf"tenuto: .*{complaint}.*\n", done.stderr)
+
+
+def test_ctrl_c_is_a_barge_in_and_at_the_prompt_it_quits(smollm2_path: Path) -> None:
+    with Terminal([*CHAT, "--system", "You tell long stories."]) as terminal:
+        terminal.wait_for("1> ")
+        terminal.type("word " * 600 + "\n")
+        terminal.wait_for("error: history and input have")
+        terminal.wait_for("1> ")
+        terminal.type("Please tell me a very long story about the sea.\n")
+        terminal.wait_for(r"sea\.\n.*?\w+ \w+ \w+ ")
+        terminal.type("\x03")
+        kept = int(terminal.wait_for(r"\[abort: kept (\d+) tokens")[1])
+        assert kept > 2
+        terminal.wait_for("1> ")
+        terminal.type("/sessions\n")
+        terminal.wait_for(r"\* session 1: 1 turns")
+        terminal.wait_for("1> ")
+        assert terminal.quit_by("\x03") == 0
+
+
+def test_ctrl_d_quits() -> None:
+    with Terminal([TENUTO, "chat", "--model", "witness"]) as terminal:
+        terminal.wait_for("1> ")
+        assert terminal.quit_by("\x04") == 0

@@ -1,0 +1,92 @@
+"""GGUF files are read as the `gguf` package reads them, and what is damaged is refused."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.base.errors import ModelError
+from tenuto.formats.gguf_file import GgufFile
+
+
+def write(path: Path) -> Path:
+    """A file with metadata of every kind and two tensors."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for kind in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"):
+        getattr(writer, f"add_{kind}")(f"test.{kind}", 100)
+    writer.add_float32("test.float32", 0.1)
+    writer.add_float64("test.float64", 0.1)
+    writer.add_bool("test.bool", True)
+    writer.add_string("test.string", "Ġtenuto 音")
+    lists = (("ints", [1, -2, 3]), ("floats", [0.5, 1.5]), ("flags", [True, False]), ("texts", ["a", "ß", ""]))
+    for name, values in lists:
+        writer.add_array(f"test.{name}", values)
+    writer.add_custom_alignment(128)
+    writer.add_tensor("one", np.arange(7, dtype=np.float32))
+    writer.add_tensor("two", np.arange(6, dtype=np.float16).reshape(2, 3))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gguf") / "m.gguf")
+
+
+def test_metadata_and_tensors_read_as_in_the_gguf_package(whole: Path) -> None:
+    ours, theirs = GgufFile(whole), gguf.GGUFReader(whole)
+    named = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
+    assert ours.metadata == named
+    for tensor in theirs.tensors:
+        assert np.array_equal(ours.tensors[tensor.name].data, tensor.data.reshape(-1).view(np.uint8))
+        assert ours.tensors[tensor.name].shape == tensor.data.shape
+
+
+def test_a_file_without_tensors_is_read_too(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "m.gguf")
+    assert (file.metadata, file.tensors) == ({"general.architecture": "llama"}, {})
+
+
+def test_a_file_cut_short_anywhere_is_refused(whole: Path) -> None:
+    data = whole.read_bytes()
+    cut = whole.with_name("cut.gguf")
+    end = len(data) - 128 + 12  # the last tensor is padded
+    for size in range(end):
+        cut.write_bytes(data[:size])
+        with pytest.raises(ModelError, match="not a readable GGUF file"):
+            GgufFile(cut)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_damaged_file_is_read_or_refused_but_never_crashes(whole: Path, damage: list[tuple[int, int]]) -> None:
+    data = bytearray(whole.read_bytes())
+    for place, value in damage:
+        data[place] = value
+    path = whole.with_name("damaged.gguf")
+    path.write_bytes(data)
+    with suppress(ModelError):
+        GgufFile(path)
+
+
+def test_a_file_of_another_format_or_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(ModelError, match="does not begin with GGUF"):
+        GgufFile(path)
+    path.write_bytes(b"GGUF" + (9).to_bytes(4, "little") + bytes(100))
+    with pytest.raises(ModelError, match="version 9"):
+        GgufFile(path)
+    with pytest.raises(ModelError):
+        GgufFile(tmp_path / "absent.gguf")

@@ -1,0 +1,259 @@
+"""Plays planner and executor for the memory package: writes what turns compute into imagined units, and reads it back.
+
+Every token is a fresh number, so a slot that holds it tells the whole history that led there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+
+from tenuto.base.groups import GroupSpec, Kind, MemorySpec
+from tenuto.base.plan import NO_SLOT
+from tenuto.memory.audit import AuditReport, recount
+from tenuto.memory.full import FullTable
+from tenuto.memory.memory import Memory, Shape, state_slots
+from tenuto.memory.paged import Growth
+from tenuto.memory.pool import Holder, Lease
+from tenuto.memory.sequence import SessionMemory, TurnMemory
+from tenuto.memory.sliding import SlidingTable
+from tenuto.sched.planner import Planner
+
+FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
+
+
+class Someone:
+    """A holder with a name."""
+
+    def __init__(self, name: str) -> None:
+        self.holder_name = name
+        self.held: list[Lease] = []
+
+    def leases(self) -> list[Lease]:
+        return self.held
+
+
+def make_shape(**changes: object) -> Shape:
+    usual = {
+        "context_length": 60,
+        "max_running": 4,
+        "max_step_tokens": 8,
+        "overlap": False,
+        "double_buffered": False,
+        "checkpoint_interval": 512,
+        "checkpoint_share": 1.0,
+    }
+    return Shape(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def make_spec(kinds: Sequence[Kind], page_size: int = 4, window: int = 6) -> MemorySpec:
+    return MemorySpec(page_size, tuple(GroupSpec(kind, 1, window if kind is SLIDING else 0) for kind in kinds))
+
+
+@dataclass
+class Script:
+    """A session: its memory, and the tokens it should hold."""
+
+    memory: SessionMemory
+    history: list[int] = field(default_factory=list)
+    writing: Writing | None = None
+
+
+@dataclass
+class Writing:
+    """An open turn: the sequence it sees, and the page tables an executor would keep for it."""
+
+    script: Script
+    memory: TurnMemory
+    base: int
+    tokens: list[int]
+    tables: list[dict[int, int]]
+
+    @property
+    def computed(self) -> int:
+        return self.memory.computed
+
+
+class Scribe:
+    """One memory, its sessions, and the contents of every unit."""
+
+    def __init__(
+        self, kinds: Sequence[Kind], *, units: int = 80, page_size: int = 4, window: int = 6, **shape: object
+    ) -> None:
+        self.memory = Memory(make_spec(kinds, page_size, window), [units] * len(kinds), make_shape(**shape))
+        self.scripts: list[Script] = []
+        self.copies: list[tuple[int, int]] = []  # group and slots of every page copy
+        self._fresh = count(1)
+        self._slots: list[dict[tuple[int, int], int]] = [{} for _ in kinds]  # (unit, slot or position) -> token
+        self._batch = SimpleNamespace(turns={})
+        self._planner = Planner(self.memory, self._batch, 1, None, 0)  # type: ignore[arg-type]
+
+    # -- sessions
+
+    def session(self) -> Script:
+        script = Script(SessionMemory(self.memory, f"session {len(self.scripts)}"))
+        self.scripts.append(script)
+        return script
+
+    def told(self, tokens: int) -> Script:
+        """A session with `tokens` tokens of history, all but the last computed."""
+        script = self.session()
+        self.compute(self.open(script), tokens - 1)
+        self.commit(script, tokens)
+        return script
+
+    def fork(self, parent: Script, at: int | None = None) -> Script:
+        child = self.session()
+        child.history = parent.history[: len(parent.history) if at is None else at]
+        parent.memory.fork(child.memory, max(0, len(child.history) - 1))
+        return child
+
+    def rewind(self, script: Script, at: int) -> None:
+        del script.history[at:]
+        script.memory.truncate(max(0, at - 1))
+
+    # -- turns
+
+    def open(self, script: Script, base: int | None = None, target: int | None = None) -> Writing:
+        """A turn that builds on the first `base` tokens and starts at `target` at the latest."""
+        base = len(script.history) if base is None else base
+        slots = state_slots(self.memory.shape, generates=True)
+        with self.memory.reserve_states(slots, Someone("admission")) as reserved:
+            memory = TurnMemory(script.memory, "turn", base if target is None else target, reserved_all(reserved))
+        script.writing = Writing(script, memory, base, script.history[:base], [])
+        self.attach(script.writing)
+        return script.writing
+
+    def attach(self, writing: Writing) -> None:
+        row = self.memory.rows.take()
+        writing.tables = [{} for _ in self.memory.paged]
+        self._batch.turns[row] = SimpleNamespace(session=writing.script)
+        for taken in writing.memory.attach(row):
+            self._learn(writing, taken.group, taken.growth)
+
+    def compute(self, writing: Writing, tokens: int) -> None:
+        """One step that settles at once: read everything below, then write `tokens` more."""
+        rows, row = self.memory.rows, writing.memory.row
+        start = int(rows.scheduled[row])
+        end = start + tokens
+        while len(writing.tokens) <= end:
+            writing.tokens.append(next(self._fresh))
+        for i, growth in writing.memory.grow(end):
+            self._learn(writing, i, growth)
+        self._read(writing, start)
+        moves = self._planner._move_states(np.array([row]), np.array([start]))
+        for group, move in zip(self.memory.states, moves, strict=True):
+            self._check_state(group, int(move.reads[0]), writing.tokens, start)
+            unit = int(move.writes[0])
+            self._slots[group] = {key: token for key, token in self._slots[group].items() if key[0] != unit}
+            self._slots[group][unit, end] = writing.tokens[end - 1]
+        for i, group in enumerate(self.memory.paged):
+            for position in range(start, end):
+                page = writing.tables[i][position // self.memory.page_size]
+                self._slots[group][page, position % self.memory.page_size] = writing.tokens[position]
+        rows.scheduled[row] = rows.computed[row] = end
+        if self.memory.spec.needs_points:
+            writing.memory.slide()
+
+    def mark(self, writing: Writing) -> bool:
+        """Make a checkpoint where the turn stands; False if there is no state slot to spare."""
+        if not writing.memory.spare_slot():
+            return False
+        writing.memory.mark(writing.computed)
+        return True
+
+    def commit(self, script: Script, length: int) -> None:
+        """The turn ends with `length` tokens of its sequence as history."""
+        writing = script.writing
+        assert writing is not None
+        while len(writing.tokens) < length:
+            writing.tokens.append(next(self._fresh))
+        script.history = writing.tokens[:length]
+        script.writing = None
+        writing.memory.commit(max(0, length - 1))
+
+    def abort(self, script: Script) -> None:
+        assert script.writing is not None
+        script.writing.memory.abort()
+        script.writing = None
+
+    def redraft(self, writing: Writing, common: int) -> None:
+        """The draft's tokens from `common` on have changed: cut the turn, or give up what it computed."""
+        position = writing.memory.cut_to(common)
+        if position <= writing.memory.start:
+            self.abort(writing.script)
+            return
+        writing.memory.truncate(position)
+        del writing.tokens[common:]
+        self.attach(writing)
+
+    # -- checks
+
+    def holders(self) -> Iterator[Holder]:
+        for script in self.scripts:
+            yield from script.memory.holders()
+
+    def audit(self) -> AuditReport:
+        """Every unit is held as counted, and every session's memory says what its history says."""
+        for script in self.scripts:
+            self._check_session(script)
+        return recount(self.memory, self.holders())
+
+    def free(self) -> list[int]:
+        return self.memory.free().tolist()
+
+    def _check_session(self, script: Script) -> None:
+        memory = script.memory
+        assert memory.computed <= max(0, len(script.history) - 1)
+        if self.memory.spec.needs_points and memory.computed:
+            assert memory.checkpoints[-1].position == memory.computed
+        for group, table in enumerate(memory.tables):
+            if isinstance(table, FullTable):
+                self._check_pages(group, dict(enumerate(table.base.units)), script.history, 0, memory.computed)
+                continue
+            for checkpoint in memory.checkpoints:
+                part, position = checkpoint.parts[group], checkpoint.position
+                assert part is not None
+                if isinstance(table, SlidingTable):
+                    first = table.first_entry(position)
+                    pages = dict(enumerate(part.units, first))
+                    self._check_pages(group, pages, script.history, max(0, position - table.window + 1), position)
+                else:
+                    self._check_state(group, part.units[0], script.history, position)
+
+    def _learn(self, writing: Writing, i: int, growth: Growth) -> None:
+        group = self.memory.paged[i]
+        for offset, page in enumerate(growth.pages):
+            writing.tables[i][growth.index + offset] = page
+        if growth.copy_from >= 0:
+            self.copies.append((group, growth.copy_slots))
+            slots = self._slots[group]
+            for slot in range(growth.copy_slots):
+                if (growth.copy_from, slot) in slots:
+                    slots[growth.pages[0], slot] = slots[growth.copy_from, slot]
+
+    def _read(self, writing: Writing, start: int) -> None:
+        for i, group in enumerate(self.memory.paged):
+            window = self.memory.spec.groups[group].window
+            first = max(0, start - window + 1) if window else 0
+            self._check_pages(group, writing.tables[i], writing.tokens, first, start)
+
+    def _check_pages(self, group: int, pages: dict[int, int], tokens: list[int], first: int, stop: int) -> None:
+        size = self.memory.page_size
+        found = [self._slots[group].get((pages[p // size], p % size)) for p in range(first, stop)]
+        assert found == tokens[first:stop], f"{self.memory.pools[group].name} holds {found}, not {tokens[first:stop]}"
+
+    def _check_state(self, group: int, unit: int, tokens: list[int], position: int) -> None:
+        if unit == NO_SLOT:
+            assert position == 0, f"the zero state at {position}"
+        else:
+            assert self._slots[group].get((unit, position)) == tokens[position - 1], f"slot {unit} is not at {position}"
+
+
+def reserved_all(reserved: tuple[Lease, ...]) -> tuple[Lease, ...]:
+    """Take everything out of a reservation."""
+    return tuple(lease.take(0, len(lease), lease.holder) for lease in reserved)

@@ -1,0 +1,265 @@
+"""Leases move, are counted, and end once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from tenuto.base.errors import InvariantError
+from tenuto.memory.pool import BULK, Lease, Pool
+from tests.memory.scribe import Someone
+
+ANNA, BEN = Someone("anna"), Someone("ben")
+SIZES = (1, BULK - 1, BULK, 3 * BULK)
+
+
+def held(pool: Pool, count: int, holder: Someone = ANNA) -> Lease:
+    lease = pool.acquire(count, holder)
+    assert lease is not None
+    return lease
+
+
+def test_more_units_than_there_are_is_not_now_and_takes_nothing() -> None:
+    pool = Pool("pages", 5)
+    lease = held(pool, 3)
+    assert pool.acquire(3, BEN) is None
+    assert not lease.grow(3)
+    assert (len(lease), pool.free, pool.leased) == (3, 2, 3)
+
+
+def test_a_transferred_lease_has_the_same_units_and_its_source_is_of_no_use() -> None:
+    pool = Pool("pages", 5)
+    source = held(pool, 3)
+    units = list(source.units)
+    moved = source.transfer(BEN)
+    assert (list(moved.units), moved.holder, pool.leased) == (units, BEN, 3)
+    for use in (source.release, lambda: source.transfer(ANNA), lambda: source.share(0, 1, ANNA), lambda: len(source)):
+        with pytest.raises(InvariantError, match="pages held by anna was used after its end"):
+            use()
+    assert (list(moved.units), pool.leased) == (units, 3)
+
+
+def test_absorbing_a_lease_empties_it() -> None:
+    pool = Pool("pages", 6)
+    first, second = held(pool, 2), held(pool, 3, BEN)
+    units = [*first.units, *second.units]
+    first.absorb(second)
+    assert (list(first.units), pool.leased) == (units, 5)
+    with pytest.raises(InvariantError):
+        second.release()
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_a_second_release_raises_and_changes_nothing(count: int) -> None:
+    pool = Pool("pages", 100)
+    lease = held(pool, count)
+    lease.release()
+    with pytest.raises(InvariantError):
+        lease.release()
+    assert (pool.free, pool.leased) == (100, 0)
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_a_shared_unit_is_free_only_after_the_last_of_its_leases(count: int) -> None:
+    pool = Pool("pages", 100)
+    lease = held(pool, count)
+    shares = [lease.share(0, count, BEN) for _ in range(2)]
+    for last in (lease, *shares):
+        assert pool.free == 100 - count
+        last.release()
+    assert pool.free == 100
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_what_is_released_while_a_step_is_in_flight_cannot_be_acquired_before_it_settles(count: int) -> None:
+    pool = Pool("pages", count)
+    lease = held(pool, count)
+    pool.step_in_flight = True
+    lease.release()
+    assert (pool.free, pool.limbo, pool.leased) == (0, count, 0)
+    assert pool.acquire(1, BEN) is None
+    pool.settle()
+    assert (pool.free, pool.limbo) == (count, 0)
+
+
+def test_a_reservation_grants_what_there_is_and_takes_back_what_is_not_used() -> None:
+    pool = Pool("slots", 5)
+    with pool.reserve(8, ANNA) as reserved:
+        assert len(reserved) == 5
+        mine = reserved.take(3, 5, BEN)
+    assert (pool.free, len(mine), mine.holder) == (3, 2, BEN)
+
+
+def test_a_reservation_goes_back_also_when_something_raises() -> None:
+    pool = Pool("slots", 5)
+    with pytest.raises(ZeroDivisionError), pool.reserve(4, ANNA) as reserved:
+        reserved.take(0, 1, BEN)
+        raise ZeroDivisionError
+    assert pool.free == 4
+
+
+@pytest.mark.parametrize("bounds", [(-1, 1), (2, 1), (0, 4)])
+def test_only_units_of_the_lease_can_be_shared_or_taken(bounds: tuple[int, int]) -> None:
+    pool = Pool("pages", 5)
+    lease = held(pool, 3)
+    for operation in (lease.share, lease.take):
+        with pytest.raises(InvariantError):
+            operation(*bounds, BEN)
+    assert (len(lease), list(pool.counts[unit] for unit in lease.units)) == (3, [1, 1, 1])
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_counts_below_what_leases_say_are_an_error_not_clamped(count: int) -> None:
+    pool = Pool("pages", 100)
+    lease = held(pool, count)
+    pool.counts[lease.units[-1]] = 0
+    with pytest.raises(InvariantError, match="nobody holds"):
+        lease.share(0, count, BEN)
+    with pytest.raises(InvariantError, match="nobody holds"):
+        lease.release()
+
+
+def test_a_unit_on_the_free_list_that_is_counted_is_never_handed_out() -> None:
+    pool = Pool("pages", 1)
+    pool.counts[0] = 1
+    with pytest.raises(InvariantError, match="free list with count 1"):
+        pool.acquire(1, ANNA)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Leases in any order against counts kept the naive way: a list of units for every lease."""
+
+    leases = Bundle("leases")
+    CAPACITY = 60
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool("pages", self.CAPACITY)
+        self.lists: dict[int, list[int]] = {}
+        self.free = set(range(self.CAPACITY))
+        self.limbo: set[int] = set()
+
+    def _note(self, lease: Lease, units: list[int]) -> Lease:
+        assert list(lease.units) == units
+        self.lists[id(lease)] = units
+        return lease
+
+    def _acquired(self, units: list[int]) -> None:
+        assert self.free.issuperset(units), "a unit was handed out that was not free"
+        assert len(set(units)) == len(units)
+        self.free.difference_update(units)
+
+    def _returned(self, units: list[int]) -> None:
+        gone = set(units) - {unit for units in self.lists.values() for unit in units}
+        (self.limbo if self.pool.step_in_flight else self.free).update(gone)
+
+    @rule(target=leases, count=st.integers(0, 40))
+    def acquire(self, count: int):
+        lease = self.pool.acquire(count, ANNA)
+        assert (lease is None) == (count > len(self.free))
+        if lease is None:
+            return multiple()
+        self._acquired(list(lease.units))
+        return self._note(lease, list(lease.units))
+
+    @rule(lease=leases, count=st.integers(0, 40))
+    def grow(self, lease: Lease, count: int) -> None:
+        had = self.lists[id(lease)]
+        assert lease.grow(count) == (count <= len(self.free))
+        self._acquired(list(lease.units)[len(had) :])
+        self._note(lease, list(lease.units))
+
+    @rule(target=leases, lease=leases, data=st.data())
+    def share(self, lease: Lease, data: st.DataObject) -> Lease:
+        start = data.draw(st.integers(0, len(lease)))
+        stop = data.draw(st.integers(start, len(lease)))
+        return self._note(lease.share(start, stop, BEN), self.lists[id(lease)][start:stop])
+
+    @rule(target=leases, lease=leases, data=st.data())
+    def take(self, lease: Lease, data: st.DataObject) -> Lease:
+        start = data.draw(st.integers(0, len(lease)))
+        stop = data.draw(st.integers(start, len(lease)))
+        units = self.lists[id(lease)]
+        taken = self._note(lease.take(start, stop, BEN), units[start:stop])
+        self._note(lease, units[:start] + units[stop:])
+        return taken
+
+    @rule(target=leases, lease=consumes(leases))
+    def transfer(self, lease: Lease) -> Lease:
+        units = self.lists.pop(id(lease))
+        return self._note(lease.transfer(BEN), units)
+
+    @rule(lease=leases, other=consumes(leases))
+    def absorb(self, lease: Lease, other: Lease) -> None:
+        if lease is other or set(lease.units) & set(other.units):
+            self._release(other)  # a lease lists a unit once
+            return
+        lease.absorb(other)
+        units = self.lists.pop(id(other))
+        self._note(lease, self.lists[id(lease)] + units)
+
+    @rule(lease=leases, keep=st.integers(0, 20))
+    def truncate(self, lease: Lease, keep: int) -> None:
+        lease.truncate(keep)
+        self._cut(lease, self.lists[id(lease)][:keep], self.lists[id(lease)][keep:])
+
+    @rule(lease=leases, data=st.data())
+    def drop_front(self, lease: Lease, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, len(lease)))
+        lease.drop_front(count)
+        self._cut(lease, self.lists[id(lease)][count:], self.lists[id(lease)][:count])
+
+    def _cut(self, lease: Lease, kept: list[int], gone: list[int]) -> None:
+        self._note(lease, kept)
+        self._returned(gone)
+
+    @rule(lease=consumes(leases))
+    def release(self, lease: Lease) -> None:
+        self._release(lease)
+
+    def _release(self, lease: Lease) -> None:
+        units = self.lists.pop(id(lease))
+        lease.release()
+        self._returned(units)
+        with pytest.raises(InvariantError):
+            lease.release()
+
+    @precondition(lambda self: not self.pool.step_in_flight)
+    @rule()
+    def submit_step(self) -> None:
+        self.pool.step_in_flight = True
+
+    @precondition(lambda self: self.pool.step_in_flight)
+    @rule()
+    def settle_step(self) -> None:
+        self.pool.settle()
+        self.free |= self.limbo
+        self.limbo = set()
+
+    @rule(count=st.integers(0, 80), used=st.integers(0, 80))
+    def reserve(self, count: int, used: int) -> None:
+        with self.pool.reserve(count, ANNA) as reserved:
+            granted = list(reserved.units)
+            assert len(granted) == min(count, len(self.free))
+            mine = reserved.take(0, min(used, len(granted)), BEN)
+        self.free.difference_update(granted)
+        mine.release()
+        self._returned(granted)
+
+    @invariant()
+    def every_unit_is_counted_as_often_as_it_is_listed(self) -> None:
+        listed = Counter(unit for units in self.lists.values() for unit in units)
+        assert list(self.pool.counts) == [listed[unit] for unit in range(self.CAPACITY)]
+        free, limbo = self.pool.unused()
+        assert (set(free), set(limbo)) == (self.free, self.limbo)
+        assert (len(free), len(limbo)) == (len(self.free), len(self.limbo))
+        assert (self.pool.free, self.pool.limbo, self.pool.leased) == (len(free), len(limbo), len(listed))
+        self.pool.check_totals()
+
+
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+test_units_are_counted_whatever_happens_to_their_leases = PoolMachine.TestCase

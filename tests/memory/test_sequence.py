@@ -1,0 +1,169 @@
+"""Sessions and their turns, in every mix of groups, over memory whose contents are known: nobody ever loses a token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tenuto.base.errors import InvariantError
+from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script
+
+MIXES = [[FULL], [SLIDING], [STATE], [FULL, SLIDING], [FULL, STATE], [SLIDING, STATE], [FULL, SLIDING, STATE]]
+MOST_SESSIONS = 4
+
+
+class SequenceMachine(RuleBasedStateMachine):
+    """Turns that compute, mark, commit, abort and redraft; forks, rewinds, evictions and drops."""
+
+    @initialize(
+        mix=st.sampled_from(MIXES), page_size=st.sampled_from([1, 3, 5]), window=st.integers(2, 9), double=st.booleans()
+    )
+    def begin(self, mix, page_size: int, window: int, double: bool) -> None:
+        self.scribe = Scribe(mix, units=200, page_size=page_size, window=window, double_buffered=double)
+        self.scribe.told(9)
+
+    def _pick(self, data: st.DataObject, wanted) -> Script:
+        return data.draw(st.sampled_from([s for s in self.scribe.scripts if wanted(s)]))
+
+    def _any(self, wanted) -> bool:
+        return hasattr(self, "scribe") and any(wanted(s) for s in self.scribe.scripts)
+
+    def _idle(script: Script) -> bool:  # noqa: N805 - a condition on a session, used by rules of this class
+        return script.writing is None
+
+    def _busy(script: Script) -> bool:  # noqa: N805 - likewise
+        return script.writing is not None
+
+    @precondition(lambda self: self._any(SequenceMachine._idle))
+    @rule(data=st.data(), whole=st.booleans())
+    def open_turn(self, data: st.DataObject, whole: bool) -> None:
+        script = self._pick(data, SequenceMachine._idle)
+        base = len(script.history) if whole else data.draw(st.integers(0, len(script.history)))
+        self.scribe.open(script, base)
+
+    @precondition(lambda self: self._any(SequenceMachine._busy))
+    @rule(data=st.data(), tokens=st.integers(1, 9), mark=st.booleans())
+    def compute(self, data: st.DataObject, tokens: int, mark: bool) -> None:
+        writing = self._pick(data, SequenceMachine._busy).writing
+        if writing.computed < 40:
+            self.scribe.compute(writing, tokens)
+            if mark:
+                self.scribe.mark(writing)
+
+    @precondition(lambda self: self._any(SequenceMachine._busy))
+    @rule(data=st.data(), whole=st.booleans())
+    def commit(self, data: st.DataObject, whole: bool) -> None:
+        script = self._pick(data, SequenceMachine._busy)
+        writing = script.writing
+        reached = max(writing.computed + 1, writing.base)
+        length = reached if whole else data.draw(st.integers(writing.base, reached))
+        can_keep = writing.memory.cut_to(max(0, length - 1))
+        self.scribe.commit(script, length)
+        assert script.memory.computed == min(can_keep, max(0, length - 1))
+
+    @precondition(lambda self: self._any(SequenceMachine._busy))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        script = self._pick(data, SequenceMachine._busy)
+        before = script.memory.computed
+        self.scribe.abort(script)
+        assert script.memory.computed == before
+
+    @precondition(lambda self: self._any(SequenceMachine._busy))
+    @rule(data=st.data())
+    def redraft(self, data: st.DataObject) -> None:
+        writing = self._pick(data, SequenceMachine._busy).writing
+        self.scribe.redraft(writing, data.draw(st.integers(writing.base, max(writing.base, writing.computed))))
+
+    @precondition(lambda self: self._any(SequenceMachine._busy))
+    @rule(data=st.data())
+    def rest_and_go_on(self, data: st.DataObject) -> None:
+        writing = self._pick(data, SequenceMachine._busy).writing
+        writing.memory.detach()
+        self.scribe.attach(writing)
+
+    @precondition(lambda self: len(self.scribe.scripts) < MOST_SESSIONS)
+    @rule(data=st.data(), whole=st.booleans())
+    def fork(self, data: st.DataObject, whole: bool) -> None:
+        parent = self._pick(data, lambda s: True)
+        at = len(parent.history) if whole else data.draw(st.integers(0, len(parent.history)))
+        could = parent.memory.resumable(max(0, at - 1))
+        child = self.scribe.fork(parent, at)
+        assert child.memory.computed == could
+
+    @precondition(lambda self: self._any(SequenceMachine._idle))
+    @rule(data=st.data(), little=st.booleans())
+    def rewind(self, data: st.DataObject, little: bool) -> None:
+        script = self._pick(data, SequenceMachine._idle)
+        at = data.draw(st.integers(max(0, len(script.history) - (2 if little else 99)), len(script.history)))
+        could = script.memory.resumable(max(0, at - 1))
+        self.scribe.rewind(script, at)
+        assert script.memory.computed == could
+
+    @precondition(lambda self: self._any(SequenceMachine._idle))
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self._pick(data, SequenceMachine._idle).memory.drop()
+
+    @rule()
+    def evict(self) -> None:
+        self.scribe.memory.cache.evict()
+
+    @invariant()
+    def every_session_says_what_it_should_and_every_unit_is_held(self) -> None:
+        if hasattr(self, "scribe"):
+            self.scribe.audit()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scribe"):
+            return
+        for script in self.scribe.scripts:
+            if script.writing is not None:
+                self.scribe.abort(script)
+            script.memory.drop()
+        assert self.scribe.free() == [200] * len(self.scribe.memory.pools)
+
+
+SequenceMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+test_no_session_ever_loses_what_it_computed = SequenceMachine.TestCase
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(kind.value for kind in mix))
+def test_a_fork_copies_nothing_until_it_writes(mix) -> None:
+    scribe = Scribe(mix)
+    parent = scribe.told(11)
+    before = scribe.free()
+    child = scribe.fork(parent)
+    assert scribe.free() == before
+    assert child.memory.computed == parent.memory.computed == 10
+    assert scribe.copies == []
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(kind.value for kind in mix))
+def test_an_aborted_turn_gives_back_all_it_acquired_and_nothing_else(mix) -> None:
+    scribe = Scribe(mix)
+    script = scribe.told(11)
+    before = scribe.free()
+    scribe.compute(scribe.open(script), 20)
+    assert scribe.free() < before
+    scribe.abort(script)
+    assert (scribe.free(), script.memory.computed) == (before, 10)
+    scribe.audit()
+
+
+def test_a_session_has_at_most_one_turn_in_memory() -> None:
+    scribe = Scribe([FULL])
+    script = scribe.told(5)
+    scribe.open(script)
+    with pytest.raises(InvariantError, match="already has a turn"):
+        scribe.open(script)
+
+
+def test_a_session_is_not_cut_under_its_open_turn() -> None:
+    scribe = Scribe([FULL])
+    script = scribe.told(5)
+    scribe.open(script)
+    with pytest.raises(InvariantError, match="cut under its open turn"):
+        script.memory.truncate(2)

@@ -1,0 +1,49 @@
+"""The default model twice: ours, and the reference, which reads the same file by itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from tenuto.models.gguf import GgufCheckpoint
+from tenuto.models.llama import Llama
+from tenuto.text.load import load_tokenizer
+
+LICENCE = Path(__file__).parents[2] / "LICENSE"
+
+
+@pytest.fixture(scope="session")
+def reference(smollm2_path: Path) -> LlamaForCausalLM:
+    """The default model in transformers, float32."""
+    shape = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    )
+    model = LlamaForCausalLM(shape).eval()
+    weights = load_gguf_checkpoint(smollm2_path, return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    return model
+
+
+@pytest.fixture(scope="session")
+def model(smollm2_path: Path) -> Llama:
+    """The default model as we read it, float32."""
+    checkpoint = GgufCheckpoint(smollm2_path)
+    return Llama(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="session")
+def licence_tokens(smollm2_path: Path) -> list[int]:
+    """Real text of more than 1,500 tokens: our licence."""
+    return load_tokenizer(smollm2_path).encode(LICENCE.read_text(encoding="utf-8"))

@@ -1,0 +1,251 @@
+"""Random conversations on the default model in float32: every token a session samples is the one sampled from scratch.
+
+Several sessions at once take short turns, drafts, aborts, barge-ins, forks, rewinds and regenerations, in a pool that
+does not hold them all, while turns are preempted at random and everything is recounted after every operation. From
+scratch is one forward pass of transformers over each sequence of tokens that any turn has ever seen, aborted ones too:
+at every position that was sampled, its most likely token must be the one we sampled.
+
+Tolerance: another token is allowed if its logit is less than 2e-3 below the highest; `test_logits` measures differences
+of up to 6e-4 in each of two logits. How many there were is reported.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tenuto.base.config import EngineConfig
+from tenuto.engine.engine import DELIVERED
+from tenuto.models.llama import Llama
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn, TurnParams, TurnState
+from tests.numerics.real import real_engine
+
+CLOSE = 2e-3
+CONTEXT, PAGE, PAGES, SESSIONS = 112, 4, 80, 16
+STEPS = 100
+
+Tokens = tuple[int, ...]
+
+
+class Conversations:
+    """Drives one engine at random, and keeps what every turn has seen and sampled.
+
+    `sampled[tokens]` are the positions in the sequence `tokens` whose tokens a turn has sampled.
+    """
+
+    def __init__(self, model: Llama, text: list[int], *, overlap: int) -> None:
+        config = EngineConfig(
+            context_length=CONTEXT,
+            max_running=8,
+            max_sessions=SESSIONS,
+            token_budget=40,
+            overlap=overlap,
+            audit_every=1,
+        )
+        self.engine = real_engine(model, config, pages=PAGES, page_size=PAGE, seed=overlap)
+        self.rng = Random(overlap)
+        self.text = text
+        self.sampled: dict[Tokens, set[int]] = {}
+        self.forced = 0  # preemptions
+        self._seen: set[int] = set()  # numbers of turns that are in `sampled`
+        self._operations: list[tuple[Callable[[], None], int]] = [
+            (self._open, 10),
+            (self._submit, 60),
+            (self._draft, 14),
+            (self._regenerate, 8),
+            (self._abort, 5),
+            (self._barge_in, 4),
+            (self._fork, 16),
+            (self._rewind, 6),
+            (self._close, 4),
+            (self._preempt, 4),
+        ]
+
+    def run(self, steps: int) -> None:
+        operations, weights = zip(*self._operations, strict=True)
+        for _ in range(steps):
+            for operation in self.rng.choices(operations, weights, k=self.rng.choice((1, 3, 5))):
+                operation()
+                self.engine.audit()
+            self._step()
+        for session in self._sessions(lambda s: s.turn is not None and s.turn.state is TurnState.DRAFTING):
+            self._abort_turn(session, None)
+        while not self.engine.idle:
+            self._step()
+
+    def _step(self) -> None:
+        for turn in self.engine.step().ended:
+            self._take_in(turn)
+
+    def _take_in(self, turn: Turn) -> None:
+        if turn.number in self._seen:
+            return
+        self._seen.add(turn.number)
+        tokens = tuple(turn.tokens(0, turn.length))
+        self.sampled.setdefault(tokens, set()).update(range(turn.prompt_length, turn.length))
+        if turn.result is not None and turn.result.committed:
+            assert tuple(turn.session.history) == tokens[: turn.prompt_length + turn.result.kept]
+
+    # -- operations
+
+    def _sessions(self, wanted: Callable[[Session], bool]) -> list[Session]:
+        return [session for session in self.engine.sessions if wanted(session)]
+
+    def _pick(self, wanted: Callable[[Session], bool]) -> Session | None:
+        found = self._sessions(wanted)
+        return self.rng.choice(found) if found else None
+
+    def _idle(self, least: int = 0) -> Session | None:
+        return self._pick(lambda s: s.turn is None and len(s.history) >= least)
+
+    def _some_text(self, room: int) -> list[int]:
+        length = min(room, self.rng.choice((1, 1, 2, 4, 7, 12, 20)))
+        start = self.rng.choice((0, 0, self.rng.randrange(len(self.text) - 20)))
+        return self.text[start : start + length]
+
+    def _params(self) -> TurnParams:
+        stops = tuple(self.rng.sample(self.text, 40)) if self.rng.random() < 0.2 else ()
+        return TurnParams(
+            max_new_tokens=self.rng.choice((1, 6, 12, 25, 40)), stop_ids=stops, ignore_eos=self.rng.random() < 0.5
+        )
+
+    def _open(self) -> None:
+        if len(self._sessions(lambda _: True)) < SESSIONS:
+            self.engine.open()
+
+    def _submit(self) -> None:
+        """A turn in an idle session, or of what has been drafted, perhaps with more."""
+        session = self._pick(lambda s: s.turn is None or s.turn.state is TurnState.DRAFTING)
+        if session is None:
+            return
+        tokens = list(session.turn.input) if session.turn is not None else []
+        tokens += self._some_text(session.context_left - len(tokens) - 1)
+        if session.context_left - len(tokens) < 1 or not (session.history or tokens):
+            self.engine.rewind(session.id, turn=0) if session.turn is None else self._abort_turn(session, None)
+            return
+        self.engine.submit(session.id, tokens, self._params())
+
+    def _draft(self) -> None:
+        """A new draft, or a change of one: its end is typed again."""
+        session = self._pick(lambda s: s.turn is None or s.turn.state is TurnState.DRAFTING)
+        if session is None:
+            return
+        kept = list(session.turn.input) if session.turn is not None else []
+        kept = kept[: self.rng.randint(0, len(kept))]
+        self.engine.draft(session.id, kept + self._some_text(max(0, session.context_left - len(kept) - 1)))
+
+    def _regenerate(self) -> None:
+        session = self._pick(
+            lambda s: s.turn is None and bool(s.records) and s.records[-1].end > s.records[-1].input_end
+        )
+        if session is not None:
+            self.engine.regenerate(session.id, self._params())
+
+    def _abort(self) -> None:
+        session = self._pick(lambda s: s.turn is not None)
+        if session is not None:
+            self._abort_turn(session, None)
+
+    def _barge_in(self) -> None:
+        session = self._pick(lambda s: s.has_running_turn)
+        if session is not None:
+            self._abort_turn(session, self.rng.choice((0, 3, DELIVERED)))
+
+    def _abort_turn(self, session: Session, keep: int | None) -> None:
+        self._take_in(self.engine.abort(session.id, keep))
+
+    def _fork(self) -> None:
+        session = self._pick(lambda s: len(s.history) > 0)
+        if session is not None and len(self._sessions(lambda _: True)) < SESSIONS:
+            length = len(session.history)
+            self.engine.fork(session.id, position=self.rng.choice((length, self.rng.randint(1, length))))
+
+    def _rewind(self) -> None:
+        session = self._idle(least=1)
+        if session is not None:
+            self.engine.rewind(session.id, position=self.rng.randint(0, len(session.history)))
+
+    def _close(self) -> None:
+        session = self._idle()
+        if session is not None:
+            self.engine.close(session.id)
+
+    def _preempt(self) -> None:
+        session = self._pick(lambda s: s.has_running_turn)
+        if session is not None and session.turn is not None:
+            self.engine._preempt(session.turn)
+            self.forced += 1
+
+
+@dataclass
+class Comparison:
+    """How sampled tokens compare with the most likely ones from scratch."""
+
+    compared: int = 0
+    closest: float = float("inf")  # least gap between the two highest logits
+    behind: list[float] = field(default_factory=list)  # logits below the highest, where we sampled another
+
+    def __str__(self) -> str:
+        worst = f", by at most {max(self.behind):.1e}" if self.behind else ""
+        return (
+            f"{len(self.behind)} of {self.compared} tokens differ from scratch{worst}; "
+            f"the two highest logits are never closer than {self.closest:.1e}"
+        )
+
+
+def longest(sampled: dict[Tokens, set[int]]) -> Iterator[tuple[Tokens, list[int]]]:
+    """The sequences that are no beginning of another, with the sampled positions of all their beginnings."""
+    ordered = sorted(sampled)
+    positions: set[int] = set()
+    for i, tokens in enumerate(ordered):
+        positions = positions | sampled[tokens]
+        if i + 1 == len(ordered) or ordered[i + 1][: len(tokens)] != tokens:
+            if positions:
+                yield tokens, sorted(positions)
+            positions = set()
+
+
+@torch.inference_mode()
+def compare(reference: LlamaForCausalLM, sequences: Iterable[tuple[Tokens, list[int]]], width: int = 8) -> Comparison:
+    comparison = Comparison()
+    ordered = sorted(sequences, key=lambda item: len(item[0]))
+    for first in range(0, len(ordered), width):
+        batch = ordered[first : first + width]
+        most = len(batch[-1][0])
+        padded = torch.tensor([tokens + (0,) * (most - len(tokens)) for tokens, _ in batch])  # what follows is not seen
+        hidden = reference.model(padded, use_cache=False).last_hidden_state
+        for row, (tokens, positions) in zip(hidden, batch, strict=True):
+            logits = reference.lm_head(row[torch.tensor(positions) - 1])
+            ours = logits.gather(1, torch.tensor([[tokens[p]] for p in positions]))[:, 0]
+            best, second = logits.topk(2).values.T
+            comparison.compared += len(positions)
+            comparison.closest = min(comparison.closest, (best - second).min().item())
+            comparison.behind += (best - ours)[ours < best].tolist()
+    return comparison
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch(
+    model: Llama, reference: LlamaForCausalLM, licence_tokens: list[int], overlap: int
+) -> None:
+    conversations = Conversations(model, licence_tokens, overlap=overlap)
+    conversations.run(STEPS)
+    comparison = compare(reference, longest(conversations.sampled))
+    print(comparison)
+    print(dict(sorted(conversations.engine.transitions.items())))
+    assert all(behind < CLOSE for behind in comparison.behind), str(comparison)
+    assert_covered(conversations)
+
+
+def assert_covered(conversations: Conversations) -> None:
+    """Everything the docstring speaks of has happened, or the comparison says little."""
+    seen: Counter[str] = conversations.engine.transitions
+    wanted = ("commit", "abort running", "abort drafting", "barge-in running", "fork", "fork running", "rewind")
+    wanted += ("regenerate", "draft", "redraft", "submit draft", "preempt", "drop idle")
+    assert not [name for name in wanted if not seen[name]], f"too little has happened: {seen}"
+    assert seen["preempt"] > conversations.forced > 0, f"pressure has preempted nothing: {seen}"

@@ -1,0 +1,46 @@
+"""`python -m tests.sim --seeds N`: long runs of the simulator; `--seed N` replays one world with its traceback."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.sim.run import run_world, run_worlds
+from tests.sim.world import large_world, small_world
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=400, help="how many worlds (default 400)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="replay this one seed only")
+    parser.add_argument(
+        "--steps", type=int, default=500, help="engine steps a world, before it is wound up (default 500)"
+    )
+    parser.add_argument("--large", action="store_true", help="large worlds, recounted every 100 steps")
+    parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen less often than this")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    if arguments.seed is not None:
+        config = large_world(arguments.seed) if arguments.large else small_world(arguments.seed)
+        print(config)
+        summary = run_world(config, arguments.steps)
+    else:
+        seeds = range(arguments.first, arguments.first + arguments.seeds)
+        summary = run_worlds(seeds, arguments.steps, large=arguments.large)
+        print(summary.table())
+    for seed, report in summary.failures.items():
+        print(f"\nseed {seed} failed; replay: python -m tests.sim --seed {seed} --steps {arguments.steps}\n{report}")
+    seconds = time.monotonic() - began
+    print(f"{summary.steps:,} steps in {seconds:.0f} s, {len(summary.failures)} failing worlds")
+    if arguments.seed is None:
+        count, name, cell = summary.rarest()
+        print(f"rarest transition: {name} under {' '.join(cell)}, {count:,} times")
+        if count < arguments.least:
+            return 1
+    return 1 if summary.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

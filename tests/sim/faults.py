@@ -1,0 +1,316 @@
+"""The known failures of this field, planted one at a time, so that the simulator can show that it catches each.
+
+Each is a context in which the core has one of the faults that engines of this kind have been reported to have. They are planted
+from outside, on classes, and undone at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tenuto.engine.engine import Engine
+from tenuto.memory import full, paged
+from tenuto.memory.full import FullTable
+from tenuto.memory.pool import Lease, Pool
+from tenuto.memory.rows import Rows
+from tenuto.memory.sequence import SessionMemory, TurnMemory
+from tenuto.sched.admission import Admission
+from tenuto.sched.settle import Settler
+from tenuto.session.registry import Registry
+from tenuto.session.turn import EndReason, Turn, TurnState
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner.name` is `make(original)` for a while."""
+    original = vars(owner)[name]
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def a_turn_that_did_not_fit_frees_its_sessions_state() -> Any:
+    """Rejected by admission, it releases the state slot its session holds: a double free later."""
+
+    def make(original: Any) -> Any:
+        def admit_pass(self: Admission) -> Any:
+            blocked = original(self)
+            if blocked is not None:
+                for checkpoint in blocked[0].session.memory.checkpoints[-1:]:
+                    for lease in checkpoint.leases():
+                        lease.pool._give_back(lease.units)
+            return blocked
+
+        return admit_pass
+
+    return _replaced(Admission, "_pass", make)
+
+
+def borrowed_memory_is_counted_twice() -> Any:
+    """What a turn started from is listed by the turn and by its source, so a healthy server reports a leak."""
+
+    def make(original: Any) -> Any:
+        def leases(self: TurnMemory) -> Iterator[Lease]:
+            yield from original(self)
+            yield from self.session.leases()
+
+        return leases
+
+    return _replaced(TurnMemory, "leases", make)
+
+
+def reserved_slots_are_not_returned() -> Any:
+    """What an admission pass reserved and did not use stays taken."""
+
+    def make(original: Any) -> Any:
+        @contextmanager
+        def reserve(self: Pool, count: int, holder: Any) -> Iterator[Lease]:
+            lease = self.acquire(min(count, self.free), holder)
+            assert lease is not None
+            yield lease
+
+        return reserve
+
+    return _replaced(Pool, "reserve", make)
+
+
+def an_aborted_turn_wipes_its_session() -> Any:
+    """Abort drops what the session had computed."""
+
+    def make(original: Any) -> Any:
+        def abort(self: Turn, reason: EndReason, now: float) -> Any:
+            result = original(self, reason, now)
+            self.session.memory.drop()
+            return result
+
+        return abort
+
+    return _replaced(Turn, "abort", make)
+
+
+def an_aborted_turn_overwrites_its_session() -> Any:
+    """Abort leaves the turn's input in the history."""
+
+    def make(original: Any) -> Any:
+        def abort(self: Turn, reason: EndReason, now: float) -> Any:
+            self.session.history.extend(self.input)
+            return original(self, reason, now)
+
+        return abort
+
+    return _replaced(Turn, "abort", make)
+
+
+def a_rejected_turn_clears_the_live_ones_mark() -> Any:
+    """A second turn on a busy session is refused, but the session forgets the first."""
+
+    def make(original: Any) -> Any:
+        def submit_turn(self: Engine, session_id: str, *rest: Any) -> Any:
+            if session_id in self.sessions:
+                turn = self.sessions.get(session_id).turn
+                if turn is not None and turn.state is not TurnState.DRAFTING:
+                    turn.session.turn = None
+            return original(self, session_id, *rest)
+
+        return submit_turn
+
+    return _replaced(Engine, "_submit_turn", make)
+
+
+def a_preempted_turn_is_committed_as_history() -> Any:
+    """Retraction saves what the turn had, as if it had ended."""
+
+    def make(original: Any) -> Any:
+        def preempt(self: Turn) -> None:
+            self.session.take_in(self, self.output)
+            self.go("preempt")
+
+        return preempt
+
+    return _replaced(Turn, "preempt", make)
+
+
+def a_turn_aborted_in_the_queue_is_committed() -> Any:
+    """A barge-in on a turn that never ran commits its input."""
+
+    def make(original: Any) -> Any:
+        def abort(self: Engine, session_id: str, keep: int | None = None) -> Any:
+            turn = self.sessions.get(session_id).turn if session_id in self.sessions else None
+            if turn is not None and keep is not None and turn.state is TurnState.QUEUED:
+                turn.state, turn.started = TurnState.PREEMPTED, True
+            return original(self, session_id, keep)
+
+        return abort
+
+    return _replaced(Engine, "abort", make)
+
+
+def an_over_allocated_tail_loses_its_last_lease() -> Any:
+    """Pages past the committed end are forgotten instead of released."""
+
+    def make(original: Any) -> Any:
+        def commit(self: FullTable, position: int) -> None:
+            keep = paged.pages_for(position, self.page_size) - self.first
+            if len(self.opened):
+                del self.opened.units[max(0, keep) :]
+            original(self, position)
+
+        return commit
+
+    return _replaced(FullTable, "commit", make)
+
+
+def a_partly_used_page_is_freed_under_committed_tokens() -> Any:
+    """Cutting a sequence rounds down to whole pages."""
+    return _replaced(full, "pages_for", lambda original: lambda tokens, size: tokens // size)
+
+
+def an_idle_timeout_closes_a_session_whose_turn_runs() -> Any:
+    """Expiry looks at the clock and not at the open turn."""
+
+    def make(original: Any) -> Any:
+        def expired(self: Registry) -> list[Any]:
+            now = self._clock.now()
+            late = [s for s in self if s.policy.ttl is not None and s.last_turn_end + s.policy.ttl <= now]
+            for session in late:
+                session.turn = None
+            return late
+
+        return expired
+
+    return _replaced(Registry, "expired", make)
+
+
+def a_turn_without_tokens_takes_a_row() -> Any:
+    """A turn with nothing to compute is scheduled like any other, and waits for a result that never comes."""
+
+    def make(original: Any) -> Any:
+        def start(self: Engine, turn: Turn, slots: Any) -> None:
+            if turn.generates or turn.state is TurnState.DRAFTING or not turn.length:
+                original(self, turn, slots)
+                return
+            turn.go("start")
+            turn.started = True
+            self.batch.add(turn, slots)
+            self.pressure.note(turn.session)
+
+        return start
+
+    return _replaced(Engine, "_start", make)
+
+
+def a_turn_may_be_longer_than_the_context() -> Any:
+    """The requested length is taken as it comes."""
+
+    def make(original: Any) -> Any:
+        def allowed(self: Engine, session: Any, prompt: int, wanted: int | None) -> int:
+            return wanted if wanted is not None else original(self, session, prompt, wanted)
+
+        return allowed
+
+    return _replaced(Engine, "_allowed", make)
+
+
+def a_disconnect_leaves_a_zombie_turn() -> Any:
+    """Abort tells the caller it is done, and the turn stays in its row."""
+
+    def make(original: Any) -> Any:
+        def abort(self: Engine, turn: Turn, reason: EndReason) -> None:
+            if turn.state is TurnState.RUNNING and reason is EndReason.ABORT:
+                turn.session.turn = None
+                return
+            original(self, turn, reason)
+
+        return abort
+
+    return _replaced(Engine, "_abort", make)
+
+
+def a_source_is_evicted_between_match_and_use() -> Any:
+    """A turn reads its session's checkpoint without a lease of its own, and the cache may evict it."""
+
+    def make(original: Any) -> Any:
+        def share_checkpoint(self: SessionMemory, position: int, owner: Any, home: Any) -> Any:
+            shared = original(self, position, owner, home)
+            if shared is not None and isinstance(owner, TurnMemory):
+                for lease in shared.leases():
+                    lease.pool._give_back(lease.units)
+            return shared
+
+        return share_checkpoint
+
+    return _replaced(SessionMemory, "share_checkpoint", make)
+
+
+def a_page_has_two_owners_while_totals_balance() -> Any:
+    """Now and then a page is handed out that another turn holds, and the free one it should have been is not."""
+
+    def make(original: Any) -> Any:
+        def take(self: Pool, count: int) -> list[int] | None:
+            units = original(self, count)
+            if units and self.touched % 50 == 0:
+                held = [unit for unit in range(self.capacity) if self.counts[unit] == 1 and unit not in units]
+                if held:
+                    units[0] = held[0]
+            return units
+
+        return take
+
+    return _replaced(Pool, "_take", make)
+
+
+def a_wrong_guess_is_kept() -> Any:
+    """Rejected lookahead does not cut memory back."""
+    return _replaced(Settler, "_cut_back", lambda original: lambda self, row, start, position: None)
+
+
+def a_stale_result_is_taken() -> Any:
+    """A result that comes after its turn has left the row goes to whoever has the row now."""
+
+    def make(original: Any) -> Any:
+        def give_back(self: Any, row: int) -> None:
+            original(self, row)
+            self.run[row] -= 1
+
+        return give_back
+
+    return _replaced(Rows, "give_back", make)
+
+
+def a_fork_writes_its_parents_page() -> Any:
+    """The child takes the tail along."""
+
+    def make(original: Any) -> Any:
+        def may_write(self: FullTable, position: int) -> bool:
+            return True
+
+        return may_write
+
+    return _replaced(FullTable, "_may_write", make)
+
+
+FAULTS = (
+    a_turn_that_did_not_fit_frees_its_sessions_state,
+    borrowed_memory_is_counted_twice,
+    reserved_slots_are_not_returned,
+    an_aborted_turn_wipes_its_session,
+    an_aborted_turn_overwrites_its_session,
+    a_rejected_turn_clears_the_live_ones_mark,
+    a_preempted_turn_is_committed_as_history,
+    a_turn_aborted_in_the_queue_is_committed,
+    an_over_allocated_tail_loses_its_last_lease,
+    a_partly_used_page_is_freed_under_committed_tokens,
+    an_idle_timeout_closes_a_session_whose_turn_runs,
+    a_turn_without_tokens_takes_a_row,
+    a_turn_may_be_longer_than_the_context,
+    a_disconnect_leaves_a_zombie_turn,
+    a_source_is_evicted_between_match_and_use,
+    a_page_has_two_owners_while_totals_balance,
+    a_wrong_guess_is_kept,
+    a_stale_result_is_taken,
+    a_fork_writes_its_parents_page,
+)

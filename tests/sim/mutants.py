@@ -1,0 +1,156 @@
+"""Removes one call of release, share, transfer or truncate from the core, so that the simulator can show it is missed.
+
+`python -m tests.sim.mutants` lists the calls; `--run K` loads the core without call K and runs worlds until one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import tenuto
+
+SOURCE = Path(tenuto.__file__).parent
+PACKAGES = ("memory", "session", "sched", "engine")
+WORDS = ("release", "share", "transfer", "truncate")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One call: module, line and column, where it ends, and its source."""
+
+    module: str
+    line: int
+    column: int
+    end: tuple[int, int]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} {self.text}"
+
+
+def concerns_memory(name: str) -> bool:
+    """Whether a method's name says that it releases, shares, transfers or truncates."""
+    return any(part in WORDS for part in name.strip("_").split("_"))
+
+
+def find_mutants() -> list[Mutant]:
+    """Every such call in the core."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((SOURCE / package).glob("*.py")):
+            source = path.read_text()
+            for node in ast.walk(ast.parse(source)):
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and concerns_memory(node.func.attr)
+                ):
+                    text = " ".join((ast.get_source_segment(source, node) or "").split())
+                    end = (node.end_lineno or 0, node.end_col_offset or 0)
+                    found.append(Mutant(f"tenuto.{package}.{path.stem}", node.lineno, node.col_offset, end, text))
+    return sorted(found, key=lambda m: (m.module, m.line, m.column, m.end))
+
+
+class _Remover(ast.NodeTransformer):
+    """Takes one call out. A statement becomes `pass`; a share becomes a lease that is not counted; a transfer gives the
+    same lease without moving it; any other value becomes None."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def _is_it(self, node: ast.AST) -> bool:
+        return (
+            isinstance(node, ast.Call)
+            and (node.lineno, node.col_offset) == (self._mutant.line, self._mutant.column)
+            and (node.end_lineno, node.end_col_offset) == self._mutant.end
+        )
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if self._is_it(node.value):
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if not self._is_it(node):
+            return self.generic_visit(node)
+        function = node.func
+        assert isinstance(function, ast.Attribute)
+        if function.attr == "share":
+            replaced: ast.expr = ast.Call(ast.Name("_uncounted", ast.Load()), [function.value, *node.args], [])
+        elif function.attr == "transfer":
+            replaced = function.value
+        else:
+            replaced = ast.Constant(None)
+        return ast.copy_location(replaced, node)
+
+
+def _uncounted(lease, start: int, stop: int, holder):
+    """A share that raises no count."""
+    return type(lease)(lease.pool, lease.units[start:stop], holder)
+
+
+class _MutatingLoader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, mutant: Mutant) -> None:
+        super().__init__(name, path)
+        self._mutant = mutant
+
+    def exec_module(self, module: ModuleType) -> None:
+        tree = _Remover(self._mutant).visit(ast.parse(Path(self.path).read_text()))
+        vars(module)["_uncounted"] = _uncounted
+        exec(compile(ast.fix_missing_locations(tree), self.path, "exec"), vars(module))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None):
+        if name != self._mutant.module:
+            return None
+        file = str(SOURCE.joinpath(*name.split(".")[1:]).with_suffix(".py"))
+        return importlib.util.spec_from_file_location(name, file, loader=_MutatingLoader(name, file, self._mutant))
+
+
+def run(mutant: Mutant, most_steps: int) -> int | None:
+    """Worlds without the mutant's call until one fails: the steps that took, or `None` if `most_steps` did not show it.
+    To be called in a fresh process."""
+    sys.meta_path.insert(0, _Finder(mutant))
+    from tests.sim.run import run_world  # noqa: PLC0415 - the core must be loaded through the finder
+    from tests.sim.world import small_world  # noqa: PLC0415 - likewise
+
+    steps = seed = 0
+    while steps < most_steps:
+        summary = run_world(small_world(seed), 150)
+        steps += summary.steps
+        seed += 1
+        if summary.failures:
+            return steps
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.mutants", description=__doc__)
+    parser.add_argument("--run", type=int, help="the number of the call to remove")
+    parser.add_argument("--steps", type=int, default=20_000, help="how long the simulator has")
+    arguments = parser.parse_args()
+    mutants = find_mutants()
+    if arguments.run is None:
+        for number, mutant in enumerate(mutants):
+            print(number, mutant)
+        return 0
+    steps = run(mutants[arguments.run], arguments.steps)
+    print("survived" if steps is None else steps)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Runs many seeded worlds, in several processes, and counts what happened in them."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+from tests.sim.world import MIXES, PRESSURES, World, WorldConfig, large_world, small_world
+
+Cell = tuple[str, str]
+
+TRANSITIONS = (
+    "open",
+    "close",
+    "closing",
+    "expire",
+    "submit",
+    "draft",
+    "redraft",
+    "submit draft",
+    "regenerate",
+    "start",
+    "preempt",
+    "resume",
+    "commit",
+    "barge-in running",
+    "barge-in preempted",
+    "abort drafting",
+    "abort queued",
+    "abort running",
+    "abort preempted",
+    "deadline drafting",
+    "deadline queued",
+    "deadline running",
+    "deadline preempted",
+    "fork",
+    "fork running",
+    "rewind",
+    "drop idle",
+    "drop drafting",
+    "drop queued",
+    "drop preempted",
+    "step failed",
+)
+"""Every transition of sessions and turns that the engine counts."""
+
+
+@dataclass
+class Summary:
+    """What a run of worlds has seen: steps, failures by seed, and transitions by (pressure, mix)."""
+
+    steps: int = 0
+    failures: dict[int, str] = field(default_factory=dict)
+    counts: dict[Cell, Counter[str]] = field(default_factory=dict)
+
+    def add(self, other: Summary) -> None:
+        self.steps += other.steps
+        self.failures.update(other.failures)
+        for cell, counter in other.counts.items():
+            self.counts.setdefault(cell, Counter()).update(counter)
+
+    def rarest(self) -> tuple[int, str, Cell]:
+        """The transition seen least in some cell, and there how often."""
+        cells = [(pressure, "+".join(kind.value for kind in mix)) for pressure in PRESSURES for mix in MIXES]
+        return min((self.counts.get(cell, Counter())[name], name, cell) for cell in cells for name in TRANSITIONS)
+
+    def table(self) -> str:
+        """Transitions by pressure level and group mix."""
+        mixes = ["+".join(kind.value for kind in mix) for mix in MIXES]
+        lines = []
+        for pressure in PRESSURES:
+            lines.append(f"{pressure:<20}" + "".join(f"{mix.replace('sliding', 'slide'):>18}" for mix in mixes))
+            for name in TRANSITIONS:
+                row = [self.counts.get((pressure, mix), Counter())[name] for mix in mixes]
+                lines.append(f"  {name:<18}" + "".join(f"{count:>18,}" for count in row))
+        return "\n".join(lines)
+
+
+def run_world(config: WorldConfig, steps: int) -> Summary:
+    """One world from its seed to its end."""
+    world, summary = World(config), Summary()
+    try:
+        world.run(steps)
+        world.finish()
+    except Exception:  # noqa: BLE001 - whatever goes wrong in a world is a report on its seed
+        summary.failures[config.seed] = traceback.format_exc()
+    summary.steps = world.steps
+    summary.counts[config.label] = Counter(world.engine.transitions)
+    return summary
+
+
+def _run_seeds(seeds: list[int], steps: int, large: bool) -> Summary:
+    summary = Summary()
+    for seed in seeds:
+        summary.add(run_world(large_world(seed) if large else small_world(seed), steps))
+    return summary
+
+
+def run_worlds(seeds: Iterable[int], steps: int, *, large: bool = False, processes: int | None = None) -> Summary:
+    """All worlds of `seeds`, `steps` steps each, spread over `processes` (default: all cores)."""
+    seeds = list(seeds)
+    processes = processes or os.cpu_count() or 1
+    chunk = max(1, min(21, len(seeds) // processes))
+    chunks = [seeds[i : i + chunk] for i in range(0, len(seeds), chunk)]
+    summary = Summary()
+    with ProcessPoolExecutor(processes) as pool:
+        for part in pool.map(_run_seeds, chunks, [steps] * len(chunks), [large] * len(chunks)):
+            summary.add(part)
+    return summary

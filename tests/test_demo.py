@@ -1,0 +1,33 @@
+"""The demonstration, cut short."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tenuto import demo
+
+
+def test_the_demo_shows_all_it_promises(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "QUESTIONS", {name: questions[:3] for name, questions in demo.QUESTIONS.items()})
+    monkeypatch.setattr(demo, "ANSWER_TOKENS", 4)
+    out = io.StringIO()
+    demo.run_demo(console=Console(file=out, width=80))
+    shown = out.getvalue()
+    assert "\x1b" not in shown
+    rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+) +[\d.]+ s +(\d+) +[\d.]+ s +[\d.]+ *$", shown, re.MULTILINE)
+    assert len(rows) == 3
+    for turn, context, new, computed, resent in (map(int, row) for row in rows):
+        assert resent == context
+        assert computed == new + (turn > 1)  # and the last token of the history
+    assert "The first token was the same both ways in 9 of 9 turns." in shown
+    assert re.search(r"\d+ of \d+ tokens kept", shown)
+    assert re.search(r"[1-9]\d* pages are shared", shown)
+    assert "From 3 turns" in shown
+    assert "context_exceeded (HTTP 400): history and input have" in shown
+    assert "The session is the same as before" in shown
+    assert "every unit accounted for" in shown
