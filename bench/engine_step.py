@@ -1,0 +1,143 @@
+"""The engine's own cost of a step, without a model: plan to settle, stop ids and hand-over included.
+
+The witness stands in for the model, checking only the slot each token follows from; the time inside it is measured and
+taken off. Ratios are of medians of alternating stretches in one process, because machines are noisy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from random import Random
+
+from tenuto.base.clock import SystemClock
+from tenuto.base.config import EngineConfig
+from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.plan import Plan, StepResult
+from tenuto.engine.engine import Engine
+from tenuto.exec.witness import WitnessExecutor
+from tenuto.session.turn import TurnParams, TurnState
+
+VOCAB = 50_000
+PAGE_SIZE = 16
+STOPS = (2, 7, 11)
+
+
+class TimedWitness(WitnessExecutor):
+    """A witness that knows how long it has worked, in nanoseconds."""
+
+    worked = 0
+
+    def submit(self, plan: Plan) -> None:
+        began = time.perf_counter_ns()
+        super().submit(plan)
+        self.worked += time.perf_counter_ns() - began
+
+    def collect(self) -> StepResult:
+        began = time.perf_counter_ns()
+        result = super().collect()
+        self.worked += time.perf_counter_ns() - began
+        return result
+
+
+@dataclass
+class Bench:
+    """An engine with `running` endless decodes."""
+
+    engine: Engine
+    executor: TimedWitness
+
+    def stretch(self, steps: int) -> float:
+        """Microseconds a step of the engine's own, the median over `steps` steps."""
+        times = []
+        for _ in range(steps):
+            inside, began = self.executor.worked, time.perf_counter_ns()
+            self.engine.step()
+            times.append(time.perf_counter_ns() - began - (self.executor.worked - inside))
+        return statistics.median(times) / 1000
+
+    def counted(self, steps: int) -> tuple[float, ...]:
+        """Units touched, rows considered and turns settled, a step."""
+        before = self.engine.counted_work
+        for _ in range(steps):
+            self.engine.step()
+        return tuple((b - a) / steps for a, b in zip(before, self.engine.counted_work, strict=True))
+
+
+def make(running: int, *, parked: int = 10, history: int = 1000, kinds: tuple[Kind, ...] = (Kind.FULL,), overlap: int = 0) -> Bench:
+    """`running` decodes on sessions of `history` tokens each, beside `parked` idle sessions of 32 tokens."""
+    groups = tuple(GroupSpec(kind, 1, 256 if kind is Kind.SLIDING else 0) for kind in kinds)
+    executor = TimedWitness(PAGE_SIZE, groups, VOCAB, verify=False)
+    context = history + 20_000
+    config = EngineConfig(
+        context_length=context,
+        max_running=max(running, 256),
+        token_budget=max(running, 256) * 64,
+        overlap=overlap,
+        audit_every=0,
+        max_queued=100_000,
+        max_sessions=100_000,
+        checkpoint_share=0.5,
+    )
+    pages = (context // PAGE_SIZE + 2) * max(running, 1) + parked * 4 + 64
+    units = tuple(pages if kind is not Kind.STATE else 8 * running + 2 * parked + 64 for kind in kinds)
+    engine = Engine(
+        executor, units, config, vocab_size=VOCAB, eos_ids=STOPS, clock=SystemClock(), random=Random(0)
+    )
+    rng = Random(1)
+    for number in range(parked):
+        engine.open(f"parked {number}")
+        engine.append(f"parked {number}", [rng.randrange(20, VOCAB) for _ in range(32)])
+    run_until_idle(engine)
+    turns = []
+    for number in range(running):
+        engine.open(f"running {number}")
+        tokens = [rng.randrange(20, VOCAB) for _ in range(history)]
+        turns.append(engine.submit(f"running {number}", tokens, TurnParams(stop_ids=(VOCAB, VOCAB + 1, VOCAB + 2), ignore_eos=True)))
+    while not all(turn.output for turn in turns):
+        engine.step()
+    assert all(turn.state is TurnState.RUNNING for turn in turns)
+    return Bench(engine, executor)
+
+
+def run_until_idle(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
+
+
+def ratio(a: Bench, b: Bench, rounds: int = 9, steps: int = 200) -> tuple[float, float, float]:
+    """Medians of alternating stretches of `a` and `b`, in microseconds a step, and the median of b / a by pair."""
+    pairs = [(a.stretch(steps), b.stretch(steps)) for _ in range(rounds)]
+    return (
+        statistics.median(x for x, _ in pairs),
+        statistics.median(y for _, y in pairs),
+        statistics.median(y / x for x, y in pairs),
+    )
+
+
+def main() -> None:
+    print("The engine's own cost of a step, without a model (witness time taken off)")
+    print(f"{'running decodes':<44}{'us a step':>12}{'us a turn':>12}")
+    for kinds in ((Kind.FULL,), (Kind.FULL, Kind.SLIDING, Kind.STATE)):
+        for overlap in (0, 1):
+            for running in (1, 16, 256):
+                bench = make(running, kinds=kinds, overlap=overlap)
+                bench.stretch(50)
+                cost = statistics.median(bench.stretch(150) for _ in range(5))
+                label = f"{running} ({'+'.join(k.value for k in kinds)}, overlap {overlap})"
+                print(f"{label:<44}{cost:>12.1f}{cost / running:>12.2f}")
+    print(f"\n{'the same work beside more':<44}{'us a step':>12}{'us a step':>12}{'ratio':>8}   counted work a step")
+    for label, one, other in (
+        ("16 running, 10 and 10,000 parked sessions", make(16, parked=10), make(16, parked=10_000)),
+        ("16 running, 1,000 and 100,000 tokens", make(16, history=1000), make(16, history=100_000)),
+    ):
+        one.stretch(50)
+        other.stretch(50)
+        low, high, by_pair = ratio(one, other)
+        equal = one.counted(160), other.counted(160)
+        print(f"{label:<44}{low:>12.1f}{high:>12.1f}{by_pair:>8.3f}   {equal[0]} and {equal[1]}")
+
+
+if __name__ == "__main__":
+    main()
