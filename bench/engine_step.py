@@ -65,7 +65,9 @@ class Bench:
         return tuple((b - a) / steps for a, b in zip(before, self.engine.counted_work, strict=True))
 
 
-def make(running: int, *, parked: int = 10, history: int = 1000, kinds: tuple[Kind, ...] = (Kind.FULL,), overlap: int = 0) -> Bench:
+def make(
+    running: int, *, parked: int = 10, history: int = 1000, kinds: tuple[Kind, ...] = (Kind.FULL,), overlap: int = 0
+) -> Bench:
     """`running` decodes on sessions of `history` tokens each, beside `parked` idle sessions of 32 tokens."""
     groups = tuple(GroupSpec(kind, 1, 256 if kind is Kind.SLIDING else 0) for kind in kinds)
     executor = TimedWitness(PAGE_SIZE, groups, VOCAB, verify=False)
@@ -82,9 +84,7 @@ def make(running: int, *, parked: int = 10, history: int = 1000, kinds: tuple[Ki
     )
     pages = (context // PAGE_SIZE + 2) * max(running, 1) + parked * 4 + 64
     units = tuple(pages if kind is not Kind.STATE else 8 * running + 2 * parked + 64 for kind in kinds)
-    engine = Engine(
-        executor, units, config, vocab_size=VOCAB, eos_ids=STOPS, clock=SystemClock(), random=Random(0)
-    )
+    engine = Engine(executor, units, config, vocab_size=VOCAB, eos_ids=STOPS, clock=SystemClock(), random=Random(0))
     rng = Random(1)
     for number in range(parked):
         engine.open(f"parked {number}")
@@ -94,7 +94,11 @@ def make(running: int, *, parked: int = 10, history: int = 1000, kinds: tuple[Ki
     for number in range(running):
         engine.open(f"running {number}")
         tokens = [rng.randrange(20, VOCAB) for _ in range(history)]
-        turns.append(engine.submit(f"running {number}", tokens, TurnParams(stop_ids=(VOCAB, VOCAB + 1, VOCAB + 2), ignore_eos=True)))
+        turns.append(
+            engine.submit(
+                f"running {number}", tokens, TurnParams(stop_ids=(VOCAB, VOCAB + 1, VOCAB + 2), ignore_eos=True)
+            )
+        )
     while not all(turn.output for turn in turns):
         engine.step()
     assert all(turn.state is TurnState.RUNNING for turn in turns)
@@ -102,6 +106,7 @@ def make(running: int, *, parked: int = 10, history: int = 1000, kinds: tuple[Ki
 
 
 def run_until_idle(engine: Engine) -> None:
+    """Step until nothing is left to do."""
     while not engine.idle:
         engine.step()
 
@@ -117,6 +122,7 @@ def ratio(a: Bench, b: Bench, rounds: int = 9, steps: int = 200) -> tuple[float,
 
 
 def main() -> None:
+    """Print the table."""
     print("The engine's own cost of a step, without a model (witness time taken off)")
     print(f"{'running decodes':<44}{'us a step':>12}{'us a turn':>12}")
     for kinds in ((Kind.FULL,), (Kind.FULL, Kind.SLIDING, Kind.STATE)):

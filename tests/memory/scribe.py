@@ -19,8 +19,9 @@ from tenuto.memory.full import FullTable
 from tenuto.memory.memory import Memory, Shape, state_slots
 from tenuto.memory.paged import Growth
 from tenuto.memory.pool import Holder, Lease
-from tenuto.memory.sequence import SessionMemory, TurnMemory
+from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
+from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.planner import Planner
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE

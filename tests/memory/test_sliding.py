@@ -18,7 +18,9 @@ sizes = {"position": st.integers(0, 400), "page_size": st.integers(1, 20), "wind
 
 
 @given(**sizes)
-def test_a_window_is_the_pages_of_the_tokens_the_next_one_attends_to(position: int, page_size: int, window: int) -> None:
+def test_a_window_is_the_pages_of_the_tokens_the_next_one_attends_to(
+    position: int, page_size: int, window: int
+) -> None:
     table = SlidingTable(Pool("sliding0", 1), page_size, window)
     pages = {p // page_size for p in range(max(0, position - window + 1), position)}
     first = table.first_entry(position)

@@ -1,5 +1,7 @@
 """Engines on the default model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
 
 from tenuto.base.clock import ManualClock
@@ -10,11 +12,12 @@ from tenuto.models.llama import Llama
 from tenuto.session.turn import Turn
 
 
-def real_engine(model: Llama, config: EngineConfig, *, pages: int, page_size: int, seed: int = 0) -> Engine:
-    """The engine closes its executor's thread with the process."""
+@contextmanager
+def real_engine(model: Llama, config: EngineConfig, *, pages: int, page_size: int) -> Iterator[Engine]:
     executor = TorchExecutor(model, page_size)
     vocab, eos = model.config.vocab, model.config.eos
-    return Engine(executor, (pages,), config, vocab_size=vocab, eos_ids=eos, clock=ManualClock(), random=Random(seed))
+    yield Engine(executor, (pages,), config, vocab_size=vocab, eos_ids=eos, clock=ManualClock(), random=Random(0))
+    executor.close()
 
 
 def finish(engine: Engine, turn: Turn) -> Turn:

@@ -19,14 +19,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tenuto.base.config import EngineConfig
-from tenuto.engine.engine import DELIVERED
+from tenuto.engine.engine import DELIVERED, Engine
 from tenuto.models.llama import Llama
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn, TurnParams, TurnState
 from tests.numerics.real import real_engine
 
 CLOSE = 2e-3
-CONTEXT, PAGE, PAGES, SESSIONS = 112, 4, 80, 16
+CONTEXT, PAGE, PAGES, SESSIONS = 112, 4, 90, 16
 STEPS = 100
 
 Tokens = tuple[int, ...]
@@ -38,28 +38,20 @@ class Conversations:
     `sampled[tokens]` are the positions in the sequence `tokens` whose tokens a turn has sampled.
     """
 
-    def __init__(self, model: Llama, text: list[int], *, overlap: int) -> None:
-        config = EngineConfig(
-            context_length=CONTEXT,
-            max_running=8,
-            max_sessions=SESSIONS,
-            token_budget=40,
-            overlap=overlap,
-            audit_every=1,
-        )
-        self.engine = real_engine(model, config, pages=PAGES, page_size=PAGE, seed=overlap)
-        self.rng = Random(overlap)
+    def __init__(self, engine: Engine, text: list[int], seed: int) -> None:
+        self.engine = engine
         self.text = text
+        self.rng = Random(seed)
         self.sampled: dict[Tokens, set[int]] = {}
         self.forced = 0  # preemptions
         self._seen: set[int] = set()  # numbers of turns that are in `sampled`
         self._operations: list[tuple[Callable[[], None], int]] = [
-            (self._open, 10),
-            (self._submit, 60),
-            (self._draft, 14),
+            (self._open, 8),
+            (self._submit, 50),
+            (self._draft, 26),
             (self._regenerate, 8),
-            (self._abort, 5),
-            (self._barge_in, 4),
+            (self._abort, 6),
+            (self._barge_in, 5),
             (self._fork, 16),
             (self._rewind, 6),
             (self._close, 4),
@@ -69,7 +61,7 @@ class Conversations:
     def run(self, steps: int) -> None:
         operations, weights = zip(*self._operations, strict=True)
         for _ in range(steps):
-            for operation in self.rng.choices(operations, weights, k=self.rng.choice((1, 3, 5))):
+            for operation in self.rng.choices(operations, weights, k=self.rng.choice((2, 4, 6))):
                 operation()
                 self.engine.audit()
             self._step()
@@ -111,7 +103,7 @@ class Conversations:
     def _params(self) -> TurnParams:
         stops = tuple(self.rng.sample(self.text, 40)) if self.rng.random() < 0.2 else ()
         return TurnParams(
-            max_new_tokens=self.rng.choice((1, 6, 12, 25, 40)), stop_ids=stops, ignore_eos=self.rng.random() < 0.5
+            max_new_tokens=self.rng.choice((1, 4, 8, 12, 24)), stop_ids=stops, ignore_eos=self.rng.random() < 0.5
         )
 
     def _open(self) -> None:
@@ -132,7 +124,8 @@ class Conversations:
 
     def _draft(self) -> None:
         """A new draft, or a change of one: its end is typed again."""
-        session = self._pick(lambda s: s.turn is None or s.turn.state is TurnState.DRAFTING)
+        drafting = self._pick(lambda s: s.turn is not None and s.turn.state is TurnState.DRAFTING)
+        session = self._idle() if drafting is None or self.rng.random() < 0.5 else drafting
         if session is None:
             return
         kept = list(session.turn.input) if session.turn is not None else []
@@ -178,7 +171,7 @@ class Conversations:
     def _preempt(self) -> None:
         session = self._pick(lambda s: s.has_running_turn)
         if session is not None and session.turn is not None:
-            self.engine._preempt(session.turn)
+            self.engine.lifecycle.preempt(session.turn)
             self.forced += 1
 
 
@@ -233,8 +226,12 @@ def compare(reference: LlamaForCausalLM, sequences: Iterable[tuple[Tokens, list[
 def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch(
     model: Llama, reference: LlamaForCausalLM, licence_tokens: list[int], overlap: int
 ) -> None:
-    conversations = Conversations(model, licence_tokens, overlap=overlap)
-    conversations.run(STEPS)
+    config = EngineConfig(
+        context_length=CONTEXT, max_running=12, max_sessions=SESSIONS, token_budget=48, overlap=overlap, audit_every=1
+    )
+    with real_engine(model, config, pages=PAGES, page_size=PAGE) as engine:
+        conversations = Conversations(engine, licence_tokens, seed=overlap)
+        conversations.run(STEPS)
     comparison = compare(reference, longest(conversations.sampled))
     print(comparison)
     print(dict(sorted(conversations.engine.transitions.items())))

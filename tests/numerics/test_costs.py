@@ -1,9 +1,10 @@
 """What turns cost on the default model, in tokens computed: a turn pays for its new tokens, whatever came before it.
 
-The last token of a history is never computed (its logits are wanted only when something follows), so a turn on `n`
-tokens of history that appends `i` and samples `o` computes the last of the `n`, the `i`, and all but the last of the `o`:
-`i + o` tokens.
+The last token of a history is never computed before something follows it, so a turn that appends `i` tokens and samples
+`o` computes the history's last, the `i`, and all but the last of the `o`: `i + o` tokens.
 """
+
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,9 +23,10 @@ ANSWER = TurnParams(max_new_tokens=OUTPUT, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(model: Llama) -> Engine:
+def engine(model: Llama) -> Iterator[Engine]:
     config = EngineConfig(context_length=400, max_running=4, token_budget=BUDGET, audit_every=1)
-    return real_engine(model, config, pages=PAGES, page_size=PAGE)
+    with real_engine(model, config, pages=PAGES, page_size=PAGE) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -132,7 +134,7 @@ def test_after_an_abort_at_any_moment_the_next_turn_computes_its_own_tokens_only
         engine.step()
         assert turn.state in (TurnState.RUNNING, TurnState.DRAFTING)
     if moment == "preempted":
-        engine._preempt(turn)
+        engine.lifecycle.preempt(turn)
     engine.abort(session.id)
     assert session.history == history
     assert free_pages(engine) == free
@@ -163,7 +165,7 @@ def test_a_preempted_turn_computes_its_own_tokens_again_and_no_history(engine: E
     turn = engine.submit(session.id, QUESTION, ANSWER)
     while len(turn.output) < 3:
         engine.step()
-    engine._preempt(turn)
+    engine.lifecycle.preempt(turn)
     lost = len(QUESTION) + 3
     assert result(finish(engine, turn)).usage.computed == NEW + lost
 

@@ -1,8 +1,7 @@
 """The known failures of this field, planted one at a time, so that the simulator can show that it catches each.
 
-Each is a context in which the core has one of the faults that engines of this kind have been reported to have. They are planted
-from outside, on classes, and undone at the end.
-"""
+Each is a context in which the core has one of the faults that engines of this kind have been reported to have. They are
+planted from outside, on classes, and undone at the end."""
 
 from __future__ import annotations
 
@@ -11,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from tenuto.engine.engine import Engine
+from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory import full, paged
 from tenuto.memory.full import FullTable
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.rows import Rows
-from tenuto.memory.sequence import SessionMemory, TurnMemory
+from tenuto.memory.session_memory import SessionMemory
+from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.admission import Admission
 from tenuto.sched.settle import Settler
 from tenuto.session.registry import Registry
@@ -189,7 +190,7 @@ def a_turn_without_tokens_takes_a_row() -> Any:
     """A turn with nothing to compute is scheduled like any other, and waits for a result that never comes."""
 
     def make(original: Any) -> Any:
-        def start(self: Engine, turn: Turn, slots: Any) -> None:
+        def start(self: Lifecycle, turn: Turn, slots: Any) -> None:
             if turn.generates or turn.state is TurnState.DRAFTING or not turn.length:
                 original(self, turn, slots)
                 return
@@ -200,7 +201,7 @@ def a_turn_without_tokens_takes_a_row() -> Any:
 
         return start
 
-    return _replaced(Engine, "_start", make)
+    return _replaced(Lifecycle, "start", make)
 
 
 def a_turn_may_be_longer_than_the_context() -> Any:
@@ -219,7 +220,7 @@ def a_disconnect_leaves_a_zombie_turn() -> Any:
     """Abort tells the caller it is done, and the turn stays in its row."""
 
     def make(original: Any) -> Any:
-        def abort(self: Engine, turn: Turn, reason: EndReason) -> None:
+        def abort(self: Lifecycle, turn: Turn, reason: EndReason) -> None:
             if turn.state is TurnState.RUNNING and reason is EndReason.ABORT:
                 turn.session.turn = None
                 return
@@ -227,7 +228,7 @@ def a_disconnect_leaves_a_zombie_turn() -> Any:
 
         return abort
 
-    return _replaced(Engine, "_abort", make)
+    return _replaced(Lifecycle, "abort", make)
 
 
 def a_source_is_evicted_between_match_and_use() -> Any:

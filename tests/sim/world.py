@@ -19,7 +19,7 @@ from tenuto.exec.witness import WitnessExecutor
 from tenuto.memory.full import FullTable
 from tenuto.memory.memory import session_units, turn_units
 from tenuto.memory.paged import pages_for
-from tenuto.memory.sequence import SessionMemory
+from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.state import StateTable
 from tenuto.session.session import Policy
@@ -286,11 +286,17 @@ class World:
                 assert table.own is None, f"{memory.holder_name} has no turn but a turn's units"
             elif not isinstance(table, StateTable):
                 reached = int(self.engine.memory.rows.scheduled[turn.row]) if turn.row >= 0 else turn.computed
-                guessed = reached + (self.config.lookahead + 1 if turn.row >= 0 else 0)  # wrong guesses leave their pages
-                assert table.entries <= pages_for(max(guessed, turn.start), size), f"{table.entries} entries for {reached}"
+                guessed = reached + (
+                    self.config.lookahead + 1 if turn.row >= 0 else 0
+                )  # wrong guesses leave their pages
+                assert table.entries <= pages_for(max(guessed, turn.start), size), (
+                    f"{table.entries} entries for {reached}"
+                )
                 if isinstance(table, SlidingTable):
                     needed = min(table.first_entry(turn.computed), table.entries)
-                    assert table.first + table.released >= min(needed, table.entries), "pages out of the window are held"
+                    assert table.first + table.released >= min(needed, table.entries), (
+                        "pages out of the window are held"
+                    )
         if turn is not None:
             held = [c.position for c in turn.checkpoints]
             assert held == sorted(set(held)), f"a turn's checkpoints at {held}"
@@ -511,7 +517,7 @@ class World:
         if sid is None:
             return
         turn = self.engine.sessions.get(sid).turn
-        self.engine._preempt(turn)
+        self.engine.lifecycle.preempt(turn)
         what = self.rng.random()
         if what < 0.4:
             self._abort(sid)

@@ -14,13 +14,13 @@ from tenuto.base.errors import ConfigError
 class EngineConfig:
     """How an engine runs.
 
-    `context_length` is in tokens. `token_budget` is the most tokens one step computes; it must exceed `max_running`, the
-    most turns in one step, so that prefills progress beside decodes. `overlap` 1 plans a step while the one before is in
-    flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for every
-    `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill, a multiple of
-    the page size, and those that only save work hold at most `checkpoint_share` of each pool. `draft_timeout` is in
-    seconds since the draft last changed. A full recount is done every `audit_every` steps (0: only on demand).
-    """
+    `context_length` is in tokens. `token_budget` is the most tokens one step computes; it must exceed `max_running`,
+    the most turns in one step, so that prefills progress beside decodes. `overlap` 1 plans a step while the one before
+    is in flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for
+    every `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill, a
+    multiple of the page size, and those that only save work hold at most `checkpoint_share` of each pool.
+    `draft_timeout` is in seconds since the draft last changed. A full recount is done every `audit_every` steps (0:
+    only on demand)."""
 
     context_length: int = 8192
     max_running: int = 32

@@ -64,7 +64,7 @@ def pull(model: Annotated[str, typer.Argument(help="As the option --model of cha
 
 
 @app.command()
-def chat(  # noqa: PLR0913, PLR0917 - one a command line option
+def chat(
     model: Model = "smollm2",
     device: Device = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,

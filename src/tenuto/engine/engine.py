@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import count
 from random import Random
 
@@ -24,13 +21,13 @@ from tenuto.base.errors import (
     StepFailed,
 )
 from tenuto.base.plan import Executor, StepResult
+from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.audit import AuditReport, recount
 from tenuto.memory.memory import Memory, Shape
-from tenuto.memory.pool import Holder, Lease
+from tenuto.memory.pool import Holder
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight, Planner, Proposer
-from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.session.registry import Registry
@@ -42,14 +39,6 @@ TextFactory = Callable[[tuple[str, ...]], TextStream]
 
 DELIVERED = -1
 """`Engine.abort(keep=DELIVERED)`: keep every output token whose text the caller has been given."""
-
-
-class Timer(Enum):
-    """What a turn's timer limits."""
-
-    DRAFT = 0  # time since the draft changed
-    QUEUE = 1  # time until it first runs
-    TOTAL = 2  # time until it ends
 
 
 @dataclass(slots=True)
@@ -102,17 +91,18 @@ class Engine:
         self.sessions = Registry(self.memory, clock, random, config.context_length, config.max_sessions)
         self._queue = WaitingQueue(config.aging_seconds)
         self.batch = Batch(self.memory, eos_ids, config.aging_seconds)
-        self.pressure = Pressure(self.memory, self.batch, self._preempt, self._drop)
-        self._admission = Admission(self.memory, self.batch, self._queue, self.pressure, self._start, self._drop)
+        self.lifecycle = Lifecycle(self.memory, self.sessions, self._queue, self.batch, clock, config.draft_timeout)
+        self.pressure = self.lifecycle.pressure
+        self._admission = Admission(
+            self.memory, self.batch, self._queue, self.pressure, self.lifecycle.start, self.lifecycle.drop
+        )
         self._planner = Planner(self.memory, self.batch, config.token_budget, proposer, config.lookahead)
         self._settler = Settler(self.memory, self.batch)
         self._flight: Flight | None = None
         self._numbers = count(1)
-        self._timers: list[tuple[float, int, Timer, Turn]] = []  # a heap
-        self._ended: list[Turn] = []  # since the last step's report
         self._steps = 0
         self._broken: InvariantError | None = None
-        self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
+        self.transitions = self.lifecycle.transitions
 
     # -- the loop
 
@@ -126,7 +116,7 @@ class Engine:
             raise
 
     def _step(self) -> StepReport:
-        self._expire()
+        self.lifecycle.expire()
         self.memory.cache.trim()
         self._admission.admit()
         report = StepReport()
@@ -140,7 +130,7 @@ class Engine:
         if landed is not None and landed[1] is not None:
             self._settle(landed[0], landed[1], report)
         report.worked = planned is not None or landed is not None
-        report.ended, self._ended = self._ended, []
+        report.ended = self.lifecycle.take_ended()
         self._audit_step()
         return report
 
@@ -169,7 +159,8 @@ class Engine:
         self._flight = planned
 
     def _land(self, planned: Flight | None) -> tuple[Flight, StepResult | None] | None:
-        """Wait for the step in flight. If it failed, its turns and those of the step `planned` upon it are preempted."""
+        """Wait for the step in flight. If it failed, its turns and those of the step `planned` upon it are
+        preempted."""
         flight, self._flight = self._flight, None
         if flight is None:
             return None
@@ -190,19 +181,19 @@ class Engine:
         rows = self.memory.rows
         for row, run in zip(flight.rows.tolist(), flight.runs.tolist(), strict=True):
             if rows.run[row] == run:
-                self._preempt(self.batch.turns[row])
+                self.lifecycle.preempt(self.batch.turns[row])
         self.batch.return_news(flight.news)
 
     def _settle(self, flight: Flight, result: StepResult, report: StepReport) -> None:
         settled = self._settler.settle(flight, result)
         report.progressed = settled.progressed
         for turn, reason in settled.ended:
-            self._commit(turn, reason)
+            self.lifecycle.commit(turn, reason)
         for turn in settled.prefilled:
             if turn.state is TurnState.DRAFTING:
-                self._rest(turn)
+                self.lifecycle.rest(turn)
             else:
-                self._commit(turn, EndReason.APPENDED)
+                self.lifecycle.commit(turn, EndReason.APPENDED)
 
     def _audit_step(self) -> None:
         self._steps += 1
@@ -264,9 +255,9 @@ class Engine:
             return
         if turn is not None:
             session.state = SessionState.CLOSING
-            self._abort(turn, EndReason.ABORT)  # closes it
+            self.lifecycle.abort(turn, EndReason.ABORT)  # closes it
             return
-        self._close(session)
+        self.lifecycle.close(session)
 
     def drop(self, session_id: str | None = None) -> int:
         """Drop a session, or every session, without a running turn to its tokens, to be recomputed when wanted. Returns
@@ -275,14 +266,15 @@ class Engine:
         dropped = 0
         for session in sessions:
             if not session.has_running_turn and (session.memory.computed or session.memory.turn is not None):
-                self._drop(session)
+                self.lifecycle.drop(session)
                 dropped += 1
         return dropped
 
     # -- turns
 
     def submit(self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None) -> Turn:
-        """Open a turn: append `tokens` and generate. An open draft becomes this turn, and what it has computed of `tokens`
+        """Open a turn: append `tokens` and generate. An open draft becomes this turn, and what it has computed of
+        `tokens`
         is kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
         return self._submit_turn(session_id, tokens, params or TurnParams(), None)
 
@@ -307,12 +299,12 @@ class Engine:
         text = self._text_stream(params)
         turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
         if draft is not None:
-            self._redraft(draft, checked)
+            self.lifecycle.redraft(draft, checked)
             draft.submit(params, self._clock.now())
         else:
             turn.input = checked
         turn.max_new_tokens, turn.text = allowed, text
-        self._enqueue(turn, "submit draft" if draft is not None else "submit")
+        self.lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
         return turn
 
     def regenerate(self, session_id: str, params: TurnParams | None = None) -> Turn:
@@ -330,7 +322,7 @@ class Engine:
         turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
         turn.replaces = True
         turn.max_new_tokens, turn.text = allowed, text
-        self._enqueue(turn, "regenerate")
+        self.lifecycle.enqueue(turn, "regenerate")
         return turn
 
     def draft(self, session_id: str, tokens: Iterable[int]) -> Turn:
@@ -344,20 +336,16 @@ class Engine:
             session.require_idle("draft in")
         checked = as_tokens(tokens, self.vocab_size)
         self._allowed(session, len(session.history) + len(checked), 0)
-        now = self._clock.now()
         if turn is None:
-            turn = Turn(next(self._numbers), session, len(session.history), TurnParams(), now)
+            turn = Turn(next(self._numbers), session, len(session.history), TurnParams(), self._clock.now())
             turn.state = TurnState.DRAFTING
             session.turn = turn
             turn.input = checked
             self.transitions["draft"] += 1
         else:
-            self._redraft(turn, checked)
+            self.lifecycle.redraft(turn, checked)
             self.transitions["redraft"] += 1
-        turn.changed = now
-        self._set_timer(turn, now + self.config.draft_timeout, Timer.DRAFT)
-        self._queue_draft(turn)
-        self.pressure.note(session)
+        self.lifecycle.queue_draft(turn)
         return turn
 
     def abort(self, session_id: str, keep: int | None = None) -> Turn:
@@ -371,9 +359,9 @@ class Engine:
         if keep is not None and keep < DELIVERED:
             raise InvalidRequest(f"keep is {keep}; allowed: none, 0 or more output tokens, or all delivered")
         if keep is None or not turn.started:
-            self._abort(turn, EndReason.ABORT)
+            self.lifecycle.abort(turn, EndReason.ABORT)
         else:
-            self._commit(turn, EndReason.ABORT, turn.delivered if keep == DELIVERED else keep)
+            self.lifecycle.commit(turn, EndReason.ABORT, turn.delivered if keep == DELIVERED else keep)
         return turn
 
     # -- audit
@@ -399,7 +387,7 @@ class Engine:
         """Units touched, rows considered and turns settled, ever: what a step's cost is made of."""
         return self.memory.touched, self._planner.rows_considered, self._settler.turns_settled
 
-    # -- how turns move
+    # -- what is refused
 
     def _require_running(self) -> None:
         if self._broken is not None:
@@ -427,140 +415,3 @@ class Engine:
         if params.stop:
             raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_ids")
         return None
-
-    def _enqueue(self, turn: Turn, event: str) -> None:
-        turn.session.turn = turn
-        self.transitions[event] += 1
-        if turn.params.queue_timeout is not None:
-            self._set_timer(turn, turn.arrival + turn.params.queue_timeout, Timer.QUEUE)
-        if turn.params.timeout is not None:
-            self._set_timer(turn, turn.arrival + turn.params.timeout, Timer.TOTAL)
-        self._queue.push(turn)
-        self.pressure.note(turn.session)
-
-    def _set_timer(self, turn: Turn, when: float, timer: Timer) -> None:
-        heapq.heappush(self._timers, (when, next(self._numbers), timer, turn))
-
-    def _start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """A waiting turn gets its row."""
-        if turn.state is not TurnState.DRAFTING:
-            self.transitions["start" if turn.state is TurnState.QUEUED else "resume"] += 1
-            turn.go("start")
-            turn.started = True
-        memory = turn.session.memory
-        computed = memory.turn.computed if memory.turn is not None else memory.computed
-        if not turn.generates and computed >= turn.last_position:  # nothing to compute
-            for lease in slots:
-                lease.release()
-            if turn.state is not TurnState.DRAFTING:
-                self._commit(turn, EndReason.APPENDED)
-            return
-        self.batch.add(turn, slots)
-        self.pressure.note(turn.session)
-
-    def _leave_row(self, turn: Turn) -> None:
-        """Call before anything that detaches the turn's memory: the batch forgets it."""
-        memory = turn.session.memory.turn
-        if memory is not None and memory.row >= 0:
-            self.batch.remove(turn, memory.row)
-
-    def _preempt(self, turn: Turn) -> None:
-        """A running turn, or a draft in a row, loses what it acquired."""
-        if turn.state is TurnState.DRAFTING:
-            self._drop(turn.session)
-            return
-        self._leave_row(turn)
-        turn.preempt()
-        self.transitions["preempt"] += 1
-        self._queue.push(turn)
-        self.pressure.note(turn.session)
-
-    def _drop(self, session: Session) -> None:
-        """The last rung of pressure: a draft keeps only its text, then a session without a running turn its tokens."""
-        turn, drafted = session.turn, False
-        if turn is not None and session.memory.turn is not None:
-            self._leave_row(turn)
-            turn.release_memory()
-            drafted = turn.state is TurnState.DRAFTING
-        if not drafted:
-            session.memory.drop()
-        self.transitions[f"drop {turn.state.value if turn is not None else 'idle'}"] += 1
-        if turn is not None and turn.state is TurnState.DRAFTING:
-            self._queue.push(turn)  # computed again when there is room
-        self.pressure.note(session)
-
-    def _rest(self, turn: Turn) -> None:
-        """A draft is computed as far as it goes: it gives its row to others and keeps its memory."""
-        self._leave_row(turn)
-        memory = turn.session.memory.turn
-        if memory is None:
-            raise InvariantError(f"{turn.name} rests without memory")
-        memory.detach()
-        self.pressure.note(turn.session)
-
-    def _redraft(self, turn: Turn, tokens: Iterable[int]) -> None:
-        """The draft now reads `tokens`: keep what was computed of the common beginning."""
-        old, new = turn.input, as_tokens(tokens, self.vocab_size)
-        common = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-        self._queue.remove(turn)
-        memory = turn.session.memory.turn
-        if memory is not None:
-            position = memory.cut_to(min(turn.base_length + common, max(0, turn.base_length + len(new) - 1)))
-            self._leave_row(turn)
-            if position > memory.start:
-                memory.truncate(position)
-            else:
-                memory.abort()
-        turn.input = new
-
-    def _queue_draft(self, turn: Turn) -> None:
-        memory = turn.session.memory
-        computed = memory.turn.computed if memory.turn is not None else memory.computed
-        if computed < turn.last_position:
-            self._queue.push(turn)
-
-    def _commit(self, turn: Turn, reason: EndReason, keep: int | None = None) -> None:
-        if turn.text is not None and reason is not EndReason.ABORT:
-            turn.text.finish()
-        self._leave_row(turn)
-        self.transitions[f"barge-in {turn.state.value}" if reason is EndReason.ABORT else "commit"] += 1
-        turn.commit(reason, self._clock.now(), keep)
-        self._turn_ended(turn)
-
-    def _abort(self, turn: Turn, reason: EndReason) -> None:
-        self._leave_row(turn)
-        self.transitions[f"{reason.value} {turn.state.value}"] += 1
-        turn.abort(reason, self._clock.now())
-        self._turn_ended(turn)
-
-    def _turn_ended(self, turn: Turn) -> None:
-        session = turn.session
-        self._queue.remove(turn)
-        self._ended.append(turn)
-        if session.state is SessionState.CLOSING or session.policy.ephemeral:
-            self._close(session)
-        else:
-            self.sessions.watch(session)
-            self.pressure.note(session)
-
-    def _close(self, session: Session) -> None:
-        self.sessions.close(session)
-        self.pressure.note(session)
-        self.transitions["close"] += 1
-
-    def _expire(self) -> None:
-        """End turns past a deadline, drafts nobody changed, and sessions nobody used."""
-        now = self._clock.now()
-        while self._timers and self._timers[0][0] <= now:
-            _, _, timer, turn = heapq.heappop(self._timers)
-            if not turn.state.ended and self._is_due(turn, timer, now):
-                self._abort(turn, EndReason.DEADLINE)
-        for session in self.sessions.expired():
-            self.transitions["expire"] += 1
-            self._close(session)
-
-    def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:
-        drafting = turn.state is TurnState.DRAFTING
-        if timer is Timer.DRAFT:  # every change of the draft sets another
-            return drafting and turn.changed + self.config.draft_timeout <= now
-        return timer is Timer.TOTAL or not turn.started

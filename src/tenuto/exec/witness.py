@@ -1,10 +1,9 @@
 """The witness: an executor without a model, which proves that every turn sees exactly its own history.
 
-In every token slot it stores the token and a running hash of all tokens that led there; in every state slot the hash and
-the position. Before it computes a row it reads the row's whole memory through the page tables and checks that each hash
-follows from the one before, and that all groups agree. The next token is a function of the hash. One wrong page, stale
-slot or double use is caught at the step where it happens, or shows in the tokens.
-"""
+In every token slot it stores the token and a running hash of all tokens that led there; in every state slot the hash
+and the position. Before it computes a row it reads the row's whole memory through the page tables and checks that each
+hash follows from the one before, and that all groups agree. The next token is a function of the hash. One wrong page,
+stale slot or double use is caught at the step where it happens, or shows in the tokens."""
 
 from __future__ import annotations
 
@@ -55,10 +54,9 @@ def _advance(states: Hashes, tokens: npt.NDArray[np.int64]) -> Hashes:
 class WitnessExecutor:
     """An `Executor` that computes hashes. `verify` False checks only the slots a token follows from, for benchmarks.
 
-    `fail` is asked at every `collect` whether this step fails; a failed step has still written what it writes, as a real
-    one may. The work is done at `submit` or at `collect`, as `late` says, so that memory is used by a step in flight
-    until the very end.
-    """
+    `fail` is asked at every `collect` whether this step fails; a failed step has still written what it writes, as a
+    real one may. The work is done at `submit` or at `collect`, as `late` says, so that memory is used by a step in
+    flight until the very end."""
 
     def __init__(
         self,
@@ -236,4 +234,4 @@ class WitnessExecutor:
         mixed = (sampled >> np.uint64(17)) ^ (sampled >> np.uint64(41))
         tokens = (mixed % np.uint64(self._vocab_size)).astype(np.int64)
         self._last[rows[owner]] = tokens  # the last of a row's samples stays
-        return tokens.astype(np.int32)
+        return np.asarray(tokens, np.int32)

@@ -82,8 +82,8 @@ def units_for_budget(spec: MemorySpec, shape: Shape, budget: int, expected: int)
     needed = sum(n * g.bytes_per_unit for n, g in zip(least, spec.groups, strict=True))
     if needed > budget:
         raise ConfigError(
-            f"{budget:,} bytes of memory cannot hold one turn of {context:,} tokens; allowed: at least {needed:,} bytes, "
-            "or a shorter context length"
+            f"{budget:,} bytes of memory cannot hold one turn of {context:,} tokens; "
+            f"allowed: at least {needed:,} bytes, or a shorter context length"
         )
     each = [
         session_units(g, spec.page_size, expected) + turn_units(g, spec.page_size, shape, expected, generates=True)
@@ -113,7 +113,9 @@ class Memory:
         """The longest turn must fit the empty pools; a full attention pool shortens what is longest instead."""
         longest = min(self.shape.context_length, self.max_length)
         for group, pool in zip(self.spec.groups, self.pools, strict=True):
-            least = 1 if group.kind is Kind.FULL else turn_units(group, self.page_size, self.shape, longest, generates=True)
+            least = (
+                1 if group.kind is Kind.FULL else turn_units(group, self.page_size, self.shape, longest, generates=True)
+            )
             if pool.capacity < least:
                 raise ConfigError(f"{pool.name} has {pool.capacity} units; allowed: at least {least}, for one turn")
 

@@ -89,7 +89,8 @@ class SlidingTable(PagedTable):
         self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first - self.released))
 
     def commit(self, position: int) -> None:
-        """The turn commits with `position` tokens computed, more than where it began; a checkpoint keeps that window."""
+        """The turn commits with `position` tokens computed, more than where it began; a checkpoint keeps that
+        window."""
         self.move_tail(position)
         self.abort()
 

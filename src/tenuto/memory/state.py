@@ -45,7 +45,8 @@ class StateTable:
         self.opened.absorb(slots)
 
     def stand_on(self, slot: int) -> None:
-        """Cut the turn back to the state in `slot`, an own one or a checkpoint's; all other own slots can be written."""
+        """Cut the turn back to the state in `slot`, an own one or a checkpoint's; all other own slots can be
+        written."""
         self.current = slot
         self.spare = [unit for unit in self.opened.units if unit != slot]
         self.alternate = self.spare.pop() if slot not in self.opened.units else NO_SLOT

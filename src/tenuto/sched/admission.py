@@ -53,7 +53,8 @@ class Admission:
                 return
 
     def _pass(self) -> tuple[Turn, Longs] | None:
-        """One pass over the queue with one reservation of state slots. Returns the turn in the way and what it needs."""
+        """One pass over the queue with one reservation of state slots. Returns the turn in the way and what it
+        needs."""
         memory = self._memory
         most = state_slots(memory.shape, generates=True)
         with memory.reserve_states(min(len(self._queue), memory.rows.free) * most, self) as slots:
@@ -138,7 +139,8 @@ class Admission:
         return worst
 
     def _make_startable(self, turn: Turn) -> None:
-        """If what its session keeps would leave no room for the turn's worst case in the empty pool, drop the session to
+        """If what its session keeps would leave no room for the turn's worst case in the empty pool, drop the session
+        to
         its tokens: from nothing it fits, or it would have been refused."""
         while not self._startable(turn):
             self._drop(turn.session)

@@ -13,7 +13,7 @@ from tenuto.base.sampling import Sampling
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import FAR
-from tenuto.memory.sequence import Taken, TurnMemory
+from tenuto.memory.turn_memory import Taken, TurnMemory
 from tenuto.sched.queue import Rank, rank
 from tenuto.session.turn import Turn, TurnState
 

@@ -28,8 +28,10 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, `needs` int64 [paged groups, n]
-    pages to acquire. `short[g]`: units group g lacks for everything that wants to run. `guesses`: lookahead by index."""
+    """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, `needs` int64 [paged groups,
+    n]
+    pages to acquire. `short[g]`: units group g lacks for everything that wants to run. `guesses`: lookahead by
+    index."""
 
     rows: Longs
     starts: Longs
@@ -112,7 +114,8 @@ class Planner:
         return counts
 
     def _fit(self, order: Longs, ends: Longs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], Longs]:
-        """Pages each row needs to compute up to `ends`; which rows, in order, get them; what is lacking, a group each."""
+        """Pages each row needs to compute up to `ends`; which rows, in order, get them; what is lacking, a group
+        each."""
         memory, size = self._memory, self._memory.page_size
         fits = np.ones(len(order), np.bool_)
         short = np.zeros(len(memory.pools), np.int64)

@@ -1,4 +1,5 @@
-"""Who yields when memory is short: cached checkpoints, then drafts, idle sessions, waiting ones, and running turns last."""
+"""Who yields when memory is short: cached checkpoints, then drafts, idle sessions, waiting ones, and running turns
+last."""
 
 from __future__ import annotations
 

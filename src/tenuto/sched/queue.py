@@ -16,9 +16,9 @@ Rank = tuple[float, int]
 def rank(turn: Turn, aging_seconds: float) -> Rank:
     """Sorts turns, waiting or running: the lower rank runs first and yields last.
 
-    A turn's effective priority is its priority plus one for every `aging_seconds` since it arrived. All turns age alike,
-    so the order of two turns never changes, and arrival minus `aging_seconds` times priority sorts them once and for all.
-    """
+    A turn's effective priority is its priority plus one for every `aging_seconds` since it arrived. All turns age
+    alike, so the order of two turns never changes, and arrival minus `aging_seconds` times priority sorts them once and
+    for all."""
     behind = DRAFT_PENALTY if turn.state is TurnState.DRAFTING else 0.0
     return turn.arrival - turn.priority * aging_seconds + behind, turn.number
 

@@ -10,7 +10,7 @@ from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
-from tenuto.memory.sequence import SessionMemory
+from tenuto.memory.session_memory import SessionMemory
 from tenuto.session.session import Policy, Session, SessionState
 
 MAX_ID_LENGTH = 128

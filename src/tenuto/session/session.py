@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
-from tenuto.memory.sequence import SessionMemory
+from tenuto.memory.session_memory import SessionMemory
 from tenuto.session.turn import Turn, TurnState
 
 
 class SessionState(Enum):
+    """Open; closing, when its running turn may still end; closed."""
+
     OPEN = "open"
     CLOSING = "closing"
     CLOSED = "closed"
@@ -20,8 +22,8 @@ class SessionState(Enum):
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What holds for all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
-    `None` for never. `max_tokens`: cap on its history, at most the context length (`None`: that). An `ephemeral` session
-    closes when its only turn ends."""
+    `None` for never. `max_tokens`: cap on its history, at most the context length (`None`: that). An `ephemeral`
+    session closes when its only turn ends."""
 
     priority: int = 0
     ttl: float | None = None

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 class TurnState(Enum):
+    """Four states of an open turn, and two in which it has ended."""
+
     DRAFTING = "drafting"
     QUEUED = "queued"
     RUNNING = "running"

@@ -1,4 +1,4 @@
-"""The memory of one sequence: what its session keeps of its history, and what its open turn adds."""
+"""What an open turn holds besides its session: what it started from, and the units it writes into."""
 
 from __future__ import annotations
 
@@ -9,144 +9,11 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.plan import NO_SLOT
 from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.full import FullTable
-from tenuto.memory.memory import Memory
 from tenuto.memory.paged import Growth, PagedTable
 from tenuto.memory.pool import Holder, Lease
-from tenuto.memory.rows import FAR
+from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.state import StateTable
-
-
-class SessionMemory:
-    """What a session keeps of its history: the state of its first `computed` tokens, and older checkpoints.
-
-    Invariant: if the model has groups other than full attention and `computed` > 0, the last checkpoint stands at
-    `computed` and is not in the cache, while all others are; without such groups there are no checkpoints.
-    """
-
-    def __init__(self, memory: Memory, name: str) -> None:
-        self.memory = memory
-        self.holder_name = name
-        self.computed = 0
-        self.tables = [memory.table(g, self) for g in range(len(memory.spec.groups))]
-        self.checkpoints: list[Checkpoint] = []  # by position
-        self.turn: TurnMemory | None = None  # of the open turn, while it holds anything
-
-    def leases(self) -> Iterator[Lease]:
-        for table in self.tables:
-            if isinstance(table, FullTable):
-                yield from table.leases()
-
-    def holders(self) -> Iterator[Holder]:
-        """Everything that holds leases on this session's account."""
-        yield self
-        yield from self.checkpoints
-        if self.turn is not None:
-            yield from self.turn.holders()
-
-    def units(self, group: int) -> int:
-        """Units the session cannot be rid of without losing its place: its checkpoints in the cache do not count."""
-        table = self.tables[group]
-        if isinstance(table, FullTable):
-            return len(table.base)
-        return self.checkpoints[-1].units(group) if self.checkpoints and self.computed else 0
-
-    def resumable(self, target: int) -> int:
-        """The highest resumable position at or below `target`. Changes nothing."""
-        return self._resumable(target)[0]
-
-    def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
-        """That position, and the checkpoint that covers it."""
-        target = min(target, self.computed)
-        if not self.memory.spec.needs_points or target == 0:
-            return target, None
-        below = None
-        for checkpoint in self.checkpoints:
-            if checkpoint.position >= target:
-                if self._covers(checkpoint, target):
-                    return target, checkpoint
-                break
-            below = checkpoint
-        return (below.position, below) if below is not None else (0, None)
-
-    def _covers(self, checkpoint: Checkpoint, position: int) -> bool:
-        if checkpoint.position == position:
-            return True
-        for table in self.tables:
-            if isinstance(table, StateTable):
-                return False
-            if isinstance(table, SlidingTable) and table.first_entry(position) < table.first_entry(checkpoint.position):
-                return False
-        return True
-
-    def share_checkpoint(self, position: int, owner: Holder, home: list[Checkpoint]) -> Checkpoint | None:
-        """A second lease on the resumable `position`; `None` where nothing but full attention or no token is there."""
-        at, source = self._resumable(position)
-        if at != position:
-            raise InvariantError(f"{self.holder_name}: {position} is not resumable")
-        if source is None:
-            return None
-        checkpoint = Checkpoint(position, owner, home)
-        for table, part in zip(self.tables, source.parts, strict=True):
-            if part is None:
-                checkpoint.parts.append(None)
-            elif isinstance(table, SlidingTable):
-                skip = table.first_entry(position) - table.first_entry(source.position)
-                checkpoint.parts.append(part.share(skip, skip + table.span(position), checkpoint))
-            else:
-                checkpoint.parts.append(part.share(0, len(part), checkpoint))
-        return checkpoint
-
-    def fork(self, child: SessionMemory, target: int) -> None:
-        """Give the fresh `child` a share of everything up to the highest resumable position at or below `target`."""
-        position = self.resumable(target)
-        for mine, its in zip(self.tables, child.tables, strict=True):
-            if isinstance(mine, FullTable) and isinstance(its, FullTable):
-                mine.fork(its, position)
-            elif isinstance(mine, SlidingTable):
-                mine.lend(position)
-        for older in [c.position for c in self.checkpoints if c.position < position]:
-            child._adopt(self.share_checkpoint(older, child, child.checkpoints))
-        child._adopt(self.share_checkpoint(position, child, child.checkpoints))
-        child.computed = position
-        for checkpoint in child.checkpoints[:-1]:
-            self.memory.cache.add(checkpoint)
-
-    def _adopt(self, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is not None:
-            self.checkpoints.append(checkpoint)
-
-    def truncate(self, target: int) -> None:
-        """Cut every group to the highest resumable position at or below `target`."""
-        if self.turn is not None:
-            raise InvariantError(f"{self.holder_name} is cut under its open turn")
-        position = self.resumable(target)
-        self.cut(position, self.share_checkpoint(position, self, self.checkpoints))
-
-    def cut(self, position: int, checkpoint: Checkpoint | None) -> None:
-        """Cut every group to `position`, where `checkpoint`, moved here, stands."""
-        self.settle_checkpoints(position, checkpoint)
-        for table in self.tables:
-            if not isinstance(table, StateTable):
-                table.truncate(position)
-        self.computed = position
-
-    def settle_checkpoints(self, position: int, current: Checkpoint | None) -> None:
-        """Release checkpoints at or past `position`, where `current` now stands; older ones are cached."""
-        cache = self.memory.cache
-        while self.checkpoints and self.checkpoints[-1].position >= position:
-            gone = self.checkpoints.pop()
-            cache.discard(gone)
-            gone.release()
-        last = self.checkpoints[-1] if self.checkpoints else None
-        if current is not None:
-            self.checkpoints.append(current)
-        if last is not None and last not in cache:
-            cache.add(last)
-
-    def drop(self) -> None:
-        """Keep only tokens: everything is released, to be computed again when it is wanted."""
-        self.truncate(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +151,8 @@ class TurnMemory:
             state.extend(lease)
 
     def renew_alternate(self) -> None:
-        """After a step wrote the alternate slot because the current one belongs to a checkpoint: a spare one follows."""
+        """After a step wrote the alternate slot because the current one belongs to a checkpoint: a spare one
+        follows."""
         rows, row = self.memory.rows, self.row
         for i, state in enumerate(self._states):
             if rows.alternate[i, row] == NO_SLOT and state.spare:
@@ -396,7 +264,8 @@ class TurnMemory:
         return self.source if self.source is not None and self.source.position == position else None
 
     def commit(self, target: int) -> None:
-        """Move everything up to the highest resumable position at or below `target` to the session; release the rest."""
+        """Move everything up to the highest resumable position at or below `target` to the session; release the
+        rest."""
         session, cache = self.session, self.memory.cache
         position = self.cut_to(target)
         if position == self.start:  # nothing to move: not even a page copied for it may have been filled
@@ -461,11 +330,3 @@ class TurnMemory:
         self.checkpoints = []
         self.source = None
         self.session.turn = None
-
-
-def wants_mark(position: int, end_of_input: int, interval: int) -> int:
-    """The next position after `position` at which a turn wants a checkpoint: every `interval` tokens in its input, and
-    its end, where regenerating or keeping no output resumes. `FAR` if there is none."""
-    if position >= end_of_input:
-        return int(FAR)
-    return min(end_of_input, (position // interval + 1) * interval)

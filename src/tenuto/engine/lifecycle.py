@@ -1,0 +1,196 @@
+"""How turns move: from queue to row, to yielding, to their end, and what that means for their sessions."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from enum import Enum
+from itertools import count
+
+from tenuto.base.clock import Clock
+from tenuto.base.errors import InvariantError
+from tenuto.memory.memory import Memory
+from tenuto.memory.pool import Lease
+from tenuto.sched.batch import Batch
+from tenuto.sched.pressure import Pressure
+from tenuto.sched.queue import WaitingQueue
+from tenuto.session.registry import Registry
+from tenuto.session.session import Session, SessionState
+from tenuto.session.turn import EndReason, Turn, TurnState
+
+
+class Timer(Enum):
+    """What a turn's timer limits."""
+
+    DRAFT = 0  # time since the draft changed
+    QUEUE = 1  # time until it first runs
+    TOTAL = 2  # time until it ends
+
+
+class Lifecycle:
+    """Makes every transition of turns and sessions, and keeps queue, batch, pressure and timers in step with it."""
+
+    def __init__(
+        self, memory: Memory, sessions: Registry, queue: WaitingQueue, batch: Batch, clock: Clock, draft_timeout: float
+    ) -> None:
+        self._sessions = sessions
+        self._queue = queue
+        self._clock = clock
+        self._draft_timeout = draft_timeout
+        self.batch = batch
+        self.pressure = Pressure(memory, batch, self.preempt, self.drop)
+        self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
+        self._timers: list[tuple[float, int, Timer, Turn]] = []  # a heap
+        self._entries = count()
+        self._ended: list[Turn] = []
+
+    def take_ended(self) -> list[Turn]:
+        """Turns that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def enqueue(self, turn: Turn, event: str) -> None:
+        """A submitted turn waits for its row; `event` is how it came."""
+        turn.session.turn = turn
+        self.transitions[event] += 1
+        if turn.params.queue_timeout is not None:
+            self._set_timer(turn, turn.arrival + turn.params.queue_timeout, Timer.QUEUE)
+        if turn.params.timeout is not None:
+            self._set_timer(turn, turn.arrival + turn.params.timeout, Timer.TOTAL)
+        self._queue.push(turn)
+        self.pressure.note(turn.session)
+
+    def _set_timer(self, turn: Turn, when: float, timer: Timer) -> None:
+        heapq.heappush(self._timers, (when, next(self._entries), timer, turn))
+
+    def start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
+        """A waiting turn gets its row."""
+        if turn.state is not TurnState.DRAFTING:
+            self.transitions["start" if turn.state is TurnState.QUEUED else "resume"] += 1
+            turn.go("start")
+            turn.started = True
+        memory = turn.session.memory
+        computed = memory.turn.computed if memory.turn is not None else memory.computed
+        if not turn.generates and computed >= turn.last_position:  # nothing to compute
+            for lease in slots:
+                lease.release()
+            if turn.state is not TurnState.DRAFTING:
+                self.commit(turn, EndReason.APPENDED)
+            return
+        self.batch.add(turn, slots)
+        self.pressure.note(turn.session)
+
+    def _leave_row(self, turn: Turn) -> None:
+        """Call before anything that detaches the turn's memory: the batch forgets it."""
+        memory = turn.session.memory.turn
+        if memory is not None and memory.row >= 0:
+            self.batch.remove(turn, memory.row)
+
+    def preempt(self, turn: Turn) -> None:
+        """A running turn, or a draft in a row, loses what it acquired."""
+        if turn.state is TurnState.DRAFTING:
+            self.drop(turn.session)
+            return
+        self._leave_row(turn)
+        turn.preempt()
+        self.transitions["preempt"] += 1
+        self._queue.push(turn)
+        self.pressure.note(turn.session)
+
+    def drop(self, session: Session) -> None:
+        """The last rung of pressure: a draft keeps only its text, then a session without a running turn its tokens."""
+        turn, drafted = session.turn, False
+        if turn is not None and session.memory.turn is not None:
+            self._leave_row(turn)
+            turn.release_memory()
+            drafted = turn.state is TurnState.DRAFTING
+        if not drafted:
+            session.memory.drop()
+        self.transitions[f"drop {turn.state.value if turn is not None else 'idle'}"] += 1
+        if turn is not None and turn.state is TurnState.DRAFTING:
+            self._queue.push(turn)  # computed again when there is room
+        self.pressure.note(session)
+
+    def rest(self, turn: Turn) -> None:
+        """A draft is computed as far as it goes: it gives its row to others and keeps its memory."""
+        self._leave_row(turn)
+        memory = turn.session.memory.turn
+        if memory is None:
+            raise InvariantError(f"{turn.name} rests without memory")
+        memory.detach()
+        self.pressure.note(turn.session)
+
+    def redraft(self, turn: Turn, new: array[int]) -> None:
+        """The draft now reads `new`: keep what was computed of the common beginning."""
+        old = turn.input
+        common = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        self._queue.remove(turn)
+        memory = turn.session.memory.turn
+        if memory is not None:
+            position = memory.cut_to(min(turn.base_length + common, max(0, turn.base_length + len(new) - 1)))
+            self._leave_row(turn)
+            if position > memory.start:
+                memory.truncate(position)
+            else:
+                memory.abort()
+        turn.input = new
+
+    def queue_draft(self, turn: Turn) -> None:
+        """The draft has changed: let it be computed, and start its timeout anew."""
+        turn.changed = self._clock.now()
+        self._set_timer(turn, turn.changed + self._draft_timeout, Timer.DRAFT)
+        memory = turn.session.memory
+        computed = memory.turn.computed if memory.turn is not None else memory.computed
+        if computed < turn.last_position:
+            self._queue.push(turn)
+        self.pressure.note(turn.session)
+
+    def commit(self, turn: Turn, reason: EndReason, keep: int | None = None) -> None:
+        """The turn ends, and its input and first `keep` (`None`: all) output tokens are history."""
+        if turn.text is not None and reason is not EndReason.ABORT:
+            turn.text.finish()
+        self._leave_row(turn)
+        self.transitions[f"barge-in {turn.state.value}" if reason is EndReason.ABORT else "commit"] += 1
+        turn.commit(reason, self._clock.now(), keep)
+        self._turn_ended(turn)
+
+    def abort(self, turn: Turn, reason: EndReason) -> None:
+        """The turn ends, and its session is what it was."""
+        self._leave_row(turn)
+        self.transitions[f"{reason.value} {turn.state.value}"] += 1
+        turn.abort(reason, self._clock.now())
+        self._turn_ended(turn)
+
+    def _turn_ended(self, turn: Turn) -> None:
+        session = turn.session
+        self._queue.remove(turn)
+        self._ended.append(turn)
+        if session.state is SessionState.CLOSING or session.policy.ephemeral:
+            self.close(session)
+        else:
+            self._sessions.watch(session)
+            self.pressure.note(session)
+
+    def close(self, session: Session) -> None:
+        """Release and forget a session without an open turn."""
+        self._sessions.close(session)
+        self.pressure.note(session)
+        self.transitions["close"] += 1
+
+    def expire(self) -> None:
+        """End turns past a deadline, drafts nobody changed, and sessions nobody used."""
+        now = self._clock.now()
+        while self._timers and self._timers[0][0] <= now:
+            _, _, timer, turn = heapq.heappop(self._timers)
+            if not turn.state.ended and self._is_due(turn, timer, now):
+                self.abort(turn, EndReason.DEADLINE)
+        for session in self._sessions.expired():
+            self.transitions["expire"] += 1
+            self.close(session)
+
+    def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:
+        drafting = turn.state is TurnState.DRAFTING
+        if timer is Timer.DRAFT:  # every change of the draft sets another
+            return drafting and turn.changed + self._draft_timeout <= now
+        return timer is Timer.TOTAL or not turn.started
