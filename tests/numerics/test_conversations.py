@@ -27,7 +27,7 @@ from tests.numerics.real import real_engine
 
 CLOSE = 2e-3
 CONTEXT, PAGE, PAGES, SESSIONS = 112, 4, 90, 16
-STEPS = 100
+STEPS = 90
 
 Tokens = tuple[int, ...]
 
@@ -50,7 +50,7 @@ class Conversations:
             (self._submit, 50),
             (self._draft, 26),
             (self._regenerate, 8),
-            (self._abort, 6),
+            (self._abort, 9),
             (self._barge_in, 5),
             (self._fork, 16),
             (self._rewind, 6),

@@ -20,7 +20,7 @@ import tenuto
 
 SOURCE = Path(tenuto.__file__).parent
 PACKAGES = ("memory", "session", "sched", "engine")
-WORDS = ("release", "share", "transfer", "truncate")
+WORDS = ("release", "share", "transfer", "truncate", "absorb", "cut", "slide", "trim")
 
 
 @dataclass(frozen=True)

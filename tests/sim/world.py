@@ -246,6 +246,7 @@ class World:
         dropped = self.engine.transitions["drop idle"]
         report = self.engine.step()
         self.steps += 1
+        assert not self.engine.memory.cache.over_budget, "checkpoints exceed their budget"
         for turn in report.progressed:
             if turn.number in self.turns:
                 self.turns[turn.number][1].check(turn.output)
@@ -632,7 +633,10 @@ class World:
         if self.rng.random() < 0.1:
             self.engine.drop()
         elif sid is not None:
+            session = self.engine.sessions.get(sid)
+            drafted = session.turn is not None and session.memory.turn is not None
             self.engine.drop(sid)
+            assert drafted or session.memory.computed == 0, "a dropped session still holds memory"
 
     def op_illegal(self) -> None:
         """What the states do not allow is refused with a typed error and changes nothing."""

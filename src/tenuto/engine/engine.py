@@ -117,7 +117,6 @@ class Engine:
 
     def _step(self) -> StepReport:
         self.lifecycle.expire()
-        self.memory.cache.trim()
         self._admission.admit()
         report = StepReport()
         planned = self._plan()
@@ -131,6 +130,7 @@ class Engine:
             self._settle(landed[0], landed[1], report)
         report.worked = planned is not None or landed is not None
         report.ended = self.lifecycle.take_ended()
+        self.memory.cache.trim()
         self._audit_step()
         return report
 

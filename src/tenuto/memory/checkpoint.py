@@ -68,8 +68,13 @@ class CheckpointCache:
 
     def trim(self) -> None:
         """Evict what exceeds the budget."""
-        while any(held > budget for held, budget in zip(self._held, self._budget, strict=True)):
+        while self.over_budget:
             self.evict()
+
+    @property
+    def over_budget(self) -> bool:
+        """Whether some group has more units in here than it may."""
+        return any(held > budget for held, budget in zip(self._held, self._budget, strict=True))
 
     def discard(self, checkpoint: Checkpoint) -> None:
         """It is needed again, or about to be released: no longer evictable."""

@@ -1,0 +1,179 @@
+"""Ids, limits, and when an idle session expires."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.base.clock import ManualClock
+from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, SessionBusy
+from tenuto.memory.memory import Memory
+from tenuto.session.registry import MAX_ID_LENGTH, Registry
+from tenuto.session.session import Policy, Session, SessionState
+from tenuto.session.turn import EndReason, Turn, TurnParams
+from tests.memory.scribe import FULL, make_shape, make_spec
+
+
+class Office:
+    """A registry and its clock."""
+
+    def __init__(self, most: int = 5, pages: int = 20, context: int = 60, seed: int = 0) -> None:
+        self.clock = ManualClock()
+        memory = Memory(make_spec([FULL]), [pages], make_shape())
+        self.registry = Registry(memory, self.clock, Random(seed), context, most)
+
+    def begin(self, session: Session) -> None:
+        session.turn = Turn(1, session, 0, TurnParams(), self.clock.now())
+
+    def end(self, session: Session) -> None:
+        session.turn.abort(EndReason.ABORT, self.clock.now())
+        self.registry.watch(session)
+
+    def expired(self) -> list[str]:
+        """Ids of sessions found expired, which are closed, as the engine does."""
+        found = self.registry.expired()
+        for session in found:
+            self.registry.close(session)
+        return [session.id for session in found]
+
+
+def test_a_session_without_an_id_gets_one_nobody_has() -> None:
+    office = Office(most=100)
+    ids = {office.registry.open(None, Policy()).id for _ in range(50)}
+    assert len(ids) == 50
+    assert all(len(session_id) == 24 for session_id in ids)
+    assert ids == {Office(seed=0, most=100).registry.open(None, Policy()).id} | ids  # injected randomness alone decides
+
+
+@pytest.mark.parametrize("session_id", ["", "a" * (MAX_ID_LENGTH + 1), "a\nb", "\x00"])
+def test_an_id_nobody_could_print_is_refused(session_id: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"allowed: 1 to {MAX_ID_LENGTH} printable characters"):
+        Office().registry.open(session_id, Policy())
+
+
+def test_an_id_is_taken_until_its_session_closes() -> None:
+    office = Office()
+    session = office.registry.open("s", Policy())
+    with pytest.raises(AlreadyExists, match="'s' is open already"):
+        office.registry.open("s", Policy())
+    office.registry.close(session)
+    assert session.state is SessionState.CLOSED
+    with pytest.raises(NotFound, match="no session 's'"):
+        office.registry.get("s")
+    assert office.registry.open("s", Policy()) is not session
+
+
+def test_there_are_no_more_sessions_than_configured() -> None:
+    office = Office(most=2)
+    first = office.registry.open(None, Policy())
+    office.registry.open(None, Policy())
+    with pytest.raises(Overloaded, match="2 sessions are open, the most allowed"):
+        office.registry.open(None, Policy())
+    office.registry.close(first)
+    office.registry.open(None, Policy())
+
+
+def test_a_session_with_an_open_turn_is_not_closed() -> None:
+    office = Office()
+    session = office.registry.open("s", Policy())
+    office.begin(session)
+    with pytest.raises(SessionBusy):
+        office.registry.close(session)
+    assert "s" in office.registry
+
+
+@pytest.mark.parametrize(
+    ("own", "context", "pages", "limit"), [(None, 60, 20, 60), (30, 60, 20, 30), (90, 60, 20, 60), (None, 60, 5, 21)]
+)
+def test_the_limit_is_the_least_of_its_cap_the_context_and_what_the_pools_hold(
+    own: int | None, context: int, pages: int, limit: int
+) -> None:
+    assert Office(context=context, pages=pages).registry.open("s", Policy(max_tokens=own)).limit == limit
+
+
+def test_the_ttl_of_a_session_without_turns_counts_from_its_opening() -> None:
+    office = Office()
+    office.registry.open("s", Policy(ttl=10.0))
+    office.clock.advance(9.9)
+    assert office.expired() == []
+    office.clock.advance(0.2)
+    assert office.expired() == ["s"]
+
+
+def test_the_ttl_counts_from_the_end_of_the_last_turn() -> None:
+    office = Office()
+    session = office.registry.open("s", Policy(ttl=10.0))
+    office.clock.advance(9.0)
+    office.begin(session)
+    office.clock.advance(5.0)
+    office.end(session)
+    office.clock.advance(9.9)
+    assert office.expired() == []
+    office.clock.advance(0.2)
+    assert office.expired() == ["s"]
+
+
+def test_a_session_never_expires_while_its_turn_is_open() -> None:
+    """Known fault: an idle timeout closes a session whose turn is running."""
+    office = Office()
+    session = office.registry.open("s", Policy(ttl=10.0))
+    office.begin(session)
+    office.clock.advance(1000.0)
+    assert office.expired() == []
+    office.end(session)
+    assert office.expired() == []
+    office.clock.advance(10.0)
+    assert office.expired() == ["s"]
+
+
+def test_a_session_without_a_ttl_never_expires() -> None:
+    office = Office()
+    office.registry.open("s", Policy())
+    office.clock.advance(1e9)
+    assert office.expired() == []
+
+
+def test_a_closing_session_does_not_expire() -> None:
+    office = Office()
+    office.registry.open("s", Policy(ttl=1.0)).state = SessionState.CLOSING
+    office.clock.advance(2.0)
+    assert office.expired() == []
+
+
+def test_a_new_session_does_not_inherit_the_expiry_of_an_old_one_with_its_id() -> None:
+    office = Office()
+    office.registry.close(office.registry.open("s", Policy(ttl=10.0)))
+    office.clock.advance(5.0)
+    office.registry.open("s", Policy(ttl=10.0))
+    office.clock.advance(6.0)
+    assert office.expired() == []
+    office.clock.advance(4.0)
+    assert office.expired() == ["s"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["begin", "end", "wait"]), st.integers(0, 2), st.integers(1, 12)), max_size=40))
+def test_exactly_the_idle_sessions_past_their_ttl_expire(events: list[tuple[str, int, int]]) -> None:
+    office = Office()
+    ttls = {"s0": 5.0, "s1": 11.0, "s2": None}
+    sessions = [office.registry.open(sid, Policy(ttl=ttl)) for sid, ttl in ttls.items()]
+    idle_since = dict.fromkeys(ttls, 0.0)
+    for event, which, seconds in events:
+        session = sessions[which]
+        if session.state is SessionState.CLOSED:
+            continue
+        if event == "begin" and session.turn is None:
+            office.begin(session)
+            idle_since.pop(session.id)
+        elif event == "end" and session.turn is not None:
+            office.end(session)
+            idle_since[session.id] = office.clock.now()
+        else:
+            office.clock.advance(float(seconds))
+            now = office.clock.now()
+            due = {sid for sid, since in idle_since.items() if ttls[sid] is not None and since + ttls[sid] <= now}
+            assert set(office.expired()) == due
+            for sid in due:
+                del idle_since[sid]
