@@ -1,6 +1,4 @@
 # `make demo` and `make test` do everything on a fresh machine that has Python 3.11 or later.
-# A machine without an NVIDIA GPU needs far less to download with
-#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,6 +37,7 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Tenuto needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Setting up $(VENV); the first time this downloads PyTorch and takes a few minutes."
 	$(PYTHON) -m venv --clear $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
 	@touch $@
