@@ -43,7 +43,6 @@ class Conversations:
         self.text = text
         self.rng = Random(seed)
         self.sampled: dict[Tokens, set[int]] = {}
-        self.forced = 0  # preemptions
         self._seen: set[int] = set()  # numbers of turns that are in `sampled`
         self._operations: list[tuple[Callable[[], None], int]] = [
             (self._open, 8),
@@ -172,7 +171,6 @@ class Conversations:
         session = self._pick(lambda s: s.has_running_turn)
         if session is not None and session.turn is not None:
             self.engine.lifecycle.preempt(session.turn)
-            self.forced += 1
 
 
 @dataclass
@@ -233,8 +231,7 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
         conversations = Conversations(engine, licence_tokens, seed=overlap)
         conversations.run(STEPS)
     comparison = compare(reference, longest(conversations.sampled))
-    print(comparison)
-    print(dict(sorted(conversations.engine.transitions.items())))
+    print(comparison, dict(conversations.engine.transitions), sep="\n")
     assert all(behind < CLOSE for behind in comparison.behind), str(comparison)
     assert_covered(conversations)
 
@@ -243,6 +240,5 @@ def assert_covered(conversations: Conversations) -> None:
     """Everything the docstring speaks of has happened, or the comparison says little."""
     seen: Counter[str] = conversations.engine.transitions
     wanted = ("commit", "abort running", "abort drafting", "barge-in running", "fork", "fork running", "rewind")
-    wanted += ("regenerate", "draft", "redraft", "submit draft", "preempt", "drop idle")
+    wanted += ("regenerate", "draft", "redraft", "submit draft", "preempt", "drop idle", "drop queued")
     assert not [name for name in wanted if not seen[name]], f"too little has happened: {seen}"
-    assert seen["preempt"] > conversations.forced > 0, f"pressure has preempted nothing: {seen}"

@@ -45,7 +45,7 @@ def test_a_session_without_an_id_gets_one_nobody_has() -> None:
     ids = {office.registry.open(None, Policy()).id for _ in range(50)}
     assert len(ids) == 50
     assert all(len(session_id) == 24 for session_id in ids)
-    assert ids == {Office(seed=0, most=100).registry.open(None, Policy()).id} | ids  # injected randomness alone decides
+    assert Office().registry.open(None, Policy()).id in ids  # injected randomness alone decides
 
 
 @pytest.mark.parametrize("session_id", ["", "a" * (MAX_ID_LENGTH + 1), "a\nb", "\x00"])

@@ -1,0 +1,160 @@
+"""An engine on the witness for stories: what should be said, what was computed, and a full recount after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+
+from tenuto.base.clock import ManualClock
+from tenuto.base.config import EngineConfig
+from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.plan import Plan
+from tenuto.engine.engine import Engine, StepReport
+from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
+from tenuto.session.session import Policy, Session
+from tenuto.session.turn import Turn, TurnParams, TurnState
+
+FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
+VOCABULARY = 997
+PAGE, WINDOW = 4, 10
+
+every_mix = pytest.mark.parametrize(
+    "mix",
+    [(FULL,), (SLIDING,), (STATE,), (FULL, SLIDING, STATE)],
+    ids=lambda mix: "+".join(kind.value for kind in mix),
+)
+every_overlap = pytest.mark.parametrize("overlap", [0, 1], ids=["in turn", "overlapped"])
+
+
+class Recorder(WitnessExecutor):
+    """A witness that keeps the plans it was given."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.plans: list[Plan] = []
+
+    def submit(self, plan: Plan) -> None:
+        self.plans.append(plan)
+        super().submit(plan)
+
+
+class Stage:
+    """One engine. `told` sessions have a history; `play` lets everything that waits or runs end."""
+
+    def __init__(
+        self,
+        mix: Sequence[Kind] = (FULL,),
+        *,
+        units: int = 300,
+        failing: Sequence[int] = (),
+        guess: Callable[[Turn, int], list[int]] | None = None,
+        eos: tuple[int, ...] = (),
+        recount: bool = True,
+        **config: object,
+    ) -> None:
+        groups = [GroupSpec(kind, 1, WINDOW if kind is SLIDING else 0) for kind in mix]
+        collected = iter(range(10**9))
+        self.executor = Recorder(PAGE, groups, VOCABULARY, fail=lambda: next(collected) in failing, late=lambda: True)
+        self.clock = ManualClock()
+        usual = {"context_length": 200, "max_running": 4, "token_budget": 16, "audit_every": int(recount)}
+        self.engine = Engine(
+            self.executor,
+            (units,) * len(groups),
+            EngineConfig(**{**usual, **config}),  # type: ignore[arg-type]
+            vocab_size=VOCABULARY,
+            eos_ids=eos,
+            clock=self.clock,
+            random=Random(0),
+            proposer=_Guesser(guess) if guess is not None else None,
+        )
+        self.recount = recount
+
+    # -- sessions
+
+    def open(self, session_id: str = "s", **policy: object) -> Session:
+        return self.engine.open(session_id, Policy(**policy))  # type: ignore[arg-type]
+
+    def told(self, session_id: str = "s", tokens: int = 30, output: int = 6, **policy: object) -> Session:
+        """A session with one committed turn of `tokens` in and `output` out."""
+        session = self.open(session_id, **policy)
+        self.say(session_id, count_from(len(session_id), tokens), output)
+        self.play()
+        return session
+
+    # -- turns
+
+    def say(self, session_id: str, tokens: Sequence[int], output: int | None = 8, **params: object) -> Turn:
+        return self.engine.submit(session_id, tokens, TurnParams(max_new_tokens=output, **params))  # type: ignore[arg-type]
+
+    def step(self) -> StepReport:
+        report = self.engine.step()
+        if self.recount:
+            self.engine.audit()
+        return report
+
+    def until(self, condition: Callable[[], object], most: int = 400) -> None:
+        for _ in range(most):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"it did not come true in {most} steps")
+
+    def play(self) -> None:
+        """Until nothing waits or runs."""
+        self.until(lambda: self.engine.idle, most=3000)
+        self.engine.step()
+
+    def reach(self, state: str, session_id: str = "s", output: int = 20) -> Turn:
+        """Bring a turn of 20 tokens in on the session to `state`."""
+        tokens = count_from(600, 20)
+        if state == "drafting":
+            turn = self.engine.draft(session_id, tokens)
+            self.step()
+            return turn
+        turn = self.say(session_id, tokens, output)
+        if state == "queued":
+            return turn
+        if state == "mid-prefill":
+            self.until(lambda: turn.state is TurnState.RUNNING)
+            assert not turn.output
+        else:
+            self.until(lambda: len(turn.output) >= 4)
+        if state == "preempted":
+            self.engine.lifecycle.preempt(turn)
+        return turn
+
+    # -- what should be, and what was done
+
+    def computed_since(self, plans: int) -> int:
+        """Tokens computed in the plans after the first `plans`."""
+        return sum(int(plan.counts.sum()) for plan in self.executor.plans[plans:])
+
+    def cost(self, action: Callable[[], object]) -> int:
+        """Tokens computed until everything has ended after `action`."""
+        before = len(self.executor.plans)
+        action()
+        self.play()
+        return self.computed_since(before)
+
+
+class _Guesser:
+    def __init__(self, guess: Callable[[Turn, int], list[int]]) -> None:
+        self.propose = guess
+
+
+STATES = ("drafting", "queued", "mid-prefill", "mid-decode", "preempted")
+
+
+def count_from(start: int, tokens: int) -> list[int]:
+    return [(start * 31 + i) % VOCABULARY for i in range(tokens)]
+
+
+def continuation(history: Sequence[int], tokens: int) -> list[int]:
+    """What the witness says after `history`."""
+    state, said = history_hash(history), []
+    for _ in range(tokens):
+        said.append(next_token(state, VOCABULARY))
+        state = advance(state, said[-1])
+    return said

@@ -1,0 +1,189 @@
+"""A draft is prefilled while the user still types, is given whole every time, and costs only what differs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.base.errors import ContextExceeded
+from tenuto.session.turn import EndReason, TurnParams, TurnState
+from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix, every_overlap
+
+
+@every_mix
+@every_overlap
+def test_a_draft_computes_all_but_its_last_token(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap)
+    session = stage.told()
+    assert stage.cost(lambda: stage.engine.draft("s", count_from(600, 20))) == 20  # one of the history, nineteen new
+    assert (len(session.history), session.version) == (36, 1)
+    assert session.turn.state is TurnState.DRAFTING
+
+
+@every_mix
+@every_overlap
+def test_a_draft_that_is_submitted_unchanged_starts_with_its_first_output(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap)
+    session = stage.told()
+    draft = stage.engine.draft("s", count_from(600, 20))
+    stage.play()
+    expected = continuation([*session.history, *count_from(600, 20)], 5)
+    before = len(stage.executor.plans)
+    turn = stage.say("s", count_from(600, 20), 5)
+    assert turn is draft
+    stage.play()
+    assert list(turn.output) == expected
+    assert int(stage.executor.plans[before].counts.sum()) == 1  # the token that was held back
+    assert stage.computed_since(before) <= 5 + overlap
+    assert turn.result.usage.cached == 36 + 20 - 1
+
+
+def test_only_what_was_typed_since_is_computed() -> None:
+    stage = Stage()
+    stage.told()
+    text = count_from(600, 40)
+    stage.engine.draft("s", text[:20])
+    stage.play()
+    for typed in range(21, 41):
+        assert stage.cost(lambda n=typed: stage.engine.draft("s", text[:n])) == 1
+    assert stage.cost(lambda: stage.engine.draft("s", text)) == 0
+
+
+def test_a_correction_computes_from_where_it_differs() -> None:
+    stage = Stage()
+    stage.told()
+    text = count_from(600, 40)
+    stage.engine.draft("s", text)
+    stage.play()
+    corrected = [*text[:30], 900, *text[31:]]
+    assert stage.cost(lambda: stage.engine.draft("s", corrected)) == 9
+    shorter = corrected[:10]
+    assert stage.cost(lambda: stage.engine.draft("s", shorter)) == 0
+
+
+edits = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(edits=edits, overlap=st.integers(0, 1))
+@pytest.mark.parametrize("mix", [(FULL,), (FULL, STATE)], ids=["full", "full+state"])
+def test_however_a_draft_was_edited_the_turn_says_what_its_last_text_calls_for(mix, edits, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap, recount=False)
+    session = stage.told()
+    text: list[int] = []
+    for number, (at, typed, steps) in enumerate(edits):
+        text = text[:at] + [100 + 20 * number + i for i in range(typed)]
+        stage.engine.draft("s", text)
+        for _ in range(steps):
+            stage.step()
+        stage.engine.audit()
+    expected = continuation([*session.history, *text], 4)
+    turn = stage.say("s", text, 4)
+    stage.play()
+    stage.engine.audit()
+    assert list(turn.output) == expected
+    assert list(session.history[36:]) == text + expected
+
+
+@every_mix
+@every_overlap
+def test_a_turn_may_say_something_else_than_its_draft(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap)
+    session = stage.told()
+    stage.reach("drafting")
+    expected = continuation([*session.history, 7, 8], 5)
+    turn = stage.say("s", [7, 8], 5)
+    stage.play()
+    assert list(turn.output) == expected
+    assert list(session.history[36:]) == [7, 8, *expected]
+
+
+@every_mix
+@every_overlap
+def test_an_aborted_draft_leaves_no_trace(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap)
+    session = stage.told()
+    while stage.engine.memory.cache.evict():
+        pass
+    free = stage.engine.memory.free().tolist()
+    stage.engine.draft("s", count_from(600, 50))
+    stage.step()
+    stage.engine.draft("s", count_from(600, 30))
+    stage.step()
+    stage.engine.abort("s")
+    stage.play()
+    while stage.engine.memory.cache.evict():
+        pass
+    assert (stage.engine.memory.free().tolist(), len(session.history)) == (free, 36)
+
+
+def test_a_draft_can_become_a_prefill_only_turn() -> None:
+    stage = Stage()
+    session = stage.told()
+    draft = stage.engine.draft("s", [1, 2, 3])
+    stage.play()
+    assert stage.cost(lambda: stage.engine.append("s", [1, 2, 3])) == 0
+    assert (draft.result.reason, list(session.history[36:])) == (EndReason.APPENDED, [1, 2, 3])
+
+
+def test_a_draft_that_would_not_fit_is_refused_and_the_one_before_stays() -> None:
+    stage = Stage()
+    stage.told()
+    draft = stage.engine.draft("s", [1, 2, 3])
+    stage.play()
+    for operation in (stage.engine.draft, stage.say):
+        with pytest.raises(ContextExceeded, match="of a context of 200"):
+            operation("s", [1] * 165)
+    assert (list(draft.input), draft.state) == ([1, 2, 3], TurnState.DRAFTING)
+    stage.engine.audit()
+
+
+def test_a_draft_nobody_changes_times_out_and_the_session_is_what_it_was() -> None:
+    stage = Stage(draft_timeout=10.0)
+    session = stage.told()
+    draft = stage.engine.draft("s", [1, 2])
+    stage.clock.advance(9.0)
+    stage.step()
+    stage.engine.draft("s", [1, 2, 3])
+    stage.clock.advance(9.0)
+    stage.step()
+    assert session.turn is draft
+    stage.clock.advance(1.5)
+    report = stage.step()
+    assert report.ended == [draft]
+    assert (draft.result.reason, draft.result.committed, session.turn) == (EndReason.DEADLINE, False, None)
+    assert len(session.history) == 36
+
+
+def test_a_submitted_draft_no_longer_times_out_as_a_draft() -> None:
+    stage = Stage(draft_timeout=10.0)
+    stage.told()
+    stage.engine.draft("s", [1, 2])
+    turn = stage.say("s", [1, 2], 20)
+    stage.clock.advance(11.0)
+    stage.play()
+    assert turn.result.committed
+
+
+def test_drafts_never_hold_up_a_turn_somebody_waits_for() -> None:
+    stage = Stage(max_running=1, token_budget=4)
+    for name in ("a", "b"):
+        stage.open(name)
+    stage.engine.draft("a", count_from(1, 100))
+    stage.step()
+    turn = stage.say("b", [1, 2], 3)
+    stage.until(lambda: turn.result is not None, most=6)
+
+
+def test_the_draft_of_a_turn_keeps_what_it_computed_through_a_timeout_set_at_submission() -> None:
+    stage = Stage()
+    session = stage.told()
+    stage.engine.draft("s", count_from(600, 20))
+    stage.play()
+    stage.clock.advance(30.0)
+    turn = stage.engine.submit("s", count_from(600, 20), TurnParams(max_new_tokens=9, queue_timeout=5.0, timeout=50.0))
+    stage.clock.advance(4.0)
+    stage.play()
+    assert turn.result.committed
+    assert len(session.history) == 36 + 20 + 9
