@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tenuto.base.config import cache_dir
 from tenuto.models.store import pull_default
+
+settings.register_profile("tenuto", deadline=None)  # no test asserts on time
+settings.load_profile("tenuto")
 
 
 @pytest.fixture(scope="session")

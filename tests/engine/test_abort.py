@@ -1,4 +1,4 @@
-"""A turn that does not end well leaves its session at the last commit, with its memory; a barge-in keeps what was heard."""
+"""A turn that does not end well leaves its session at the last commit; a barge-in keeps what was heard."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_next_turn_after_an_abort_computes_only_its_own_tokens(mix, overlap:
     stage.play()
     expected = continuation([*session.history, 1, 2, 3], 5)
     turn = stage.say("s", [1, 2, 3], 5)
-    # the last token of the history, three new ones, and all but the last output; overlapped, a step may run past the end
+    # the last token of the history, three new ones, all but the last output; overlapped, perhaps one past the end
     assert 8 <= stage.cost(lambda: None) <= 8 + overlap
     assert list(turn.output) == expected
 

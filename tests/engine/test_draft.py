@@ -65,7 +65,7 @@ def test_a_correction_computes_from_where_it_differs() -> None:
 edits = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(edits=edits, overlap=st.integers(0, 1))
 @pytest.mark.parametrize("mix", [(FULL,), (FULL, STATE)], ids=["full", "full+state"])
 def test_however_a_draft_was_edited_the_turn_says_what_its_last_text_calls_for(mix, edits, overlap: int) -> None:

@@ -1,19 +1,12 @@
-"""Turns from submission to commit: limits, order, preemption, failures, and overlap that changes nothing."""
+"""Turns from submission to commit: what they cost, their limits, how they end, and in which order they run."""
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tenuto.base.errors import ContextExceeded, EngineStopped, InvalidRequest, InvariantError, NotFound, Overloaded
 from tenuto.session.turn import EndReason, TurnParams, TurnState
 from tests.engine.stage import (
-    FULL,
-    SLIDING,
-    STATE,
     VOCABULARY,
     Stage,
     continuation,
@@ -261,139 +254,6 @@ def test_a_turn_does_not_yield_to_one_of_its_own_priority() -> None:
     assert stage.engine.transitions["preempt"] == 0
 
 
-# -- preemption, pressure and failures
-
-
-@every_mix
-@every_overlap
-@pytest.mark.parametrize("when", ["mid-prefill", "mid-decode"])
-def test_a_preempted_turn_says_the_same_and_history_does_not_move(mix, overlap: int, when: str) -> None:
-    stage = Stage(mix, overlap=overlap)
-    session = stage.told()
-    before, computed = list(session.history), session.memory.computed
-    expected = continuation([*before, *count_from(600, 20)], 20)
-    turn = stage.reach(when)
-    said = list(turn.output)
-    stage.engine.lifecycle.preempt(turn)
-    stage.engine.audit()
-    assert (list(session.history), session.memory.computed, session.version) == (before, computed, 1)
-    assert (turn.state, list(turn.output)) == (TurnState.PREEMPTED, said)
-    stage.play()
-    assert list(turn.output) == expected
-
-
-@every_mix
-@every_overlap
-def test_many_turns_in_little_memory_all_say_what_they_should(mix, overlap: int) -> None:
-    stage = Stage(mix, units=26, overlap=overlap, context_length=60)
-    turns, expected = [], []
-    for i in range(6):
-        stage.open(f"s{i}")
-        turns.append(stage.say(f"s{i}", count_from(i, 20), 25))
-        expected.append(continuation(count_from(i, 20), 25))
-    stage.play()
-    assert [list(turn.output) for turn in turns] == expected
-    if FULL in mix:
-        assert stage.engine.transitions["preempt"] > 0
-
-
-@every_mix
-@pytest.mark.parametrize("state", [None, "drafting", "queued", "preempted"])
-def test_a_session_dropped_to_its_tokens_computes_them_again(mix, state: str | None) -> None:
-    stage = Stage(mix)
-    session = stage.told()
-    before = list(session.history)
-    if state is not None:
-        stage.reach(state)
-    assert stage.engine.drop() == 1
-    assert (list(session.history), session.version) == (before, 1)
-    stage.engine.audit()
-    if state == "drafting":
-        stage.engine.drop()
-    text = [1] if state is None else count_from(600, 20)
-    turn = stage.say("s", text, 20) if state in (None, "drafting") else session.turn
-    stage.play()
-    assert list(turn.output) == continuation([*before, *text], 20)
-
-
-def test_a_running_turn_is_not_dropped() -> None:
-    stage = Stage()
-    stage.told()
-    turn = stage.reach("mid-decode")
-    assert stage.engine.drop() == 0
-    assert turn.state is TurnState.RUNNING
-
-
-@every_mix
-@every_overlap
-@pytest.mark.parametrize("failing", [(0,), (1,), (3, 4), (2, 5, 6, 9)], ids=str)
-def test_a_failed_step_preempts_its_turns_and_they_finish_the_same(mix, overlap: int, failing) -> None:
-    stage = Stage(mix, overlap=overlap, failing=failing)
-    turns = []
-    for i in range(3):
-        stage.open(f"s{i}")
-        turns.append(stage.say(f"s{i}", count_from(i, 15 + i), 12))
-    stage.play()
-    assert stage.engine.transitions["step failed"] == len(failing)
-    for i, turn in enumerate(turns):
-        assert list(turn.output) == continuation(count_from(i, 15 + i), 12)
-
-
-@every_mix
-def test_a_failed_step_costs_the_sessions_nothing(mix) -> None:
-    stage = Stage(mix)
-    session = stage.told()
-    stage.executor._fail = lambda: True
-    turn = stage.say("s", [1], 5)
-    for _ in range(5):
-        stage.step()
-    assert (session.memory.computed, turn.state) == (35, TurnState.PREEMPTED)
-    stage.executor._fail = lambda: False
-    assert stage.cost(lambda: None) == 6
-    assert turn.result.committed
-
-
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 2**16), wrong=st.integers(0, 10))
-@pytest.mark.parametrize("mix", [(FULL,), (STATE,), (FULL, SLIDING, STATE)], ids=["full", "state", "all"])
-def test_overlap_and_lookahead_change_no_token(mix, seed: int, wrong: int) -> None:
-    said = [_conversations(mix, seed, wrong, overlap, lookahead) for overlap in (0, 1) for lookahead in (0, 3)]
-    assert said[0] == said[1] == said[2] == said[3]
-
-
-def _conversations(mix, seed: int, wrong: int, overlap: int, lookahead: int) -> list[list[int]]:
-    """The histories of three sessions after two turns each; of ten guesses, `wrong` are."""
-    random = Random(seed)
-
-    def guess(turn, most: int) -> list[int]:
-        right = continuation(turn.tokens(0, turn.length), most)
-        return [(token + 1) % VOCABULARY if random.randrange(10) < wrong else token for token in right]
-
-    stage = Stage(mix, overlap=overlap, lookahead=lookahead, guess=guess, units=40, context_length=64)
-    sizes = Random(seed)
-    for _ in range(2):
-        for i in range(3):
-            if f"s{i}" not in stage.engine.sessions:
-                stage.open(f"s{i}")
-            stage.say(f"s{i}", count_from(sizes.randrange(99), sizes.randint(1, 20)), sizes.randint(1, 9), stop_ids=(5,))
-        stage.play()
-    return [list(stage.engine.sessions.get(f"s{i}").history) for i in range(3)]
-
-
-@every_overlap
-def test_right_guesses_save_steps(overlap: int) -> None:
-    def steps(guess) -> int:
-        stage = Stage(overlap=overlap, lookahead=3, guess=guess)
-        stage.open()
-        stage.say("s", [1, 2], 40)
-        stage.play()
-        return len(stage.executor.plans)
-
-    right = lambda turn, most: continuation(turn.tokens(0, turn.length), most)  # noqa: E731
-    assert steps(right) <= 40 // (3 if overlap == 0 else 2)
-    assert steps(lambda turn, most: []) >= 40
-
-
 # -- the engine itself
 
 
@@ -403,7 +263,8 @@ def test_a_broken_invariant_stops_the_engine_with_its_reason() -> None:
     stage.engine.memory.pools[0].counts[0] += 1
     with pytest.raises(InvariantError):
         stage.engine.step()
-    for operation in (stage.engine.step, stage.engine.open, lambda: stage.say("s", [1]), lambda: stage.engine.abort("s")):
+    engine = stage.engine
+    for operation in (engine.step, engine.open, lambda: engine.submit("s", [1]), lambda: engine.abort("s")):
         with pytest.raises(EngineStopped, match="have a wrong count"):
             operation()
 

@@ -23,11 +23,12 @@ def work_of_a_decode(stage: Stage) -> list[Work]:
 
 
 def stage_with(mix, parked: int, history: int, overlap: int) -> Stage:
-    stage = Stage(
-        mix, units=8000, recount=False, overlap=overlap, context_length=2000, token_budget=1024, checkpoint_interval=4096
-    )
+    config = {"context_length": 2000, "token_budget": 1024, "checkpoint_interval": 4096}
+    stage = Stage(mix, units=8000, recount=False, overlap=overlap, **config)
     for i in range(parked):
-        stage.told(f"p{i}", tokens=5, output=1)
+        stage.open(f"p{i}")
+        stage.say(f"p{i}", count_from(i, 5), 1)
+    stage.play()
     for i in range(4):
         stage.told(f"r{i}", tokens=history, output=1)
     return stage

@@ -73,6 +73,7 @@ class Writing:
     base: int
     tokens: list[int]
     tables: list[dict[int, int]]
+    least: int = 0  # tokens of history and input, which a commit keeps
 
     @property
     def computed(self) -> int:

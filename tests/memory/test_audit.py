@@ -57,9 +57,8 @@ def test_borrowed_memory_is_not_counted_twice() -> None:
 def test_a_unit_nobody_lists_is_a_leak() -> None:
     damage = Damage()
     unit = damage.anna.held.pop().units[0]
-    assert damage.found() == f"full0: 3 units have a wrong count; unit {unit - 2} is counted 2 times, held by " + (
-        "['session ben']"
-    )
+    wrong = f"3 units have a wrong count; unit {unit - 2} is counted 2 times"
+    assert damage.found() == f"full0: {wrong}, held by ['session ben']"
     damage.ben.held.pop()
     assert "held by nobody" in damage.found()
 

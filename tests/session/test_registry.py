@@ -154,7 +154,10 @@ def test_a_new_session_does_not_inherit_the_expiry_of_an_old_one_with_its_id() -
     assert office.expired() == ["s"]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["begin", "end", "wait"]), st.integers(0, 2), st.integers(1, 12)), max_size=40))
+events = st.tuples(st.sampled_from(["begin", "end", "wait"]), st.integers(0, 2), st.integers(1, 12))
+
+
+@given(st.lists(events, max_size=40))
 def test_exactly_the_idle_sessions_past_their_ttl_expire(events: list[tuple[str, int, int]]) -> None:
     office = Office()
     ttls = {"s0": 5.0, "s1": 11.0, "s2": None}

@@ -133,7 +133,8 @@ def test_a_session_that_is_not_open_takes_nothing_more(state: SessionState) -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [({"ttl": 0.0}, "ttl is 0.0; allowed: more"), ({"max_tokens": 0}, "max_tokens is 0; allowed: at")]
+    ("wrong", "said"),
+    [({"ttl": 0.0}, "ttl is 0.0; allowed: more"), ({"max_tokens": 0}, "max_tokens is 0; allowed: at least 1")],
 )
 def test_a_policy_out_of_range_is_refused_with_what_is_allowed(wrong: dict, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):

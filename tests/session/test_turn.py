@@ -129,9 +129,7 @@ def test_a_turns_tokens_are_history_input_and_output_in_one_line(start: int, sto
     assert list(turn.tokens(start, stop)) == [7, 8, 9, 10, 11, 12, 13][start:stop]
 
 
-@given(
-    history=st.integers(0, 5), given_tokens=st.integers(0, 5), output=st.integers(0, 5), most=st.integers(0, 9)
-)
+@given(history=st.integers(0, 5), given_tokens=st.integers(0, 5), output=st.integers(0, 5), most=st.integers(0, 9))
 def test_the_last_token_is_never_computed(history: int, given_tokens: int, output: int, most: int) -> None:
     """Known fault: zero-token turns."""
     session = make_session()

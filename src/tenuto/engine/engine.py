@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import count
 from random import Random
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from tenuto.base.errors import (
     InvalidRequest,
     InvariantError,
     Overloaded,
+    SessionBusy,
     StepFailed,
 )
 from tenuto.base.plan import Executor, StepResult
@@ -65,6 +68,26 @@ def shape_of(config: EngineConfig, page_size: int) -> Shape:
     )
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _guarded(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """An operation that a broken invariant stops for good: it raises `EngineStopped` ever after."""
+
+    @wraps(method)
+    def guarded(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.broken is not None:
+            raise EngineStopped(f"the engine stopped: {self.broken}")
+        try:
+            return method(self, *args, **kwargs)
+        except InvariantError as error:
+            self.broken = error
+            raise
+
+    return guarded
+
+
 class Engine:
     """Owns sessions, memory and the schedule; single-threaded. `units[g]` is the size of each pool of the model."""
 
@@ -101,21 +124,14 @@ class Engine:
         self._flight: Flight | None = None
         self._numbers = count(1)
         self._steps = 0
-        self._broken: InvariantError | None = None
+        self.broken: InvariantError | None = None  # why the engine has stopped; written by `_guarded`
         self.transitions = self.lifecycle.transitions
 
     # -- the loop
 
+    @_guarded
     def step(self) -> StepReport:
         """Admit waiting turns, plan a step, let the executor compute it, settle what it has computed, audit."""
-        self._require_running()
-        try:
-            return self._step()
-        except InvariantError as error:
-            self._broken = error
-            raise
-
-    def _step(self) -> StepReport:
         self.lifecycle.expire()
         self._admission.admit()
         report = StepReport()
@@ -203,13 +219,14 @@ class Engine:
 
     # -- sessions
 
+    @_guarded
     def open(self, session_id: str | None = None, policy: Policy | None = None) -> Session:
         """Open a session. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
-        self._require_running()
         session = self.sessions.open(session_id, policy or Policy())
         self.transitions["open"] += 1
         return session
 
+    @_guarded
     def fork(
         self, session_id: str, *, turn: int | None = None, position: int | None = None, child: str | None = None
     ) -> Session:
@@ -224,6 +241,7 @@ class Engine:
         self.transitions["fork running" if parent.has_running_turn else "fork"] += 1
         return forked
 
+    @_guarded
     def rewind(self, session_id: str, *, turn: int | None = None, position: int | None = None) -> Session:
         """Cut the history back to its first `turn` turns or `position` tokens. Raises `SessionBusy` while a turn is
         open."""
@@ -244,6 +262,7 @@ class Engine:
             return session.turn_boundary(turn)
         return session.check_position(position if position is not None else len(session.history))
 
+    @_guarded
     def close(self, session_id: str, *, finish: bool = False) -> None:
         """Close a session. With `finish` a submitted turn may end first; otherwise, and always for a draft, it is
         aborted."""
@@ -259,25 +278,33 @@ class Engine:
             return
         self.lifecycle.close(session)
 
+    @_guarded
     def drop(self, session_id: str | None = None) -> int:
         """Drop a session, or every session, without a running turn to its tokens, to be recomputed when wanted. Returns
         how many held something."""
-        sessions = [self.sessions.get(session_id)] if session_id is not None else list(self.sessions)
+        if session_id is None:
+            sessions = [session for session in self.sessions if not session.has_running_turn]
+        else:
+            sessions = [self.sessions.get(session_id)]
+            if sessions[0].has_running_turn:
+                raise SessionBusy(f"cannot drop session {session_id}: its turn is running")
         dropped = 0
         for session in sessions:
-            if not session.has_running_turn and (session.memory.computed or session.memory.turn is not None):
+            if session.memory.computed or session.memory.turn is not None:
                 self.lifecycle.drop(session)
                 dropped += 1
         return dropped
 
     # -- turns
 
+    @_guarded
     def submit(self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None) -> Turn:
         """Open a turn: append `tokens` and generate. An open draft becomes this turn, and what it has computed of
         `tokens`
         is kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
         return self._submit_turn(session_id, tokens, params or TurnParams(), None)
 
+    @_guarded
     def append(self, session_id: str, tokens: Iterable[int], params: TurnParams | None = None) -> Turn:
         """Open a prefill-only turn: append `tokens` and commit them once they are computed."""
         params = params or TurnParams()
@@ -286,7 +313,6 @@ class Engine:
         return self._submit_turn(session_id, tokens, params, 0)
 
     def _submit_turn(self, session_id: str, tokens: Iterable[int], params: TurnParams, generate: int | None) -> Turn:
-        self._require_running()
         session = self.sessions.get(session_id)
         session.require_open()
         draft = session.turn if session.turn is not None and session.turn.state is TurnState.DRAFTING else None
@@ -307,9 +333,9 @@ class Engine:
         self.lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
         return turn
 
+    @_guarded
     def regenerate(self, session_id: str, params: TurnParams | None = None) -> Turn:
         """Open a turn that generates the last turn's output again. The old output stays until this turn commits."""
-        self._require_running()
         session = self.sessions.get(session_id)
         session.require_idle("regenerate in")
         params = params or TurnParams()
@@ -325,10 +351,10 @@ class Engine:
         self.lifecycle.enqueue(turn, "regenerate")
         return turn
 
+    @_guarded
     def draft(self, session_id: str, tokens: Iterable[int]) -> Turn:
         """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
         token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
-        self._require_running()
         session = self.sessions.get(session_id)
         session.require_open()
         turn = session.turn
@@ -348,10 +374,10 @@ class Engine:
         self.lifecycle.queue_draft(turn)
         return turn
 
+    @_guarded
     def abort(self, session_id: str, keep: int | None = None) -> Turn:
         """End the open turn now. `keep` `None` rolls it back; `keep` k, or `DELIVERED`, commits its input and that many
         output tokens (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
-        self._require_running()
         session = self.sessions.get(session_id)
         turn = session.turn
         if turn is None:
@@ -388,10 +414,6 @@ class Engine:
         return self.memory.touched, self._planner.rows_considered, self._settler.turns_settled
 
     # -- what is refused
-
-    def _require_running(self) -> None:
-        if self._broken is not None:
-            raise EngineStopped(f"the engine stopped: {self._broken}")
 
     def _refuse_if_full(self) -> None:
         if len(self._queue) >= self.config.max_queued:

@@ -81,7 +81,7 @@ class Pool:
         try:
             yield lease
         finally:
-            lease.release()
+            lease.release(unused=True)
 
     def check_totals(self) -> None:
         """The cheap audit of every step: the three places add up."""
@@ -121,9 +121,9 @@ class Pool:
             raise InvariantError(f"{self.name}: units are shared that nobody holds")
         self._counts[index] += 1  # a lease lists a unit once
 
-    def _give_back(self, units: array[int]) -> None:
+    def _give_back(self, units: array[int], *, unused: bool = False) -> None:
         self.touched += len(units)
-        gone = self._limbo if self.step_in_flight else self._free
+        gone = self._limbo if self.step_in_flight and not unused else self._free
         if len(units) < BULK:
             for unit in units:
                 left = self.counts[unit] - 1
@@ -169,10 +169,10 @@ class Lease:
 
     def grow(self, count: int) -> bool:
         """Acquire `count` more units at the end; False, changing nothing, if there are not that many now."""
-        units = self.pool._take(count)
+        held, units = self.units, self.pool._take(count)
         if units is None:
             return False
-        self.units.extend(units)
+        held.extend(units)
         return True
 
     def share(self, start: int, stop: int, holder: Holder) -> Lease:
@@ -211,7 +211,8 @@ class Lease:
         if count > 0:
             self.take(0, count, self.holder).release()
 
-    def release(self) -> None:
-        """Give everything back. A second release raises."""
+    def release(self, *, unused: bool = False) -> None:
+        """Give everything back; `unused`: no step can have touched it, so it is free at once. A second release
+        raises."""
         units, self._units = self.units, None
-        self.pool._give_back(units)
+        self.pool._give_back(units, unused=unused)

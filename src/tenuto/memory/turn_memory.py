@@ -206,6 +206,8 @@ class TurnMemory:
 
     def cut_to(self, target: int) -> int:
         """The highest resumable position at or below `target` that this turn can be cut to. Changes nothing."""
+        if target < self.start:
+            raise InvariantError(f"{self.holder_name} began at {self.start} and cannot be cut to {target}")
         target = min(target, self.computed)
         best = self.start
         candidates = [c.position for c in self.checkpoints]

@@ -130,11 +130,12 @@ class Planner:
         return needs, fits, short
 
     def _look_ahead(self, proposal: Proposal, proposer: Proposer) -> None:
-        """Add guesses to decodes whose last token is known, as far as tokens and pages are left over."""
+        """Add guesses to decodes, as far as tokens and pages are left over. A guess of the token still in flight, which
+        comes first, is left out: the executor will know that token."""
         memory, rows, size = self._memory, self._memory.rows, self._memory.page_size
         chosen = proposal.rows
-        ready = rows.samples[chosen] & ~rows.frozen[chosen] & (rows.known[chosen] == proposal.starts + 1)
-        ready &= (proposal.counts == 1) & (rows.expected[chosen] == rows.known[chosen])
+        ready = rows.samples[chosen] & ~rows.frozen[chosen] & (rows.expected[chosen] == proposal.starts + 1)
+        ready &= proposal.counts == 1
         if memory.states:
             ready &= rows.alternate[0, chosen] != NO_SLOT
         left = self._budget - int(proposal.counts.sum())
@@ -142,7 +143,10 @@ class Planner:
         for index in np.flatnonzero(ready).tolist():
             start, row = int(proposal.starts[index]), int(chosen[index])
             most = min(self._lookahead, left, int(rows.limit[row]) - start - 1)
-            guesses = proposer.propose(self._batch.turns[row], most)[:most] if most > 0 else []
+            unknown = start + 1 - int(rows.known[row])
+            guesses = (
+                proposer.propose(self._batch.turns[row], most + unknown)[unknown : most + unknown] if most > 0 else []
+            )
             pages = -(-(start + 1 + len(guesses)) // size)
             more = [max(0, pages - int(c) // size) for c in rows.capacity[:, row]]
             extra = [n - int(had) for n, had in zip(more, proposal.needs[:, index], strict=True)]
@@ -204,7 +208,8 @@ class Planner:
             at, start, count = int(offsets[index]), int(starts[index]), int(counts[index])
             guesses = proposal.guesses.get(index, [])
             turn: Turn = self._batch.turns[chosen[index]]
-            tokens[at : at + count] = [*turn.tokens(start, start + count - len(guesses)), *guesses]
+            known_part = turn.tokens(start, start + count - len(guesses)) or [PREVIOUS_SAMPLE]
+            tokens[at : at + count] = [*known_part, *guesses]
         return tokens
 
     def _grow(

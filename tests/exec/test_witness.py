@@ -1,0 +1,317 @@
+"""The witness says what the history says, and catches every wrong page, slot and write at the step where it happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.base.errors import InvariantError, StepFailed
+from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
+
+FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
+PAGE, WINDOW, VOCABULARY, PAGES = 4, 6, 997, 40
+Work = tuple[int, int, list[int], int]
+"""Row, start, tokens, and after how many of the last of them to sample."""
+
+paged = pytest.mark.parametrize("kind", [FULL, SLIDING], ids=["full", "sliding"])
+
+
+def ints(values) -> np.ndarray:
+    return np.array(list(values), np.int32)
+
+
+class Bench:
+    """A witness with two rows: row r has pages 10 r, 10 r + 1, ... of every paged group, and state slot r."""
+
+    def __init__(self, *kinds: Kind, **options: object) -> None:
+        groups = [GroupSpec(kind, 1, WINDOW if kind is SLIDING else 0) for kind in kinds]
+        self.paged = [kind for kind in kinds if kind is not STATE]
+        self.states = len(kinds) - len(self.paged)
+        self.witness = WitnessExecutor(PAGE, groups, VOCABULARY, **options)  # type: ignore[arg-type]
+        self.witness.prepare((PAGES,) * len(kinds), 4)
+        self.steps = 0
+
+    def plan(
+        self, *work: Work, tables=((0, range(10)), (1, range(10, 20))), copies=(), reads=None, writes=None
+    ) -> Plan:
+        """`tables`: rows and their pages; `copies`: (source, target, slots)."""
+        self.steps += 1
+        slots = [NO_SLOT if start == 0 else row for row, start, _, _ in work]
+        moves = StateMoves(
+            ints(slots if reads is None else reads), ints([w[0] for w in work] if writes is None else writes)
+        )
+        change = TableChanges(
+            ints(row for row, pages in tables for _ in pages),
+            ints(i for _, pages in tables for i in range(len(pages))),
+            ints(page for _, pages in tables for page in pages),
+        )
+        copy = PageCopies(*(ints(c[i] for c in copies) for i in range(3)))
+        return Plan(
+            self.steps,
+            ints(w[0] for w in work),
+            ints(w[1] for w in work),
+            ints(len(w[2]) for w in work),
+            ints(token for w in work for token in w[2]),
+            ints(w[3] for w in work),
+            (change,) * len(self.paged),
+            (copy,) * len(self.paged),
+            (moves,) * self.states,
+            (),
+        )
+
+    def run(self, *work: Work, **more) -> list[int]:
+        self.witness.submit(self.plan(*work, **more))
+        return self.witness.collect().tokens.tolist()
+
+
+def said(*tokens: int) -> int:
+    return next_token(history_hash(tokens), VOCABULARY)
+
+
+# -- what it says
+
+
+every_kind = pytest.mark.parametrize("kinds", [(FULL,), (SLIDING,), (STATE,), (FULL, SLIDING, STATE)], ids=str)
+
+
+@every_kind
+@given(tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30), data=st.data())
+def test_the_next_token_depends_on_the_whole_history_and_not_on_how_it_was_cut(kinds, tokens, data) -> None:
+    bench, at, found = Bench(*kinds), 0, []
+    while at < len(tokens):
+        count = data.draw(st.integers(1, len(tokens) - at))
+        found = bench.run((0, at, tokens[at : at + count], 1))
+        at += count
+    assert found == [said(*tokens)]
+
+
+@every_kind
+def test_rows_of_one_step_do_not_mix(kinds) -> None:
+    bench = Bench(*kinds)
+    assert bench.run((0, 0, [1, 2, 3], 1), (1, 0, [7], 1)) == [said(1, 2, 3), said(7)]
+    assert bench.run((1, 1, [8, 9], 2), (0, 3, [4], 0)) == [said(7, 8), said(7, 8, 9)]
+
+
+@every_kind
+def test_a_token_not_yet_known_is_what_the_row_sampled_last(kinds) -> None:
+    bench = Bench(*kinds)
+    first = bench.run((0, 0, [1, 2, 3], 1))[0]
+    assert bench.run((0, 3, [PREVIOUS_SAMPLE], 1)) == [said(1, 2, 3, first)]
+
+
+def test_hashes_advance_one_token_at_a_time() -> None:
+    assert history_hash([1, 2, 3]) == advance(advance(advance(history_hash([]), 1), 2), 3)
+    assert len({history_hash(list(h)) for h in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))}) == 6
+
+
+def test_a_page_copied_before_the_step_can_be_read_and_written_on() -> None:
+    bench = Bench(FULL)
+    bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
+    tables = ((1, [0, 30]),)
+    found = bench.run((1, 6, [9], 1), (0, 6, [7], 1), tables=tables, copies=[(1, 30, 2)])
+    assert found == [said(1, 2, 3, 4, 5, 6, 9), said(1, 2, 3, 4, 5, 6, 7)]
+
+
+# -- what it catches
+
+
+@paged
+def test_a_wrong_page_is_caught(kind: Kind) -> None:
+    bench = Bench(kind)
+    bench.run((0, 0, [1, 2, 3, 4, 5, 6, 7, 8], 0), (1, 0, [9, 8, 7, 6, 5, 4, 3, 2], 0))
+    with pytest.raises(InvariantError, match="row 0 computing from 8 reads at position 4 what does not follow"):
+        bench.run((0, 8, [9], 1), tables=((0, [0, 11]),))
+
+
+@paged
+def test_two_pages_in_the_wrong_order_are_caught(kind: Kind) -> None:
+    bench = Bench(kind)
+    bench.run((0, 0, list(range(12)), 0))
+    with pytest.raises(InvariantError, match="what does not follow"):
+        bench.run((0, 12, [9], 1), tables=((0, [0, 2, 1]),))
+
+
+@paged
+def test_a_stale_page_of_the_same_sequence_is_caught(kind: Kind) -> None:
+    bench = Bench(kind)
+    bench.run((0, 0, [1, 2, 3, 4, 5, 6, 7], 0))
+    bench.run((0, 4, [50, 60], 0))  # rewound and said otherwise: position 6 is now of another history
+    with pytest.raises(InvariantError, match="reads at position 6 what does not follow"):
+        bench.run((0, 7, [8], 1))
+
+
+@paged
+def test_a_slot_that_was_never_written_is_caught(kind: Kind) -> None:
+    bench = Bench(kind)
+    bench.run((0, 0, [1, 2, 3, 4], 0))
+    with pytest.raises(InvariantError, match=f"{kind.value}: a row reads a slot that was never written"):
+        bench.run((0, 6, [7], 1))
+
+
+@paged
+def test_a_page_overwritten_by_another_row_is_caught_when_it_is_next_read(kind: Kind) -> None:
+    bench = Bench(kind)
+    bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
+    bench.run((1, 0, [7, 7, 7, 7, 7, 7, 7], 0), tables=((1, [20, 1]),))
+    with pytest.raises(InvariantError, match="row 0 computing from 6 reads at position 4"):
+        bench.run((0, 6, [7], 1))
+
+
+@paged
+def test_two_rows_that_write_one_slot_are_caught(kind: Kind) -> None:
+    bench = Bench(kind)
+    with pytest.raises(InvariantError, match="two rows write the same slot"):
+        bench.run((0, 0, [1], 0), (1, 0, [2], 0), tables=((0, [3]), (1, [3])))
+
+
+@paged
+def test_a_page_copy_that_was_forgotten_or_too_short_is_caught(kind: Kind) -> None:
+    for copies in ([], [(1, 30, 1)]):
+        bench = Bench(kind)
+        bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
+        with pytest.raises(InvariantError, match="never written"):
+            bench.run((1, 6, [9], 1), tables=((1, [0, 30]),), copies=copies)
+
+
+@paged
+def test_a_write_into_a_page_another_reads_is_caught_when_that_one_reads(kind: Kind) -> None:
+    bench = Bench(kind)
+    bench.run((0, 0, [1, 2, 3, 4, 5, 6, 7], 0))
+    bench.run((1, 5, [9], 0), tables=((1, [0, 1]),))  # it wrote without the right to the tail
+    with pytest.raises(InvariantError, match="row 0 computing from 7 reads at position 6 what does not follow"):
+        bench.run((0, 7, [8], 1), tables=((0, [0, 1]),))
+
+
+@paged
+def test_a_last_slot_that_another_row_wrote_over_shows_in_the_token(kind: Kind) -> None:
+    bench = Bench(kind)
+    bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
+    bench.run((1, 5, [9], 0), tables=((1, [0, 1]),))  # what it says follows, from the same beginning
+    assert bench.run((0, 6, [7], 1), tables=((0, [0, 1]),)) == [said(1, 2, 3, 4, 5, 9, 7)]
+
+
+def test_a_wrong_state_slot_is_caught_by_its_position() -> None:
+    bench = Bench(STATE)
+    bench.run((0, 0, [1, 2, 3], 0), (1, 0, [1, 2], 0))
+    with pytest.raises(InvariantError, match="state slot 1 stands at 2, its row computes from 3"):
+        bench.run((0, 3, [4], 1), reads=[1])
+
+
+def test_a_state_slot_of_another_history_at_the_same_position_is_caught_where_pages_say_otherwise() -> None:
+    bench = Bench(FULL, STATE)
+    bench.run((0, 0, [1, 2, 3], 0), (1, 0, [3, 2, 1], 0))
+    with pytest.raises(InvariantError, match=r"memory groups disagree on the history of rows \[0\]"):
+        bench.run((0, 3, [4], 1), reads=[1])
+
+
+def test_a_wrong_state_slot_without_pages_shows_in_the_token() -> None:
+    bench = Bench(STATE)
+    bench.run((0, 0, [1, 2, 3], 0), (1, 0, [3, 2, 1], 0))
+    assert bench.run((0, 3, [4], 1), reads=[1]) == [said(3, 2, 1, 4)] != [said(1, 2, 3, 4)]
+
+
+def test_a_state_slot_that_was_written_over_is_caught() -> None:
+    bench = Bench(STATE)
+    bench.run((0, 0, [1, 2, 3], 0))
+    bench.run((1, 0, [7], 0), writes=[0])
+    with pytest.raises(InvariantError, match="state slot 0 stands at 1, its row computes from 3"):
+        bench.run((0, 3, [4], 1))
+
+
+def test_the_zero_state_in_the_middle_of_a_history_is_caught() -> None:
+    bench = Bench(STATE)
+    bench.run((0, 0, [1, 2, 3], 0))
+    with pytest.raises(InvariantError, match="zero state in the middle"):
+        bench.run((0, 3, [4], 1), reads=[NO_SLOT])
+
+
+def test_two_rows_that_write_one_state_slot_are_caught() -> None:
+    bench = Bench(STATE)
+    with pytest.raises(InvariantError, match="two rows write the same state slot"):
+        bench.run((0, 0, [1], 0), (1, 0, [2], 0), writes=[5, 5])
+
+
+def test_a_wrong_token_is_caught_by_the_token_that_follows() -> None:
+    """A page that holds the right hash and the wrong token, or the other way round, follows from nothing."""
+    for which in (0, 1):
+        bench = Bench(FULL)
+        bench.run((0, 0, [1, 2, 3], 0))
+        bench.witness._slots[0][which][1] += 1
+        with pytest.raises(InvariantError, match="reads at position 1 what does not follow"):
+            bench.run((0, 3, [4], 1))
+
+
+@given(unit=st.integers(0, 2 * PAGE - 1), flip=st.integers(0, 63))
+def test_any_flipped_bit_of_what_a_row_reads_is_caught(unit: int, flip: int) -> None:
+    bench = Bench(FULL)
+    bench.run((0, 0, list(range(2 * PAGE)), 0))
+    bench.witness._slots[0][0][unit] ^= np.uint64(1 << flip)
+    with pytest.raises(InvariantError, match="what does not follow"):
+        bench.run((0, 2 * PAGE, [4], 1))
+
+
+def test_what_lies_before_the_window_is_not_read() -> None:
+    bench = Bench(SLIDING)
+    bench.run((0, 0, list(range(12)), 0))
+    bench.witness._slots[0][0][:4] = 0  # the first page was given to somebody else
+    assert bench.run((0, 12, [12], 1)) == [said(*range(13))]
+
+
+def test_a_window_of_one_token_cannot_be_witnessed() -> None:
+    witness = WitnessExecutor(PAGE, [GroupSpec(SLIDING, 1, 1)], VOCABULARY)
+    witness.prepare((PAGES,), 4)
+    bench = Bench(SLIDING)
+    bench.witness = witness
+    bench.run((0, 0, [1, 2], 0))
+    with pytest.raises(InvariantError, match="use at least two"):
+        bench.run((0, 2, [3], 1))
+
+
+# -- the protocol
+
+
+def test_one_step_is_in_flight_at_a_time() -> None:
+    bench = Bench(FULL)
+    with pytest.raises(InvariantError, match="no step in flight"):
+        bench.witness.collect()
+    bench.witness.submit(bench.plan((0, 0, [1], 1)))
+    with pytest.raises(InvariantError, match="while one is in flight"):
+        bench.witness.submit(bench.plan((0, 1, [1], 1)))
+
+
+def test_a_failed_step_has_written_and_the_next_one_runs() -> None:
+    failing = [True]
+    bench = Bench(FULL, fail=lambda: failing.pop() if failing else False)
+    with pytest.raises(StepFailed):
+        bench.run((0, 0, [1, 2], 1))
+    assert bench.run((0, 2, [3], 1)) == [said(1, 2, 3)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_late_step_uses_its_memory_until_it_is_collected(late: bool) -> None:
+    bench = Bench(FULL, late=lambda: late)
+    bench.witness.submit(bench.plan((0, 0, [1, 2], 1)))
+    written = bench.witness._slots[0][1][0] == 1
+    assert written is np.bool_(not late)
+    assert bench.witness.collect().tokens.tolist() == [said(1, 2)]
+
+
+def test_without_verification_only_the_slot_before_is_looked_at() -> None:
+    bench = Bench(FULL, verify=False)
+    bench.run((0, 0, [1, 2, 3, 4, 5], 0))
+    bench.witness._slots[0][0][1] += np.uint64(1)
+    assert bench.run((0, 5, [6], 1)) == [said(1, 2, 3, 4, 5, 6)]
+
+
+def test_a_plan_that_does_not_change_tables_reads_those_it_knows() -> None:
+    bench = Bench(FULL)
+    bench.run((0, 0, [1, 2], 0))
+    plan = replace(bench.plan((0, 2, [3], 1)), tables=(TableChanges(ints(()), ints(()), ints(())),))
+    bench.witness.submit(plan)
+    assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3)]

@@ -1,0 +1,176 @@
+"""Which waiting turns start: those whose worst case fits, in order, and nothing is lost on those that do not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tenuto.session.turn import TurnState
+from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix, every_overlap
+
+
+def test_as_many_turns_run_as_there_are_rows() -> None:
+    stage = Stage(max_running=2)
+    turns = []
+    for i in range(4):
+        stage.open(f"s{i}")
+        turns.append(stage.say(f"s{i}", [1, 2], 5))
+    stage.engine._admission.admit()
+    assert [turn.state for turn in turns] == [TurnState.RUNNING] * 2 + [TurnState.QUEUED] * 2
+
+
+def test_a_turn_starts_only_beside_room_for_its_whole_input() -> None:
+    stage = Stage(units=20, context_length=64)
+    for name, tokens in (("a", 40), ("b", 45)):
+        stage.open(name)
+        stage.say(name, count_from(1, tokens), 4)
+    stage.step()
+    states = [stage.engine.sessions.get(name).turn.state for name in ("a", "b")]
+    assert states == [TurnState.RUNNING, TurnState.QUEUED]
+    stage.play()
+    assert stage.engine.transitions["preempt"] == 0
+
+
+def test_a_small_turn_does_not_overtake_a_large_one_that_waits_for_room() -> None:
+    stage = Stage(units=20, context_length=64)
+    order = []
+    for name, tokens in (("a", 40), ("large", 50), ("small", 2)):
+        stage.open(name)
+        stage.say(name, count_from(1, tokens), 8)
+    while not stage.engine.idle:
+        stage.step()
+        order += [t.session.id for t in stage.engine.batch.running() if t.session.id not in order]
+    assert order == ["a", "large", "small"]
+
+
+@every_mix
+@every_overlap
+def test_a_turn_that_did_not_fit_leaves_its_sessions_memory_alone(mix, overlap: int) -> None:
+    """Known fault: a turn that did not fit the batch frees its session's state slot, which is freed again later."""
+    stage = Stage(mix, max_running=1, overlap=overlap)
+    session = stage.told("s")
+    stage.told("other", output=1)
+    stage.say("other", [1], 30)
+    turn = stage.say("s", [1], 5)
+    for _ in range(5):
+        stage.step()
+    assert (turn.state, session.memory.computed) == (TurnState.QUEUED, 35)
+    expected = continuation([*session.history, 1], 5)
+    stage.play()
+    assert list(turn.output) == expected
+
+
+@pytest.mark.parametrize("waiting", [1, 3, 8])
+def test_a_pass_that_starts_nothing_keeps_no_state_slot(waiting: int) -> None:
+    """Known fault: batch-allocated slots not returned."""
+    stage = Stage((FULL, STATE), units=20, context_length=64, max_running=4)
+    stage.open("big")
+    stage.say("big", count_from(1, 60), 3)
+    stage.step()
+    free = stage.engine.memory.pools[1].free
+    for i in range(waiting):
+        stage.open(f"s{i}")
+        stage.say(f"s{i}", count_from(i, 50), 2)
+    stage.engine._admission.admit()
+    assert len(stage.engine.batch) == 1
+    assert stage.engine.memory.pools[1].free == free
+    stage.engine.audit()
+
+
+def test_a_start_that_raises_returns_every_state_slot() -> None:
+    """Known fault: slots not returned on an error path."""
+    stage = Stage((FULL, STATE))
+    for i in range(3):
+        stage.open(f"s{i}")
+        stage.say(f"s{i}", [1, 2], 3)
+
+    def broken(turn, slots) -> None:
+        for lease in slots:
+            lease.release()
+        raise ZeroDivisionError
+
+    stage.engine._admission._start = broken
+    with pytest.raises(ZeroDivisionError):
+        stage.engine._admission.admit()
+    assert stage.engine.memory.free().tolist() == [300, 300]
+
+
+@every_mix
+@every_overlap
+def test_a_session_that_leaves_no_room_for_its_own_turn_is_dropped_and_the_turn_runs(mix, overlap: int) -> None:
+    stage = Stage(mix, units=18, context_length=72, overlap=overlap, token_budget=8)
+    session = stage.told("s", tokens=50, output=1)
+    expected = continuation([*session.history, 1], 20)
+    turn = stage.say("s", [1], 20)
+    stage.play()
+    assert list(turn.output) == expected
+
+
+def test_idle_sessions_make_room_for_a_turn() -> None:
+    stage = Stage(units=20, context_length=64)
+    idle = stage.told("idle", tokens=40, output=1)
+    stage.open("s")
+    turn = stage.say("s", count_from(1, 60), 2)
+    stage.step()
+    assert (turn.state, idle.memory.computed, len(idle.history)) == (TurnState.RUNNING, 0, 41)
+
+
+def test_nobody_yields_to_a_draft() -> None:
+    stage = Stage(units=20, context_length=64)
+    idle = stage.told("idle", tokens=40, output=1)
+    stage.open("s")
+    draft = stage.engine.draft("s", count_from(1, 60))
+    for _ in range(5):
+        stage.step()
+    assert idle.memory.computed == 40
+    assert draft.session.memory.turn is None
+    expected = continuation(count_from(1, 60), 3)
+    turn = stage.say("s", count_from(1, 60), 3)
+    stage.play()
+    assert list(turn.output) == expected
+
+
+@every_overlap
+def test_the_oldest_turn_of_the_highest_priority_never_yields(overlap: int) -> None:
+    stage = Stage(units=24, context_length=90, overlap=overlap)
+    stage.open("first")
+    first = stage.say("first", [1], 60, priority=1)
+    stage.step()
+    for i in range(6):
+        stage.open(f"s{i}")
+        stage.say(f"s{i}", count_from(i, 30), 30, priority=i % 2)
+    while first.result is None:
+        stage.step()
+        assert first.state is not TurnState.PREEMPTED
+    stage.play()
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_stream_of_important_turns_does_not_starve_an_old_one(overlap: int) -> None:
+    stage = Stage(max_running=1, overlap=overlap, aging_seconds=5.0, recount=False)
+    stage.open("old")
+    old = stage.say("old", [1], 3)
+    for i in range(200):
+        if old.result is not None:
+            break
+        stage.open(f"s{i}", ephemeral=True)
+        stage.say(f"s{i}", [1], 2, priority=3)
+        stage.clock.advance(1.0)
+        stage.step()
+        stage.step()
+    assert old.result.committed
+
+
+def test_a_turn_is_pledged_the_pages_of_its_input_before_it_has_computed_them() -> None:
+    stage = Stage(units=20, context_length=64, token_budget=8)
+    for name in ("a", "b"):
+        stage.open(name)
+        stage.say(name, count_from(1, 50), 2)
+    stage.step()
+    pool = stage.engine.memory.pools[0]
+    assert pool.free == 18  # of the 13 pages that its input needs, the first turn has acquired two
+    assert len(stage.engine.batch) == 1
+    taken = pool.acquire(3, SimpleNamespace(holder_name="nobody"))
+    taken.release()
+    stage.play()

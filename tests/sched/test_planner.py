@@ -1,0 +1,174 @@
+"""How the tokens of a step are divided, and that looking ahead changes nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.base.errors import InvariantError
+from tenuto.memory.memory import Memory
+from tenuto.sched.planner import Planner
+from tenuto.session.turn import TurnState
+from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix, every_overlap
+from tests.memory.scribe import make_shape, make_spec
+
+Row = tuple[int, int, bool]
+"""Tokens a turn wants, its priority, and whether it is a draft."""
+
+wishes = st.one_of(st.integers(0, 2), st.integers(0, 60))
+rows = st.lists(st.tuples(wishes, st.integers(0, 2), st.booleans()), max_size=8)
+
+
+def divide(wants: list[Row], budget: int) -> list[int]:
+    """What the planner gives each of `wants`."""
+    turns = np.array([SimpleNamespace(state=_state(draft), priority=p) for _, p, draft in wants], object)
+    memory = Memory(make_spec([FULL]), [50], make_shape())
+    planner = Planner(memory, SimpleNamespace(turns=turns), budget, None, 0)  # type: ignore[arg-type]
+    wanted = np.array([wanted for wanted, _, _ in wants], np.int64)
+    return planner._divide(np.arange(len(wants)), wanted).tolist()
+
+
+def _state(draft: bool) -> TurnState:
+    return TurnState.DRAFTING if draft else TurnState.RUNNING
+
+
+def divide_one_by_one(wants: list[Row], budget: int) -> list[int]:
+    """The same by brute force: a token each, then one at a time in turn to whoever is most important and wants more."""
+    given_tokens = [0] * len(wants)
+    for index, (wanted, _, _) in enumerate(wants):
+        if wanted and budget:
+            given_tokens[index] += 1
+            budget -= 1
+    for kind in sorted({(draft, -priority) for _, priority, draft in wants}):
+        members = sorted((i for i, (_, p, d) in enumerate(wants) if (d, -p) == kind), key=lambda i: wants[i][0])
+        while budget and any(given_tokens[i] < wants[i][0] for i in members):
+            for index in members:
+                if budget and given_tokens[index] < wants[index][0]:
+                    given_tokens[index] += 1
+                    budget -= 1
+    return given_tokens
+
+
+@given(rows, st.integers(9, 80))
+def test_the_budget_is_divided_as_if_token_by_token(wants: list[Row], budget: int) -> None:
+    assert divide(wants, budget) == divide_one_by_one(wants, budget)
+
+
+@given(rows, st.integers(9, 80))
+def test_no_token_of_the_budget_is_wasted_or_given_twice(wants: list[Row], budget: int) -> None:
+    counts = divide(wants, budget)
+    assert sum(counts) == min(budget, sum(wanted for wanted, _, _ in wants))
+    assert all(0 <= count <= wanted for count, (wanted, _, _) in zip(counts, wants, strict=True))
+
+
+@given(rows, st.integers(9, 80))
+def test_every_turn_that_wants_a_token_gets_one(wants: list[Row], budget: int) -> None:
+    assert all(bool(count) == bool(wanted) for count, (wanted, _, _) in zip(divide(wants, budget), wants, strict=True))
+
+
+@given(rows, st.integers(9, 80))
+def test_a_draft_gets_more_than_one_token_only_when_nobody_else_wants_more(wants: list[Row], budget: int) -> None:
+    counts = divide(wants, budget)
+    if any(count > 1 and draft for count, (_, _, draft) in zip(counts, wants, strict=True)):
+        assert all(count == wanted for count, (wanted, _, draft) in zip(counts, wants, strict=True) if not draft)
+
+
+def test_a_short_prefill_is_done_in_one_step_beside_long_ones() -> None:
+    assert divide([(500, 0, False), (500, 0, False), (6, 0, False)], 32) == [13, 13, 6]
+
+
+@every_mix
+@every_overlap
+def test_a_short_turn_beside_a_long_prefill_says_its_first_token_within_two_steps(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap)
+    stage.open("long")
+    stage.open("short")
+    long = stage.say("long", count_from(1, 190), 2)
+    stage.step()
+    short = stage.say("short", count_from(2, 8), 2)
+    stage.until(lambda: short.output, most=2 + overlap)
+    assert not long.output
+
+
+@every_mix
+def test_decodes_go_on_in_every_step_of_a_long_prefill(mix) -> None:
+    stage = Stage(mix)
+    for name in ("a", "b", "long"):
+        stage.open(name)
+    decodes = [stage.say(name, [1], 60) for name in ("a", "b")]
+    stage.until(lambda: all(turn.output for turn in decodes))
+    long = stage.say("long", count_from(1, 150), 2)
+    while not long.output:
+        before = [len(turn.output) for turn in decodes]
+        stage.step()
+        assert [len(turn.output) for turn in decodes] == [count + 1 for count in before]
+        assert int(stage.executor.plans[-1].counts.sum()) <= 16
+
+
+def test_a_draft_gets_what_the_budget_has_left() -> None:
+    stage = Stage()
+    stage.open("draft")
+    stage.open("turn")
+    stage.engine.draft("draft", count_from(1, 150))
+    turn = stage.say("turn", count_from(2, 100), 30)
+    stage.step()
+    by_row = dict(zip(stage.executor.plans[-1].rows.tolist(), stage.executor.plans[-1].counts.tolist(), strict=True))
+    assert sorted(by_row.values()) == [1, 15]
+    stage.until(lambda: turn.output)
+    stage.step()
+    assert sorted(stage.executor.plans[-1].counts.tolist()) == [1, 15]  # now the decode takes one
+
+
+@every_mix
+def test_a_proposal_changes_nothing(mix) -> None:
+    stage = Stage(mix)
+    stage.told()
+    stage.reach("mid-prefill")
+    engine = stage.engine
+    rows = engine.memory.rows
+    before = {name: array.copy() for name, array in vars(rows).items() if isinstance(array, np.ndarray)}
+    touched, news = engine.memory.touched, list(engine.batch._taken)
+    first, second = engine._planner.propose(), engine._planner.propose()
+    for name, array in before.items():
+        assert (array == getattr(rows, name)).all(), f"proposing moved {name}"
+    assert (engine.memory.touched, engine.batch._taken) == (touched, news)
+    assert all((getattr(first, n) == getattr(second, n)).all() for n in ("rows", "starts", "counts", "needs", "short"))
+
+
+def test_a_proposal_that_no_longer_fits_is_refused_before_any_pool_changes() -> None:
+    stage = Stage((FULL, STATE))
+    stage.told()
+    stage.reach("mid-prefill")
+    engine = stage.engine
+    proposal = engine._planner.propose()
+    pool = engine.memory.pools[0]
+    taken = pool.acquire(pool.free, SimpleNamespace(holder_name="thief"))
+    touched, scheduled = engine.memory.touched, engine.memory.rows.scheduled.copy()
+    with pytest.raises(InvariantError, match="more pages of full0 than are free"):
+        engine._planner.apply(proposal)
+    assert engine.memory.touched == touched
+    assert (engine.memory.rows.scheduled == scheduled).all()
+    taken.release()
+
+
+@given(prompts=st.lists(st.integers(2, 60), min_size=1, max_size=4), free=st.integers(0, 12))
+def test_what_does_not_fit_memory_is_left_out_and_what_lacks_is_told(prompts: list[int], free: int) -> None:
+    stage = Stage(recount=False, token_budget=64)
+    for i, prompt in enumerate(prompts):
+        stage.open(f"s{i}")
+        stage.say(f"s{i}", count_from(i, prompt), 4)
+    engine = stage.engine
+    engine._admission.admit()
+    whole = engine._planner.propose()
+    pool = engine.memory.pools[0]
+    pool.acquire(pool.free - free, SimpleNamespace(holder_name="others"))
+    proposal = engine._planner.propose()
+    needed, wanted = int(proposal.needs.sum()), int(whole.needs.sum())
+    assert needed <= free
+    assert proposal.short.tolist() == [max(0, wanted - free)]
+    assert len(proposal.rows) == len(whole.rows) or wanted > free
+    assert set(proposal.rows) == set(whole.rows[: len(proposal.rows)])  # in running order

@@ -1,0 +1,139 @@
+"""Who yields when memory is short, and in which order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tenuto.engine.engine import Engine
+from tenuto.session.turn import TurnState
+from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix
+
+
+def squeeze(engine: Engine, group: int = 0, *, may_preempt: bool = True) -> bool:
+    """Ask for one unit more than there is."""
+    wanted = np.zeros(len(engine.memory.pools), np.int64)
+    wanted[group] = engine.memory.pools[group].free + engine.memory.pools[group].limbo + 1
+    done = engine.pressure.relieve(wanted, may_preempt=may_preempt)
+    engine.audit()
+    return done
+
+
+def crowd(mix=(FULL,)) -> Stage:
+    """Two running turns, two that wait on sessions with memory, three idle sessions and a draft."""
+    stage = Stage(mix, max_running=2)
+    for name, priority in (("idle", 0), ("dear", 1), ("old", 0), ("waits", 0), ("also", 0), ("draft", 0)):
+        stage.told(name, tokens=20, output=1, priority=priority)
+    stage.engine.draft("draft", count_from(9, 20))
+    stage.play()
+    for name in ("first", "second"):
+        stage.open(name)
+        stage.say(name, count_from(1, 10), 90)
+    stage.until(lambda: len(stage.engine.batch) == 2)
+    for name in ("waits", "also"):
+        stage.say(name, [1], 5)
+    return stage
+
+
+def test_drafts_yield_first_then_idle_sessions_then_waiting_ones_and_running_turns_last() -> None:
+    stage = crowd()
+    engine = stage.engine
+    order = []
+    while squeeze(engine):
+        order += [rung for rung, times in engine.pressure.yielded.items() for _ in range(times - order.count(rung))]
+    # the drafting session yields twice: its draft, then what its session keeps
+    assert order == ["draft", "idle", "idle", "idle", "waiting", "waiting", "waiting", "running"]
+    assert engine.sessions.get("first").turn.state is TurnState.RUNNING
+
+
+def test_of_idle_sessions_the_lowest_priority_yields_first_and_then_the_one_parked_longest() -> None:
+    stage = crowd()
+    gone = []
+    names = ("idle", "dear", "old")
+    while len(gone) < 3:
+        assert squeeze(stage.engine)
+        gone += [n for n in names if not stage.engine.sessions.get(n).memory.computed and n not in gone]
+    assert gone == ["idle", "old", "dear"]
+
+
+def test_the_last_running_turn_yields_and_the_first_never() -> None:
+    stage = crowd()
+    engine = stage.engine
+    while squeeze(engine):
+        pass
+    assert engine.sessions.get("second").turn.state is TurnState.PREEMPTED
+    assert not squeeze(engine)
+    assert engine.sessions.get("first").turn.state is TurnState.RUNNING
+
+
+def test_running_turns_yield_only_where_they_may() -> None:
+    stage = crowd()
+    while squeeze(stage.engine, may_preempt=False):
+        pass
+    assert stage.engine.pressure.yielded["running"] == 0
+    assert len(stage.engine.batch) == 2
+
+
+def test_whoever_yielded_says_the_same_afterwards() -> None:
+    one, other = crowd(), crowd()
+    while squeeze(one.engine):
+        pass
+    for stage in (one, other):
+        stage.say("draft", count_from(9, 20), 5)
+        stage.play()
+    for session in one.engine.sessions:
+        assert session.history == other.engine.sessions.get(session.id).history
+
+
+def test_cached_checkpoints_go_before_anything_that_costs_work() -> None:
+    stage = crowd((FULL, STATE))
+    engine = stage.engine
+    cached = len(engine.memory.cache)
+    assert cached > 0
+    for _ in range(cached):
+        assert squeeze(engine, group=1)
+    assert dict(engine.pressure.yielded) == {"checkpoint": cached}
+    squeeze(engine, group=1)
+    assert engine.pressure.yielded["draft"] == 1
+
+
+def test_checkpoints_do_not_go_for_pages_they_do_not_hold() -> None:
+    stage = crowd((FULL, STATE))
+    cached = len(stage.engine.memory.cache)
+    assert squeeze(stage.engine, group=0)
+    assert stage.engine.pressure.yielded["checkpoint"] == 0
+    assert len(stage.engine.memory.cache) <= cached
+
+
+def test_what_is_in_limbo_counts_as_coming() -> None:
+    stage = crowd()
+    engine = stage.engine
+    pool = engine.memory.pools[0]
+    engine.memory.step_submitted()
+    engine.drop("idle")
+    assert pool.limbo > 0
+    assert engine.pressure.relieve(np.array([pool.free + pool.limbo]), may_preempt=True)
+    assert not engine.pressure.yielded
+    engine.memory.step_settled()
+
+
+@every_mix
+def test_a_session_spared_is_not_dropped(mix) -> None:
+    stage = Stage(mix)
+    spared = stage.told("spared")
+    stage.told("other")
+    wanted = np.array([pool.capacity for pool in stage.engine.memory.pools])
+    assert not stage.engine.pressure.relieve(wanted, may_preempt=True, sparing=spared)
+    assert (spared.memory.computed, stage.engine.sessions.get("other").memory.computed) == (35, 0)
+
+
+@pytest.mark.parametrize("empty", ["new", "dropped", "closed"])
+def test_sessions_that_hold_nothing_have_nothing_to_yield(empty: str) -> None:
+    stage = Stage()
+    stage.open() if empty == "new" else stage.told()
+    if empty == "dropped":
+        stage.engine.drop("s")
+    if empty == "closed":
+        stage.engine.close("s")
+    assert not squeeze(stage.engine)
+    assert not stage.engine.pressure.yielded

@@ -1,0 +1,111 @@
+"""Who runs first: priority, raised by waiting; drafts last."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.sched.queue import WaitingQueue, rank
+from tenuto.session.turn import Turn, TurnParams, TurnState
+from tests.session.test_turn import make_session
+
+AGING = 10.0
+SESSION = make_session()
+
+
+def make_turn(number: int, priority: int = 0, arrival: float = 0.0, *, draft: bool = False) -> Turn:
+    turn = Turn(number, SESSION, 0, TurnParams(priority=priority), arrival)
+    if draft:
+        turn.state = TurnState.DRAFTING
+    return turn
+
+
+def drain(queue: WaitingQueue) -> list[int]:
+    numbers = []
+    while (turn := queue.first()) is not None:
+        numbers.append(turn.number)
+        queue.remove(turn)
+    return numbers
+
+
+kinds = st.tuples(st.integers(-3, 3), st.integers(0, 60), st.booleans())
+
+
+@given(st.lists(kinds, min_size=2, max_size=12), st.integers(60, 500))
+def test_at_any_time_the_highest_priority_counted_with_the_wait_goes_first(some: list, now: int) -> None:
+    queue = WaitingQueue(AGING)
+    turns = [make_turn(n, priority, float(at), draft=draft) for n, (priority, at, draft) in enumerate(some)]
+    for turn in turns:
+        queue.push(turn)
+    effective = {t.number: t.priority + (now - t.arrival) / AGING for t in turns}
+    drafts = {turn.number for turn in turns if turn.state is TurnState.DRAFTING}
+    order = drain(queue)
+    for earlier, later in pairwise(order):
+        assert (earlier in drafts) <= (later in drafts), "a draft went before a turn that somebody waits for"
+        if (earlier in drafts) == (later in drafts):
+            assert effective[earlier] >= effective[later] - 1e-3
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["push", "remove", "first"]), st.integers(0, 5), st.integers(-2, 2)), max_size=40
+    )
+)
+def test_the_queue_is_a_sorted_list_whatever_is_pushed_moved_and_removed(events: list[tuple[str, int, int]]) -> None:
+    queue, turns, naive = WaitingQueue(AGING), [make_turn(n) for n in range(6)], set()
+    for event, which, priority in events:
+        turn = turns[which]
+        if event == "push":
+            turn.priority = priority  # a draft that was submitted with another one moves
+            queue.push(turn)
+            naive.add(which)
+        elif event == "remove":
+            queue.remove(turn)
+            naive.discard(which)
+        first = min((rank(turns[n], AGING) for n in naive), default=None)
+        found = queue.first()
+        assert (None if found is None else rank(found, AGING)) == first
+        assert len(queue) == len(naive)
+        assert all((turns[n] in queue) == (n in naive) for n in range(6))
+    assert drain(queue) == sorted(naive, key=lambda n: rank(turns[n], AGING))
+
+
+def test_of_equal_turns_the_one_that_came_first_goes_first() -> None:
+    queue = WaitingQueue(AGING)
+    for number in (3, 1, 2):
+        queue.push(make_turn(number))
+    assert drain(queue) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("wait", "order"), [(19.0, [2, 1]), (21.0, [1, 2])])
+def test_two_levels_of_priority_are_worth_two_aging_periods(wait: float, order: list[int]) -> None:
+    queue = WaitingQueue(AGING)
+    queue.push(make_turn(1, priority=0, arrival=0.0))
+    queue.push(make_turn(2, priority=2, arrival=wait))
+    assert drain(queue) == order
+
+
+def test_a_draft_that_is_submitted_moves_ahead_of_other_drafts() -> None:
+    queue = WaitingQueue(AGING)
+    drafts = [make_turn(n, draft=True) for n in (1, 2)]
+    for draft in drafts:
+        queue.push(draft)
+    drafts[1].submit(TurnParams(), now=50.0)
+    queue.push(drafts[1])
+    assert drain(queue) == [2, 1]
+
+
+def test_looking_at_the_first_does_not_take_it() -> None:
+    queue = WaitingQueue(AGING)
+    queue.push(make_turn(1))
+    assert queue.first() is queue.first()
+    assert len(queue) == 1
+
+
+def test_removing_what_does_not_wait_does_nothing() -> None:
+    queue = WaitingQueue(AGING)
+    queue.remove(make_turn(1))
+    assert (len(queue), queue.first()) == (0, None)
