@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.base.errors import ContextExceeded, EngineStopped, InvalidRequest, InvariantError, NotFound, Overloaded
+from tenuto.base.errors import (
+    ContextExceeded,
+    EngineStopped,
+    InvalidRequest,
+    InvariantError,
+    NotFound,
+    Overloaded,
+    SessionBusy,
+)
 from tenuto.session.turn import EndReason, TurnParams, TurnState
 from tests.engine.stage import (
     VOCABULARY,
@@ -291,3 +299,27 @@ def test_every_end_is_reported_once_by_the_next_step() -> None:
     while not stage.engine.idle:
         ended += stage.step().ended
     assert ended == [aborted, turn]
+
+
+def test_a_session_whose_turn_runs_cannot_be_dropped() -> None:
+    stage = Stage()
+    stage.told("s")
+    turn = stage.say("s", [1, 2, 3])
+    stage.step()
+    with pytest.raises(SessionBusy, match="its turn is running"):
+        stage.engine.drop("s")
+    assert turn.state is TurnState.RUNNING
+    assert stage.engine.drop() == 0
+
+
+def test_a_broken_invariant_stops_the_engine_wherever_it_shows() -> None:
+    stage = Stage()
+    session = stage.told("s")
+    unit = session.memory.tables[0].base.units[0]  # type: ignore[union-attr]
+    stage.engine.memory.pools[0].counts[unit] = 0
+    with pytest.raises(InvariantError, match="nobody holds it"):
+        stage.engine.rewind("s", turn=0)
+    with pytest.raises(EngineStopped, match="nobody holds it"):
+        stage.engine.open("another")
+    with pytest.raises(EngineStopped, match="nobody holds it"):
+        stage.engine.step()
