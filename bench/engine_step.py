@@ -96,7 +96,7 @@ def make(
         tokens = [rng.randrange(20, VOCAB) for _ in range(history)]
         turns.append(
             engine.submit(
-                f"running {number}", tokens, TurnParams(stop_ids=(VOCAB, VOCAB + 1, VOCAB + 2), ignore_eos=True)
+                f"running {number}", tokens, TurnParams(stop_ids=(VOCAB - 1, VOCAB - 2, VOCAB - 3), ignore_eos=True)
             )
         )
     while not all(turn.output for turn in turns):

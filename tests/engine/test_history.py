@@ -231,7 +231,7 @@ def test_where_to_cut_is_said_in_one_way() -> None:
         stage.engine.fork("s", turn=1, position=3)
     with pytest.raises(InvalidRequest, match="the number of turns or of tokens"):
         stage.engine.rewind("s")
-    with pytest.raises(InvalidRequest, match="turn is 2; session s has 1 turns"):
+    with pytest.raises(InvalidRequest, match="turn of session s is 2; allowed: a whole number from 0 to 1"):
         stage.engine.rewind("s", turn=2)
     assert stage.engine.sessions.get("s").version == 1
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.session.turn import TurnState
+from tenuto.session.turn import EndReason, TurnState
 from tests.engine.stage import (
     FULL,
     SLIDING,
@@ -103,7 +103,7 @@ def test_a_failed_step_costs_the_sessions_nothing(mix) -> None:
     session = stage.told()
     stage.executor._fail = lambda: True
     turn = stage.say("s", [1], 5)
-    for _ in range(5):
+    for _ in range(2):
         stage.step()
     assert (session.memory.computed, turn.state) == (35, TurnState.PREEMPTED)
     stage.executor._fail = lambda: False
@@ -151,3 +151,61 @@ def test_right_guesses_save_steps(overlap: int) -> None:
     assert steps(lambda turn, most: continuation(turn.tokens(0, turn.length), most)) == 1 + 10  # four tokens a step
     assert steps(lambda turn, most: []) == 40
     assert steps(lambda turn, most: [0] * most) >= 40
+
+
+@every_mix
+@every_overlap
+def test_a_turn_with_which_every_step_fails_ends_alone_and_its_neighbours_finish(mix, overlap: int) -> None:
+    """Known fault: a step that always fails is retried for ever, and nobody in it gets a token."""
+    stage = Stage(mix, overlap=overlap)
+    poisoned, poison = stage.told("poisoned"), 666
+    stage.executor._fail = lambda: poison in stage.executor.plans[-1].tokens.tolist()
+    before = (poisoned.version, poisoned.memory.computed)
+    stage.open("well")
+    well = stage.say("well", [1, 2, 3], 6)
+    failing = stage.say("poisoned", [poison], 6)
+    for _ in range(60):
+        stage.step()
+    assert failing.result.reason is EndReason.FAILED
+    assert not failing.result.committed
+    assert (poisoned.version, poisoned.memory.computed) == before
+    assert well.result.committed
+    assert list(well.output) == continuation([1, 2, 3], 6)
+    stage.executor._fail = lambda: False
+    stage.say("poisoned", [4], 3)
+    stage.play()
+    assert poisoned.version == before[0] + 1
+
+
+def test_a_row_taken_again_does_not_learn_the_pages_of_the_turn_before() -> None:
+    """Known fault: a failed step's page table entries outlive the turn they were for, and the row's next turn reads
+    them.
+
+    B takes the row A has left while a step is in flight, and has to wait for pages in the plan that tells its entries.
+    """
+    stage = Stage(overlap=1, max_running=3)
+    stage.told("a", tokens=24)
+    stage.told("b", tokens=25)
+    stage.open("x")
+    stage.say("x", [7], 50)
+    stage.step()
+    stage.step()
+    stage.say("a", [1, 2, 3], 5)
+    stage.step()  # a's entries travel in the step in flight
+    stage.engine.abort("a")
+    turn = stage.say("b", [4, 5, 6], 5)
+    history = list(turn.session.history)
+    planner = stage.engine._planner
+    fit = planner._fit
+
+    def leave_out(order, ends):
+        needs, fits, short = fit(order, ends)
+        return needs, fits & (stage.engine.batch.turns[order] != turn), short
+
+    planner._fit = leave_out
+    stage.executor._fail = lambda: True
+    stage.step()
+    planner._fit, stage.executor._fail = fit, lambda: False
+    assert stage.engine.batch.running()[0] is turn
+    stage.play()
+    assert list(turn.output) == continuation([*history, 4, 5, 6], 5)

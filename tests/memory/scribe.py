@@ -158,7 +158,7 @@ class Scribe:
                 page = writing.tables[i][position // self.memory.page_size]
                 self._slots[group][page, position % self.memory.page_size] = writing.tokens[position]
         rows.scheduled[row] = rows.computed[row] = end
-        if self.memory.spec.needs_points:
+        if self.memory.spec.needs_checkpoints:
             writing.memory.slide()
 
     def mark(self, writing: Writing) -> bool:
@@ -211,7 +211,7 @@ class Scribe:
     def _check_session(self, script: Script) -> None:
         memory = script.memory
         assert memory.computed <= max(0, len(script.history) - 1)
-        if self.memory.spec.needs_points and memory.computed:
+        if self.memory.spec.needs_checkpoints and memory.computed:
             assert memory.checkpoints[-1].position == memory.computed
         for group, table in enumerate(memory.tables):
             if isinstance(table, FullTable):

@@ -85,7 +85,7 @@ def test_the_boundary_after_all_turns_is_the_end_and_before_any_the_beginning(si
 
 @pytest.mark.parametrize("turn", [-1, 3])
 def test_a_turn_that_is_not_there_is_refused_with_how_many_there_are(turn: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"turn is {turn}; session s has 2 turns"):
+    with pytest.raises(InvalidRequest, match=f"turn of session s is {turn}; allowed: a whole number from 0 to 2"):
         told((1, 1), (1, 1)).turn_boundary(turn)
 
 
@@ -93,7 +93,9 @@ def test_a_turn_that_is_not_there_is_refused_with_how_many_there_are(turn: int) 
 def test_a_position_that_is_not_there_is_refused_with_how_many_tokens_there_are(position: int) -> None:
     session = told((1, 1), (1, 1))
     for operation in (session.rewind, lambda at: session.fork(make_session(), at)):
-        with pytest.raises(InvalidRequest, match=f"position is {position}; session s has 4 tokens"):
+        with pytest.raises(
+            InvalidRequest, match=f"position in session s is {position}; allowed: a whole number from 0 to 4"
+        ):
             operation(position)
     assert (len(session.history), session.version) == (4, 2)
 
@@ -134,7 +136,10 @@ def test_a_session_that_is_not_open_takes_nothing_more(state: SessionState) -> N
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"ttl": 0.0}, "ttl is 0.0; allowed: more"), ({"max_tokens": 0}, "max_tokens is 0; allowed: at least 1")],
+    [
+        ({"ttl": 0.0}, "ttl is 0.0; allowed: more"),
+        ({"max_tokens": 0}, "max_tokens is 0; allowed: a whole number from 1"),
+    ],
 )
 def test_a_policy_out_of_range_is_refused_with_what_is_allowed(wrong: dict, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):

@@ -276,7 +276,7 @@ class World:
         size, turn, cache = self.config.page_size, memory.turn, self.engine.memory.cache
         positions = [c.position for c in memory.checkpoints]
         assert positions == sorted(set(positions)), f"checkpoints at {positions}"
-        if self.engine.memory.spec.needs_points and memory.computed:
+        if self.engine.memory.spec.needs_checkpoints and memory.computed:
             assert positions, f"{memory.holder_name} has no checkpoint"
             assert positions[-1] == memory.computed, f"{memory.holder_name}: checkpoints at {positions}"
             assert [c in cache for c in memory.checkpoints] == [True] * (len(positions) - 1) + [False]
@@ -353,7 +353,9 @@ class World:
                 naive.records.append((start, input_end, len(naive.tokens)))
             naive.version += 1
         else:
-            assert result.reason in (EndReason.ABORT, EndReason.DEADLINE), f"{turn!r} did not commit: {result.reason}"
+            assert result.reason in (EndReason.ABORT, EndReason.DEADLINE, EndReason.FAILED), (
+                f"{turn!r} did not commit: {result.reason}"
+            )
         assert result.usage.prompt == expected.base + len(expected.input)
         assert result.usage.generated == len(turn.output)
         assert result.usage.cached <= max(0, result.usage.prompt - 1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tenuto.base.checks import real, seconds, whole
 from tenuto.base.errors import ConfigError
 
 
@@ -17,8 +18,8 @@ class EngineConfig:
     `context_length` is in tokens. `token_budget` is the most tokens one step computes; it must exceed `max_running`,
     the most turns in one step, so that prefills progress beside decodes. `overlap` 1 plans a step while the one before
     is in flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for
-    every `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill, a
-    multiple of the page size, and those that only save work hold at most `checkpoint_share` of each pool.
+    every `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill,
+    rounded up to whole pages, and those that only save work hold at most `checkpoint_share` of each pool.
     `draft_timeout` is in seconds since the draft last changed. A full recount is done every `audit_every` steps (0:
     only on demand)."""
 
@@ -36,26 +37,28 @@ class EngineConfig:
     audit_every: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("context_length", "max_running", "max_sessions", "max_queued", "checkpoint_interval"):
-            _at_least(name, getattr(self, name), 1)
+        most = 2**40
+        for name in (
+            "context_length",
+            "max_running",
+            "max_sessions",
+            "max_queued",
+            "checkpoint_interval",
+            "token_budget",
+        ):
+            whole(name, getattr(self, name), 1, most, ConfigError)
         for name in ("lookahead", "audit_every"):
-            _at_least(name, getattr(self, name), 0)
+            whole(name, getattr(self, name), 0, most, ConfigError)
         if self.token_budget <= self.max_running:
             raise ConfigError(
                 f"token_budget is {self.token_budget}; allowed: more than max_running ({self.max_running}), "
                 "so that prefills progress beside decodes"
             )
-        if self.overlap not in (0, 1):
-            raise ConfigError(f"overlap is {self.overlap}; allowed: 0 or 1 step in flight while the next is planned")
-        if not self.aging_seconds > 0 or not self.draft_timeout > 0:
-            raise ConfigError("aging_seconds and draft_timeout must be more than 0 seconds")
-        if not 0 <= self.checkpoint_share <= 1:
-            raise ConfigError(f"checkpoint_share is {self.checkpoint_share}; allowed: 0 to 1")
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name} is {value}; allowed: at least {least}")
+        whole("overlap", self.overlap, 0, 1, ConfigError)
+        for name in ("aging_seconds", "draft_timeout"):
+            if seconds(name, getattr(self, name), ConfigError) is None:
+                raise ConfigError(f"{name} is none; allowed: more than 0 seconds")
+        real("checkpoint_share", self.checkpoint_share, 0, 1, ConfigError)
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

@@ -53,6 +53,6 @@ class MemorySpec:
             raise ConfigError("a model needs at least one memory group")
 
     @property
-    def needs_points(self) -> bool:
+    def needs_checkpoints(self) -> bool:
         """Whether some positions are not resumable without a checkpoint: any group but full attention."""
         return any(g.kind is not Kind.FULL for g in self.groups)

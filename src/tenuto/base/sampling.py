@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from tenuto.base.checks import real, whole
 from tenuto.base.errors import InvalidRequest
 
 
@@ -23,14 +23,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidRequest(f"temperature is {self.temperature}; allowed: a finite number >= 0")
-        if self.top_k < 0:
-            raise InvalidRequest(f"top_k is {self.top_k}; allowed: 0 (off) or a positive count")
-        if not 0 < self.top_p <= 1:
-            raise InvalidRequest(f"top_p is {self.top_p}; allowed: 0 < top_p <= 1")
-        if not 0 <= self.seed < 2**63:
-            raise InvalidRequest(f"seed is {self.seed}; allowed: 0 <= seed < 2**63")
+        real("temperature", self.temperature, 0, 1e6)
+        whole("top_k", self.top_k, 0, 2**31 - 1)
+        if not real("top_p", self.top_p, 0, 1):
+            raise InvalidRequest("top_p is 0; allowed: 0 < top_p <= 1")
+        whole("seed", self.seed, 0, 2**63 - 1)
 
     @property
     def greedy(self) -> bool:

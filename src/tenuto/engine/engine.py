@@ -11,6 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from tenuto.base.checks import whole
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
@@ -22,6 +23,7 @@ from tenuto.base.errors import (
     Overloaded,
     SessionBusy,
     StepFailed,
+    TenutoError,
 )
 from tenuto.base.plan import Executor, StepResult
 from tenuto.engine.lifecycle import Lifecycle
@@ -35,7 +37,7 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.session.registry import Registry
 from tenuto.session.session import Policy, Session, SessionState
-from tenuto.session.turn import EndReason, TextStream, Turn, TurnParams, TurnState, as_tokens
+from tenuto.session.turn import MOST_FAILURES, EndReason, TextStream, Turn, TurnParams, TurnState, as_tokens
 
 TextFactory = Callable[[tuple[str, ...]], TextStream]
 """Makes the text stream of a turn with these stop strings."""
@@ -73,15 +75,18 @@ R = TypeVar("R")
 
 
 def _guarded(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
-    """An operation that a broken invariant stops for good: it raises `EngineStopped` ever after."""
+    """An operation that either ends, or refuses with a `TenutoError` having changed nothing. Whatever else it raises is
+    our own bug, and stops the engine: every operation raises `EngineStopped` ever after."""
 
     @wraps(method)
     def guarded(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.broken is not None:
-            raise EngineStopped(f"the engine stopped: {self.broken}")
+            raise EngineStopped(f"the engine stopped: {type(self.broken).__name__}: {self.broken}")
         try:
             return method(self, *args, **kwargs)
-        except InvariantError as error:
+        except TenutoError:
+            raise
+        except Exception as error:
             self.broken = error
             raise
 
@@ -123,8 +128,9 @@ class Engine:
         self._settler = Settler(self.memory, self.batch)
         self._flight: Flight | None = None
         self._numbers = count(1)
+        self._failing: set[Turn] = set()  # turns that were in the last failed steps
         self._steps = 0
-        self.broken: InvariantError | None = None  # why the engine has stopped; written by `_guarded`
+        self.broken: Exception | None = None  # why the engine has stopped; written by `_guarded`
         self.transitions = self.lifecycle.transitions
 
     # -- the loop
@@ -197,11 +203,19 @@ class Engine:
         rows = self.memory.rows
         for row, run in zip(flight.rows.tolist(), flight.runs.tolist(), strict=True):
             if rows.run[row] == run:
-                self.lifecycle.preempt(self.batch.turns[row])
+                turn: Turn = self.batch.turns[row]
+                turn.failures, turn.failed_at = turn.failures + 1, int(rows.computed[row])
+                self._failing.add(turn)
+                if turn.failures >= MOST_FAILURES:
+                    self.lifecycle.abort(turn, EndReason.FAILED)
+                else:
+                    self.lifecycle.preempt(turn)
         self.batch.return_news(flight.news)
 
     def _settle(self, flight: Flight, result: StepResult, report: StepReport) -> None:
         settled = self._settler.settle(flight, result)
+        if self._failing:
+            self._clear()
         report.progressed = settled.progressed
         for turn, reason in settled.ended:
             self.lifecycle.commit(turn, reason)
@@ -210,6 +224,16 @@ class Engine:
                 self.lifecycle.rest(turn)
             else:
                 self.lifecycle.commit(turn, EndReason.APPENDED)
+
+    def _clear(self) -> None:
+        """A step was computed: turns that have come past where they failed do not make steps fail."""
+        for turn in list(self._failing):
+            memory = turn.session.memory.turn
+            if turn.state.ended or (memory is not None and memory.computed > turn.failed_at):
+                turn.failures = 0
+                self._failing.discard(turn)
+                if self.batch.alone is turn:
+                    self.batch.alone = None
 
     def _audit_step(self) -> None:
         self._steps += 1
@@ -321,6 +345,7 @@ class Engine:
         checked = as_tokens(tokens, self.vocab_size)
         wanted = params.max_new_tokens if generate is None else generate
         allowed = self._allowed(session, len(session.history) + len(checked), wanted)
+        self._check_stops(params)
         self._refuse_if_full()
         text = self._text_stream(params)
         turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
@@ -343,6 +368,7 @@ class Engine:
         if params.max_new_tokens == 0:
             raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
         allowed = self._allowed(session, record.input_end, params.max_new_tokens)
+        self._check_stops(params)
         self._refuse_if_full()
         text = self._text_stream(params)
         turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
@@ -382,8 +408,8 @@ class Engine:
         turn = session.turn
         if turn is None:
             raise IllegalTransition(f"session {session_id} has no open turn to abort")
-        if keep is not None and keep < DELIVERED:
-            raise InvalidRequest(f"keep is {keep}; allowed: none, 0 or more output tokens, or all delivered")
+        if keep is not None:
+            keep = whole("keep", keep, DELIVERED, 2**40)
         if keep is None or not turn.started:
             self.lifecycle.abort(turn, EndReason.ABORT)
         else:
@@ -399,6 +425,11 @@ class Engine:
 
     def audit(self) -> AuditReport:
         """Recount every unit from its holders. Raises `InvariantError` if anything is not as it should be."""
+        if self.memory.rows.used != len(self.batch):
+            raise InvariantError(f"{self.memory.rows.used} rows are taken by {len(self.batch)} running turns")
+        for turn in self.batch.running():
+            if turn.state.ended or turn.session.turn is not turn:
+                raise InvariantError(f"{turn!r} has a row and is not its session's open turn")
         flight = self._flight
         touched: list[tuple[int, list[int]]] = []
         if flight is not None:
@@ -416,7 +447,7 @@ class Engine:
     # -- what is refused
 
     def _refuse_if_full(self) -> None:
-        if len(self._queue) >= self.config.max_queued:
+        if self._queue.submitted >= self.config.max_queued:
             raise Overloaded(f"{self.config.max_queued} turns are waiting, the most allowed; try again later")
 
     def _allowed(self, session: Session, prompt: int, wanted: int | None) -> int:
@@ -430,6 +461,10 @@ class Engine:
                 f"of a context of {session.limit}"
             )
         return room if wanted is None else min(wanted, room)
+
+    def _check_stops(self, params: TurnParams) -> None:
+        for token in params.stop_ids:
+            whole("a stop id", token, 0, self.vocab_size - 1)
 
     def _text_stream(self, params: TurnParams) -> TextStream | None:
         if self._text is not None:

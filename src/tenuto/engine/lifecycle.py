@@ -12,7 +12,7 @@ from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
-from tenuto.sched.batch import Batch
+from tenuto.sched.batch import Batch, continues_from
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.registry import Registry
@@ -41,7 +41,7 @@ class Lifecycle:
         self.batch = batch
         self.pressure = Pressure(memory, batch, self.preempt, self.drop)
         self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
-        self._timers: list[tuple[float, int, Timer, Turn]] = []  # a heap
+        self._timers: list[tuple[float, int, Timer, str, int]] = []  # a heap; names turns, so that ended ones can go
         self._entries = count()
         self._ended: list[Turn] = []
 
@@ -52,8 +52,8 @@ class Lifecycle:
 
     def enqueue(self, turn: Turn, event: str) -> None:
         """A submitted turn waits for its row; `event` is how it came."""
-        turn.session.turn = turn
         self.transitions[event] += 1
+        turn.session.turn = turn
         if turn.params.queue_timeout is not None:
             self._set_timer(turn, turn.arrival + turn.params.queue_timeout, Timer.QUEUE)
         if turn.params.timeout is not None:
@@ -62,7 +62,7 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def _set_timer(self, turn: Turn, when: float, timer: Timer) -> None:
-        heapq.heappush(self._timers, (when, next(self._entries), timer, turn))
+        heapq.heappush(self._timers, (when, next(self._entries), timer, turn.session.id, turn.number))
 
     def start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
         """A waiting turn gets its row."""
@@ -70,11 +70,11 @@ class Lifecycle:
             self.transitions["start" if turn.state is TurnState.QUEUED else "resume"] += 1
             turn.go("start")
             turn.started = True
-        memory = turn.session.memory
-        computed = memory.turn.computed if memory.turn is not None else memory.computed
-        if not turn.generates and computed >= turn.last_position:  # nothing to compute
+            if turn.cached < 0:
+                turn.cached = min(continues_from(turn), turn.prompt_length)
+        if not turn.generates and continues_from(turn) >= turn.last_position:  # nothing to compute
             for lease in slots:
-                lease.release()
+                lease.release(unused=True)
             if turn.state is not TurnState.DRAFTING:
                 self.commit(turn, EndReason.APPENDED)
             return
@@ -140,9 +140,7 @@ class Lifecycle:
         """The draft has changed: let it be computed, and start its timeout anew."""
         turn.changed = self._clock.now()
         self._set_timer(turn, turn.changed + self._draft_timeout, Timer.DRAFT)
-        memory = turn.session.memory
-        computed = memory.turn.computed if memory.turn is not None else memory.computed
-        if computed < turn.last_position:
+        if continues_from(turn) < turn.last_position:
             self._queue.push(turn)
         self.pressure.note(turn.session)
 
@@ -182,8 +180,9 @@ class Lifecycle:
         """End turns past a deadline, drafts nobody changed, and sessions nobody used."""
         now = self._clock.now()
         while self._timers and self._timers[0][0] <= now:
-            _, _, timer, turn = heapq.heappop(self._timers)
-            if not turn.state.ended and self._is_due(turn, timer, now):
+            _, _, timer, session_id, number = heapq.heappop(self._timers)
+            turn = self._sessions.get(session_id).turn if session_id in self._sessions else None
+            if turn is not None and turn.number == number and self._is_due(turn, timer, now):
                 self.abort(turn, EndReason.DEADLINE)
         for session in self._sessions.expired():
             self.transitions["expire"] += 1

@@ -94,6 +94,10 @@ class PagedTable:
         """The unit of kept entry `index`."""
         raise NotImplementedError  # abstract: full and sliding keep their pages differently
 
+    def view(self) -> tuple[int, array[int]]:
+        """The turn's page table, as (first entry, pages)."""
+        raise NotImplementedError  # abstract: as `kept_page`
+
     # -- the tail
 
     def has_tail(self, position: int) -> bool:

@@ -43,6 +43,7 @@ class Pool:
         self._counts = np.frombuffer(self.counts, dtype=np.int32)
         self._free = list(range(capacity - 1, -1, -1))
         self._limbo: list[int] = []
+        self.leased = 0  # units with at least one lease, kept as leases come and go
         self.step_in_flight = False  # written by the engine around submit and collect
         self.touched = 0  # units whose count was changed, ever: the measure of work
 
@@ -55,11 +56,6 @@ class Pool:
     def limbo(self) -> int:
         """Units that become free when the step in flight settles."""
         return len(self._limbo)
-
-    @property
-    def leased(self) -> int:
-        """Units with at least one lease."""
-        return self.capacity - len(self._free) - len(self._limbo)
 
     def acquire(self, count: int, holder: Holder) -> Lease | None:
         """A lease on `count` fresh units, or `None` if there are not that many now."""
@@ -85,10 +81,9 @@ class Pool:
 
     def check_totals(self) -> None:
         """The cheap audit of every step: the three places add up."""
-        if self.leased < 0 or len(self._free) + len(self._limbo) > self.capacity:
-            raise InvariantError(
-                f"{self.name}: {len(self._free)} free + {len(self._limbo)} in limbo of {self.capacity}"
-            )
+        if len(self._free) + len(self._limbo) + self.leased != self.capacity:
+            places = f"{len(self._free)} free + {len(self._limbo)} in limbo + {self.leased} leased"
+            raise InvariantError(f"{self.name}: {places} of {self.capacity} units")
 
     def unused(self) -> tuple[list[int], list[int]]:
         """Copies of the free list and of limbo, for the audit."""
@@ -106,6 +101,7 @@ class Pool:
                 raise InvariantError(f"{self.name} unit {unit} is on the free list with count {self.counts[unit]}")
             self.counts[unit] = 1
         self.touched += count
+        self.leased += count
         return units
 
     def _add(self, units: array[int]) -> None:
@@ -132,13 +128,16 @@ class Pool:
                 self.counts[unit] = left
                 if not left:
                     gone.append(unit)
+                    self.leased -= 1
             return
         index = np.frombuffer(units, dtype=np.int32)
         left_over = self._counts[index] - 1
         if (left_over < 0).any():
             raise InvariantError(f"{self.name}: units are released that nobody holds")
         self._counts[index] = left_over
-        gone.extend(index[left_over == 0].tolist())
+        ended = index[left_over == 0].tolist()
+        self.leased -= len(ended)
+        gone.extend(ended)
 
 
 class Lease:

@@ -58,7 +58,7 @@ class SessionMemory:
     def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
         """That position, and the checkpoint that covers it."""
         target = min(target, self.computed)
-        if not self.memory.spec.needs_points or target == 0:
+        if not self.memory.spec.needs_checkpoints or target == 0:
             return target, None
         below = None
         for checkpoint in self.checkpoints:

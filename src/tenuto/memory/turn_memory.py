@@ -106,9 +106,8 @@ class TurnMemory:
         taken = []
         for i, table in enumerate(self._paged):
             rows.capacity[i, row] = table.capacity
-            if isinstance(table, FullTable | SlidingTable):
-                first, pages = table.view()
-                taken.append(Taken(i, Growth(first, pages, -1, 0)))
+            first, pages = table.view()
+            taken.append(Taken(i, Growth(first, pages, -1, 0)))
         return taken
 
     def _frozen(self) -> bool:
@@ -274,7 +273,7 @@ class TurnMemory:
             self._roll_back(position)
             return
         current = self._checkpoint_at(position)
-        if current is None and self.memory.spec.needs_points:
+        if current is None and self.memory.spec.needs_checkpoints:
             current = self.checkpoint(position)
             self.checkpoints.append(current)
         older = [c for c in self.checkpoints if c.position < position]

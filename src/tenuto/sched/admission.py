@@ -47,7 +47,7 @@ class Admission:
 
     def admit(self) -> None:
         """Start waiting turns, in order, until the first that does not fit."""
-        while self._queue.first() is not None:
+        while self._queue.first() is not None and self._batch.alone is None:
             blocked = self._pass()
             if blocked is None or not self._make_room(*blocked):
                 return
@@ -59,7 +59,9 @@ class Admission:
         most = state_slots(memory.shape, generates=True)
         with memory.reserve_states(min(len(self._queue), memory.rows.free) * most, self) as slots:
             pledged = self._pledged()
-            while (turn := self._queue.first()) is not None:
+            while (turn := self._queue.first()) is not None and self._batch.alone is None:
+                if turn.suspect and len(self._batch):
+                    return None
                 if not memory.rows.free:
                     return turn, np.zeros(len(memory.pools), np.int64)
                 self._make_startable(turn)
@@ -122,8 +124,9 @@ class Admission:
 
     def _need(self, turn: Turn) -> Longs:
         """Units to acquire for the tokens it knows, an upper bound, int64 [groups]."""
-        generates = turn.generates and turn.state is not TurnState.DRAFTING
-        need = np.array(self._worst(turn, min(turn.length, max(1, turn.last_position)), generates=generates), np.int64)
+        need = np.array(
+            self._worst(turn, min(turn.length, max(1, turn.last_position)), generates=turn.generating), np.int64
+        )
         if turn.session.memory.turn is not None:
             need -= turn.session.memory.turn.own_units()
         return np.maximum(need, 0)

@@ -15,7 +15,7 @@ from tenuto.memory.pool import Lease
 from tenuto.memory.rows import FAR
 from tenuto.memory.turn_memory import Taken, TurnMemory
 from tenuto.sched.queue import Rank, rank
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import Turn
 
 NO_STOP = -1
 """Pads rows of `Batch.stop_ids`; no sampled token equals it."""
@@ -27,6 +27,7 @@ class News:
 
     taken: list[tuple[int, Taken]]
     sampling: dict[int, Sampling]
+    runs: dict[int, int]  # the run of each of these rows
 
 
 class Batch:
@@ -43,6 +44,7 @@ class Batch:
         self.stop_ids = np.full((rows, max(1, len(eos_ids))), NO_STOP, np.int32)
         self.has_text = np.zeros(rows, np.bool_)
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
+        self.alone: Turn | None = None  # a suspect of failing steps, which shares no step until one succeeds
         self.departures = 0  # turns that have left, ever
         self._eos_ids = eos_ids
         self._aging = aging_seconds
@@ -81,18 +83,18 @@ class Batch:
             memory = TurnMemory(turn.session.memory, turn.name, start_target(turn), slots)
         else:
             memory.add_slots(slots)
-        if turn.generates and turn.state is not TurnState.DRAFTING and turn.cached < 0:
-            turn.cached = min(memory.computed, turn.prompt_length)
         row = self.rows.take()
         self._taken += [(row, taken) for taken in memory.attach(row)]
         self._fill(row, turn, memory)
         self.turns[row] = turn
         insort(self._ranked, (rank(turn, self._aging), row))
+        if turn.suspect:
+            self.alone = turn
         self._stale = True
 
     def _fill(self, row: int, turn: Turn, memory: TurnMemory) -> None:
         rows = self.rows
-        generates = turn.generates and turn.state is not TurnState.DRAFTING
+        generates = turn.generating
         rows.known[row] = rows.expected[row] = turn.length
         rows.limit[row] = turn.last_position if generates else max(0, turn.length - 1)
         rows.samples[row] = generates
@@ -107,7 +109,7 @@ class Batch:
         self.stop_ids[row, : len(stops)] = stops
         if generates:
             self._sampling[row] = turn.params.sampling
-        if self.memory.spec.needs_points:
+        if self.memory.spec.needs_checkpoints:
             end = turn.resume_position
             if generates and memory.lacks_checkpoint(end):
                 memory.mark(end)
@@ -120,7 +122,7 @@ class Batch:
         spaced = (position // interval + 1) * interval
         if spaced < end:
             return spaced
-        return end if position < end and turn.generates and turn.state is not TurnState.DRAFTING else int(FAR)
+        return end if position < end and turn.generating else int(FAR)
 
     def marks_due(self, scheduled: npt.NDArray[np.int64]) -> None:
         """Make the checkpoints at the marks that the rows `scheduled` have just been scheduled up to or past."""
@@ -141,25 +143,35 @@ class Batch:
         """The turn has left `row` (its memory is detached or gone)."""
         position = bisect_left(self._ranked, (rank(turn, self._aging), row))
         if position == len(self._ranked) or self._ranked[position][1] != row:
-            position = next(i for i, (_, r) in enumerate(self._ranked) if r == row)  # its rank has changed since
+            raise InvariantError(f"{turn.name} is not in row {row}, or its rank has changed since")
         del self._ranked[position]
         self._stale = True
         self.turns[row] = None
         self._sampling.pop(row, None)
         self._taken = [(r, taken) for r, taken in self._taken if r != row]
         turn.computed_tokens += int(self.work[row])
+        if self.alone is turn:
+            self.alone = None
         self.departures += 1
 
     def take_news(self) -> News:
         """What the executor does not know yet, for the plan that is being made."""
-        news = News(self._taken, self._sampling)
+        rows = {row for row, _ in self._taken} | set(self._sampling)
+        news = News(self._taken, self._sampling, {row: int(self.rows.run[row]) for row in rows})
         self._taken, self._sampling = [], {}
         return news
 
     def return_news(self, news: News) -> None:
         """The plan that carried it is not submitted: tell the rows still taken again."""
-        self._taken = [(row, taken) for row, taken in news.taken if self.turns[row] is not None] + self._taken
-        self._sampling = {row: s for row, s in news.sampling.items() if self.turns[row] is not None} | self._sampling
+        same = {row for row, run in news.runs.items() if self.turns[row] is not None and self.rows.run[row] == run}
+        self._taken = [(row, taken) for row, taken in news.taken if row in same] + self._taken
+        self._sampling = {row: sampling for row, sampling in news.sampling.items() if row in same} | self._sampling
+
+
+def continues_from(turn: Turn) -> int:
+    """The position from which the turn would compute now. Changes nothing."""
+    memory = turn.session.memory
+    return memory.turn.computed if memory.turn is not None else memory.resumable(start_target(turn))
 
 
 def start_target(turn: Turn) -> int:

@@ -94,9 +94,6 @@ class Planner:
         short one is not held up by a long one; drafts get what nobody else wants."""
         counts = np.minimum(wanted, 1)
         left = self._budget - int(counts.sum())
-        if left < 0:
-            counts[np.cumsum(counts) > self._budget] = 0
-            return counts
         prefills = np.flatnonzero(wanted > 1).tolist()
         if not prefills:
             return counts
@@ -177,7 +174,7 @@ class Planner:
         if proposal.guesses:
             rows.uncertain[chosen[list(proposal.guesses)]] = True
         self._batch.work[chosen] += counts
-        if memory.spec.needs_points:
+        if memory.spec.needs_checkpoints:
             self._batch.marks_due(chosen)
         self._steps += 1
         plan = Plan(

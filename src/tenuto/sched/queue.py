@@ -30,10 +30,16 @@ class WaitingQueue:
         self.aging_seconds = aging_seconds
         self._heap: list[tuple[Rank, int, Turn]] = []
         self._live: dict[int, int] = {}  # turn number -> its live entry
+        self._drafts: set[int] = set()
         self._entries = count()
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def submitted(self) -> int:
+        """How many of them are no drafts."""
+        return len(self._live) - len(self._drafts)
 
     def __contains__(self, turn: Turn) -> bool:
         return turn.number in self._live
@@ -41,12 +47,20 @@ class WaitingQueue:
     def push(self, turn: Turn) -> None:
         """Queue it at its present rank."""
         entry = next(self._entries)
-        self._live[turn.number] = entry
         heapq.heappush(self._heap, (rank(turn, self.aging_seconds), entry, turn))
+        self._live[turn.number] = entry
+        if turn.state is TurnState.DRAFTING:
+            self._drafts.add(turn.number)
+        else:
+            self._drafts.discard(turn.number)
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [item for item in self._heap if self._live.get(item[2].number) == item[1]]
+            heapq.heapify(self._heap)
 
     def remove(self, turn: Turn) -> None:
         """It no longer waits."""
         self._live.pop(turn.number, None)
+        self._drafts.discard(turn.number)
 
     def first(self) -> Turn | None:
         """The next to run, left in the queue."""

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator
 from random import Random
 
+from tenuto.base.checks import shown
 from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
 from tenuto.memory.memory import Memory
@@ -48,8 +49,10 @@ class Registry:
         """A new, empty session. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
         if session_id is None:
             session_id = f"{self._random.getrandbits(96):024x}"
-        if not 0 < len(session_id) <= MAX_ID_LENGTH or not session_id.isprintable():
-            raise InvalidRequest(f"session id {session_id!r}; allowed: 1 to {MAX_ID_LENGTH} printable characters")
+        if type(session_id) is not str or not session_id.isprintable() or not 0 < len(session_id) <= MAX_ID_LENGTH:
+            raise InvalidRequest(
+                f"session id is {shown(session_id)}; allowed: 1 to {MAX_ID_LENGTH} printable characters"
+            )
         if session_id in self._sessions:
             raise AlreadyExists(f"session {session_id!r} is open already")
         if len(self._sessions) >= self._max_sessions:
@@ -74,15 +77,16 @@ class Registry:
     def expired(self) -> list[Session]:
         """Idle sessions whose TTL has run out, counted from the end of their last turn. A session with an open turn
         never expires; it is watched again when the turn ends."""
-        now, found = self._clock.now(), []
+        now = self._clock.now()
+        found: dict[str, Session] = {}
         while self._expiries and self._expiries[0][0] <= now:
             session = self._sessions.get(heapq.heappop(self._expiries)[1])
             if session is None or session.turn is not None or session.state is not SessionState.OPEN:
                 continue
             ttl = session.policy.ttl
-            if ttl is not None and session.last_turn_end + ttl <= now and session not in found:
-                found.append(session)
-        return found
+            if ttl is not None and session.last_turn_end + ttl <= now:
+                found[session.id] = session
+        return list(found.values())
 
     def holders(self) -> Iterator[Holder]:
         """Everything that holds leases on account of a session."""

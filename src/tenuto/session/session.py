@@ -6,9 +6,10 @@ from array import array
 from dataclasses import dataclass
 from enum import Enum
 
-from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
+from tenuto.base.checks import seconds, whole
+from tenuto.base.errors import IllegalTransition, SessionBusy, SessionClosed
 from tenuto.memory.session_memory import SessionMemory
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import MAX_PRIORITY, Turn, TurnState
 
 
 class SessionState(Enum):
@@ -31,10 +32,10 @@ class Policy:
     ephemeral: bool = False
 
     def __post_init__(self) -> None:
-        if self.ttl is not None and not self.ttl > 0:
-            raise InvalidRequest(f"ttl is {self.ttl}; allowed: more than 0 seconds, or none")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {self.max_tokens}; allowed: at least 1, or none")
+        whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        seconds("ttl", self.ttl)
+        if self.max_tokens is not None:
+            whole("max_tokens", self.max_tokens, 1, 2**40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +117,12 @@ class Session:
 
     def turn_boundary(self, turns: int) -> int:
         """Tokens in the first `turns` turns."""
-        if not 0 <= turns <= len(self.records):
-            raise InvalidRequest(
-                f"turn is {turns}; session {self.id} has {len(self.records)} turns, allowed: 0 to that"
-            )
+        turns = whole(f"turn of session {self.id}", turns, 0, len(self.records))
         return self.records[turns - 1].end if turns else 0
 
     def check_position(self, position: int) -> int:
         """A token position in the history."""
-        if not 0 <= position <= len(self.history):
-            raise InvalidRequest(f"position is {position}; session {self.id} has {len(self.history)} tokens")
-        return position
+        return whole(f"position in session {self.id}", position, 0, len(self.history))
 
     def rewind(self, position: int) -> None:
         """Cut the history to its first `position` tokens."""

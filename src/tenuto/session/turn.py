@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from tenuto.base.checks import seconds, shown, whole
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.sampling import GREEDY, Sampling
 
@@ -38,6 +39,7 @@ class EndReason(Enum):
     APPENDED = "appended"  # a prefill-only turn is done
     ABORT = "abort"  # by the caller, a disconnect or a closing session
     DEADLINE = "deadline"  # one of its deadlines passed
+    FAILED = "failed"  # steps with it in them fail, also when it is alone in one
 
 
 TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
@@ -51,6 +53,14 @@ TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
     ),
 }
 """Every transition of an open turn: from which states, to which."""
+
+
+MAX_STOP_IDS = 64
+MAX_PRIORITY = 1000
+SUSPICIOUS_FAILURES = 2
+"""After this many failed steps without coming past them a turn runs alone, so that it fails no other's."""
+MOST_FAILURES = 5
+"""After this many it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +82,18 @@ class TurnParams:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 0:
-            raise InvalidRequest(f"max_new_tokens is {self.max_new_tokens}; allowed: 0 (prefill only) or more")
-        if any(token < 0 for token in self.stop_ids):
-            raise InvalidRequest(f"stop_ids are {list(self.stop_ids)}; allowed: token ids, 0 or more")
-        for name in ("queue_timeout", "timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0:
-                raise InvalidRequest(f"{name} is {seconds}; allowed: more than 0 seconds, or none")
+        if self.max_new_tokens is not None:
+            whole("max_new_tokens", self.max_new_tokens, 0, 2**40)
+        if len(self.stop_ids) > MAX_STOP_IDS:
+            raise InvalidRequest(f"there are {len(self.stop_ids)} stop_ids; allowed: at most {MAX_STOP_IDS}")
+        for token in self.stop_ids:
+            whole("a stop id", token, 0, 2**31 - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos is {shown(self.ignore_eos)}; allowed: true or false")
+        if self.priority is not None:
+            whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        seconds("queue_timeout", self.queue_timeout)
+        seconds("timeout", self.timeout)
 
 
 class TextStream(Protocol):
@@ -139,15 +153,17 @@ class Turn:
         self.params = params  # replaced when a draft is submitted
         self.priority = params.priority if params.priority is not None else session.policy.priority
         self.arrival = arrival
-        self.changed = arrival  # when its draft last changed; written by the engine
+        self.changed = arrival  # when its draft last changed; written by the life cycle
         self.input = array("i")
         self.output = array("i")
         self.max_new_tokens = 0  # effective; 0: prefill only
         self.state = TurnState.QUEUED
         self.replaces = False  # regenerates the session's last turn
         self.started = False  # has run as a submitted turn
-        self.cached = -1  # prompt tokens found in memory when it first ran; set by the batch
-        self.computed_tokens = 0  # written by the batch at each settle
+        self.failures = 0  # failed steps it was in, until it comes past `failed_at`; both written by the engine
+        self.failed_at = 0  # tokens it had computed when the last of them failed
+        self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle
+        self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
         self.text: TextStream | None = None
         self.result: TurnResult | None = None
 
@@ -161,6 +177,16 @@ class Turn:
     @property
     def generates(self) -> bool:
         return self.max_new_tokens > 0
+
+    @property
+    def generating(self) -> bool:
+        """Whether it generates when it runs: a draft does not yet."""
+        return self.max_new_tokens > 0 and self.state is not TurnState.DRAFTING
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it has to show that steps fail without it: until one with it alone succeeds, it shares none."""
+        return self.failures >= SUSPICIOUS_FAILURES
 
     @property
     def prompt_length(self) -> int:
@@ -226,10 +252,10 @@ class Turn:
 
     def commit(self, reason: EndReason, now: float, keep: int | None = None) -> TurnResult:
         """Make input and the first `keep` (`None`: all) output tokens part of the history."""
+        kept = self.output[: len(self.output) if keep is None else keep]
         self.go("commit")
-        kept = len(self.output) if keep is None else min(keep, len(self.output))
-        self.session.take_in(self, self.output[:kept])
-        return self._end(reason, now, committed=True, kept=kept)
+        self.session.take_in(self, kept)
+        return self._end(reason, now, committed=True, kept=len(kept))
 
     def abort(self, reason: EndReason, now: float) -> TurnResult:
         """Roll back: the session is what it was."""
@@ -249,9 +275,11 @@ class Turn:
 
 def as_tokens(tokens: Iterable[int], vocab_size: int) -> array[int]:
     """Check token ids against the vocabulary. Raises `InvalidRequest`."""
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise InvalidRequest(f"input tokens are not token ids: {shown(tokens)}; allowed: a sequence of them")
     try:
         checked = array("i", tokens)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"input tokens are not token ids: {error}") from None
     if checked and not (min(checked) >= 0 and max(checked) < vocab_size):
         wrong = next(t for t in checked if not 0 <= t < vocab_size)

@@ -1,0 +1,55 @@
+"""Checks of values that callers choose: what is wrong is a typed error, and nothing odd gets past the edge."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import SupportsFloat
+
+from tenuto.base.errors import InvalidRequest, TenutoError
+
+MOST_SECONDS = 1e9
+"""The longest time span, about 30 years."""
+
+
+def whole(name: str, value: object, low: int, high: int, error: type[TenutoError] = InvalidRequest) -> int:
+    """`value` as an integer in [low, high]; a bool is none. Raises `error`."""
+    try:
+        number = index(value)  # type: ignore[arg-type] # whatever the caller gave
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or not low <= number <= high:
+        raise error(f"{name} is {shown(value)}; allowed: a whole number from {low} to {high}")
+    return number
+
+
+def real(name: str, value: object, low: float, high: float, error: type[TenutoError] = InvalidRequest) -> float:
+    """`value` as a number in [low, high]. Raises `error`."""
+    number = _float(value)
+    if number is None or not low <= number <= high:
+        raise error(f"{name} is {shown(value)}; allowed: a number from {low:g} to {high:g}")
+    return number
+
+
+def seconds(name: str, value: object, error: type[TenutoError] = InvalidRequest) -> float | None:
+    """`value` as a time span of more than 0 seconds, or `None` for none. Raises `error`."""
+    if value is None:
+        return None
+    number = _float(value)
+    if number is None or not 0 < number <= MOST_SECONDS:
+        raise error(f"{name} is {shown(value)}; allowed: more than 0 and at most {MOST_SECONDS:g} seconds, or none")
+    return number
+
+
+def _float(value: object) -> float | None:
+    if isinstance(value, (bool, str, bytes)) or not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it, cut short."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
