@@ -1,1 +1,1 @@
-"""What every layer may know: errors, configuration, clock, ids, plans. Plain Python and NumPy."""
+"""What every layer may know: errors, checks, configuration, clock, plans. Plain Python and NumPy."""
