@@ -319,3 +319,106 @@ def test_the_package_shows_its_names_and_no_others() -> None:
     assert all(getattr(tenuto, name) is not None for name in tenuto.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = tenuto.nonsense
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_ids": [2**40]},
+        {"stop_ids": [float("nan")]},
+        {"stop_ids": 5},
+        {"stop_ids": list(range(65))},
+        {"stop": 5},
+        {"top_k": 2**63},
+        {"top_k": float("nan")},
+        {"top_p": float("nan")},
+        {"temperature": None},
+        {"seed": 1.5},
+        {"priority": "x"},
+        {"priority": 10**400},
+        {"timeout": 10**400},
+        {"timeout": "soon"},
+        {"max_new_tokens": 1.5},
+        {"max_new_tokens": float("nan")},
+        {"ignore_eos": "no"},
+    ],
+    ids=str,
+)
+def test_odd_values_are_refused_and_harm_nobody(engine: tenuto.Engine, options: dict) -> None:
+    session = engine.session()
+    with pytest.raises(InvalidRequest):
+        session.turn([1], **options)
+    assert (session.info.turn, session.info.version) == (None, 0)
+    assert session.turn([1], max_new_tokens=2).result().kept == 2
+
+
+@pytest.mark.parametrize("given", [[1.9], ["12"], [float("inf")], [True], b"abc", None, [None]], ids=str)
+def test_what_is_no_input_is_refused(engine: tenuto.Engine, given: object) -> None:
+    with pytest.raises(InvalidRequest):
+        engine.session().turn(given, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("keep", [1.5, float("nan"), "most", True, -2], ids=str)
+def test_an_odd_keep_is_refused_and_the_turn_goes_on(engine: tenuto.Engine, keep: object) -> None:
+    turn = engine.session().turn([1], max_new_tokens=50)
+    with pytest.raises(InvalidRequest):
+        turn.abort(keep=keep)
+    assert turn.result().reason in (EndReason.LENGTH, EndReason.STOP)
+
+
+def test_an_odd_session_or_fork_is_refused_and_opens_none(engine: tenuto.Engine) -> None:
+    session = engine.session()
+    for wrong in (
+        lambda: engine.session(5),
+        lambda: engine.session(ttl=10**400),
+        lambda: engine.session(priority=None),
+        lambda: engine.session(max_tokens=True),
+        lambda: session.fork(position=1.5),
+        lambda: session.fork(turn="first"),
+    ):
+        with pytest.raises(InvalidRequest):
+            wrong()
+    assert len(engine.sessions()) == 1
+
+
+def test_an_ended_turn_can_be_aborted_after_the_engine_was_closed() -> None:
+    with tenuto.Engine("witness", context_length=CONTEXT) as engine:
+        turn = engine.session().turn([1], max_new_tokens=2)
+        result = turn.result()
+    assert turn.abort() is result
+
+
+def test_a_cancelled_opening_leaves_no_session() -> None:
+    async def open_and_cancel() -> None:
+        async with tenuto.AsyncEngine("witness", context_length=CONTEXT) as engine:
+            for _ in range(60):
+                opening = asyncio.create_task(engine.session())
+                await asyncio.sleep(0)
+                opening.cancel()
+                await asyncio.gather(opening, return_exceptions=True)
+            for _ in range(200):
+                left = await engine.sessions()
+                if not left:
+                    break
+                await asyncio.sleep(0.01)
+            assert not left
+
+    asyncio.run(open_and_cancel())
+
+
+def test_a_cancelled_abort_still_ends_the_turn() -> None:
+    async def abort_and_cancel() -> None:
+        async with tenuto.AsyncEngine("witness", context_length=CONTEXT) as engine:
+            session = await engine.session()
+            stream = session.turn([1], max_new_tokens=2000, ignore_eos=True)
+            aborting = asyncio.create_task(stream.abort())
+            await asyncio.sleep(0)
+            aborting.cancel()
+            await asyncio.gather(aborting, return_exceptions=True)
+            for _ in range(200):
+                if (await session.info()).turn is None:
+                    return
+                await asyncio.sleep(0.01)
+            pytest.fail("the turn still runs")
+
+    asyncio.run(abort_and_cancel())

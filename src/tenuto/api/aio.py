@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 from weakref import finalize
@@ -12,6 +13,7 @@ from weakref import finalize
 from tenuto.api.core import EngineCore, SessionCore, SessionInfo
 from tenuto.api.options import Input, TurnOptions
 from tenuto.api.reader import Deliver, Event, Keep, TurnReader
+from tenuto.base.errors import EngineStopped
 from tenuto.engine.loop import TurnEvent
 from tenuto.memory.audit import AuditReport
 from tenuto.session.session import Policy
@@ -23,6 +25,21 @@ T = TypeVar("T")
 
 async def _answer(future: Future[T]) -> T:
     return await asyncio.wrap_future(future)
+
+
+async def _opened(future: Future[SessionCore]) -> SessionCore:
+    """A session that is being opened. If the caller is cancelled, it is closed as soon as it is there."""
+    try:
+        return await _answer(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(_close_orphan)
+        raise
+
+
+def _close_orphan(opened: Future[SessionCore]) -> None:
+    if not opened.cancelled() and opened.exception() is None:
+        with suppress(EngineStopped):
+            opened.result().close(finish=False)
 
 
 class AsyncEngine:
@@ -40,7 +57,7 @@ class AsyncEngine:
         **config: Any,
     ) -> None:
         self._core = EngineCore(model, device, dtype, memory_bytes, page_size, config)
-        self._closer = finalize(self, self._core.loop.close)
+        self._closer = finalize(self, self._core.loop.request_stop)
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,7 +87,7 @@ class AsyncEngine:
     ) -> AsyncSession:
         """See `Engine.session`."""
         policy = Policy(priority, ttl, max_tokens)
-        return AsyncSession(self, await _answer(self._core.open(session_id, system, policy)))
+        return AsyncSession(self, await _opened(self._core.open(session_id, system, policy)))
 
     def generate(self, input: Input, **options: Unpack[TurnOptions]) -> AsyncTurnStream:  # noqa: A002 - the natural name
         """See `Engine.generate`."""
@@ -86,7 +103,8 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        await asyncio.to_thread(self._closer)
+        self._closer.detach()
+        await asyncio.to_thread(self._core.loop.close)
 
 
 class AsyncSession:
@@ -143,7 +161,7 @@ class AsyncSession:
         self, turn: int | None = None, position: int | None = None, *, session_id: str | None = None
     ) -> AsyncSession:
         """See `Session.fork`."""
-        return AsyncSession(self._engine, await _answer(self._core.fork(turn, position, session_id)))
+        return AsyncSession(self._engine, await _opened(self._core.fork(turn, position, session_id)))
 
     async def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
         """See `Session.rewind`."""
@@ -213,7 +231,7 @@ class AsyncTurnStream:
 
     async def abort(self, keep: Keep = None) -> TurnResult:
         """See `TurnStream.abort`."""
-        return await _answer(self._reader.abort(keep))
+        return await asyncio.shield(_answer(self._reader.abort(keep)))  # done also if the caller is cancelled
 
     def close(self) -> None:
         """Abort the turn if it has not ended."""

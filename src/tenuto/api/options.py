@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from tenuto.base.checks import shown, whole
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.sampling import Sampling
 from tenuto.session.turn import TurnParams
@@ -48,10 +49,16 @@ def turn_params(options: TurnOptions) -> TurnParams:
     stop = rest.pop("stop", ())
     return TurnParams(
         sampling=sampling,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_ids=tuple(rest.pop("stop_ids", ())),
+        stop=(stop,) if isinstance(stop, str) else _items("stop", stop, "a string or a list of strings"),
+        stop_ids=_items("stop_ids", rest.pop("stop_ids", ()), "a list of token ids"),
         **rest,
     )
+
+
+def _items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}")
+    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,4 @@ def parse_input(given: Input, tokenizer: Tokenizer | None) -> Prompt:
     items: list[object] = list(given)
     if items and isinstance(items[0], Mapping):
         return Prompt(messages=tuple(Message.from_dict(item) for item in items))
-    try:
-        return Prompt(tokens=tuple(int(item) for item in items))  # type: ignore[call-overload] # what fails is caught
-    except (TypeError, ValueError):
-        raise InvalidRequest("input is a list of neither token ids nor messages") from None
+    return Prompt(tokens=tuple(whole("a token id of the input", item, 0, 2**31 - 1) for item in items))

@@ -69,6 +69,10 @@ class TurnReader:
             keep = self._delivered
         elif keep is not None and keep < 0:
             raise InvalidRequest(f"keep is {keep}; allowed: none, a number of output tokens, or 'delivered'")
+        if self.result is not None:
+            ended: Future[TurnResult] = Future()
+            ended.set_result(self.result)
+            return ended
         self._aborting = True
         return self._loop.abort(self.started, keep)
 

@@ -38,7 +38,7 @@ class Engine:
         **config: Any,
     ) -> None:
         self._core = EngineCore(model, device, dtype, memory_bytes, page_size, config)
-        self._closer = finalize(self, self._core.loop.close)
+        self._closer = finalize(self, self._core.loop.request_stop)
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +85,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop. Turns still open raise `EngineStopped` at their readers."""
-        self._closer()
+        self._closer.detach()
+        self._core.loop.close()
 
 
 class Session:

@@ -86,11 +86,16 @@ class EngineLoop:
 
     def close(self) -> None:
         """Stop after the step in progress and wait for that. Whoever waits for something gets `EngineStopped`."""
+        self.request_stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def request_stop(self) -> None:
+        """Stop after the step in progress, and do not wait: a finalizer may run in any thread, also in one that the
+        step needs."""
         with self._lock:
             if self._stopped is None:
                 self._commands.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
 
     def _post(self, command: _Command[T]) -> None:
         with self._lock:
@@ -116,8 +121,12 @@ class EngineLoop:
         """Do all commands there are, waiting up to `wait` seconds for the first. False if one was to close."""
         try:
             command = self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
+            waiting = self._commands.qsize()  # those that come meanwhile wait for the next step
             while command is not None:
                 command.run(self._engine)
+                if waiting == 0:
+                    return True
+                waiting -= 1
                 command = self._commands.get_nowait()
         except Empty:
             return True
