@@ -18,9 +18,11 @@ pty = pytest.importorskip("pty", reason="pseudo-terminals are a thing of Unix")
 TENUTO = str(Path(sys.executable).parent / "tenuto")
 CHAT = [TENUTO, "chat", "--context-length", "512"]
 OWN_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Makes standard input the controlling terminal, so that Ctrl-C typed into it interrupts, then becomes the command."""
+"""Makes standard input the controlling terminal, so that Ctrl-C typed into it interrupts, also where a background job
+has it ignored, then becomes the command."""
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
