@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 import tenuto
@@ -20,7 +22,7 @@ from tenuto.base.errors import (
     NotFound,
     SessionBusy,
 )
-from tenuto.exec.witness import history_hash, next_token
+from tenuto.exec.witness import WitnessExecutor, history_hash, next_token
 from tenuto.session.turn import EndReason
 
 CONTEXT = 4096
@@ -352,18 +354,21 @@ def test_odd_values_are_refused_and_harm_nobody(engine: tenuto.Engine, options: 
     assert session.turn([1], max_new_tokens=2).result().kept == 2
 
 
-@pytest.mark.parametrize("given", [[1.9], ["12"], [float("inf")], [True], b"abc", None, [None]], ids=str)
+@pytest.mark.parametrize(
+    "given", [[1.9], ["12"], [float("inf")], [True], b"abc", bytearray(b"abc"), np.array(5), None, [None]], ids=str
+)
 def test_what_is_no_input_is_refused(engine: tenuto.Engine, given: object) -> None:
     with pytest.raises(InvalidRequest):
         engine.session().turn(given, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("keep", [1.5, float("nan"), "most", True, -2], ids=str)
+@pytest.mark.parametrize("keep", [1.5, float("nan"), "most", True, -2, [1]], ids=str)
 def test_an_odd_keep_is_refused_and_the_turn_goes_on(engine: tenuto.Engine, keep: object) -> None:
     turn = engine.session().turn([1], max_new_tokens=50)
     with pytest.raises(InvalidRequest):
         turn.abort(keep=keep)
     assert turn.result().reason in (EndReason.LENGTH, EndReason.STOP)
+    assert turn.token_ids == said([1], 50)
 
 
 def test_an_odd_session_or_fork_is_refused_and_opens_none(engine: tenuto.Engine) -> None:
@@ -411,14 +416,67 @@ def test_a_cancelled_abort_still_ends_the_turn() -> None:
         async with tenuto.AsyncEngine("witness", context_length=CONTEXT) as engine:
             session = await engine.session()
             stream = session.turn([1], max_new_tokens=2000, ignore_eos=True)
+            release = threading.Event()
+            engine._core.loop.call(lambda _: release.wait(20))  # so that the abort is still to be done
             aborting = asyncio.create_task(stream.abort())
             await asyncio.sleep(0)
             aborting.cancel()
-            await asyncio.gather(aborting, return_exceptions=True)
-            for _ in range(200):
-                if (await session.info()).turn is None:
-                    return
-                await asyncio.sleep(0.01)
-            pytest.fail("the turn still runs")
+            with pytest.raises(asyncio.CancelledError):
+                await aborting
+            release.set()
+            assert (await stream.result()).reason is EndReason.ABORT
+            assert await session.history() == []
 
     asyncio.run(abort_and_cancel())
+
+
+def test_numpy_token_ids_are_token_ids(engine: tenuto.Engine) -> None:
+    turn = engine.session().turn(np.array([1, 2], np.int32), max_new_tokens=2)  # type: ignore[arg-type]
+    assert list(turn.tokens()) == said([1, 2], 2)
+
+
+def test_what_a_barge_in_keeps_beyond_what_was_read_is_still_read(engine: tenuto.Engine) -> None:
+    session = engine.session()
+    turn = session.turn([5])
+    next(turn.tokens())
+    eventually(lambda: session.info.tokens == 0 and turn._events.qsize() > 30)
+    assert turn.abort(keep=20).kept == 20
+    assert turn.result().kept == 20
+    assert turn.token_ids == said([5], 20)
+    assert session.history == [5, *turn.token_ids]
+
+
+def test_a_turn_whose_end_nobody_read_can_be_aborted_after_the_engine_was_closed() -> None:
+    with tenuto.Engine("witness", context_length=CONTEXT) as engine:
+        session = engine.session()
+        turn = session.turn([1], max_new_tokens=2)
+        eventually(lambda: session.info.turn is None)
+    assert turn.abort().kept == 2
+    assert turn.result().kept == 2
+    assert turn.token_ids == said([1], 2)
+
+
+def test_an_engine_that_is_collected_does_not_wait_for_its_thread() -> None:
+    engine = tenuto.Engine("witness")
+    loop, entered, release = engine._core.loop, threading.Event(), threading.Event()
+
+    def work(_: object) -> None:
+        entered.set()
+        release.wait(20)
+
+    loop.call(work)
+    assert entered.wait(20)
+    del engine
+    gc.collect()
+    assert loop._thread.is_alive()
+    assert not release.is_set()
+    release.set()
+    loop.close()
+
+
+def test_closing_an_engine_closes_its_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[WitnessExecutor] = []
+    monkeypatch.setattr(WitnessExecutor, "close", lambda executor: closed.append(executor))  # noqa: PLW0108 - a method
+    with tenuto.Engine("witness"):
+        assert closed == []
+    assert len(closed) == 1

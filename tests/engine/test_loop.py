@@ -196,3 +196,47 @@ def test_a_refused_command_leaves_the_engine_running(loop: EngineLoop) -> None:
     with pytest.raises(InvalidRequest):
         loop.call(lambda engine: engine.open("")).result()
     loop.call(lambda engine: engine.open("s")).result()
+
+
+def test_what_the_engine_computes_with_is_closed_once_and_in_its_thread() -> None:
+    closed: list[str] = []
+    loop = EngineLoop(make_engine(), lambda: closed.append(threading.current_thread().name))
+    loop.close()
+    loop.close()
+    assert closed == ["tenuto-engine"]
+
+
+def test_a_request_to_stop_does_not_wait_for_the_step_in_progress() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def work(engine: Engine) -> None:
+        entered.set()
+        release.wait(20)
+
+    loop = EngineLoop(make_engine())
+    loop.call(work)
+    assert entered.wait(20)
+    loop.request_stop()
+    assert loop._thread.is_alive()
+    release.set()
+    loop.close()
+    assert not loop._thread.is_alive()
+
+
+def test_commands_that_bring_commands_do_not_keep_the_engine_from_its_steps(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    stop = threading.Event()
+
+    def again(engine: Engine) -> None:
+        if not stop.is_set():
+            loop.call(again)
+
+    loop.call(again)
+    events, _ = begin(loop, TurnParams(max_new_tokens=3))
+    try:
+        while (event := events.get(timeout=20)) is not None:
+            assert isinstance(event, TurnEvent)
+            if event.result is not None:
+                break
+    finally:
+        stop.set()

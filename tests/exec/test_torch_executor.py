@@ -129,13 +129,40 @@ def test_a_fork_goes_on_in_a_copy_of_the_tail_page(driver: Driver) -> None:
     assert got[:1] == continuation(driver, 2, prompt, 2)[1:]
 
 
-def test_a_failed_step_comes_out_of_collect_and_the_next_one_works(executor: TorchExecutor, driver: Driver) -> None:
+def fail_once(executor: TorchExecutor, driver: Driver, patch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Submit a step whose forward pass raises `error`."""
+
+    def forward(*args: object) -> torch.Tensor:
+        raise error
+
+    with patch.context() as patched:
+        patched.setattr(executor, "_forward", forward)
+        executor.submit(driver.plan([(1, text(3), 1)]))
+        assert executor._in_flight is not None
+        executor._in_flight.exception()
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError, MemoryError])
+def test_what_a_device_can_cause_is_a_failed_step_and_the_next_one_works(
+    executor: TorchExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
     expected = continuation(driver, 0, text(6), 2)
-    executor.submit(driver.plan([(1, [10**6], 1)]))
-    with pytest.raises(StepFailed, match="IndexError") as failure:
+    fail_once(executor, driver, monkeypatch, kind("told to fail"))
+    with pytest.raises(StepFailed, match="told to fail") as failure:
         executor.collect()
-    assert isinstance(failure.value.__cause__, IndexError)
+    assert isinstance(failure.value.__cause__, kind)
     assert continuation(driver, 2, text(6), 2) == expected
+
+
+@pytest.mark.parametrize(
+    "kind", [TypeError, ValueError, OverflowError, IndexError, InvariantError, NotImplementedError]
+)
+def test_our_own_mistake_in_a_step_comes_out_as_it_is(
+    executor: TorchExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    fail_once(executor, driver, monkeypatch, kind("a bug"))
+    with pytest.raises(kind, match="a bug"):
+        executor.collect()
 
 
 def test_at_most_one_step_is_in_flight(executor: TorchExecutor, driver: Driver) -> None:

@@ -231,7 +231,9 @@ class AsyncTurnStream:
 
     async def abort(self, keep: Keep = None) -> TurnResult:
         """See `TurnStream.abort`."""
-        return await asyncio.shield(_answer(self._reader.abort(keep)))  # done also if the caller is cancelled
+        return await asyncio.shield(
+            asyncio.wrap_future(self._reader.abort(keep))
+        )  # done also if the caller is cancelled
 
     def close(self) -> None:
         """Abort the turn if it has not ended."""

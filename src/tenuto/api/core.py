@@ -58,7 +58,7 @@ class EngineCore:
         self.config = engine_config(loaded, config)
         self._chat = loaded.chat
         self._logs: WeakKeyDictionary[Session, ChatLog] = WeakKeyDictionary()
-        self.loop = EngineLoop(build_engine(loaded, self.config, memory_bytes))
+        self.loop = EngineLoop(build_engine(loaded, self.config, memory_bytes), loaded.executor.close)
 
     def open(self, session_id: str | None, system: str | None, policy: Policy) -> Future[SessionCore]:
         log = ChatLog(self._chat, self.tokenizer, system)

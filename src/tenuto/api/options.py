@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -56,9 +57,11 @@ def turn_params(options: TurnOptions) -> TurnParams:
 
 
 def _items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}")
-    return tuple(value)
+    """`value` as a tuple, if it is a collection and neither text nor bytes. Raises `InvalidRequest`."""
+    if not isinstance(value, str | bytes | bytearray | memoryview | Mapping) and isinstance(value, Iterable):
+        with suppress(TypeError):  # an array without dimensions says that it is iterable, and is not
+            return tuple(value)
+    raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,7 @@ def parse_input(given: Input, tokenizer: Tokenizer | None) -> Prompt:
         if tokenizer is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none; give token ids")
         return Prompt(tokens=tuple(tokenizer.encode(given)), text=True)
-    if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
-        raise InvalidRequest(f"input is {type(given).__name__}; allowed: text, token ids, or a list of messages")
-    items: list[object] = list(given)
+    items = _items("input", given, "text, token ids, or a list of messages")
     if items and isinstance(items[0], Mapping):
         return Prompt(messages=tuple(Message.from_dict(item) for item in items))
     return Prompt(tokens=tuple(whole("a token id of the input", item, 0, 2**31 - 1) for item in items))

@@ -219,8 +219,9 @@ class TurnStream:
 
     def abort(self, keep: Keep = None) -> TurnResult:
         """End the turn now. By default the session is as it was before; with `keep` this is a barge-in, which commits
-        the input and that many output tokens, or all whose text was read from this stream ("delivered"). If the turn
-        has ended already, its result is returned."""
+        the input and that many output tokens, or all whose text was read from this stream ("delivered"). Tokens kept
+        beyond those read are still read from the stream, with their text unless that of tokens not kept came with it.
+        If the turn has ended already, its result is returned."""
         return self._reader.abort(keep).result()
 
     def close(self) -> None:

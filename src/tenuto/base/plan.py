@@ -104,3 +104,7 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the step in flight. Raises `StepFailed` if it could not be finished."""
         ...
+
+    def close(self) -> None:
+        """Release what it computes with; nothing is submitted any more."""
+        ...

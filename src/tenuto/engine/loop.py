@@ -37,10 +37,12 @@ turn from starting or stopped the engine. It must not block. If it raises, nobod
 
 
 class EngineLoop:
-    """Owns `engine`, which no other thread may touch from now on."""
+    """Owns `engine`, which no other thread may touch from now on. `on_stop` is called once in the engine's thread, when
+    the last step is done and everyone has been told."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_stop: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
+        self._on_stop = on_stop
         self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
         self._subscriptions: dict[int, _Subscription] = {}  # by turn number; the engine's thread alone
         self._stopped: str | None = None  # why; set once, under the lock
@@ -118,7 +120,7 @@ class EngineLoop:
         self._stop(reason)
 
     def _obey(self, wait: float) -> bool:
-        """Do all commands there are, waiting up to `wait` seconds for the first. False if one was to close."""
+        """Do the commands there are by now, waiting up to `wait` seconds for the first. False if one was to close."""
         try:
             command = self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
             waiting = self._commands.qsize()  # those that come meanwhile wait for the next step
@@ -164,6 +166,7 @@ class EngineLoop:
         for subscription in self._subscriptions.values():
             subscription.refuse(reason)
         self._subscriptions.clear()
+        self._on_stop()
 
 
 class _Subscription:

@@ -70,13 +70,16 @@ class TorchExecutor:
         self._in_flight = self._worker.submit(self._step, plan)
 
     def collect(self) -> StepResult:
-        """See `Executor.collect`. Raises `InvariantError` if no step is in flight."""
+        """See `Executor.collect`. What a device or an allocator can cause is `StepFailed`; all else is our bug and
+        comes out as it is. Raises `InvariantError` if no step is in flight."""
         if self._in_flight is None:
             raise InvariantError("collect was called with no step in flight")
         step, self._in_flight = self._in_flight, None
         try:
             return step.result()
-        except Exception as error:
+        except (NotImplementedError, RecursionError):  # runtime errors too, but no device's
+            raise
+        except (RuntimeError, MemoryError) as error:  # PyTorch's device and out-of-memory errors are runtime errors
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
     def logits(self, plan: Plan) -> torch.Tensor:

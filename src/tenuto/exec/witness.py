@@ -108,6 +108,9 @@ class WitnessExecutor:
             raise StepFailed("the witness was told to fail this step")
         return result
 
+    def close(self) -> None:
+        """See `Executor.close`. There is nothing but arrays."""
+
     # -- a step
 
     def _compute(self, plan: Plan) -> StepResult:
