@@ -22,6 +22,8 @@ from tenuto.session.turn import TurnParams, TurnState
 VOCAB = 50_000
 PAGE_SIZE = 16
 STOPS = (2, 7, 11)
+NEVER_SAMPLED = (VOCAB, VOCAB + 1, VOCAB + 2)
+"""Stop ids that are looked for and that the witness, whose vocabulary is smaller than the engine's, never says."""
 
 
 class TimedWitness(WitnessExecutor):
@@ -84,7 +86,7 @@ def make(
     )
     pages = (context // PAGE_SIZE + 2) * max(running, 1) + parked * 4 + 64
     units = tuple(pages if kind is not Kind.STATE else 8 * running + 2 * parked + 64 for kind in kinds)
-    engine = Engine(executor, units, config, vocab_size=VOCAB, eos_ids=STOPS, clock=SystemClock(), random=Random(0))
+    engine = Engine(executor, units, config, vocab_size=VOCAB + 3, eos_ids=STOPS, clock=SystemClock(), random=Random(0))
     rng = Random(1)
     for number in range(parked):
         engine.open(f"parked {number}")
@@ -94,11 +96,7 @@ def make(
     for number in range(running):
         engine.open(f"running {number}")
         tokens = [rng.randrange(20, VOCAB) for _ in range(history)]
-        turns.append(
-            engine.submit(
-                f"running {number}", tokens, TurnParams(stop_ids=(VOCAB - 1, VOCAB - 2, VOCAB - 3), ignore_eos=True)
-            )
-        )
+        turns.append(engine.submit(f"running {number}", tokens, TurnParams(stop_ids=NEVER_SAMPLED, ignore_eos=True)))
     while not all(turn.output for turn in turns):
         engine.step()
     assert all(turn.state is TurnState.RUNNING for turn in turns)
