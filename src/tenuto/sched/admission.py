@@ -84,7 +84,7 @@ class Admission:
         """Have others yield so that `turn` can start. False if it has to wait."""
         memory, state = self._memory, (turn.number, self._batch.departures)
         if len(self._batch) and self._refused == state:
-            return False  # running turns only grow until one leaves
+            return False  # looked at again when a turn leaves its row: at worst that much later
         while not memory.rows.free or (need > self._reclaimable(turn)).any():
             if self._pressure.preempt_below(turn):
                 continue
