@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tenuto
-from tenuto.api.models import Model
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.exec.witness import WitnessExecutor
+from tenuto.runtime.models import Model
 from tenuto.text.chat import ChatTemplate, Message
 from tenuto.text.load import load_tokenizer
 

@@ -24,6 +24,9 @@ EVERYTHING = frozenset(
         "session",
         "sched",
         "engine",
+        "runtime",
+        "serve",
+        "client",
         "api",
         "cli",
         "demo",
@@ -41,10 +44,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "session": frozenset({"memory", "text", "base"}),
     "sched": frozenset({"session", "memory", "base"}),
     "engine": frozenset({"sched", "session", "memory", "text", "base"}),
-    "api": EVERYTHING - {"api", "cli", "demo"},
+    "runtime": EVERYTHING - {"serve", "client", "api", "cli", "demo"},
+    "serve": frozenset({"base"}),
+    "client": frozenset({"session", "text", "base"}),
+    "api": EVERYTHING - {"serve", "client", "cli", "demo"},
     "cli": EVERYTHING,
     "demo": EVERYTHING,
-    "__init__": frozenset({"api"}),
+    "__init__": frozenset({"api", "client"}),
 }
 """Part -> the other parts it may import. A part is a package or a module directly under `tenuto`."""
 

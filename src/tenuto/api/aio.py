@@ -11,13 +11,14 @@ from typing import Any, Self, TypeVar, Unpack
 from weakref import finalize
 
 from tenuto.api.core import EngineCore, SessionCore, SessionInfo
-from tenuto.api.options import Input, TurnOptions
+from tenuto.api.options import TurnOptions
 from tenuto.api.reader import Deliver, Event, Keep, TurnReader
 from tenuto.base.errors import EngineStopped
 from tenuto.engine.loop import TurnEvent
 from tenuto.memory.audit import AuditReport
 from tenuto.session.session import Policy
 from tenuto.session.turn import TurnResult
+from tenuto.text.prompt import Input
 from tenuto.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from tenuto.base.checks import shown, whole
+from tenuto.base.checks import items
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.sampling import Sampling
 from tenuto.session.turn import TurnParams
-from tenuto.text.chat import Message
-from tenuto.text.tokenizer import Tokenizer
-
-Input = str | Iterable[int] | Sequence[Mapping[str, str]]
-"""A turn's input: text as it is, token ids, or chat messages (objects with `role` and `content`)."""
 
 
 class TurnOptions(TypedDict, total=False):
@@ -50,36 +43,7 @@ def turn_params(options: TurnOptions) -> TurnParams:
     stop = rest.pop("stop", ())
     return TurnParams(
         sampling=sampling,
-        stop=(stop,) if isinstance(stop, str) else _items("stop", stop, "a string or a list of strings"),
-        stop_ids=_items("stop_ids", rest.pop("stop_ids", ()), "a list of token ids"),
+        stop=(stop,) if isinstance(stop, str) else items("stop", stop, "a string or a list of strings"),
+        stop_ids=items("stop_ids", rest.pop("stop_ids", ()), "a list of token ids"),
         **rest,
     )
-
-
-def _items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
-    """`value` as a tuple, if it is a collection and neither text nor bytes. Raises `InvalidRequest`."""
-    if not isinstance(value, str | bytes | bytearray | memoryview | Mapping) and isinstance(value, Iterable):
-        with suppress(TypeError):  # an array without dimensions says that it is iterable, and is not
-            return tuple(value)
-    raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}")
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A turn's input: `tokens`, or `messages` still to be rendered. `text`: the tokens were given as text."""
-
-    tokens: tuple[int, ...] = ()
-    messages: tuple[Message, ...] = ()
-    text: bool = False
-
-
-def parse_input(given: Input, tokenizer: Tokenizer | None) -> Prompt:
-    """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages."""
-    if isinstance(given, str):
-        if tokenizer is None:
-            raise InvalidRequest("text needs a tokenizer, and this engine has none; give token ids")
-        return Prompt(tokens=tuple(tokenizer.encode(given)), text=True)
-    items = _items("input", given, "text, token ids, or a list of messages")
-    if items and isinstance(items[0], Mapping):
-        return Prompt(messages=tuple(Message.from_dict(item) for item in items))
-    return Prompt(tokens=tuple(whole("a token id of the input", item, 0, 2**31 - 1) for item in items))

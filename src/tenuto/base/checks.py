@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from operator import index
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 from tenuto.base.errors import InvalidRequest, TenutoError
 
@@ -38,6 +40,14 @@ def seconds(name: str, value: object, error: type[TenutoError] = InvalidRequest)
     if number is None or not 0 < number <= MOST_SECONDS:
         raise error(f"{name} is {shown(value)}; allowed: more than 0 and at most {MOST_SECONDS:g} seconds, or none")
     return number
+
+
+def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
+    """`value` as a tuple, if it is a collection and neither text nor bytes. Raises `InvalidRequest`."""
+    if not isinstance(value, str | bytes | bytearray | memoryview | Mapping) and isinstance(value, Iterable):
+        with suppress(TypeError):  # an array without dimensions says that it is iterable, and is not
+            return tuple(value)
+    raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}")
 
 
 def _float(value: object) -> float | None:

@@ -56,6 +56,13 @@ class IllegalTransition(TenutoError):
     status = 409
 
 
+class VersionMismatch(TenutoError):
+    """The session has changed since the version that the caller saw."""
+
+    code = "version_mismatch"
+    status = 412
+
+
 class SessionClosed(TenutoError):
     """The session is closing or closed."""
 
@@ -68,6 +75,48 @@ class Overloaded(TenutoError):
 
     code = "overloaded"
     status = 429
+
+
+class LimitReached(TenutoError):
+    """A tenant has as much of something as it may have."""
+
+    code = "limit_reached"
+    status = 429
+
+
+class TooLarge(TenutoError):
+    """The body of a request is larger than allowed."""
+
+    code = "too_large"
+    status = 413
+
+
+class Unauthorized(TenutoError):
+    """The request has no key, or one that is not known."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class Forbidden(TenutoError):
+    """The key does not allow this."""
+
+    code = "forbidden"
+    status = 403
+
+
+class KeyReused(TenutoError):
+    """An idempotency key was used with another request."""
+
+    code = "idempotency_key_reused"
+    status = 422
+
+
+class Unsupported(TenutoError):
+    """A part of an interface that is known and not there."""
+
+    code = "unsupported"
+    status = 400
 
 
 class ConfigError(TenutoError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import count
 from random import Random
@@ -259,8 +259,9 @@ class Engine:
         parent = self.sessions.get(session_id)
         parent.require_open()
         at = self._position(parent, turn, position)
-        forked = self.open(child, Policy(parent.policy.priority, parent.policy.ttl, parent.policy.max_tokens))
+        forked = self.open(child, replace(parent.policy, ephemeral=False))
         parent.fork(forked, at)
+        self.sessions.note_length(forked)
         self.pressure.note(forked)
         self.transitions["fork running" if parent.has_running_turn else "fork"] += 1
         return forked
@@ -274,8 +275,22 @@ class Engine:
         if turn is None and position is None:
             raise InvalidRequest("rewind needs the number of turns or of tokens to keep")
         session.rewind(self._position(session, turn, position))
+        self.sessions.note_length(session)
         self.pressure.note(session)
         self.transitions["rewind"] += 1
+        return session
+
+    @_guarded
+    def adopt(self, session_id: str, tokens: Iterable[int], output: Iterable[int]) -> Session:
+        """Commit a turn that was computed elsewhere: its tokens join the history, and are computed here when that is
+        wanted. Raises `SessionBusy`, `ContextExceeded` or `InvalidRequest`."""
+        session = self.sessions.get(session_id)
+        session.require_idle("add a turn to")
+        given, answer = as_tokens(tokens, self.vocab_size), as_tokens(output, self.vocab_size)
+        self._allowed(session, len(session.history) + len(given) + len(answer), 0)
+        session.adopt(given, answer)
+        self.sessions.note_length(session)
+        self.transitions["adopt"] += 1
         return session
 
     @staticmethod

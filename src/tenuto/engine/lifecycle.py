@@ -164,6 +164,7 @@ class Lifecycle:
         session = turn.session
         self._queue.remove(turn)
         self._ended.append(turn)
+        self._sessions.note_length(session)
         if session.state is SessionState.CLOSING or session.policy.ephemeral:
             self.close(session)
         else:

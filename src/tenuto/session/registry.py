@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 
 from tenuto.base.checks import shown
@@ -17,6 +18,14 @@ from tenuto.session.session import Policy, Session, SessionState
 MAX_ID_LENGTH = 128
 
 
+@dataclass(slots=True)
+class TenantUse:
+    """What one tenant has: open sessions, and committed tokens in them."""
+
+    sessions: int = 0
+    tokens: int = 0
+
+
 class Registry:
     """Opens, finds, expires and forgets sessions. Work grows with the sessions concerned, not with those there are."""
 
@@ -27,6 +36,7 @@ class Registry:
         self._context_length = min(context_length, memory.max_length)
         self._max_sessions = max_sessions
         self._sessions: dict[str, Session] = {}
+        self._use: dict[str, TenantUse] = {}  # by tenant; those without sessions are not there
         self._expiries: list[tuple[float, str]] = []  # a heap; an entry is stale if the session had a turn since
 
     def __len__(self) -> int:
@@ -61,13 +71,29 @@ class Registry:
         memory = SessionMemory(self._memory, f"session {session_id}")
         session = Session(session_id, policy, memory, limit, self._clock.now())
         self._sessions[session_id] = session
+        self._use.setdefault(policy.tenant, TenantUse()).sessions += 1
         self.watch(session)
         return session
+
+    def use(self, tenant: str) -> TenantUse:
+        """What `tenant` has now; not to be changed."""
+        return self._use.get(tenant, TenantUse())
+
+    def note_length(self, session: Session) -> None:
+        """The session's history may have another length than before."""
+        use = self._use[session.policy.tenant]
+        use.tokens += len(session.history) - session.counted
+        session.counted = len(session.history)
 
     def close(self, session: Session) -> None:
         """Release what it holds and forget it. It must have no open turn."""
         session.close()
         del self._sessions[session.id]
+        tenant = session.policy.tenant
+        use = self._use[tenant]
+        use.sessions, use.tokens = use.sessions - 1, use.tokens - session.counted
+        if not use.sessions:
+            del self._use[tenant]
 
     def watch(self, session: Session) -> None:
         """The session is idle from `last_turn_end` on: note when it would expire."""

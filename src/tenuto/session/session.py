@@ -24,12 +24,14 @@ class SessionState(Enum):
 class Policy:
     """What holds for all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
     `None` for never. `max_tokens`: cap on its history, at most the context length (`None`: that). An `ephemeral`
-    session closes when its only turn ends."""
+    session closes when its only turn ends. `tenant`: on whose account it is. `metadata`: whatever its owner notes."""
 
     priority: int = 0
     ttl: float | None = None
     max_tokens: int | None = None
     ephemeral: bool = False
+    tenant: str = ""
+    metadata: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -64,6 +66,8 @@ class Session:
         self.version = 0  # raised by every commit and rewind
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
+        self.opened = now
+        self.counted = 0  # tokens counted for its tenant; written by the registry
 
     def __repr__(self) -> str:
         return f"<session {self.id} {self.state.value}, {len(self.history)} tokens>"
@@ -104,6 +108,16 @@ class Session:
             self.memory.turn.commit(self._last())
         else:
             self.memory.truncate(min(turn.base_length, self._last()))
+
+    def adopt(self, tokens: array[int], output: array[int]) -> None:
+        """Commit a turn that was computed elsewhere: only its tokens are here."""
+        start = len(self.history)
+        self.history.extend(tokens)
+        input_end = len(self.history)
+        self.history.extend(output)
+        if len(self.history) > start:
+            self.records.append(TurnRecord(start, input_end, len(self.history)))
+        self.version += 1
 
     def turn_ended(self, now: float) -> None:
         """The open turn has committed or aborted."""

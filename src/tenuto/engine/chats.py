@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from tenuto.api.options import Prompt
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.session.session import Session
 from tenuto.text.chat import ChatTemplate, Conversation, Message, Rendered
+from tenuto.text.prompt import Prompt
 from tenuto.text.tokenizer import Tokenizer
 
 
@@ -16,6 +19,14 @@ class _Turn:
     """What a turn made of the conversation (`None`: tokens that are no messages) once all its input is there."""
 
     input_end: int
+    conversation: Conversation | None
+
+
+class MovedTurn(NamedTuple):
+    """A turn's tokens at another place, and what it makes of the conversation there."""
+
+    input: array[int]
+    output: array[int]
     conversation: Conversation | None
 
 
@@ -33,7 +44,7 @@ class ChatLog:
             raise InvalidRequest("a system message needs a model with a chat template")
         self._template = template
         self._tokenizer = tokenizer
-        self._system = system
+        self.system = system
         self._turns: dict[int, _Turn] = {}  # by the turn's first position
 
     def render(self, session: Session, prompt: Prompt, *, generate: bool) -> tuple[list[int], Conversation | None]:
@@ -55,13 +66,36 @@ class ChatLog:
 
     def fork(self, position: int) -> ChatLog:
         """The log of a session with the first `position` tokens of this one."""
-        child = ChatLog(self._template, self._tokenizer, self._system)
+        child = ChatLog(self._template, self._tokenizer, self.system)
         child._turns = {start: turn for start, turn in self._turns.items() if start < position}
         return child
 
     def cut(self, position: int) -> None:
         """The history now has `position` tokens."""
         self._turns = {start: turn for start, turn in self._turns.items() if start < position}
+
+    def moved(self, source: ChatLog, origin: Session, number: int, target: Session) -> MovedTurn:
+        """Turn `number` of `origin`, whose log is `source`, as it reads after the history of `target`, whose log this
+        is. Its input begins with what closes the message before it: nothing, where that ended by itself."""
+        record = origin.records[number - 1]
+        tokens, output = origin.history[record.start : record.input_end], origin.history[record.input_end : record.end]
+        note = source._turns.get(record.start)
+        conversation = note.conversation if note is not None else None
+        template = self._template
+        if template is not None and conversation is not None and template.end_of_turn is not None:
+            was_ended = origin.history[record.start - 1] in template.stop_ids
+            is_ended = target.history[-1] in template.stop_ids
+            if was_ended and not is_ended:
+                tokens.insert(0, template.end_of_turn)
+            elif is_ended and not was_ended and tokens[:1] == array("i", [template.end_of_turn]):
+                del tokens[0]
+        return MovedTurn(tokens, output, conversation)
+
+    def check_pick(self, numbers: Sequence[int]) -> None:
+        """Whether a conversation may consist of these turns alone. Raises `InvalidRequest`."""
+        opening = self._turns.get(0)
+        if numbers[:1] != [1] and numbers and opening is not None and opening.conversation is not None:
+            raise InvalidRequest(f"turn {numbers[0]} cannot open a conversation; allowed: turns that begin with turn 1")
 
     def stop_ids(self, conversation: Conversation | None) -> tuple[int, ...]:
         """The tokens that end an answer, if this is a conversation."""
@@ -76,7 +110,7 @@ class ChatLog:
         return self.of_last_turn(session) is not None
 
     def _opening_tokens(self, prompt: Prompt) -> list[int]:
-        if self._system is not None and prompt.tokens:
+        if self.system is not None and prompt.tokens:
             raise InvalidRequest("the session has a system message; its first turn must be one of chat messages")
         tokenizer = self._tokenizer
         if prompt.text and tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None:
@@ -87,8 +121,8 @@ class ChatLog:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; give text or token ids instead of messages")
         if not session.history:
-            if self._system is not None and messages[0].role != "system":
-                messages.insert(0, Message("system", self._system))
+            if self.system is not None and messages[0].role != "system":
+                messages.insert(0, Message("system", self.system))
             return self._template.opening(messages, generate)
         earlier = self._conversation(session)
         return self._template.delta(earlier, messages, last_token=session.history[-1], generate=generate)

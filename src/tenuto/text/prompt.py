@@ -1,0 +1,35 @@
+"""A turn's input as callers write it: text, token ids or chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tenuto.base.checks import items, whole
+from tenuto.base.errors import InvalidRequest
+from tenuto.text.chat import Message
+from tenuto.text.tokenizer import Tokenizer
+
+Input = str | Iterable[int] | Sequence[Mapping[str, str]]
+"""A turn's input: text as it is, token ids, or chat messages (objects with `role` and `content`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A turn's input: `tokens`, or `messages` still to be rendered. `text`: the tokens were given as text."""
+
+    tokens: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()
+    text: bool = False
+
+
+def parse_input(given: Input, tokenizer: Tokenizer | None) -> Prompt:
+    """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages."""
+    if isinstance(given, str):
+        if tokenizer is None:
+            raise InvalidRequest("text needs a tokenizer, and this engine has none; give token ids")
+        return Prompt(tokens=tuple(tokenizer.encode(given)), text=True)
+    parts = items("input", given, "text, token ids, or a list of messages")
+    if parts and isinstance(parts[0], Mapping):
+        return Prompt(messages=tuple(Message.from_dict(part) for part in parts))
+    return Prompt(tokens=tuple(whole("a token id of the input", part, 0, 2**31 - 1) for part in parts))
