@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tenuto.base.errors import (
     SessionBusy,
 )
 from tenuto.exec.witness import WitnessExecutor, history_hash, next_token
+from tenuto.runtime.models import load_model
 from tenuto.session.turn import EndReason
 
 CONTEXT = 4096
@@ -195,16 +197,8 @@ def test_what_is_wrong_is_a_typed_error_and_changes_nothing(engine: tenuto.Engin
     for wrong in ([1000], [-1], [1.5, "x"], ["x"], {"role": "user"}, b"x", 5, [{"role": "user"}]):
         with pytest.raises(InvalidRequest):
             session.turn(wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="tokenizer"):
-        session.turn("text")
-    with pytest.raises(InvalidRequest, match="chat template"):
-        session.chat("text")
-    with pytest.raises(InvalidRequest, match="chat template"):
-        engine.session(system="text")
     with pytest.raises(InvalidRequest, match="unknown turn options"):
         session.turn([1], max_tokens=5)  # type: ignore[call-arg]
-    with pytest.raises(InvalidRequest, match="tokenizer"):
-        session.turn([1], stop="x")
     with pytest.raises(InvalidRequest, match="temperature"):
         session.turn([1], temperature=-1)
     assert session.info.version == 0
@@ -248,6 +242,24 @@ def test_an_engine_that_nobody_has_any_more_stops() -> None:
     eventually(lambda: not loop._thread.is_alive())
 
 
+def test_a_model_without_a_tokenizer_takes_token_ids_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = replace(load_model("witness", "cpu", None, 4), tokenizer=None, chat=None)
+    monkeypatch.setattr("tenuto.api.core.load_model", lambda *_: bare)
+    with tenuto.Engine("witness") as engine:
+        session = engine.session()
+        with pytest.raises(InvalidRequest, match="tokenizer"):
+            session.turn("text")
+        with pytest.raises(InvalidRequest, match="chat template"):
+            session.chat("text")
+        with pytest.raises(InvalidRequest, match="chat template"):
+            engine.session(system="text")
+        with pytest.raises(InvalidRequest, match="tokenizer"):
+            session.turn([1], stop="x")
+        reply = session.turn([1], max_new_tokens=2)
+        assert list(reply) == []
+        assert reply.token_ids == said([1], 2)
+
+
 def test_the_asynchronous_face_does_the_same() -> None:
     async def talk() -> None:
         async with tenuto.AsyncEngine("witness", page_size=4) as engine:
@@ -256,7 +268,8 @@ def test_the_asynchronous_face_does_the_same() -> None:
             turn = session.turn([3], max_new_tokens=5)
             tokens = [token async for token in turn.tokens()]
             assert tokens == said([1, 2, 3], 5)
-            assert [text async for text in session.turn([4], max_new_tokens=1)] == []
+            reply = session.turn([4], max_new_tokens=9, ignore_eos=True)
+            assert "".join([text async for text in reply]) == engine.tokenizer.decode(reply.token_ids)
             fork = await session.fork(turn=1)
             assert await fork.history() == [1, 2]
             assert (await session.rewind(turn=1)).tokens == 2
@@ -275,7 +288,6 @@ def test_the_asynchronous_face_does_the_same() -> None:
             async with fork:
                 assert len(await engine.sessions()) == 2
             assert (await session.info()).turn is None
-            assert engine.tokenizer is None
             await engine.audit()
 
     asyncio.run(talk())

@@ -39,6 +39,16 @@ def loop() -> Iterator[EngineLoop]:
     running.close()
 
 
+def events_of(events: SimpleQueue[Event]) -> list[TurnEvent]:
+    """All events of a turn, up to its result."""
+    got = []
+    while not got or got[-1].result is None:
+        event = events.get(timeout=20)
+        assert isinstance(event, TurnEvent)
+        got.append(event)
+    return got
+
+
 def begin(
     loop: EngineLoop, params: TurnParams, session_id: str = "s", tokens: tuple[int, ...] = (1, 2, 3)
 ) -> tuple[SimpleQueue[Event], Future[Turn]]:
@@ -240,3 +250,29 @@ def test_commands_that_bring_commands_do_not_keep_the_engine_from_its_steps(loop
                 break
     finally:
         stop.set()
+
+
+def test_events_carry_logprobs_beside_their_tokens_and_those_of_the_input_once(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    asked = TurnParams(max_new_tokens=40, logprobs=1, input_logprobs=0)
+    events, _ = begin(loop, asked)
+    got = events_of(events)
+    assert sum(len(event.tokens) for event in got) == 40
+    for event in got:
+        assert [entry.token for entry in event.logprobs] == list(event.tokens)
+    told = [event.input_logprobs for event in got if event.input_logprobs]
+    assert told == [got[0].input_logprobs]
+    assert [entry and entry.token for entry in told[0]] == [None, 2, 3]
+
+
+def test_a_prefill_only_turn_tells_its_scores_with_its_result(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    events, _ = begin(loop, TurnParams(max_new_tokens=0, input_logprobs=0))
+    (event,) = events_of(events)
+    assert [entry and entry.token for entry in event.input_logprobs] == [None, 2, 3]
+
+
+def test_events_carry_no_logprobs_if_nobody_asks(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    events, _ = begin(loop, TurnParams(max_new_tokens=5))
+    assert all((event.logprobs, event.input_logprobs) == ((), ()) for event in events_of(events))

@@ -120,3 +120,41 @@ def test_what_may_become_a_stop_string_is_held_back_until_it_cannot() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="0 characters"):
         TokenTextStream(byte_tokenizer(), ("",))
+
+
+@given(ids=outputs, stop=stop_strings, least=st.integers(0, 6))
+def test_the_first_tokens_text_passes_through_and_stop_strings_begin_after_it(
+    ids: list[int], stop: tuple[str, ...], least: int
+) -> None:
+    stream = TokenTextStream(byte_tokenizer(), stop, least)
+    text, stopped = "", False
+    for end, token in enumerate(ids, 1):
+        stopped = stream.push(token)
+        text += stream.take_text()
+        assert not (stopped and end <= least)
+        assert stream.delivered_tokens == delivered_whole(ids[:end], text)
+        assert (stream.stop is not None) == stopped
+        if stopped:
+            break
+    else:
+        stream.finish()
+        text += stream.take_text()
+    whole, first = byte_tokenizer().decode(ids), TokenTextStream(byte_tokenizer())
+    for token in ids[:least]:
+        first.push(token)
+    if len(ids) <= least:
+        assert (text, stream.stop) == (whole, None)
+        return
+    passed = first.take_text()
+    assert text.startswith(passed)
+    assert not any(one in text[len(passed) :] for one in stop)
+    if stream.stop is not None:
+        assert whole[len(text) :].startswith(stream.stop)
+
+
+def test_a_stop_string_that_begins_in_the_first_tokens_is_not_found() -> None:
+    stream = TokenTextStream(byte_tokenizer(), ("ss", "sb"), 2)
+    assert [stream.push(token) for token in encode("ssbs")] == [False] * 4
+    assert stream.take_text() == "ssb"
+    assert stream.push(encode("s")[0])
+    assert (stream.stop, stream.take_text(), stream.delivered_tokens) == ("ss", "", 3)

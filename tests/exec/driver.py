@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tenuto.base.plan import PageCopies, Plan, TableChanges
+from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import Sampling
 from tenuto.exec.torch_executor import TorchExecutor
 
@@ -34,7 +34,7 @@ class Driver:
     def plan(
         self,
         work: Sequence[Work],
-        sampling: Sequence[tuple[int, Sampling]] = (),
+        sampling: Sequence[tuple[int, Sampling | RowSampling]] = (),
         changes: Sequence[tuple[int, int, int]] = (),
         copies: Sequence[tuple[int, int, int]] = (),
     ) -> Plan:
@@ -57,7 +57,7 @@ class Driver:
             tables=(TableChanges(*columns(changes)),),
             copies=(PageCopies(*columns(copies)),),
             states=(),
-            sampling=tuple(sampling),
+            sampling=tuple((row, new if isinstance(new, RowSampling) else RowSampling(new)) for row, new in sampling),
         )
 
     def step(self, work: Sequence[Work], **more: Sequence) -> list[int]:

@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind
-from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, PageCopies, Plan, StateMoves, TableChanges
-from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
+from tenuto.base.plan import (
+    NO_SLOT,
+    PREVIOUS_SAMPLE,
+    InputScores,
+    PageCopies,
+    Plan,
+    RowSampling,
+    StateMoves,
+    TableChanges,
+)
+from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, TokenLogprob
+from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token, next_unmasked
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 PAGE, WINDOW, VOCABULARY, PAGES = 4, 6, 997, 40
@@ -315,3 +325,34 @@ def test_a_plan_that_does_not_change_tables_reads_those_it_knows() -> None:
     plan = replace(bench.plan((0, 2, [3], 1)), tables=(TableChanges(ints(()), ints(()), ints(())),))
     bench.witness.submit(plan)
     assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3)]
+
+
+def test_masked_tokens_are_not_said_before_their_position_and_others_are_certain() -> None:
+    bench, given = Bench(FULL), [5, 6, 7]
+    first = next_token(history_hash(given), VOCABULARY)
+    said = (first + 2) % VOCABULARY
+    masked = (first, (first + 1) % VOCABULARY)
+    assert next_unmasked(history_hash(given), VOCABULARY, masked) == said
+    plan = replace(bench.plan((0, 0, given, 1)), sampling=((0, RowSampling(GREEDY, None, None, masked, 4, 3)),))
+    bench.witness.submit(plan)
+    result = bench.witness.collect()
+    assert result.tokens.tolist() == [said]
+    assert result.sampled.entries(0, [said], 3) == [TokenLogprob(said, 0.0, ((said, 0.0),))]
+    free = next_token(history_hash([*given, said]), VOCABULARY)
+    bench.witness.submit(replace(bench.plan((0, 3, [said], 1)), sampling=()))
+    assert bench.witness.collect().tokens.tolist() == [free]
+    bench.witness.submit(replace(bench.plan((0, 0, given, 1)), sampling=((0, RowSampling(GREEDY)),)))
+    plain = bench.witness.collect()
+    assert (plain.tokens.tolist(), plain.sampled) == ([first], None)
+
+
+def test_an_input_token_is_certain_if_the_witness_would_have_said_it() -> None:
+    bench = Bench(FULL)
+    likely = next_token(history_hash([5]), VOCABULARY)
+    after = next_token(history_hash([5, likely]), VOCABULARY)
+    scores = InputScores(ints([0, 1]), ints([likely, (after + 1) % VOCABULARY]), 2)
+    bench.witness.submit(replace(bench.plan((0, 0, [5, likely, 9], 0)), scores=scores))
+    assert bench.witness.collect().scored.entries(0, scores.targets.tolist(), 1) == [
+        TokenLogprob(likely, 0.0, ((likely, 0.0),)),
+        TokenLogprob((after + 1) % VOCABULARY, LEAST_LOGPROB, ((after, 0.0),)),
+    ]

@@ -1,17 +1,21 @@
 """Sampling draws from the distribution its options describe, by numbers that depend on seed and position alone."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tenuto.kernels.sampling import Choice, sample, uniforms
+from tenuto.base.sampling import LEAST_LOGPROB
+from tenuto.kernels.sampling import Choice, add_biases, kept_probabilities, logprobs, penalise, sample, uniforms
+from tests.kernels.reference import Row, reference_kept, reference_logits
 
 
 def choice(rows: list[tuple[float, int, float]], uniform: np.ndarray) -> Choice:
     temperature, top_k, top_p = zip(*rows, strict=True)
-    return Choice(np.array(temperature, float), np.array(top_k), np.array(top_p, float), uniform)
+    return Choice(np.array(temperature, float), np.array(top_k), np.array(top_p, float), np.zeros(len(rows)), uniform)
 
 
 def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -92,7 +96,7 @@ def test_logits_that_are_not_numbers_give_some_token_and_leave_other_rows_alone(
 
 
 def test_an_empty_batch_samples_nothing() -> None:
-    assert sample(torch.empty(0, 10), Choice(*(np.empty(0) for _ in range(4)))).shape == (0,)
+    assert sample(torch.empty(0, 10), Choice(*(np.empty(0) for _ in range(5)))).shape == (0,)
 
 
 def test_random_numbers_are_uniform_and_unrelated_between_seeds_and_positions() -> None:
@@ -110,3 +114,148 @@ def test_random_numbers_are_uniform_and_unrelated_between_seeds_and_positions() 
 def test_random_numbers_are_the_same_on_every_machine_and_in_every_release() -> None:
     numbers = uniforms(np.array([0, 0, 1, 2**63 - 1]), np.array([0, 1, 0, 2**31]))
     assert numbers.tolist() == [0.6524484863740321, 0.7012121095215251, 0.36818951565166946, 0.6895452185994593]
+
+
+VOCAB = 60
+# Numbers that float32 adds, multiplies and divides exactly, so that the reference in float64 has the same logits.
+tokens = st.integers(0, VOCAB - 1)
+asked_rows = st.lists(
+    st.builds(
+        Row,
+        temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+        top_k=st.sampled_from([0, 1, 5, 40]),
+        top_p=st.sampled_from([0.3711, 0.8117, 1.0]),
+        min_p=st.sampled_from([0.0, 0.0, 0.0713, 0.4999, 1.0]),
+        repetition=st.sampled_from([1.0, 0.5, 2.0, 4.0]),
+        presence=st.sampled_from([0.0, -1.5, 0.75]),
+        frequency=st.sampled_from([0.0, -0.25, 0.5]),
+        bias=st.dictionaries(tokens, st.sampled_from([-100.0, -2.5, 1.25, 100.0]), max_size=4),
+        masked=st.lists(tokens, max_size=4, unique=True),
+        prompt=st.lists(tokens, max_size=20),
+        output=st.lists(tokens, max_size=20),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def edited_logits(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """Ours, of the whole batch."""
+    biases = [
+        (i, token, value)
+        for i, row in enumerate(rows)
+        for token, value in [*row.bias.items(), *((token, -np.inf) for token in row.masked)]
+    ]
+    places, ids, values = np.array(biases, np.float64).reshape(-1, 3).T
+    edited = logits.clone()
+    add_biases(edited, places.astype(np.int64), ids.astype(np.int64), values.astype(np.float32))
+    counts = torch.tensor(np.array([np.bincount(row.output, minlength=VOCAB) for row in rows]), dtype=torch.int32)
+    seen = torch.tensor(np.array([np.bincount(row.prompt + row.output, minlength=VOCAB) > 0 for row in rows]))
+    penalties = [torch.tensor([getattr(row, name) for row in rows]) for name in ("repetition", "presence", "frequency")]
+    return penalise(edited, seen, counts, *penalties)
+
+
+def choice_of(rows: list[Row], uniform: np.ndarray) -> Choice:
+    names = [field.name for field in fields(Choice)][:-1]
+    return Choice(*(np.array([getattr(row, name) for row in rows]) for name in names), uniform)
+
+
+def random_logits(rows: int, seed: int) -> torch.Tensor:
+    """Distinct in each row, and exact in 19 bits."""
+    rng = np.random.default_rng(seed)
+    steps = np.array([rng.choice(2**19, VOCAB, replace=False) for _ in range(rows)]) - 2**18
+    return torch.from_numpy((steps / 2**15).astype(np.float32))
+
+
+@settings(deadline=None)
+@given(rows=asked_rows, seed=st.integers(0, 10**6))
+def test_what_a_row_may_draw_and_how_likely_follows_the_definitions_in_float64(rows: list[Row], seed: int) -> None:
+    logits = random_logits(len(rows), seed)
+    uniform = uniforms(np.full(len(rows), seed), np.arange(len(rows)))
+    edited = edited_logits(logits, rows)
+    expected = np.array([reference_logits(row.numpy(), asked) for row, asked in zip(logits, rows, strict=True)])
+    np.testing.assert_array_equal(edited.numpy(), expected)
+    drawn = sample(edited, choice_of(rows, uniform)).tolist()
+    for i, row in enumerate(rows):
+        assume(len(np.unique(expected[i][np.isfinite(expected[i])])) == np.isfinite(expected[i]).sum())
+        if row.temperature == 0:
+            assert drawn[i] == expected[i].argmax()
+            continue
+        ours = kept_probabilities(edited[i : i + 1], choice_of([row], uniform[i : i + 1]))[0].numpy()
+        kept, nearest = reference_kept(expected[i], row)
+        assume(nearest > 1e-9)
+        np.testing.assert_allclose(ours / ours.sum(), kept, rtol=1e-9, atol=1e-15)
+        ends = np.cumsum(kept)
+        assume(np.abs(ends - uniform[i]).min() > 1e-9)
+        assert drawn[i] == np.searchsorted(ends, uniform[i], side="right")
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=asked_rows, seed=st.integers(0, 10**6))
+def test_a_row_that_asks_for_everything_does_not_depend_on_its_batch(rows: list[Row], seed: int) -> None:
+    logits = random_logits(len(rows), seed)
+    uniform = uniforms(np.full(len(rows), seed), np.arange(len(rows)))
+    together = edited_logits(logits, rows)
+    drawn = sample(together, choice_of(rows, uniform))
+    told = logprobs(logits, drawn, 5)
+    for i, row in enumerate(rows):
+        alone = edited_logits(logits[i : i + 1], [row])
+        assert torch.equal(alone, together[i : i + 1])
+        assert sample(alone, choice_of([row], uniform[i : i + 1])) == drawn[i]
+        for one, all_ in zip(logprobs(logits[i : i + 1], drawn[i : i + 1], 5), told, strict=True):
+            assert torch.equal(one[0], all_[i])
+
+
+@given(
+    logit=st.floats(-30, 30, width=32),
+    repetition=st.floats(0.01, 100),
+    presence=st.floats(-2, 2),
+    frequency=st.floats(-2, 2),
+    count=st.integers(0, 1000),
+)
+def test_penalties_of_any_size_are_those_of_float64_to_single_precision(
+    logit: float, repetition: float, presence: float, frequency: float, count: int
+) -> None:
+    row = Row(0, 0, 1, 0, repetition, presence, frequency, prompt=[0], output=[0] * count)
+    ours = penalise(
+        torch.tensor([[logit]]),
+        torch.tensor([[True]]),
+        torch.tensor([[count]], dtype=torch.int32),
+        *(torch.tensor([x], dtype=torch.float32) for x in (repetition, presence, frequency)),
+    )
+    largest = abs(logit) * max(repetition, 1 / repetition) + 2 * count
+    assert abs(ours.item() - reference_logits(np.array([logit]), row)[0]) <= 1e-6 * largest + 1e-30
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), most=st.integers(0, 20), vocab=st.sampled_from([1, 7, 3000]))
+def test_logprobs_are_the_log_softmax_in_falling_order(seed: int, most: int, vocab: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 8, (3, vocab)).astype(np.float32)
+    chosen = rng.integers(0, vocab, 3)
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    ours, ids, top = (x.numpy() for x in logprobs(torch.from_numpy(logits), torch.from_numpy(chosen), most))
+    np.testing.assert_allclose(ours, exact[np.arange(3), chosen], atol=1e-5)
+    assert ids.shape == top.shape == (3, min(most, vocab))
+    np.testing.assert_allclose(top, np.take_along_axis(exact, ids, 1), atol=1e-5)
+    np.testing.assert_allclose(top, -np.sort(-exact)[:, :most], atol=1e-5)
+    assert (ours <= 0).all()
+
+
+def test_a_logprob_that_json_cannot_say_is_the_least_there_is() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 3.0], [torch.nan, 0.0, 0.0]])
+    chosen, ids, top = logprobs(logits, torch.tensor([1, 0]), 3)
+    assert chosen.tolist() == [LEAST_LOGPROB] * 2
+    assert ids[0].tolist() == [2, 0, 1]
+    assert top[0, 2] == LEAST_LOGPROB
+    assert torch.isfinite(top).all()
+
+
+def test_a_masked_token_is_never_drawn_however_it_is_favoured() -> None:
+    logits = torch.zeros(1, 4)
+    add_biases(logits, np.zeros(2, np.int64), np.array([2, 2]), np.array([100, -np.inf], np.float32))
+    one = torch.ones(1)
+    edited = penalise(logits, torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4, dtype=torch.int32), one, -one, -one)
+    assert edited[0, 2] == -torch.inf
+    ends = np.array([0.0, 1 - 2.0**-52])
+    assert 2 not in sample(edited.expand(2, 4), choice([(5.0, 0, 1.0)] * 2, ends)).tolist()

@@ -7,7 +7,7 @@ import sys
 import time
 
 from tests.sim.run import run_world, run_worlds
-from tests.sim.world import large_world, small_world
+from tests.sim.setting import large_world, small_world
 
 
 def main() -> int:

@@ -125,7 +125,7 @@ def run(mutant: Mutant, most_steps: int) -> int | None:
     To be called in a fresh process."""
     sys.meta_path.insert(0, _Finder(mutant))
     from tests.sim.run import run_world  # noqa: PLC0415 - the core must be loaded through the finder
-    from tests.sim.world import small_world  # noqa: PLC0415 - likewise
+    from tests.sim.setting import small_world  # noqa: PLC0415 - likewise
 
     steps = seed = 0
     while steps < most_steps:

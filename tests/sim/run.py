@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from tests.sim.world import MIXES, PRESSURES, World, WorldConfig, large_world, small_world
+from tests.sim.setting import MIXES, PRESSURES, WorldConfig, large_world, small_world
+from tests.sim.world import World
 
 Cell = tuple[str, str]
 

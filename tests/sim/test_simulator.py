@@ -10,12 +10,12 @@ import pytest
 from tests.sim.faults import FAULTS
 from tests.sim.mutants import find_mutants
 from tests.sim.run import run_world, run_worlds
-from tests.sim.world import small_world
+from tests.sim.setting import small_world
 
 STEPS = 200_000
 WORLD_STEPS = 500
 SHORT_WORLD = 150
-MOST_STEPS = 20_000
+MOST_STEPS = 60_000
 """A fault or a removed call must show within this many steps."""
 
 JUSTIFIED: dict[str, str] = {}

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
 from random import Random
 
 from tenuto.base.clock import ManualClock
-from tenuto.base.config import EngineConfig
 from tenuto.base.errors import TenutoError
-from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.engine.engine import DELIVERED, Engine, shape_of
+from tenuto.base.groups import Kind
+from tenuto.engine.engine import DELIVERED, Engine
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.memory.full import FullTable
-from tenuto.memory.memory import session_units, turn_units
 from tenuto.memory.paged import pages_for
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
@@ -25,139 +22,11 @@ from tenuto.memory.state import StateTable
 from tenuto.session.session import Policy
 from tenuto.session.turn import EndReason, Turn, TurnParams, TurnState
 from tests.sim.naive import NaiveSession, NaiveTurn
+from tests.sim.setting import WorldConfig, engine_config, spec_of
 
-MIXES: tuple[tuple[Kind, ...], ...] = (
-    (Kind.FULL,),
-    (Kind.SLIDING,),
-    (Kind.STATE,),
-    (Kind.FULL, Kind.SLIDING),
-    (Kind.FULL, Kind.STATE),
-    (Kind.SLIDING, Kind.STATE),
-    (Kind.FULL, Kind.SLIDING, Kind.STATE),
-)
-PRESSURES = ("ample", "tight", "barely")
 VOCAB = 13
 STUCK_STEPS = 400  # steps without any token computed while a submitted turn is open
 PATIENCE = 6000  # steps a submitted turn may take from its opening to its end
-
-
-@dataclass(frozen=True)
-class WorldConfig:
-    """What a seed decides about its world."""
-
-    seed: int
-    mix: tuple[Kind, ...]
-    pressure: str
-    overlap: int
-    lookahead: int
-    page_size: int
-    window: int
-    context: int
-    budget: int
-    running: int
-    sessions: int
-    units: tuple[int, ...]
-    checkpoint_share: float
-    interval: int
-    fail_rate: float
-    recount_every: int
-
-    @property
-    def label(self) -> tuple[str, str]:
-        return self.pressure, "+".join(kind.value for kind in self.mix)
-
-
-def small_world(seed: int) -> WorldConfig:
-    """A world of up to 32 sessions and 256 units, recounted after every step. Consecutive seeds go through all mixes,
-    pressure levels and overlaps."""
-    rng = Random(seed)
-    mix, pressure = MIXES[seed % 7], PRESSURES[(seed // 7) % 3]
-    running = rng.choice((1, 2, 3, 5, 8))
-    lookahead = rng.choice((0, 0, 3))
-    page_size = rng.choice((1, 2, 3, 4, 8))
-    context = rng.choice((24, 48, 90))
-    return _sized(
-        WorldConfig(
-            seed=seed,
-            mix=mix,
-            pressure=pressure,
-            overlap=(seed // 21) % 2,
-            lookahead=lookahead,
-            page_size=page_size,
-            window=rng.choice((2, 3, 5, 9, 16)),
-            context=context,
-            budget=running + rng.choice((1, 3, 8, 24)),
-            running=running,
-            sessions=rng.choice((3, 8, 16, 32)),
-            units=(),
-            checkpoint_share=rng.choice((0.0, 0.2, 0.5, 1.0)),
-            interval=rng.choice((4, 8, 16, 512)),
-            fail_rate=rng.choice((0.0, 0.02, 0.06)),
-            recount_every=1,
-        ),
-        most=256,
-    )
-
-
-def large_world(seed: int) -> WorldConfig:
-    """Hundreds of sessions and thousands of units, recounted every 100 steps."""
-    rng = Random(seed)
-    return _sized(
-        WorldConfig(
-            seed=seed,
-            mix=MIXES[seed % 7],
-            pressure=PRESSURES[(seed // 7) % 2],
-            overlap=seed % 2,
-            lookahead=rng.choice((0, 3)),
-            page_size=rng.choice((4, 16)),
-            window=rng.choice((20, 64)),
-            context=800,
-            budget=128,
-            running=32,
-            sessions=300,
-            units=(),
-            checkpoint_share=0.4,
-            interval=64,
-            fail_rate=0.005,
-            recount_every=100,
-        ),
-        most=20_000,
-    )
-
-
-def _sized(config: WorldConfig, most: int) -> WorldConfig:
-    """Pools that hold about all sessions, a few turns, or barely one."""
-    shape = shape_of(engine_config(config), config.page_size)
-    turns = {"ample": config.sessions + config.running, "tight": 3, "barely": 1}[config.pressure]
-    beside = config.pressure == "barely" and config.seed % 4 > 0  # the session of the one turn may stay in memory
-    units = []
-    for group in spec_of(config).groups:
-        one = turn_units(group, config.page_size, shape, config.context, generates=True)
-        kept = 2 * session_units(group, config.page_size, config.context // 2) if beside else 0
-        units.append(max(one, min(most, one * turns + kept)))
-    return WorldConfig(**{**config.__dict__, "units": tuple(units)})
-
-
-def spec_of(config: WorldConfig) -> MemorySpec:
-    groups = tuple(GroupSpec(kind, 1, config.window if kind is Kind.SLIDING else 0) for kind in config.mix)
-    return MemorySpec(config.page_size, groups)
-
-
-def engine_config(config: WorldConfig) -> EngineConfig:
-    return EngineConfig(
-        context_length=config.context,
-        max_running=config.running,
-        max_sessions=config.sessions,
-        max_queued=config.sessions + 2,
-        token_budget=config.budget,
-        overlap=config.overlap,
-        lookahead=config.lookahead,
-        aging_seconds=5.0,
-        checkpoint_interval=config.interval,
-        checkpoint_share=config.checkpoint_share,
-        draft_timeout=40.0,
-        audit_every=0,
-    )
 
 
 class World:
@@ -196,16 +65,16 @@ class World:
             (self.op_open, 6),
             (self.op_submit, 24),
             (self.op_append, 5),
-            (self.op_draft, 16),
+            (self.op_draft, 22),
             (self.op_submit_draft, 6),
-            (self.op_regenerate, 10),
+            (self.op_regenerate, 15),
             (self.op_abort, 20),
-            (self.op_fork, 9),
-            (self.op_rewind, 6),
+            (self.op_fork, 10),
+            (self.op_rewind, 7),
             (self.op_close, 5),
-            (self.op_drop, 16),
-            (self.op_preempt, 30),
-            (self.op_deadline, 10),
+            (self.op_drop, 18),
+            (self.op_preempt, 36),
+            (self.op_deadline, 11),
             (self.op_one_shot, 4),
             (self.op_illegal, 3),
         ]
@@ -403,7 +272,7 @@ class World:
     def op_open(self) -> None:
         policy = Policy(
             priority=self.rng.choice((0, 0, 0, 1)),
-            ttl=self.rng.choice((None, None, 30.0)),
+            ttl=self.rng.choice((None, 15.0, 30.0)),
             max_tokens=self.rng.choice((None, None, None, self.config.context // 2)),
         )
         if len(self.naive) < self.config.sessions:
@@ -468,7 +337,9 @@ class World:
         self._opened(turn, sid, len(naive.tokens), tokens)
 
     def op_draft(self) -> None:
-        sid = self._pick(lambda s: s.turn is None or s.turn.state is TurnState.DRAFTING)
+        again = self.rng.random() < 0.5
+        drafting = lambda turn: turn is not None and turn.state is TurnState.DRAFTING  # noqa: E731
+        sid = self._pick(lambda s: drafting(s.turn) or (s.turn is None and not again))
         if sid is None:
             return
         session, naive = self.engine.sessions.get(sid), self.naive[sid]
@@ -476,7 +347,7 @@ class World:
             tokens = self._tokens(self.config.context)
         else:  # typed on, corrected near the end, or rewritten
             old = list(session.turn.input)
-            tokens = old[: max(0, len(old) - self.rng.choice((0, 0, 0, 1, 3, 7, 99)))] + self._tokens(21)
+            tokens = old[: max(0, len(old) - self.rng.choice((0, 1, 3, 7, 13, 99)))] + self._tokens(21)
         try:
             turn = self.engine.draft(sid, tokens)
         except TenutoError as error:
@@ -515,17 +386,17 @@ class World:
 
     def op_preempt(self) -> None:
         """A running turn loses its units, and then something happens to it before it can resume."""
-        kept = self.rng.random() < 0.5
+        kept = self.rng.random() < 0.7
         sid = self._pick(lambda s: s.has_running_turn and (not kept or s.memory.computed > 0))
         if sid is None:
             return
         turn = self.engine.sessions.get(sid).turn
         self.engine.lifecycle.preempt(turn)
         what = self.rng.random()
-        if what < 0.4:
-            self._abort(sid)
-        elif what < 0.7:
+        if kept and what < 0.8:
             self.engine.drop(sid)
+        elif what < 0.45:
+            self._abort(sid)
         elif what < 0.9:
             self._jump_to_deadline(turn)
 
@@ -629,9 +500,13 @@ class World:
             self.forgotten[sid] = 1
 
     def op_drop(self) -> None:
-        state = self.rng.choice((None, TurnState.QUEUED, TurnState.QUEUED))
+        state = self.rng.choice((None, TurnState.QUEUED, TurnState.QUEUED, TurnState.QUEUED))
         wanted = lambda turn: turn is None if state is None else turn is not None and turn.state is state  # noqa: E731
         sid = self._pick(lambda s: wanted(s.turn) and s.memory.computed > 0)
+        if sid is None and state is not None:  # make one that waits
+            sid = self._pick(lambda s: s.turn is None and s.memory.computed > 0)
+            if sid is not None:
+                self._submit(sid, self._tokens(self.config.context), self._params())
         if self.rng.random() < 0.1:
             self.engine.drop()
         elif sid is not None:

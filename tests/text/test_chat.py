@@ -154,10 +154,10 @@ def test_what_users_write_never_becomes_a_control_token(smollm2: Tokenizer, cont
     chat = load(smollm2.chat_template, smollm2)
     tokens, conversation = chat.opening([Message("user", content)])
     harmless, _ = chat.opening([Message("user", "x")])
-    assert [t for t in tokens if smollm2.is_control(t)] == [t for t in harmless if smollm2.is_control(t)]
+    assert [t for t in tokens if smollm2.control_text(t)] == [t for t in harmless if smollm2.control_text(t)]
     assert smollm2.decode(smollm2.encode(content)) in smollm2.decode(tokens)  # its vocabulary lacks some bytes
     tokens, _ = chat.delta(conversation, [Message("user", content)], last_token=smollm2.encode("x")[0])
-    assert [t for t in tokens if smollm2.is_control(t)] == smollm2.encode(
+    assert [t for t in tokens if smollm2.control_text(t)] == smollm2.encode(
         "<|im_end|><|im_start|><|im_end|><|im_start|>", special=True
     )
 

@@ -69,3 +69,11 @@ def test_text_after_a_match_is_dropped() -> None:
 def test_malformed_stop_strings_are_rejected(stops: list[str]) -> None:
     with pytest.raises(InvalidRequest, match=r"allowed|expected"):
         StopMatcher(stops)
+
+
+@given(pieces=st.lists(letters, max_size=8), stops=stop_lists)
+def test_the_match_is_remembered(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    for piece in pieces:
+        matcher.push(piece)
+    assert matcher.matched == naive("".join(pieces), stops)[1]

@@ -91,7 +91,7 @@ def test_text_comes_back_whole(small: Tokenizer, text: str) -> None:
 @given(pieces=st.lists(st.one_of(st.text(max_size=5), st.sampled_from(["<|im_end|>", "<|", "</s>", "[INST]"]))))
 def test_plain_text_holds_no_control_tokens(small: Tokenizer, pieces: list[str]) -> None:
     text = "".join(pieces)
-    assert not any(map(small.is_control, small.encode(text)))
+    assert not any(map(small.control_text, small.encode(text)))
     assert small.decode(small.encode(text)) == text
     assert small.decode(small.encode(text, special=True), special=True) == text
 
@@ -99,7 +99,7 @@ def test_plain_text_holds_no_control_tokens(small: Tokenizer, pieces: list[str])
 def test_a_token_added_as_text_is_one_token_and_stays_text(small: Tokenizer) -> None:
     (token,) = small.encode("<think>")
     assert small.token_bytes(token) == b"<think>"
-    assert not small.is_control(token)
+    assert not small.control_text(token)
 
 
 def test_token_bytes_are_raw(small: Tokenizer) -> None:

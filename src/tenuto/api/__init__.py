@@ -1,12 +1,12 @@
 """The Python interface: one core, and a synchronous and an asynchronous face of it."""
 
 from tenuto.api.aio import AsyncEngine, AsyncSession, AsyncTurnStream
-from tenuto.api.core import SessionInfo
-from tenuto.api.options import TurnOptions
 from tenuto.api.sync import Engine, Session, TurnStream
 from tenuto.base import errors
 from tenuto.base.errors import TenutoError
 from tenuto.memory.audit import AuditReport
+from tenuto.session.info import SessionInfo
+from tenuto.session.options import TurnOptions
 from tenuto.session.turn import EndReason, TurnResult, Usage
 from tenuto.text.prompt import Input
 

@@ -10,12 +10,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 from weakref import finalize
 
-from tenuto.api.core import EngineCore, SessionCore, SessionInfo
-from tenuto.api.options import TurnOptions
+from tenuto.api.core import EngineCore, SessionCore
 from tenuto.api.reader import Deliver, Event, Keep, TurnReader
 from tenuto.base.errors import EngineStopped
 from tenuto.engine.loop import TurnEvent
 from tenuto.memory.audit import AuditReport
+from tenuto.session.info import SessionInfo
+from tenuto.session.options import TurnOptions
 from tenuto.session.session import Policy
 from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input

@@ -4,36 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from tenuto.api.options import TurnOptions, turn_params
 from tenuto.api.reader import Deliver, TurnReader
 from tenuto.engine import engine as engines
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.loop import EngineLoop
 from tenuto.memory.audit import AuditReport
 from tenuto.runtime.models import build_engine, engine_config, load_model
+from tenuto.session.info import SessionInfo
+from tenuto.session.options import TurnOptions, turn_params
 from tenuto.session.session import Policy, Session
 from tenuto.session.turn import TurnParams
 from tenuto.text.prompt import Input, parse_input
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """A session as it is now. `state`: open or closing; `turn`: the state of its open turn, if there is one. `version`
-    counts commits and rewinds. Of its `tokens`, the first `computed` have their state in memory."""
-
-    session_id: str
-    state: str
-    turn: str | None
-    version: int
-    turns: int
-    tokens: int
-    computed: int
-    context_left: int
 
 
 class EngineCore:
@@ -82,7 +67,7 @@ class SessionCore:
         return self._start(given, turn_params(options), deliver, generate=True)
 
     def append(self, given: Input, options: TurnOptions, deliver: Deliver) -> TurnReader:
-        return self._start(given, replace(turn_params(options), max_new_tokens=0), deliver, generate=False)
+        return self._start(given, turn_params(options), deliver, generate=False)
 
     def _start(self, given: Input, params: TurnParams, deliver: Deliver, *, generate: bool) -> TurnReader:
         prompt = parse_input(given, self.engine.tokenizer)

@@ -35,6 +35,12 @@ class NotFound(TenutoError):
     status = 404
 
 
+class ModelNotFound(NotFound):
+    """The request names a model that is not the server's."""
+
+    code = "model_not_found"
+
+
 class AlreadyExists(TenutoError):
     """An id is taken."""
 
@@ -137,6 +143,48 @@ class EngineStopped(TenutoError):
     """The engine has stopped, by request or after an `InvariantError`."""
 
     code = "engine_stopped"
+    status = 503
+
+
+class DeadlinePassed(TenutoError):
+    """A turn waited for its session until one of its deadlines had passed."""
+
+    code = "deadline_passed"
+    status = 504
+
+
+class TurnAborted(TenutoError):
+    """A turn was ended by somebody else before it was committed. Not a status that clients repeat requests on."""
+
+    code = "turn_aborted"
+    status = 410
+
+
+class TurnFailed(TenutoError):
+    """Steps with the turn in them fail, and it was rolled back."""
+
+    code = "turn_failed"
+    status = 500
+
+
+class Draining(TenutoError):
+    """The server is about to end and begins nothing new."""
+
+    code = "draining"
+    status = 503
+
+
+class Unreachable(TenutoError):
+    """A client cannot connect to its server."""
+
+    code = "unreachable"
+    status = 503
+
+
+class Disconnected(TenutoError):
+    """A client's connection broke before the answer was whole. What it asked for may have been done."""
+
+    code = "disconnected"
     status = 503
 
 

@@ -5,16 +5,18 @@ A plan is plain data: making it changes nothing. The engine makes it, an executo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.groups import MemorySpec
-from tenuto.base.sampling import Sampling
+from tenuto.base.sampling import Sampling, TokenLogprob
 
 Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 
 PREVIOUS_SAMPLE = -1
 """In `Plan.tokens`: the token this row sampled in the step submitted just before (not known to the planner yet)."""
@@ -52,6 +54,34 @@ class StateMoves:
 
 
 @dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How a row samples from now on, whatever it did before.
+
+    Token ids for penalties, int32: `prompt`, those of history and input in any order, each once, if there is a
+    repetition penalty; `output`, the turn's output so far, if there is any penalty; else `None`. A token at a position
+    before `masked_before` is none of `masked`. `logprobs`, if not `None`, asks for log-probabilities of what is sampled
+    and of so many of the likeliest tokens. A row with a penalty samples at most one token a step.
+    """
+
+    sampling: Sampling
+    prompt: Ints | None = field(default=None, compare=False)
+    output: Ints | None = field(default=None, compare=False)
+    masked: tuple[int, ...] = ()
+    masked_before: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputScores:
+    """Input tokens whose log-probabilities are wanted: how likely it is that token `targets[i]` follows the plan's
+    input token `offsets[i]`, and what the `top` likeliest tokens there are. Both int32 [scores]."""
+
+    offsets: Ints
+    targets: Ints
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One forward pass over a mixed batch of prefill chunks and decodes.
 
@@ -63,6 +93,7 @@ class Plan:
     each in the order of the memory spec. Page tables persist between steps: an executor keeps one row of pages a row
     id, applies `tables` first, then `copies`, then computes. Entries of a sliding group that lie wholly before the
     window of `starts[i]` are stale and must not be read. `sampling` lists the rows whose sampling options are new.
+    `scores` is `None` if no row asks for it.
     """
 
     step: int
@@ -74,14 +105,38 @@ class Plan:
     tables: tuple[TableChanges, ...]
     copies: tuple[PageCopies, ...]
     states: tuple[StateMoves, ...]
-    sampling: tuple[tuple[int, Sampling], ...]
+    sampling: tuple[tuple[int, RowSampling], ...]
+    scores: InputScores | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of n tokens, see `base.sampling.TokenLogprob`: `places` int32 [n], which ones they are;
+    `chosen` float32 [n]; the likeliest tokens `top_tokens` int32 [n, most] and theirs `top` float32 [n, most], in
+    falling order. A row that asked for fewer than `most` takes the first."""
+
+    places: Ints
+    chosen: Floats
+    top_tokens: Ints
+    top: Floats
+
+    def entries(self, start: int, tokens: Sequence[int], most: int) -> list[TokenLogprob]:
+        """Those of `tokens`, which begin at entry `start`, each with the `most` likeliest."""
+        part = slice(start, start + len(tokens))
+        chosen, ids, top = self.chosen[part].tolist(), self.top_tokens[part, :most], self.top[part, :most]
+        likeliest = [tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), top.tolist(), strict=True)]
+        return [TokenLogprob(*entry) for entry in zip(tokens, chosen, likeliest, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The sampled tokens of a step, int32 [sum(plan.samples)], rows in plan order."""
+    """The sampled tokens of a step, int32 [sum(plan.samples)], rows in plan order. `sampled`: log-probabilities of
+    those whose rows ask for it, by place in `tokens`; `scored`: of all the input tokens `plan.scores` names. `None`
+    where nobody asks."""
 
     tokens: Ints
+    sampled: Logprobs | None = None
+    scored: Logprobs | None = None
 
 
 class Executor(Protocol):

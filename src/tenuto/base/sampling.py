@@ -1,26 +1,49 @@
-"""How a turn chooses its next token."""
+"""How a turn chooses its next token, and how likely tokens were."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenuto.base.checks import real, whole
+from tenuto.base.checks import items, real, shown, whole
 from tenuto.base.errors import InvalidRequest
+
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+"""Of how many of the likeliest tokens a turn may ask the log-probabilities."""
+
+LEAST_LOGPROB = -9999.0
+"""Stands for every log-probability below it, minus infinity too, which JSON cannot say. OpenAI's value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling options of one turn.
 
-    `temperature` 0 is greedy. `top_k` 0 keeps every token. `top_p` 1.0 keeps every token. The random draw of a token
-    depends on `seed` and on the token's position in the sequence alone, so a turn that is preempted and resumed, or
-    that shares a batch with others, draws the same numbers.
+    Applied in this order, the first three to greedy turns too:
+
+    1. `logit_bias`: pairs (token id, number to add to its logit), each id at most once.
+    2. `repetition_penalty` divides positive logits, and multiplies others, of all tokens in history, input or output
+       (Keskar et al., CTRL, arXiv:1909.05858); 1 changes nothing.
+    3. `presence_penalty` is subtracted from the logits of all tokens in this turn's output, and `frequency_penalty` as
+       many times as they occur in it.
+    4. `temperature` divides the logits; 0 is greedy.
+    5. `top_k` keeps so many of the likeliest tokens, 0 all.
+    6. `top_p` keeps the likeliest until they have this share of what top-k has left, 1.0 all.
+    7. `min_p` keeps those at least `min_p` times as likely as the likeliest, 0 all.
+
+    The random draw of a token depends on `seed` and on the token's position in the sequence alone, so a turn that is
+    preempted and resumed, or that shares a batch with others, draws the same numbers.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0, 1e6)
@@ -28,10 +51,46 @@ class Sampling:
         if not real("top_p", self.top_p, 0, 1):
             raise InvalidRequest("top_p is 0; allowed: 0 < top_p <= 1")
         whole("seed", self.seed, 0, 2**63 - 1)
+        real("min_p", self.min_p, 0, 1)
+        real("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        real("presence_penalty", self.presence_penalty, -2, 2)
+        real("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.logit_bias != ():
+            _check_bias(self.logit_bias)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def penalised(self) -> bool:
+        """Whether a logit depends on the tokens before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The natural logarithm of a token's probability given what precedes it, and the likeliest tokens there with
+    theirs, in falling order. Probabilities are the softmax of the model's own logits, before any sampling option; none
+    is below `LEAST_LOGPROB`."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def _check_bias(logit_bias: object) -> None:
+    if not isinstance(logit_bias, tuple):
+        raise InvalidRequest(f"logit_bias is {shown(logit_bias)}; allowed: a tuple of pairs")
+    if len(logit_bias) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias has {len(logit_bias)} entries; allowed: at most {MAX_BIASES}")
+    for pair in logit_bias:
+        if len(items("a logit_bias entry", pair, "a token id and a number")) != 2:
+            raise InvalidRequest("a logit_bias entry is no pair; allowed: a token id and a number")
+        whole("a logit_bias id", pair[0], 0, 2**31 - 1)
+        real("a logit bias", pair[1], -100, 100)
+    if len({token for token, _ in logit_bias}) < len(logit_bias):
+        raise InvalidRequest("logit_bias has a token id twice; allowed: each at most once")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -106,3 +107,74 @@ def demo(model: Model = "smollm2", device: Device = "cpu") -> None:
     from tenuto.demo import run_demo  # noqa: PLC0415 - see the module's docstring
 
     run_demo(model, device)
+
+
+@app.command()
+def serve(
+    model: Model = "smollm2",
+    device: Device = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    host: Annotated[str, typer.Option(help="Others than this machine need an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="TENUTO_API_KEY", show_envvar=True, help="The key that clients must give.")
+    ] = None,
+    admin_api_key: Annotated[
+        str | None, typer.Option(envvar="TENUTO_ADMIN_API_KEY", show_envvar=True, help="A key that may do everything.")
+    ] = None,
+    keys: Annotated[Path | None, typer.Option(help="A TOML file of keys, tenants and limits.")] = None,
+    memory: Annotated[
+        int | None, typer.Option(help="Bytes for the state of sessions; by default what is spare.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Token slots a page of memory.")] = 16,
+    context_length: Annotated[int | None, typer.Option(help="In tokens; the model's if not given.")] = None,
+    chunked_prefill_size: Annotated[int, typer.Option(help="The most tokens one step computes.")] = 512,
+    max_running_requests: Annotated[int, typer.Option(help="The most turns in one step.")] = 32,
+    max_queued_requests: Annotated[int, typer.Option(help="The most turns that wait for a step.")] = 10_000,
+    max_sessions: Annotated[int, typer.Option(help="The most open sessions.")] = 100_000,
+    session_ttl: Annotated[
+        float | None, typer.Option(help="Seconds an idle session stays open if its request names none.")
+    ] = None,
+    drain_seconds: Annotated[float, typer.Option(help="How long turns may go on after SIGTERM.")] = 5.0,
+    max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 32 * 2**20,
+    overlap: Annotated[int, typer.Option(help="1: plan a step while the one before is computed.")] = 0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for those who come from SGLang
+        bool, typer.Option(help="Accepted: sessions stream always.")
+    ] = True,
+) -> None:
+    r"""Serve sessions over HTTP: natively, and to clients of OpenAI's and SGLang's interfaces.
+
+    \b
+    Examples:
+      tenuto serve
+      tenuto serve --port 9000 --context-length 4096
+      TENUTO_API_KEY=... tenuto serve --host 0.0.0.0
+    """
+    from tenuto.base.messages import WorkerSettings  # noqa: PLC0415 - see the module's docstring
+    from tenuto.cli.serve import run_server  # noqa: PLC0415
+    from tenuto.serve.settings import ServeSettings, read_keys  # noqa: PLC0415
+
+    config = {
+        "token_budget": chunked_prefill_size,
+        "max_running": max_running_requests,
+        "max_queued": max_queued_requests,
+        "max_sessions": max_sessions,
+        "overlap": overlap,
+    }
+    if context_length is not None:
+        config["context_length"] = context_length
+    worker = WorkerSettings(
+        model=model, device=device, dtype=dtype, memory_bytes=memory, page_size=page_size, config=config
+    )
+    settings = ServeSettings(
+        host=host,
+        port=port,
+        keys=read_keys(keys, api_key, admin_api_key),
+        served_name=served_model_name,
+        max_body_bytes=max_body_bytes,
+        session_ttl=session_ttl,
+        drain_seconds=drain_seconds,
+    )
+    run_server(worker, settings, log_level)

@@ -53,6 +53,8 @@ class ChatEngine:
         session = self.session(session_id, version)
         log, start = self._logs[session], len(session.history)
         tokens, conversation = log.render(session, prompt, generate=generate)
+        if not generate:
+            params = replace(params, max_new_tokens=0)
         turn = self.engine.submit(session_id, tokens, _with_stops(params, log, conversation))
         log.note(start, len(tokens), conversation)
         return turn

@@ -39,8 +39,8 @@ from tenuto.session.registry import Registry
 from tenuto.session.session import Policy, Session, SessionState
 from tenuto.session.turn import MOST_FAILURES, EndReason, TextStream, Turn, TurnParams, TurnState, as_tokens
 
-TextFactory = Callable[[tuple[str, ...]], TextStream]
-"""Makes the text stream of a turn with these stop strings."""
+TextFactory = Callable[[tuple[str, ...], int], TextStream]
+"""Makes the text stream of a turn with these stop strings, not looked for in the text of so many first tokens."""
 
 DELIVERED = -1
 """`Engine.abort(keep=DELIVERED)`: keep every output token whose text the caller has been given."""
@@ -129,9 +129,10 @@ class Engine:
         self._flight: Flight | None = None
         self._numbers = count(1)
         self._failing: set[Turn] = set()  # turns that were in the last failed steps
-        self._steps = 0
+        self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `_guarded`
         self.transitions = self.lifecycle.transitions
+        self.totals = self.lifecycle.totals
 
     # -- the loop
 
@@ -155,6 +156,15 @@ class Engine:
         self.memory.cache.trim()
         self._audit_step()
         return report
+
+    @property
+    def queued(self) -> int:
+        """Submitted turns that wait for a row."""
+        return self._queue.submitted
+
+    def now(self) -> float:
+        """Seconds, on the clock that deadlines are measured by."""
+        return self._clock.now()
 
     @property
     def idle(self) -> bool:
@@ -209,7 +219,7 @@ class Engine:
                 if turn.failures >= MOST_FAILURES:
                     self.lifecycle.abort(turn, EndReason.FAILED)
                 else:
-                    self.lifecycle.preempt(turn)
+                    self.lifecycle.preempt(turn, "step failed")
         self.batch.return_news(flight.news)
 
     def _settle(self, flight: Flight, result: StepResult, report: StepReport) -> None:
@@ -236,9 +246,9 @@ class Engine:
                     self.batch.alone = None
 
     def _audit_step(self) -> None:
-        self._steps += 1
+        self.steps += 1
         self.memory.check_totals()
-        if self.config.audit_every and self._steps % self.config.audit_every == 0:
+        if self.config.audit_every and self.steps % self.config.audit_every == 0:
             self.audit()
 
     # -- sessions
@@ -330,7 +340,7 @@ class Engine:
         dropped = 0
         for session in sessions:
             if session.memory.computed or session.memory.turn is not None:
-                self.lifecycle.drop(session)
+                self.lifecycle.drop(session, "flushed")
                 dropped += 1
         return dropped
 
@@ -357,10 +367,12 @@ class Engine:
         draft = session.turn if session.turn is not None and session.turn.state is TurnState.DRAFTING else None
         if draft is None:
             session.require_idle("start a turn on")
+        elif params.input_logprobs is not None:
+            raise InvalidRequest("input_logprobs of a turn that was a draft: tokens computed earlier have none")
         checked = as_tokens(tokens, self.vocab_size)
         wanted = params.max_new_tokens if generate is None else generate
         allowed = self._allowed(session, len(session.history) + len(checked), wanted)
-        self._check_stops(params)
+        self._check_ids(params)
         self._refuse_if_full()
         text = self._text_stream(params)
         turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
@@ -380,10 +392,12 @@ class Engine:
         session.require_idle("regenerate in")
         params = params or TurnParams()
         record = session.regenerated_turn()
+        if params.input_logprobs is not None:
+            raise InvalidRequest("regenerate has input_logprobs; it has no input")
         if params.max_new_tokens == 0:
             raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
         allowed = self._allowed(session, record.input_end, params.max_new_tokens)
-        self._check_stops(params)
+        self._check_ids(params)
         self._refuse_if_full()
         text = self._text_stream(params)
         turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
@@ -477,13 +491,15 @@ class Engine:
             )
         return room if wanted is None else min(wanted, room)
 
-    def _check_stops(self, params: TurnParams) -> None:
+    def _check_ids(self, params: TurnParams) -> None:
         for token in params.stop_ids:
             whole("a stop id", token, 0, self.vocab_size - 1)
+        for token, _ in params.sampling.logit_bias:
+            whole("a logit_bias id", token, 0, self.vocab_size - 1)
 
     def _text_stream(self, params: TurnParams) -> TextStream | None:
         if self._text is not None:
-            return self._text(params.stop)
+            return self._text(params.stop, params.min_new_tokens)
         if params.stop:
             raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_ids")
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter
+from dataclasses import fields
 from enum import Enum
 from itertools import count
 
@@ -12,12 +13,14 @@ from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
-from tenuto.sched.batch import Batch, continues_from
+from tenuto.sched.batch import Batch, continues_from, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session, SessionState
-from tenuto.session.turn import EndReason, Turn, TurnState
+from tenuto.session.turn import EndReason, Turn, TurnState, Usage
+
+USAGE = tuple(field.name for field in fields(Usage))
 
 
 class Timer(Enum):
@@ -41,6 +44,8 @@ class Lifecycle:
         self.batch = batch
         self.pressure = Pressure(memory, batch, self.preempt, self.drop)
         self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
+        self.totals: Counter[str] = Counter()  # tokens of all ended turns, by field of `Usage`
+        self.recomputed: Counter[str] = Counter()  # tokens that were computed and have to be again, by why
         self._timers: list[tuple[float, int, Timer, str, int]] = []  # a heap; names turns, so that ended ones can go
         self._entries = count()
         self._ended: list[Turn] = []
@@ -72,6 +77,7 @@ class Lifecycle:
             turn.started = True
             if turn.cached < 0:
                 turn.cached = min(continues_from(turn), turn.prompt_length)
+                self._note_recomputed(turn)
         if not turn.generates and continues_from(turn) >= turn.last_position:  # nothing to compute
             for lease in slots:
                 lease.release(unused=True)
@@ -81,14 +87,23 @@ class Lifecycle:
         self.batch.add(turn, slots)
         self.pressure.note(turn.session)
 
+    def _note_recomputed(self, turn: Turn) -> None:
+        """The turn starts: which tokens of the history it has to compute again, and why."""
+        memory, wanted = turn.session.memory, min(start_target(turn), max(0, turn.base_length - 1))
+        if (missing := wanted - continues_from(turn)) > 0:
+            self.recomputed["no checkpoint" if memory.computed >= wanted else memory.lost] += missing
+
     def _leave_row(self, turn: Turn) -> None:
         """Call before anything that detaches the turn's memory: the batch forgets it."""
         memory = turn.session.memory.turn
         if memory is not None and memory.row >= 0:
             self.batch.remove(turn, memory.row)
 
-    def preempt(self, turn: Turn) -> None:
+    def preempt(self, turn: Turn, why: str = "preempted") -> None:
         """A running turn, or a draft in a row, loses what it acquired."""
+        memory = turn.session.memory.turn
+        if memory is not None:
+            self.recomputed[why] += memory.computed - memory.start
         if turn.state is TurnState.DRAFTING:
             self.drop(turn.session)
             return
@@ -98,7 +113,7 @@ class Lifecycle:
         self._queue.push(turn)
         self.pressure.note(turn.session)
 
-    def drop(self, session: Session) -> None:
+    def drop(self, session: Session, why: str = "pressure") -> None:
         """The last rung of pressure: a draft keeps only its text, then a session without a running turn its tokens."""
         turn, drafted = session.turn, False
         if turn is not None and session.memory.turn is not None:
@@ -107,6 +122,7 @@ class Lifecycle:
             drafted = turn.state is TurnState.DRAFTING
         if not drafted:
             session.memory.drop()
+            session.memory.lost = why
         self.transitions[f"drop {turn.state.value if turn is not None else 'idle'}"] += 1
         if turn is not None and turn.state is TurnState.DRAFTING:
             self._queue.push(turn)  # computed again when there is room
@@ -165,6 +181,10 @@ class Lifecycle:
         self._queue.remove(turn)
         self._ended.append(turn)
         self._sessions.note_length(session)
+        if turn.result is not None:
+            usage = turn.result.usage
+            for name in USAGE:
+                self.totals[name] += getattr(usage, name)
         if session.state is SessionState.CLOSING or session.policy.ephemeral:
             self.close(session)
         else:

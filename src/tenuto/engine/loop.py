@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from tenuto.base.errors import EngineStopped, InvariantError, TenutoError
+from tenuto.base.sampling import TokenLogprob
 from tenuto.engine.engine import Engine
 from tenuto.session.turn import Turn, TurnResult
 
@@ -23,12 +24,16 @@ IDLE_SECONDS = 0.1
 @dataclass(frozen=True, slots=True)
 class TurnEvent:
     """What a turn has brought since its last event. `delivered`: its leading output tokens whose text has been
-    delivered whole, up to now. `result`: in the last event that of the turn, else `None`."""
+    delivered whole, up to now. `result`: in the last event that of the turn, else `None`. `logprobs`: one a token, if
+    asked for. `input_logprobs`: of the input tokens, if asked for, in the first event with tokens or a result; only the
+    first token of all has `None`, and a turn that was aborted early may lack the last."""
 
     tokens: tuple[int, ...]
     text: str
     delivered: int
     result: TurnResult | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    input_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 Subscriber = Callable[[TurnEvent | TenutoError], None]
@@ -37,15 +42,22 @@ turn from starting or stopped the engine. It must not block. If it raises, nobod
 
 
 class EngineLoop:
-    """Owns `engine`, which no other thread may touch from now on. `on_stop` is called once in the engine's thread, when
-    the last step is done and everyone has been told."""
+    """Owns `engine`, which no other thread may touch from now on. In the engine's thread `after_round` is called when
+    commands have been obeyed and when a step's events have been published, and `on_stop` once, when the last step is
+    done and everyone has been told."""
 
-    def __init__(self, engine: Engine, on_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_stop: Callable[[], None] = lambda: None,
+        after_round: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._on_stop = on_stop
+        self._after_round = after_round
         self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
         self._subscriptions: dict[int, _Subscription] = {}  # by turn number; the engine's thread alone
-        self._stopped: str | None = None  # why; set once, under the lock
+        self.stopped: str | None = None  # why; set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
         self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
         self._thread.start()
@@ -78,8 +90,7 @@ class EngineLoop:
         def abort_turn(engine: Engine) -> TurnResult:
             turn = started.result()  # commands are done in order: it is there
             if not turn.state.ended:
-                engine.abort(turn.session.id, keep)
-                self._publish(turn)
+                self.publish(engine.abort(turn.session.id, keep))
             if turn.result is None:
                 raise InvariantError(f"{turn.name} has ended without a result")
             return turn.result
@@ -96,13 +107,13 @@ class EngineLoop:
         """Stop after the step in progress, and do not wait: a finalizer may run in any thread, also in one that the
         step needs."""
         with self._lock:
-            if self._stopped is None:
+            if self.stopped is None:
                 self._commands.put(None)
 
     def _post(self, command: _Command[T]) -> None:
         with self._lock:
-            if self._stopped is not None:
-                raise EngineStopped(self._stopped)
+            if self.stopped is not None:
+                raise EngineStopped(self.stopped)
             self._commands.put(command)  # type: ignore[arg-type] # a queue is invariant, what it carries is not
 
     # -- in the engine's thread
@@ -111,9 +122,11 @@ class EngineLoop:
         reason, wait = "the engine was closed", 0.0
         try:
             while self._obey(wait):
+                self._after_round()
                 report = self._engine.step()
                 self._publish_all(report.progressed)
                 self._publish_all(report.ended)
+                self._after_round()
                 wait = 0.0 if report.worked or report.ended else IDLE_SECONDS
         except Exception as error:  # noqa: BLE001 - whatever escapes leaves the engine in doubt
             reason = f"the engine stopped: {type(error).__name__}: {error}"
@@ -136,11 +149,12 @@ class EngineLoop:
 
     def _publish_all(self, turns: Iterable[Turn]) -> None:
         for turn in turns:
-            if not self._publish(turn):
+            if not self.publish(turn):
                 self._engine.abort(turn.session.id)
 
-    def _publish(self, turn: Turn) -> bool:
-        """Tell the turn's subscriber what is new. False if the turn is open and nobody is there any more."""
+    def publish(self, turn: Turn) -> bool:
+        """Tell the turn's subscriber what is new, in the engine's thread. False if the turn is open and nobody is there
+        any more."""
         subscription = self._subscriptions.get(turn.number)
         if subscription is None:
             return True
@@ -155,7 +169,7 @@ class EngineLoop:
 
     def _stop(self, reason: str) -> None:
         with self._lock:
-            self._stopped = reason
+            self.stopped = reason
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -172,19 +186,24 @@ class EngineLoop:
 class _Subscription:
     """Who listens to a turn, and how much of it they have been told."""
 
-    __slots__ = ("_sent", "_subscriber", "_turn")
+    __slots__ = ("_input_sent", "_sent", "_subscriber", "_turn")
 
     def __init__(self, turn: Turn, subscriber: Subscriber) -> None:
         self._turn = turn
         self._subscriber = subscriber
         self._sent = 0
+        self._input_sent = False
 
     def publish(self) -> None:
         turn = self._turn
         tokens = tuple(turn.output[self._sent :])
+        logprobs = tuple(turn.output_logprobs[self._sent :]) if turn.output_logprobs else ()
         self._sent += len(tokens)
+        scores: tuple[TokenLogprob | None, ...] = ()
+        if turn.params.input_logprobs is not None and not self._input_sent and (tokens or turn.result is not None):
+            scores, self._input_sent = turn.input_logprobs, True
         text = turn.text.take_text() if turn.text is not None else ""
-        self._subscriber(TurnEvent(tokens, text, turn.delivered, turn.result))
+        self._subscriber(TurnEvent(tokens, text, turn.delivered, turn.result, logprobs, scores))
 
     def refuse(self, reason: str) -> None:
         with suppress(Exception):  # if nobody is there, nobody is told

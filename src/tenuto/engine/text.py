@@ -18,10 +18,12 @@ class TokenTextStream:
     how many characters and how many tokens there are by its end. No turn is cut inside a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
-        """Raises `InvalidRequest` if `stop` is not a list of stop strings."""
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+        """In the text that the first `min_tokens` tokens bring no stop string is looked for, nor the beginning of one.
+        Raises `InvalidRequest` if `stop` is not a list of stop strings."""
         self._decoder = IncrementalDecoder(tokenizer)
         self._matcher = StopMatcher(stop)
+        self._min_tokens = min_tokens
         self._ends: deque[tuple[int, int]] = deque()
         self._tokens = 0
         self._decoded = 0  # characters
@@ -40,6 +42,11 @@ class TokenTextStream:
             self._deliver(self._matcher.flush())
 
     @property
+    def stop(self) -> str | None:
+        """The stop string that is complete, if one is."""
+        return self._matcher.matched
+
+    @property
     def delivered_tokens(self) -> int:
         """Leading output tokens whose text has been delivered whole. They never end inside a character."""
         return self._delivered_tokens
@@ -54,6 +61,9 @@ class TokenTextStream:
         self._decoded += len(text)
         if not self._decoder.pending:
             self._ends.append((self._decoded, self._tokens))
+        if self._tokens <= self._min_tokens:
+            self._deliver(text)
+            return False
         deliverable, stop = self._matcher.push(text)
         self._deliver(deliverable)
         return stop is not None

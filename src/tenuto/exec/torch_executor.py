@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.base.plan import Plan, StepResult, TableChanges
+from tenuto.base.plan import InputScores, Logprobs, Plan, StepResult, TableChanges
+from tenuto.exec.row_options import RowOptions
 from tenuto.kernels.paged import PagedAttention, PagedKV, ragged_arange
-from tenuto.kernels.sampling import Choice, sample, uniforms
+from tenuto.kernels.sampling import logprobs, sample
 from tenuto.models.checkpoint import open_checkpoint
 from tenuto.models.llama import Llama
 from tenuto.models.store import ModelFiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(slots=True)
-class _Options:
-    """Sampling options of every row id, host arrays [rows]; written by the worker when a plan lists a row."""
-
-    temperature: np.ndarray[tuple[int], np.dtype[np.float64]]
-    top_k: np.ndarray[tuple[int], np.dtype[np.int64]]
-    top_p: np.ndarray[tuple[int], np.dtype[np.float64]]
-    seed: np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class TorchExecutor:
@@ -61,7 +51,7 @@ class TorchExecutor:
             raise ConfigError(f"{device} cannot hold {pages} pages, {size} bytes: {error}") from error
         self._table = torch.zeros((rows, 1), device=device, dtype=torch.int64)
         self._last_sampled = torch.zeros(rows, device=device, dtype=torch.int64)
-        self._options = _Options(np.zeros(rows), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows, np.int64))
+        self._options = RowOptions(rows, c.vocab, device)
 
     def submit(self, plan: Plan) -> None:
         """See `Executor.submit`. Raises `InvariantError` if a step is in flight."""
@@ -93,21 +83,28 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _step(self, plan: Plan) -> StepResult:
-        tokens = self._sample(plan, self._forward(plan))
-        sampled = plan.samples > 0
-        rows, last = plan.rows[sampled], np.cumsum(plan.samples)[sampled] - 1
+        logits, scored = self._forward(plan), None
+        if plan.scores is not None:
+            sampled_from = len(logits) - len(plan.scores.offsets)
+            scored = self._score(logits[sampled_from:], plan.scores)
+            logits = logits[:sampled_from]
+        tokens, sampled = self._sample(plan, logits)
+        sampling = plan.samples > 0
+        rows, last = plan.rows[sampling], np.cumsum(plan.samples)[sampling] - 1
         self._last_sampled[self._indices(rows)] = tokens[self._indices(last)]
-        return StepResult(tokens.cpu().numpy().astype(np.int32))
+        return StepResult(tokens.cpu().numpy().astype(np.int32), sampled, scored)
 
     @torch.inference_mode()
     def _forward(self, plan: Plan) -> torch.Tensor:
-        """Apply the plan, compute its tokens, return its logits."""
+        """Apply the plan, compute its tokens, return the logits it samples from and then those it scores by."""
         self._apply(plan)
         c = self.model.config
         attention = PagedAttention(
             self._kv, self._table, plan.rows, plan.starts, plan.counts, group=c.heads // c.kv_heads
         )
         outputs = np.repeat(np.cumsum(plan.counts) - plan.samples, plan.samples) + ragged_arange(plan.samples)
+        if plan.scores is not None:
+            outputs = np.concatenate((outputs, plan.scores.offsets))
         return self.model.forward(self._tokens(plan), attention.positions, self._indices(outputs), attention)
 
     def _apply(self, plan: Plan) -> None:
@@ -115,10 +112,8 @@ class TorchExecutor:
         (tables,), (copies,) = plan.tables, plan.copies
         self._change(tables)
         self._kv.copy(copies.sources, copies.targets, copies.slots)
-        options = self._options
         for row, new in plan.sampling:
-            options.temperature[row], options.top_k[row] = new.temperature, new.top_k
-            options.top_p[row], options.seed[row] = new.top_p, new.seed
+            self._options.start(row, new)
 
     def _change(self, changes: TableChanges) -> None:
         """Write new page-table entries, first widening the table if they lie beyond it."""
@@ -141,17 +136,39 @@ class TorchExecutor:
             tokens[self._indices(unknown)] = self._last_sampled[self._indices(rows)]
         return tokens
 
-    def _sample(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-        """Tokens int64 [sum(plan.samples)], each drawn by its row's options and its own position."""
-        options = self._options
-        rows = np.repeat(plan.rows, plan.samples)
+    def _sample(self, plan: Plan, logits: torch.Tensor) -> tuple[torch.Tensor, Logprobs | None]:
+        """Tokens int64 [sum(plan.samples)], each drawn by its row's options and its own position, and how likely they
+        were, if any row asks. May change `logits`."""
+        options, sampled = self._options, None
+        rows = np.repeat(plan.rows, plan.samples).astype(np.int64)
         positions = np.repeat(plan.starts + plan.counts - plan.samples, plan.samples) + ragged_arange(plan.samples) + 1
-        uniform = uniforms(options.seed[rows], positions)
-        return sample(logits, Choice(options.temperature[rows], options.top_k[rows], options.top_p[rows], uniform))
+        if options.plain:
+            return sample(logits, options.choice(rows, positions)), None
+        wanted, most = options.wanted_logprobs(rows)
+        places = self._indices(wanted)
+        raw = logits.index_select(0, places) if len(wanted) else logits
+        options.edit(logits, rows, positions)
+        tokens = sample(logits, options.choice(rows, positions))
+        options.counts.add(rows, tokens)
+        if len(wanted):
+            sampled = _logprobs(wanted, raw, tokens[places], most)
+        return tokens, sampled
+
+    def _score(self, logits: torch.Tensor, scores: InputScores) -> Logprobs:
+        """How likely the targets of `scores` were by their logits, float32 [scores, vocab]."""
+        return _logprobs(np.arange(len(logits)), logits, self._indices(scores.targets), scores.top)
 
     def _indices(self, values: np.ndarray[tuple[int], np.dtype[np.integer]]) -> torch.Tensor:
         """Host indices as int64 on the device."""
         return torch.from_numpy(values.astype(np.int64)).to(self.model.device)
+
+
+def _logprobs(
+    places: np.ndarray[tuple[int], np.dtype[np.integer]], logits: torch.Tensor, tokens: torch.Tensor, most: int
+) -> Logprobs:
+    """Log-probabilities of `tokens`, int64 [n], by `logits`, float32 [n, vocab], on the host."""
+    chosen, ids, top = (part.cpu().numpy() for part in logprobs(logits, tokens, most))
+    return Logprobs(places.astype(np.int32), chosen, ids.astype(np.int32), top)
 
 
 def load_executor(files: ModelFiles, page_size: int, device: str = "cpu", dtype: str | None = None) -> TorchExecutor:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, Plan, StepResult
+from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, InputScores, Logprobs, Plan, RowSampling, StepResult
+from tenuto.base.sampling import LEAST_LOGPROB
 
 Hashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
@@ -46,6 +47,16 @@ def next_token(state: int, vocab_size: int) -> int:
     return ((state >> 17) ^ (state >> 41)) % vocab_size
 
 
+def next_unmasked(state: int, vocab_size: int, masked: Sequence[int]) -> int:
+    """As `next_token`; if that is one of `masked`, the next greater one that is not, beginning again at 0."""
+    token = next_token(state, vocab_size)
+    for _ in range(vocab_size):
+        if token not in masked:
+            break
+        token = (token + 1) % vocab_size
+    return token
+
+
 def _advance(states: Hashes, tokens: npt.NDArray[np.int64]) -> Hashes:
     mixed = (states ^ (tokens + 1).astype(np.uint64)) * np.uint64(MULTIPLIER)
     return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
@@ -55,8 +66,10 @@ class WitnessExecutor:
     """An `Executor` that computes hashes. `verify` False checks only the slots a token follows from, for benchmarks.
 
     `fail` is asked at every `collect` whether this step fails; a failed step has still written what it writes, as a
-    real one may. The work is done at `submit` or at `collect`, as `late` says, so that memory is used by a step in
-    flight until the very end."""
+    real one may. `wait` is called at every `collect`, for steps that take time. The work is done at `submit` or at
+    `collect`, as `late` says, so that memory is used by a step in flight until the very end.
+
+    Of a row's sampling options it heeds the masked ids. What it says has probability 1, all else `LEAST_LOGPROB`."""
 
     def __init__(
         self,
@@ -67,12 +80,14 @@ class WitnessExecutor:
         verify: bool = True,
         fail: Callable[[], bool] = lambda: False,
         late: Callable[[], bool] = lambda: False,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._spec = MemorySpec(page_size, tuple(groups))
         self._vocab_size = vocab_size
         self._verify = verify
         self._fail = fail
         self._late = late
+        self._wait = wait
         self._plan: Plan | None = None
         self._result: StepResult | None = None
         self.steps = 0
@@ -91,6 +106,7 @@ class WitnessExecutor:
         self._states = [i for i, g in enumerate(self._spec.groups) if not g.paged]
         self._tables = [np.zeros((rows, 64), np.int64) for _ in self._paged]
         self._last = np.zeros(rows, np.int64)  # what each row sampled last
+        self._asking: dict[int, RowSampling] = {}  # rows that ask for masked ids or log-probabilities
 
     def submit(self, plan: Plan) -> None:
         if self._plan is not None:
@@ -102,6 +118,7 @@ class WitnessExecutor:
         if self._plan is None:
             raise InvariantError("a result was collected with no step in flight")
         plan, self._plan = self._plan, None
+        self._wait()
         result = self._result if self._result is not None else self._compute(plan)
         self.steps += 1
         if self._fail():
@@ -116,6 +133,10 @@ class WitnessExecutor:
     def _compute(self, plan: Plan) -> StepResult:
         self._update_tables(plan)
         self._copy_pages(plan)
+        for row, new in plan.sampling:
+            self._asking.pop(row, None)
+            if new.masked or new.logprobs is not None:
+                self._asking[row] = new
         starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
         rows = plan.rows.astype(np.int64)
         tokens = plan.tokens.astype(np.int64)
@@ -129,7 +150,8 @@ class WitnessExecutor:
             states[live] = _advance(states[live], tokens[offsets[live] + step])
             hashes[offsets[live] + step] = states[live]
         self._write(plan, rows, starts, counts, tokens, hashes, states)
-        return StepResult(self._sample(plan, rows, offsets + counts, hashes))
+        scored = self._score(plan.scores, hashes) if plan.scores is not None else None
+        return StepResult(*self._sample(plan, rows, offsets + counts, hashes), scored)
 
     def _update_tables(self, plan: Plan) -> None:
         for i, change in enumerate(plan.tables):
@@ -229,12 +251,48 @@ class WitnessExecutor:
             stored_hashes, stored_positions = self._slots[group]
             stored_hashes[moves.writes], stored_positions[moves.writes] = states, starts + counts
 
-    def _sample(self, plan: Plan, rows: Ints, stops: Ints, hashes: Hashes) -> npt.NDArray[np.int32]:
+    def _sample(
+        self, plan: Plan, rows: Ints, stops: Ints, hashes: Hashes
+    ) -> tuple[npt.NDArray[np.int32], Logprobs | None]:
         samples = plan.samples.astype(np.int64)
         owner = np.repeat(np.arange(len(rows)), samples)
         within = np.arange(int(samples.sum())) - np.repeat(np.cumsum(samples) - samples, samples)
         sampled = hashes[stops[owner] - samples[owner] + within]
-        mixed = (sampled >> np.uint64(17)) ^ (sampled >> np.uint64(41))
-        tokens = (mixed % np.uint64(self._vocab_size)).astype(np.int64)
+        tokens = self._next_tokens(sampled)
+        if self._asking:
+            positions = (plan.starts + plan.counts - samples)[owner] + within + 1
+            self._mask(rows[owner], positions, sampled, tokens)
         self._last[rows[owner]] = tokens  # the last of a row's samples stays
-        return np.asarray(tokens, np.int32)
+        return np.asarray(tokens, np.int32), self._logprobs(rows[owner], tokens) if self._asking else None
+
+    def _next_tokens(self, states: Hashes) -> Ints:
+        mixed = (states >> np.uint64(17)) ^ (states >> np.uint64(41))
+        return (mixed % np.uint64(self._vocab_size)).astype(np.int64)
+
+    def _mask(self, rows: Ints, positions: Ints, states: Hashes, tokens: Ints) -> None:
+        """Replace tokens that may not come at their positions."""
+        for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            asked = self._asking.get(row)
+            if asked is not None and position < asked.masked_before:
+                tokens[i] = next_unmasked(int(states[i]), self._vocab_size, asked.masked)
+
+    def _logprobs(self, rows: Ints, tokens: Ints) -> Logprobs | None:
+        most = [(asked.logprobs if (asked := self._asking.get(row)) is not None else None) for row in rows.tolist()]
+        places = np.array([i for i, n in enumerate(most) if n is not None], np.int32)
+        if not len(places):
+            return None
+        width = min(1, max(n for n in most if n is not None))
+        said = np.asarray(tokens[places], np.int32)
+        return _certain(places, said, said, width)
+
+    def _score(self, scores: InputScores, hashes: Hashes) -> Logprobs:
+        said = np.asarray(self._next_tokens(hashes[scores.offsets]), np.int32)
+        return _certain(np.arange(len(said), dtype=np.int32), scores.targets, said, min(1, scores.top))
+
+
+def _certain(
+    places: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], said: npt.NDArray[np.int32], width: int
+) -> Logprobs:
+    """Log-probabilities of `tokens` where `said` have probability 1."""
+    chosen = np.where(tokens == said, 0, LEAST_LOGPROB).astype(np.float32)
+    return Logprobs(places, chosen, said[:, None][:, :width], np.zeros((len(said), width), np.float32))

@@ -1,4 +1,5 @@
-"""Choosing tokens from logits, each row by its own options and by a random number that depends on it alone."""
+"""Choosing tokens from logits, each row by its own options and by a random number that depends on it alone; what is
+done to logits before, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tenuto.base.sampling import LEAST_LOGPROB
+
 Floats = npt.NDArray[np.float64]
+Singles = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 
 _CANDIDATES = 1024
@@ -19,15 +23,22 @@ _CANDIDATES = 1024
 class Choice:
     """Sampling options and random numbers of a batch, one entry a row, on the host.
 
-    `temperature` float64 (0: greedy), `top_k` int64 (0: all), `top_p` float64 in (0, 1], `uniform` float64 in [0, 1).
-    Meanings are those of `base.sampling.Sampling`: temperature is applied first, then top-k, and top-p is a share of
-    what top-k has left.
+    `temperature` float64 (0: greedy), `top_k` int64 (0: all), `top_p` float64 in (0, 1], `min_p` float64 in [0, 1] (0:
+    all), `uniform` float64 in [0, 1). Meanings are those of `base.sampling.Sampling`: temperature is applied first,
+    then top-k, top-p is a share of what top-k has left, and min-p is relative to the likeliest token.
     """
 
     temperature: Floats
     top_k: Longs
     top_p: Floats
+    min_p: Floats
     uniform: Floats
+
+    def rows(self, chosen: Longs) -> Choice:
+        """Those of some rows."""
+        return Choice(
+            self.temperature[chosen], self.top_k[chosen], self.top_p[chosen], self.min_p[chosen], self.uniform[chosen]
+        )
 
 
 def uniforms(seeds: Longs, positions: Longs) -> Floats:
@@ -63,12 +74,19 @@ def sample(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
         return _draw(logits, choice)
     tokens = logits.argmax(dim=-1)
     places = torch.from_numpy(drawn).to(logits.device)
-    part = Choice(choice.temperature[drawn], choice.top_k[drawn], choice.top_p[drawn], choice.uniform[drawn])
-    return tokens.index_copy_(0, places, _draw(logits.index_select(0, places), part))
+    return tokens.index_copy_(0, places, _draw(logits.index_select(0, places), choice.rows(drawn)))
 
 
 def _draw(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
     """Draw by inverting the cumulative distribution over the tokens kept, in order of their ids."""
+    below = kept_probabilities(logits, choice).cumsum(dim=-1)
+    targets = below[:, -1:] * torch.from_numpy(choice.uniform).to(logits.device)[:, None]
+    return torch.searchsorted(below, targets, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
+
+
+def kept_probabilities(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """What rows that are not greedy draw from: each token's probability after temperature, or zero if the other options
+    exclude it; their sum is not made 1 again. `logits` is float32 [rows, vocab]; returns float64 of that shape."""
     device, vocab = logits.device, logits.shape[-1]
     # The highest logit goes to 0 before the division, or a tiny temperature would overflow.
     shifted = logits.double() - logits.max(dim=-1, keepdim=True).values
@@ -76,9 +94,10 @@ def _draw(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
     limited = np.flatnonzero((choice.top_k > 0) & (choice.top_k < vocab) | (choice.top_p < 1))
     if len(limited):
         _limit(probabilities, limited, choice.top_k, choice.top_p)
-    below = probabilities.cumsum(dim=-1)
-    targets = below[:, -1:] * torch.from_numpy(choice.uniform).to(device)[:, None]
-    return torch.searchsorted(below, targets, right=True).squeeze(1).clamp_(max=vocab - 1)
+    if choice.min_p.any():
+        least = probabilities.amax(dim=-1) * torch.from_numpy(choice.min_p).to(device)
+        probabilities.masked_fill_(probabilities < least[:, None], 0.0)
+    return probabilities
 
 
 def _limit(probabilities: torch.Tensor, rows: Longs, top_k: Longs, top_p: Floats) -> None:
@@ -101,3 +120,42 @@ def _limit(probabilities: torch.Tensor, rows: Longs, top_k: Longs, top_p: Floats
         rows = rows[~settled]
         if len(rows) == 0:
             return
+
+
+def add_biases(logits: torch.Tensor, rows: Longs, tokens: Longs, values: Singles) -> None:
+    """Add `values[i]` to the logit of `tokens[i]` in row `rows[i]`, in place. `logits` is float32 [all rows, vocab];
+    the rest has one entry a bias, on the host. Minus infinity excludes a token, whatever else is added."""
+    device = logits.device
+    places = (torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device))
+    logits.index_put_(places, torch.from_numpy(values).to(device), accumulate=True)
+
+
+def penalise(
+    logits: torch.Tensor,
+    seen: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """Logits after the penalties of `base.sampling.Sampling`, float32 [rows, vocab] as `logits`. Of the same shape:
+    `seen` bool, whether a token is in history, input or output, and `counts` int32, how often in this turn's output.
+    The penalties are float32 [rows]."""
+    repetition = repetition[:, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    kept = torch.where(seen, repeated, logits)
+    return kept - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+
+
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of `tokens`, int64 [rows], by `logits`, float32 [rows, vocab]: float32 [rows]; then the `most`
+    likeliest, or all there are, in falling order: their ids, int64, and log-probabilities, float32, both [rows, most].
+    What is no number or below `LEAST_LOGPROB` is that. Which of several at the very edge are told is unspecified."""
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, tokens[:, None]) - total
+    values, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
+    return _told(chosen).squeeze(1), ids, _told(values - total)
+
+
+def _told(values: torch.Tensor) -> torch.Tensor:
+    return values.nan_to_num(nan=LEAST_LOGPROB).clamp(LEAST_LOGPROB, 0.0)

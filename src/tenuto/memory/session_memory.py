@@ -28,6 +28,7 @@ class SessionMemory:
         self.memory = memory
         self.holder_name = name
         self.computed = 0
+        self.lost = ""  # why there is less than the history; written by whoever takes it away
         self.tables = [memory.table(g, self) for g in range(len(memory.spec.groups))]
         self.checkpoints: list[Checkpoint] = []  # by position
         self.turn: TurnMemory | None = None  # of the open turn, while it holds anything
@@ -130,6 +131,7 @@ class SessionMemory:
             if not isinstance(table, StateTable):
                 table.truncate(position)
         self.computed = position
+        self.lost = "no checkpoint"
 
     def settle_checkpoints(self, position: int, current: Checkpoint | None) -> None:
         """Release checkpoints at or past `position`, where `current` now stands; older ones are cached."""

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from random import SystemRandom
+from time import sleep
 from typing import Any
 
+from tenuto.base.checks import real, whole
 from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.errors import ConfigError
@@ -19,15 +21,18 @@ from tenuto.exec.witness import WitnessExecutor
 from tenuto.memory.memory import Shape, turn_units, units_for_budget
 from tenuto.text.chat import ChatTemplate
 from tenuto.text.tokenizer import Tokenizer
+from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
 
 WITNESS = "witness"
-"""The model without weights, for tests: its next token is a function of a hash of the history."""
+"""The model without weights, for tests: its next token is a function of a hash of the history. `witness:0.01` takes 10
+milliseconds a step."""
 WITNESS_VOCABULARY = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An executor and what belongs to its model. `max_context` is the longest context it was made for, in tokens."""
+    """An executor and what belongs to its model. `max_context` is the longest context it was made for, in tokens;
+    `spare_bytes` what its device has for the state of a server's sessions."""
 
     executor: Executor
     vocab_size: int
@@ -35,16 +40,19 @@ class Model:
     max_context: int
     tokenizer: Tokenizer | None = None
     chat: ChatTemplate | None = None
+    name: str = WITNESS
+    path: str = ""
+    spare_bytes: int = 2**28
 
 
 def load_model(name: str, device: str, dtype: str | None, page_size: int) -> Model:
     """Raises `ModelError` or `ConfigError`."""
-    if page_size < 1:
-        raise ConfigError(f"page_size is {page_size}; allowed: at least 1")
-    if name == WITNESS:
-        groups = [GroupSpec(Kind.FULL, 16 * page_size)]
-        return Model(WitnessExecutor(page_size, groups, WITNESS_VOCABULARY), WITNESS_VOCABULARY, (), 2**20)
+    whole("page_size", page_size, 1, 2**20, ConfigError)
+    kind, _, step_seconds = name.partition(":")
+    if kind == WITNESS:
+        return _witness(name, page_size, step_seconds)
     # Slow to import; the witness does without them.
+    from tenuto.exec.device import spare_bytes  # noqa: PLC0415
     from tenuto.exec.torch_executor import load_executor  # noqa: PLC0415
     from tenuto.models.store import resolve  # noqa: PLC0415
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415
@@ -54,7 +62,21 @@ def load_model(name: str, device: str, dtype: str | None, page_size: int) -> Mod
     config, tokenizer = executor.model.config, load_tokenizer(files.path)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template is not None else None
     eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *config.eos)))
-    return Model(executor, min(tokenizer.vocab_size, config.vocab), eos_ids, config.max_context, tokenizer, chat)
+    vocab_size = min(tokenizer.vocab_size, config.vocab)
+    return Model(
+        executor, vocab_size, eos_ids, config.max_context, tokenizer, chat, name, str(files.path), spare_bytes(device)
+    )
+
+
+def _witness(name: str, page_size: int, step_seconds: str) -> Model:
+    try:
+        seconds = real("the witness's time a step", float(step_seconds or 0), 0, 60, ConfigError)
+    except ValueError:
+        raise ConfigError(f"model is {name!r}; allowed: witness, or witness:SECONDS, the time a step takes") from None
+    groups = [GroupSpec(Kind.FULL, 16 * page_size)]
+    executor = WitnessExecutor(page_size, groups, WITNESS_VOCABULARY, wait=partial(sleep, seconds))
+    tokenizer = witness_tokenizer(WITNESS_VOCABULARY)
+    return Model(executor, WITNESS_VOCABULARY, (), 2**20, tokenizer, ChatTemplate(CHAT_TEMPLATE, tokenizer))
 
 
 def engine_config(model: Model, given: dict[str, Any]) -> EngineConfig:
@@ -79,9 +101,11 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None) -
     `ConfigError` if one does not fit."""
     spec = model.executor.spec
     shape = shape_of(config, spec.page_size)
+    if memory_bytes is not None:
+        whole("memory_bytes", memory_bytes, 1, 2**60, ConfigError)
     budget = memory_bytes if memory_bytes is not None else 2 * _turn_bytes(spec, shape)
     units = units_for_budget(spec, shape, budget, expected=max(1, config.context_length // 4))
-    text: Callable[[tuple[str, ...]], TokenTextStream] | None = None
+    text: Callable[[tuple[str, ...], int], TokenTextStream] | None = None
     if model.tokenizer is not None:
         text = partial(TokenTextStream, model.tokenizer)
     return Engine(
@@ -94,6 +118,13 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None) -
         random=SystemRandom(),
         text=text,
     )
+
+
+def server_budget(model: Model, config: EngineConfig) -> int:
+    """Bytes for a server that is not told how many: room for as many turns of the whole context as may run at once, but
+    not more than the device has to spare, and not less than two."""
+    one = _turn_bytes(model.executor.spec, shape_of(config, model.executor.spec.page_size))
+    return max(2 * one, min((config.max_running + 1) * one, model.spare_bytes))
 
 
 def _turn_bytes(spec: MemorySpec, shape: Shape) -> int:

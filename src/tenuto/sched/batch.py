@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.sampling import Sampling
+from tenuto.base.plan import RowSampling
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import FAR
@@ -26,7 +26,7 @@ class News:
     """Page table entries and sampling options of rows taken since the last plan."""
 
     taken: list[tuple[int, Taken]]
-    sampling: dict[int, Sampling]
+    sampling: dict[int, RowSampling]
     runs: dict[int, int]  # the run of each of these rows
 
 
@@ -43,6 +43,8 @@ class Batch:
         self.turns: npt.NDArray[np.object_] = np.full(rows, None, object)
         self.stop_ids = np.full((rows, max(1, len(eos_ids))), NO_STOP, np.int32)
         self.has_text = np.zeros(rows, np.bool_)
+        self.stepwise = np.zeros(rows, np.bool_)  # what is allowed depends on every token before: no lookahead
+        self.scoring: set[int] = set()  # rows whose input tokens are yet to be scored
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
         self.alone: Turn | None = None  # a suspect of failing steps, which shares no step until one succeeds
         self.departures = 0  # turns that have left, ever
@@ -52,7 +54,7 @@ class Batch:
         self._order = np.zeros(0, np.int64)
         self._stale = False
         self._taken: list[tuple[int, Taken]] = []
-        self._sampling: dict[int, Sampling] = {}
+        self._sampling: dict[int, RowSampling] = {}
 
     def __len__(self) -> int:
         return len(self._ranked)
@@ -107,8 +109,11 @@ class Batch:
             self.stop_ids = np.concatenate([self.stop_ids, more], axis=1)
         self.stop_ids[row] = NO_STOP
         self.stop_ids[row, : len(stops)] = stops
+        self.stepwise[row] = turn.params.sampling.penalised or turn.params.min_new_tokens > 0
+        if turn.params.input_logprobs is not None and turn.next_scored < turn.prompt_length:
+            self.scoring.add(row)
         if generates:
-            self._sampling[row] = turn.params.sampling
+            self._sampling[row] = row_sampling(turn, stops)
         if self.memory.spec.needs_checkpoints:
             end = turn.resume_position
             if generates and memory.lacks_checkpoint(end):
@@ -148,6 +153,7 @@ class Batch:
         self._stale = True
         self.turns[row] = None
         self._sampling.pop(row, None)
+        self.scoring.discard(row)
         self._taken = [(r, taken) for r, taken in self._taken if r != row]
         turn.computed_tokens += int(self.work[row])
         if self.alone is turn:
@@ -166,6 +172,18 @@ class Batch:
         same = {row for row, run in news.runs.items() if self.turns[row] is not None and self.rows.run[row] == run}
         self._taken = [(row, taken) for row, taken in news.taken if row in same] + self._taken
         self._sampling = {row: sampling for row, sampling in news.sampling.items() if row in same} | self._sampling
+
+
+def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
+    """What the executor has to know to sample for `turn`, which these ids stop, from its next token on."""
+    params, sampling = turn.params, turn.params.sampling
+    prompt = output = None
+    if sampling.penalised:
+        output = np.array(turn.output, np.int32)
+    if sampling.repetition_penalty != 1:
+        prompt = np.unique(np.array(turn.tokens(0, turn.prompt_length), np.int32))
+    masked = stops if len(turn.output) < params.min_new_tokens else ()
+    return RowSampling(sampling, prompt, output, masked, turn.prompt_length + params.min_new_tokens, params.logprobs)
 
 
 def continues_from(turn: Turn) -> int:

@@ -9,13 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, InputScores, PageCopies, Plan, StateMoves, TableChanges
 from tenuto.memory.memory import Memory
 from tenuto.memory.paged import Growth
 from tenuto.sched.batch import Batch, News
 from tenuto.session.turn import Turn, TurnState
 
 Longs = npt.NDArray[np.int64]
+
+MOST_SCORES = 256
+"""Input tokens scored in a step: each takes the memory of a whole vocabulary's logits, several times over."""
 
 
 class Proposer(Protocol):
@@ -42,14 +45,25 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Input tokens [start, stop) of the row at `index` of a plan, by position, which that plan scores."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flight:
-    """A plan that was applied: `rows` int64 [n] and the run of each at that time, which tells late results."""
+    """A plan that was applied: `rows` int64 [n] and the run of each at that time, which tells late results. `scored`:
+    what its scores are, in their order."""
 
     plan: Plan
     rows: Longs
     runs: Longs
     guesses: dict[int, list[int]]
     news: News
+    scored: tuple[Scored, ...] = ()
 
 
 class Planner:
@@ -77,6 +91,8 @@ class Planner:
         wanted[rows.uncertain[order]] = 0
         if self._memory.states:
             np.minimum(wanted, rows.mark[order] - starts, out=wanted)
+        if self._batch.scoring:
+            self._limit_scoring(order, wanted)
         counts = self._divide(order, wanted)
         needs, fits, short = self._fit(order, starts + counts)
         counts[~fits] = 0
@@ -88,6 +104,12 @@ class Planner:
         if self._proposer is not None:
             self._look_ahead(proposal, self._proposer)
         return proposal
+
+    def _limit_scoring(self, order: Longs, wanted: Longs) -> None:
+        """Rows whose input is scored share `MOST_SCORES`; each gets a token at least."""
+        rows = list(self._batch.scoring)
+        scoring = np.isin(order, rows)
+        wanted[scoring] = np.minimum(wanted[scoring], max(1, MOST_SCORES // len(rows)))
 
     def _divide(self, order: Longs, wanted: Longs) -> Longs:
         """Tokens for each row. Every decode gets its token; prefills of equal priority share what is left evenly, so a
@@ -132,7 +154,7 @@ class Planner:
         memory, rows, size = self._memory, self._memory.rows, self._memory.page_size
         chosen = proposal.rows
         ready = rows.samples[chosen] & ~rows.frozen[chosen] & (rows.expected[chosen] == proposal.starts + 1)
-        ready &= proposal.counts == 1
+        ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
         if memory.states:
             ready &= rows.alternate[0, chosen] != NO_SLOT
         left = self._budget - int(proposal.counts.sum())
@@ -169,6 +191,7 @@ class Planner:
         news = self._batch.take_news()
         tables, copies = self._grow(chosen, ends, proposal.needs, news)
         states = self._move_states(chosen, starts)
+        scores, scored = self._score_input(proposal) if self._batch.scoring else (None, ())
         rows.scheduled[chosen] = ends
         rows.expected[chosen] += np.minimum(samples, 1)
         if proposal.guesses:
@@ -188,8 +211,32 @@ class Planner:
             copies,
             states,
             tuple(news.sampling.items()),
+            scores,
         )
-        return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news)
+        return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news, scored)
+
+    def _score_input(self, proposal: Proposal) -> tuple[InputScores | None, tuple[Scored, ...]]:
+        """Input tokens whose predecessors this step computes, of turns that ask for them and have not got them."""
+        batch, scored, top = self._batch, [], 0
+        offsets: list[int] = []
+        targets: list[int] = []
+        began = np.cumsum(proposal.counts) - proposal.counts
+        for index, row in enumerate(proposal.rows.tolist()):
+            if row not in batch.scoring:
+                continue
+            turn: Turn = batch.turns[row]
+            after = int(proposal.starts[index]) + 1
+            start = max(after, turn.next_scored)
+            stop = min(after + int(proposal.counts[index]), turn.prompt_length)
+            if start < stop:
+                first = int(began[index]) + start - after
+                offsets += range(first, first + stop - start)
+                targets += turn.tokens(start, stop)
+                scored.append(Scored(index, start, stop))
+                top = max(top, turn.params.input_logprobs or 0)
+        if not scored:
+            return None, ()
+        return InputScores(np.array(offsets, np.int32), np.array(targets, np.int32), top), tuple(scored)
 
     def _tokens(self, proposal: Proposal) -> npt.NDArray[np.int32]:
         rows, chosen, starts, counts = self._memory.rows, proposal.rows, proposal.starts, proposal.counts

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tenuto.base.errors import InvariantError
 from tenuto.base.groups import Kind
-from tenuto.base.plan import StepResult
+from tenuto.base.plan import Logprobs, StepResult
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight, Longs
@@ -51,6 +52,10 @@ class Settler:
         for index in flight.guesses:
             if live[index]:
                 self._take_lookahead(flight, result, index, settled)
+        if result.sampled is not None:
+            self._take_logprobs(flight, result, result.sampled, live)
+        if result.scored is not None:
+            self._take_scores(flight, result.scored, live)
         self._slide(chosen[live], before[live])
         idle = live & ~rows.samples[chosen] & (ends >= rows.limit[chosen])
         settled.prefilled = batch.turns[chosen[idle]].tolist()
@@ -89,7 +94,16 @@ class Settler:
                 stopped[index] = True
         full = rows.known[chosen] > rows.limit[chosen]
         for index in np.flatnonzero(stopped | full).tolist():
+            if stopped[index]:
+                turns[index].stop = self._stop_of(turns[index], int(chosen[index]))
             settled.ended.append((turns[index], EndReason.STOP if stopped[index] else EndReason.LENGTH))
+
+    def _stop_of(self, turn: Turn, row: int) -> str | int | None:
+        """The stop id or stop string that the turn's last output token is or completes."""
+        token = turn.output[-1]
+        if (self._batch.stop_ids[row] == token).any():
+            return token
+        return turn.text.stop if turn.text is not None else None
 
     def _take_lookahead(self, flight: Flight, result: StepResult, index: int, settled: Settled) -> None:
         """One row that computed guesses: what was sampled after a right guess is output too."""
@@ -115,10 +129,35 @@ class Settler:
             if turn.text is not None and turn.text.push(token):
                 stopped = True
             if stopped:
+                turn.stop = self._stop_of(turn, row)
                 settled.ended.append((turn, EndReason.STOP))
                 return
         if rows.known[row] > rows.limit[row]:
             settled.ended.append((turn, EndReason.LENGTH))
+
+    def _take_logprobs(self, flight: Flight, result: StepResult, sampled: Logprobs, live: Mask) -> None:
+        """Log-probabilities of sampled tokens, as far as these have become output."""
+        owners = np.searchsorted(np.cumsum(flight.plan.samples), sampled.places, side="right")
+        tokens = result.tokens[sampled.places].tolist()
+        for entry, index in enumerate(owners.tolist()):
+            turn: Turn | None = self._batch.turns[flight.rows[index]] if live[index] else None
+            if turn is not None and len(turn.output_logprobs) < len(turn.output):
+                turn.output_logprobs += sampled.entries(entry, tokens[entry : entry + 1], turn.params.logprobs or 0)
+
+    def _take_scores(self, flight: Flight, scores: Logprobs, live: Mask) -> None:
+        """Log-probabilities of input tokens."""
+        at = 0
+        for part in flight.scored:
+            if live[part.index]:
+                row = int(flight.rows[part.index])
+                turn: Turn = self._batch.turns[row]
+                if part.start != turn.next_scored:
+                    raise InvariantError(f"{turn.name} gets scores from {part.start}; it lacks {turn.next_scored}")
+                tokens = turn.tokens(part.start, part.stop)
+                turn.input_scores += scores.entries(at, tokens, turn.params.input_logprobs or 0)
+                if part.stop == turn.prompt_length:
+                    self._batch.scoring.discard(row)
+            at += part.stop - part.start
 
     def _cut_back(self, row: int, start: int, position: int) -> None:
         """Wrong guesses: cut every group to the highest resumable position at or below `position`. Pages are resumable

@@ -79,6 +79,10 @@ class Registry:
         """What `tenant` has now; not to be changed."""
         return self._use.get(tenant, TenantUse())
 
+    def held(self) -> dict[str, int]:
+        """Committed tokens by tenant."""
+        return {tenant: use.tokens for tenant, use in self._use.items()}
+
     def note_length(self, session: Session) -> None:
         """The session's history may have another length than before."""
         use = self._use[session.policy.tenant]

@@ -118,6 +118,7 @@ class Session:
         if len(self.history) > start:
             self.records.append(TurnRecord(start, input_end, len(self.history)))
         self.version += 1
+        self.memory.lost = "adopted"
 
     def turn_ended(self, now: float) -> None:
         """The open turn has committed or aborted."""

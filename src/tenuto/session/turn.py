@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tenuto.base.checks import seconds, shown, whole
 from tenuto.base.errors import IllegalTransition, InvalidRequest
-from tenuto.base.sampling import GREEDY, Sampling
+from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
     from tenuto.session.session import Session
@@ -70,6 +70,10 @@ class TurnParams:
     `max_new_tokens` `None` means as many as fit. `stop_ids` end the turn and are part of the committed output;
     `ignore_eos` leaves out the model's own. Deadlines are seconds from the turn's arrival: `queue_timeout` until it
     first runs, `timeout` until it ends; `None` for none. `priority` `None` takes the session's; higher runs first.
+
+    The first `min_new_tokens` output tokens are no stop ids, and no stop string is looked for in their text. `logprobs`
+    n asks for the log-probability of every output token and of the n likeliest at its place, and `input_logprobs` of
+    every input token, except one that nothing precedes; `None` does not ask. See `base.sampling.TokenLogprob`.
     """
 
     max_new_tokens: int | None = None
@@ -80,10 +84,18 @@ class TurnParams:
     priority: int | None = None
     queue_timeout: float | None = None
     timeout: float | None = None
+    min_new_tokens: int = 0
+    logprobs: int | None = None
+    input_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
             whole("max_new_tokens", self.max_new_tokens, 0, 2**40)
+        whole("min_new_tokens", self.min_new_tokens, 0, 2**40 if self.max_new_tokens is None else self.max_new_tokens)
+        if self.logprobs is not None:
+            whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.input_logprobs is not None:
+            whole("input_logprobs", self.input_logprobs, 0, MAX_LOGPROBS)
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise InvalidRequest(f"there are {len(self.stop_ids)} stop_ids; allowed: at most {MAX_STOP_IDS}")
         for token in self.stop_ids:
@@ -105,6 +117,11 @@ class TextStream(Protocol):
 
     def finish(self) -> None:
         """No more tokens: deliver what was held back."""
+        ...
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that is complete, if one is."""
         ...
 
     @property
@@ -132,7 +149,7 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class TurnResult:
     """How a turn ended. `version` is the session's; `kept` the output tokens committed; `max_new_tokens` the effective
-    value; `context_left` the tokens that still fit."""
+    value; `context_left` the tokens that still fit; `stop` the stop id or stop string that ended it, if one did."""
 
     reason: EndReason
     committed: bool
@@ -141,6 +158,7 @@ class TurnResult:
     usage: Usage
     max_new_tokens: int
     context_left: int
+    stop: str | int | None = None
 
 
 class Turn:
@@ -165,6 +183,9 @@ class Turn:
         self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle
         self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
         self.text: TextStream | None = None
+        self.stop: str | int | None = None  # what ended it; written by the settler, as the two below
+        self.output_logprobs: list[TokenLogprob] = []  # one an output token if asked for
+        self.input_scores: list[TokenLogprob] = []  # of the leading input tokens that something precedes, if asked for
         self.result: TurnResult | None = None
 
     def __repr__(self) -> str:
@@ -207,6 +228,20 @@ class Turn:
     def resume_position(self) -> int:
         """The end of input as a resumable position: computing the last input token gives the first output token."""
         return max(0, self.prompt_length - 1)
+
+    @property
+    def next_scored(self) -> int:
+        """The position of the next input token to be scored; that at position 0 never is."""
+        return max(1, self.base_length) + len(self.input_scores)
+
+    @property
+    def input_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """Of the leading input tokens, as far as scored: all once there is output. The first of the whole sequence has
+        `None`. Empty if not asked for."""
+        if self.params.input_logprobs is None:
+            return ()
+        first = (None,) if self.base_length == 0 and self.input else ()
+        return (*first, *self.input_scores)
 
     @property
     def delivered(self) -> int:
@@ -268,7 +303,7 @@ class Turn:
         session.turn_ended(now)
         usage = Usage(self.prompt_length, max(0, self.cached), len(self.output), self.computed_tokens)
         self.result = TurnResult(
-            reason, committed, session.version, kept, usage, self.max_new_tokens, session.context_left
+            reason, committed, session.version, kept, usage, self.max_new_tokens, session.context_left, self.stop
         )
         return self.result
 

@@ -33,6 +33,11 @@ class StopMatcher:
         """How many characters are held back."""
         return len(self._held)
 
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found, if one was."""
+        return self._matched
+
     def push(self, text: str) -> tuple[str, str | None]:
         """The text now known to be deliverable, and the stop string if it was found. What comes after it is dropped."""
         if self._matched is not None:

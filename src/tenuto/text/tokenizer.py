@@ -63,9 +63,6 @@ class Tokenizer:
         """How the control tokens are written in markup."""
         return frozenset(self._control_ids)
 
-    def is_control(self, token: int) -> bool:
-        return token in self._control
-
     def control_text(self, token: int | None) -> str:
         """How control token `token` is written in markup; "" for None and for tokens that are not control tokens."""
         return "" if token is None else self._control.get(token, "")
@@ -97,15 +94,16 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of `ids`, broken UTF-8 as U+FFFD. Control tokens are left out, or with `special` written out."""
-        if special:
-            raw = b"".join(self._control[i].encode() if i in self._control else self.token_bytes(i) for i in ids)
-        else:
-            raw = b"".join(map(self.token_bytes, ids))
+        raw = b"".join(map(self.written_bytes if special else self.token_bytes, ids))
         return raw.decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
         """The raw bytes of a token, not always whole UTF-8; b"" for control tokens and ids that stand for nothing."""
         return self._bytes.get(token, b"")
+
+    def written_bytes(self, token: int) -> bytes:
+        """The bytes of a token, control tokens as they are written in markup."""
+        return self._control[token].encode() if token in self._control else self.token_bytes(token)
 
     def _encode_plain(self, text: str) -> list[int]:
         try:

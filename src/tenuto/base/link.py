@@ -1,0 +1,130 @@
+"""The link between the edge and an engine, wherever that runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from tenuto.base.errors import EngineStopped, TenutoError
+from tenuto.base.messages import (
+    Answer,
+    AnyReply,
+    Refusal,
+    Request,
+    StartTurn,
+    Stopped,
+    Ticket,
+    TurnUpdate,
+    Updates,
+    error_of,
+)
+
+T = TypeVar("T")
+
+TurnNews = Ticket | TurnUpdate | TenutoError
+Deliver = Callable[[TurnNews], None]
+"""Takes what a turn brings, in order: the ticket, then updates, of which the last has a result, or at last an error."""
+
+
+class Link(Protocol):
+    """The edge's way to an engine. Belongs to one event loop."""
+
+    @property
+    def stopped(self) -> str | None:
+        """Why there is no engine any more; `None` while there is one."""
+        ...
+
+    async def call(self, request: Request, answer: type[T]) -> T:
+        """Raises what the engine refuses with, and `EngineStopped`."""
+        ...
+
+    async def start(self, request: StartTurn, deliver: Deliver) -> None:
+        """Start a turn; done when `deliver` has been given the ticket. Raises what the engine refuses with. Not to be
+        cancelled: the turn would start all the same."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine and wait for that."""
+        ...
+
+
+class Switchboard:
+    """Which call waits for what. The half of a link that is the same wherever the engine runs."""
+
+    def __init__(self, send: Callable[[Request], None]) -> None:
+        self.stopped: str | None = None
+        self._send = send
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._streams: dict[int, Deliver] = {}
+
+    async def call(self, request: Request, answer: type[T]) -> T:
+        """See `Link.call`."""
+        return msgspec.msgpack.decode(await self._ask(request, next(self._numbers)), type=answer)
+
+    async def start(self, request: StartTurn, deliver: Deliver) -> None:
+        """See `Link.start`."""
+        number = next(self._numbers)
+        self._streams[number] = deliver
+        try:
+            await self._ask(request, number)
+        except TenutoError:
+            self._streams.pop(number, None)
+            raise
+
+    async def _ask(self, request: Request, number: int) -> msgspec.Raw:
+        if self.stopped is not None:
+            raise EngineStopped(self.stopped)
+        future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            self._send(msgspec.structs.replace(request, call=number))
+            return await future
+        finally:
+            self._waiting.pop(number, None)
+
+    def take(self, reply: AnyReply) -> None:
+        """The engine has said something."""
+        match reply:
+            case Updates():
+                for update in reply.updates:
+                    self._update(update.call, update, ended=update.result is not None)
+            case Answer():
+                if (deliver := self._streams.get(reply.call)) is not None:
+                    deliver(msgspec.msgpack.decode(reply.value, type=Ticket))
+                self._resolve(reply.call, reply.value)
+            case Refusal():
+                error = error_of(reply)
+                if not self._resolve(reply.call, error):
+                    self._update(reply.call, error, ended=True)
+            case Stopped():
+                self.stop(reply.reason)
+
+    def stop(self, reason: str) -> None:
+        """There is no engine any more: everyone who waits is told why. Only the first reason counts."""
+        if self.stopped is not None:
+            return
+        self.stopped = reason
+        for number in list(self._waiting):
+            self._resolve(number, EngineStopped(reason))
+        for number in list(self._streams):
+            self._update(number, EngineStopped(reason), ended=True)
+
+    def _resolve(self, number: int, outcome: Any) -> bool:
+        future = self._waiting.pop(number, None)
+        if future is None or future.done():
+            return False
+        if isinstance(outcome, TenutoError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+        return True
+
+    def _update(self, number: int, update: TurnNews, *, ended: bool) -> None:
+        deliver = self._streams.pop(number, None) if ended else self._streams.get(number)
+        if deliver is not None:
+            deliver(update)

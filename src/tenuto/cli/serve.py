@@ -1,0 +1,33 @@
+"""`tenuto serve`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import typer
+import uvloop
+
+from tenuto.base.messages import ModelView, WorkerSettings
+from tenuto.serve.logs import configure_logs
+from tenuto.serve.run import serve
+from tenuto.serve.settings import ServeSettings
+
+
+def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) -> None:
+    """Serve until told to end. Raises `ConfigError`, `ModelError`, `EngineStopped`."""
+    configure_logs(log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(worker, settings, _show))
+
+
+def _show(model: ModelView, address: str) -> None:
+    """What was resolved, and where to go."""
+    units = ", ".join(f"{name} {count}" for name, count in model.units.items())
+    lines = [
+        f"model      {model.model}{f' ({model.path})' if model.path else ''}",
+        f"context    {model.context_length} tokens a session (the model's own limit is {model.max_context})",
+        f"memory     {model.capacity_tokens} tokens fit, in pages of {model.page_size} ({units})",
+        f"steps      {model.config['max_running']} turns at once, {model.config['token_budget']} tokens a step",
+        f"listening  {address}  (API description at {address}/docs)",
+    ]
+    typer.echo("\n".join(lines))

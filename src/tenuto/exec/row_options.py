@@ -1,0 +1,103 @@
+"""How every row samples: its options, and what only some rows ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tenuto.base.plan import RowSampling
+from tenuto.exec.token_counts import TokenCounts
+from tenuto.kernels.sampling import Choice, add_biases, uniforms
+
+Longs = npt.NDArray[np.int64]
+
+NOT_ASKED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Biases:
+    """What is added to a row's logits: `tokens` int64 and `values` float32; of these the last `masked` only for tokens
+    at positions before `masked_before`."""
+
+    tokens: Longs
+    values: npt.NDArray[np.float32]
+    masked: int
+    masked_before: int
+
+
+class RowOptions:
+    """Sampling options of row ids, host arrays [rows]; written by the executor's worker when a plan lists a row.
+
+    Invariant: `_asking` are the rows that ask for biases, masks, penalties or log-probabilities. While it is empty a
+    step does nothing for these.
+    """
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self._temperature, self._top_k = np.zeros(rows), np.zeros(rows, np.int64)
+        self._top_p, self._min_p, self._seed = np.ones(rows), np.zeros(rows), np.zeros(rows, np.int64)
+        self._logprobs = np.full(rows, NOT_ASKED)
+        self._biased = np.zeros(rows, np.bool_)
+        self._biases: dict[int, _Biases] = {}
+        self._asking: set[int] = set()
+        self._vocab = vocab
+        self.counts = TokenCounts(rows, vocab, device)
+
+    def start(self, row: int, new: RowSampling) -> None:
+        """From now on the row samples by `new`."""
+        options = new.sampling
+        self._temperature[row], self._top_k[row], self._top_p[row] = options.temperature, options.top_k, options.top_p
+        self._min_p[row], self._seed[row] = options.min_p, options.seed
+        asks = options.penalised or options.logit_bias or new.masked or new.logprobs is not None
+        if not asks and row not in self._asking:
+            return
+        self._asking.add(row)  # also if the rest fails: what it leaves is taken back when the row starts again
+        self.counts.start(row, new)
+        self._logprobs[row] = NOT_ASKED if new.logprobs is None else new.logprobs
+        self._biased[row] = bool(options.logit_bias or new.masked)
+        self._biases.pop(row, None)
+        if self._biased[row]:
+            self._biases[row] = self._biases_of(new)
+        if not asks:
+            self._asking.discard(row)
+
+    def _biases_of(self, new: RowSampling) -> _Biases:
+        known = [(token, value) for token, value in new.sampling.logit_bias if token < self._vocab]
+        masked = [token for token in new.masked if token < self._vocab]
+        tokens = [*(token for token, _ in known), *masked]
+        values = [*(value for _, value in known), *(-np.inf for _ in masked)]
+        return _Biases(np.array(tokens, np.int64), np.array(values, np.float32), len(masked), new.masked_before)
+
+    @property
+    def plain(self) -> bool:
+        """Whether no row asks for anything but a choice."""
+        return not self._asking
+
+    def choice(self, rows: Longs, positions: Longs) -> Choice:
+        """What the tokens at these positions, int64 [n], of these rows are chosen by."""
+        uniform = uniforms(self._seed[rows], positions)
+        return Choice(self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], uniform)
+
+    def edit(self, logits: torch.Tensor, rows: Longs, positions: Longs) -> None:
+        """Apply biases, masks and penalties to the logits, float32 [n, vocab], in place."""
+        biased = np.flatnonzero(self._biased[rows])
+        if len(biased):
+            self._add_biases(logits, rows, positions, biased)
+        self.counts.penalise(logits, rows)
+
+    def _add_biases(self, logits: torch.Tensor, rows: Longs, positions: Longs, biased: Longs) -> None:
+        parts = []
+        for place in biased.tolist():
+            biases = self._biases[int(rows[place])]
+            most = len(biases.tokens) - (0 if positions[place] < biases.masked_before else biases.masked)
+            parts.append((np.full(most, place), biases.tokens[:most], biases.values[:most]))
+        places, tokens, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+        if len(places):
+            add_biases(logits, places, tokens, values)
+
+    def wanted_logprobs(self, rows: Longs) -> tuple[Longs, int]:
+        """Which of `rows` ask for log-probabilities of what they sample, and the most likeliest any of them wants."""
+        most = self._logprobs[rows]
+        return np.flatnonzero(most != NOT_ASKED), int(most.max(initial=0))

@@ -1,0 +1,517 @@
+"""Answers the edge's messages with an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from functools import singledispatchmethod
+from typing import Any, cast
+
+import msgspec
+
+from tenuto.base.checks import whole
+from tenuto.base.config import EngineConfig
+from tenuto.base.errors import EngineStopped, InvalidRequest, LimitReached, TenutoError
+from tenuto.base.messages import (
+    HIDDEN,
+    AbortTurn,
+    Answer,
+    AnyReply,
+    Audit,
+    AuditView,
+    Candidate,
+    CloseSession,
+    Describe,
+    Detokenize,
+    Draft,
+    DropMemory,
+    Fork,
+    GetSession,
+    GetStats,
+    ListSessions,
+    ListTurns,
+    LogprobView,
+    ModelView,
+    OpenSession,
+    PoolView,
+    RecordView,
+    Refusal,
+    Request,
+    ResultView,
+    Rewind,
+    SessionView,
+    StartTurn,
+    Stats,
+    Stopped,
+    Ticket,
+    Trim,
+    TurnUpdate,
+    Updates,
+    WorkerSettings,
+)
+from tenuto.base.sampling import TokenLogprob
+from tenuto.engine.chat_engine import ChatEngine
+from tenuto.engine.engine import Engine
+from tenuto.engine.loop import EngineLoop, TurnEvent
+from tenuto.memory.audit import AuditReport
+from tenuto.runtime.models import Model, build_engine, engine_config, load_model, server_budget
+from tenuto.session.options import TurnOptions, turn_params
+from tenuto.session.session import Policy, Session
+from tenuto.session.turn import Turn, TurnParams, TurnResult
+from tenuto.text.prompt import Prompt, parse_input
+
+MOST_LISTED = 1000
+
+
+class Service:
+    """One engine, spoken to by messages. `handle` is called by one thread at a time, `send` in any; it must not
+    block."""
+
+    def __init__(
+        self, model: Model, config: EngineConfig, memory_bytes: int | None, send: Callable[[AnyReply], None]
+    ) -> None:
+        """Raises `ConfigError`."""
+        self._model = model
+        self._config = config
+        self._send = send
+        engine = build_engine(model, config, memory_bytes)
+        self._chats = ChatEngine(engine, model.chat, model.tokenizer)
+        self._updates: list[TurnUpdate] = []  # of the round; the engine's thread alone
+        self._describe = self._describe_model(engine)
+        self._loop = EngineLoop(engine, self._stopped, after_round=self._flush)
+
+    def close(self) -> None:
+        """Stop after the step in progress; turns that are open end with `EngineStopped`."""
+        self._loop.close()
+
+    def handle(self, request: Request) -> None:
+        """Answer a request, now or later."""
+        try:
+            self._handle(request)
+        except TenutoError as error:
+            self._refuse(request.call, error)
+
+    @singledispatchmethod
+    def _handle(self, request: Request) -> None:
+        raise InvalidRequest(f"there is no answer to {type(request).__name__}")
+
+    # -- answers
+
+    def _answer(self, call: int, value: Any) -> None:
+        self._send(Answer(call=call, value=msgspec.Raw(msgspec.msgpack.encode(value))))
+
+    def _refuse(self, call: int, error: BaseException) -> None:
+        code = error.code if isinstance(error, TenutoError) else TenutoError.code
+        text = str(error) if isinstance(error, TenutoError) else f"{type(error).__name__}: {error}"
+        self._send(Refusal(call=call, code=code, message=text))
+
+    def _do(self, request: Request, work: Callable[[Engine], Any]) -> None:
+        """Have `work` done in the engine's thread, and answer with what it returns."""
+        self._loop.call(work).add_done_callback(lambda done: self._reply(request.call, done))
+
+    def _reply(self, call: int, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._refuse(call, error)
+        else:
+            self._answer(call, done.result())
+
+    def _flush(self) -> None:
+        if self._updates:
+            self._send(Updates(updates=self._updates))
+            self._updates = []
+
+    def _stopped(self) -> None:
+        self._flush()
+        self._model.executor.close()
+        self._send(Stopped(reason=self._loop.stopped or "the engine was closed"))
+
+    # -- sessions
+
+    @_handle.register
+    def _(self, request: OpenSession) -> None:
+        policy = Policy(
+            request.priority,
+            request.ttl,
+            request.max_tokens,
+            tenant=request.tenant,
+            metadata=tuple(request.metadata.items()),
+        )
+
+        def work(engine: Engine) -> SessionView:
+            self._check_use(engine, request.tenant, request.most_sessions, request.most_tokens)
+            return self._view(self._chats.open(request.session, policy, request.system))
+
+        self._do(request, work)
+
+    @_handle.register
+    def _(self, request: GetSession) -> None:
+        self._do(request, lambda _: self._view(self._chats.session(request.session)))
+
+    @_handle.register
+    def _(self, request: ListSessions) -> None:
+        limit = whole("limit", request.limit, 1, MOST_LISTED)
+
+        def work(engine: Engine) -> list[SessionView]:
+            found = (
+                session
+                for session in engine.sessions
+                if request.tenant in (None, session.policy.tenant)
+                and session.id > request.after
+                and not session.policy.ephemeral
+                and HIDDEN not in session.id
+                and request.state in (None, session.state.value, _turn_state(session))
+            )
+            return [self._view(session) for session in sorted(found, key=lambda session: session.id)[:limit]]
+
+        self._do(request, work)
+
+    @_handle.register
+    def _(self, request: ListTurns) -> None:
+        first, limit = whole("first", request.first, 1, 2**40), whole("limit", request.limit, 1, MOST_LISTED)
+
+        def work(_: Engine) -> list[tuple[int, int, list[int], list[int]]]:
+            session = self._chats.session(request.session)
+            history = session.history
+            return [
+                (first + i, r.start, history[r.start : r.input_end].tolist(), history[r.input_end : r.end].tolist())
+                for i, r in enumerate(session.records[first - 1 : first - 1 + limit])
+            ]
+
+        def reply(done: Future[list[tuple[int, int, list[int], list[int]]]]) -> None:
+            if done.exception() is not None:
+                self._reply(request.call, done)
+                return
+            self._answer(
+                request.call,
+                [
+                    RecordView(
+                        number=number,
+                        start=start,
+                        input=given,
+                        output=output,
+                        input_text=self._text(given),
+                        output_text=self._text(output),
+                    )
+                    for number, start, given, output in done.result()
+                ],
+            )
+
+        self._loop.call(work).add_done_callback(reply)
+
+    @_handle.register
+    def _(self, request: Fork) -> None:
+        def work(engine: Engine) -> SessionView:
+            parent = self._chats.session(request.session, request.version)
+            self._check_use(engine, parent.policy.tenant, request.most_sessions, request.most_tokens)
+            child = self._chats.fork(request.session, turn=request.turn, position=request.position, child=request.child)
+            return self._view(child)
+
+        self._do(request, work)
+
+    @_handle.register
+    def _(self, request: Trim) -> None:
+        def work(engine: Engine) -> SessionView:
+            parent = self._chats.session(request.session, request.version)
+            self._check_use(engine, parent.policy.tenant, request.most_sessions, request.most_tokens)
+            return self._view(self._chats.trim(request.session, request.turns, request.child))
+
+        self._do(request, work)
+
+    @_handle.register
+    def _(self, request: Rewind) -> None:
+        def work(_: Engine) -> SessionView:
+            return self._view(
+                self._chats.rewind(
+                    request.session, turn=request.turn, position=request.position, version=request.version
+                )
+            )
+
+        self._do(request, work)
+
+    @_handle.register
+    def _(self, request: CloseSession) -> None:
+        def work(engine: Engine) -> None:
+            self._chats.session(request.session, request.version)
+            engine.close(request.session, finish=request.finish)
+
+        self._do(request, work)
+
+    # -- turns
+
+    @_handle.register
+    def _(self, request: StartTurn) -> None:
+        if request.kind not in ("turn", "append", "regenerate"):
+            raise InvalidRequest(f"kind is {request.kind!r}; allowed: turn, append, regenerate")
+        prompt = parse_input(request.input, self._model.tokenizer)
+        params = turn_params(cast("TurnOptions", request.options))
+
+        def work(engine: Engine) -> Turn:
+            self._check_use(engine, request.tenant, None, request.most_tokens)
+            return self._start(request, prompt, params)
+
+        def reply(done: Future[Turn]) -> None:
+            error = done.exception()
+            if error is not None:
+                self._refuse(request.call, error)
+            else:
+                self._answer(request.call, self._ticket(done.result(), echo=request.echo))
+
+        self._loop.start(work, _Outlet(request.call, self)).add_done_callback(reply)
+
+    def _start(self, request: StartTurn, prompt: Prompt, params: TurnParams) -> Turn:
+        if request.session is None:
+            return self._chats.one_shot(prompt, params, Policy(tenant=request.tenant))
+        if request.kind == "regenerate":
+            return self._chats.regenerate(request.session, params, request.version)
+        session = self._chats.session(request.session)
+        if not request.keep_bos and session.history:
+            prompt = self._without_bos(prompt)
+        generate = request.kind == "turn"
+        return self._chats.turn(request.session, prompt, params, generate=generate, version=request.version)
+
+    def _without_bos(self, prompt: Prompt) -> Prompt:
+        tokenizer = self._model.tokenizer
+        if tokenizer is None or not tokenizer.adds_bos or prompt.tokens[:1] != (tokenizer.bos_id,):
+            return prompt
+        return replace(prompt, tokens=prompt.tokens[1:])
+
+    @_handle.register
+    def _(self, request: Draft) -> None:
+        prompt = parse_input(request.input, self._model.tokenizer)
+
+        def work(engine: Engine) -> SessionView:
+            session = self._chats.session(request.session, request.version)
+            self._check_use(engine, session.policy.tenant, None, request.most_tokens)
+            self._chats.draft(request.session, prompt)
+            return self._view(session)
+
+        self._do(request, work)
+
+    @_handle.register
+    def _(self, request: AbortTurn) -> None:
+        def work(engine: Engine) -> bool:
+            session = engine.sessions.get(request.session)
+            turn = session.turn
+            if request.turn is not None and (turn is None or turn.number != request.turn):
+                return False
+            self._loop.publish(engine.abort(request.session, request.keep))
+            return True
+
+        self._do(request, work)
+
+    # -- the engine as a whole
+
+    @_handle.register
+    def _(self, request: Describe) -> None:
+        self._answer(request.call, self._describe)
+
+    @_handle.register
+    def _(self, request: DropMemory) -> None:
+        self._do(request, lambda engine: engine.drop())
+
+    @_handle.register
+    def _(self, request: Audit) -> None:
+        self._do(request, lambda engine: _audit_view(engine.audit()))
+
+    @_handle.register
+    def _(self, request: GetStats) -> None:
+        self._do(request, self._stats)
+
+    @_handle.register
+    def _(self, request: Detokenize) -> None:
+        text = self._text(request.tokens)
+        if text is None:
+            raise InvalidRequest("text needs a tokenizer, and this engine has none")
+        self._answer(request.call, text)
+
+    # -- in the engine's thread, except where nothing but the model is asked
+
+    def publish(self, call: int, event: TurnEvent | TenutoError) -> None:
+        """A turn has gone on. Errors other than the engine's end are not for here: the turn did not start, and the
+        answer to the request says why."""
+        if isinstance(event, TurnEvent):
+            self._updates.append(
+                TurnUpdate(
+                    call,
+                    list(event.tokens),
+                    event.text,
+                    event.delivered,
+                    _result_view(event.result) if event.result is not None else None,
+                    [self._logprob(entry) for entry in event.logprobs] if event.logprobs else None,
+                    [self._logprob(entry) if entry is not None else None for entry in event.input_logprobs]
+                    if event.input_logprobs
+                    else None,
+                )
+            )
+        elif isinstance(event, EngineStopped):
+            self._send(Refusal(call=call, code=event.code, message=str(event)))
+
+    def _logprob(self, entry: TokenLogprob) -> LogprobView:
+        raw = self._model.tokenizer.written_bytes if self._model.tokenizer is not None else _no_bytes
+        top = [Candidate(token, logprob, raw(token)) for token, logprob in entry.top]
+        return LogprobView(entry.token, entry.logprob, raw(entry.token), top)
+
+    @staticmethod
+    def _check_use(engine: Engine, tenant: str, most_sessions: int | None, most_tokens: int | None) -> None:
+        use = engine.sessions.use(tenant)
+        if most_sessions is not None and use.sessions >= most_sessions:
+            raise LimitReached(f"{use.sessions} sessions are open; allowed: {most_sessions}; close some first")
+        if most_tokens is not None and use.tokens >= most_tokens:
+            raise LimitReached(f"sessions hold {use.tokens} tokens; allowed: {most_tokens}; close or rewind some first")
+
+    def _view(self, session: Session) -> SessionView:
+        engine, memory = self._chats.engine, session.memory
+        return SessionView(
+            id=session.id,
+            tenant=session.policy.tenant,
+            state=session.state.value,
+            turn=session.turn.state.value if session.turn is not None else None,
+            version=session.version,
+            turns=len(session.records),
+            tokens=len(session.history),
+            computed=memory.computed,
+            context_left=session.context_left,
+            limit=session.limit,
+            priority=session.policy.priority,
+            ttl=session.policy.ttl,
+            idle_seconds=0.0 if session.turn is not None else engine.now() - session.last_turn_end,
+            memory=_held(engine, session),
+            metadata=dict(session.policy.metadata),
+        )
+
+    def _ticket(self, turn: Turn, *, echo: bool) -> Ticket:
+        prompt = turn.tokens(0, turn.prompt_length).tolist() if echo else []
+        return Ticket(
+            turn=turn.number,
+            session=turn.session.id,
+            history=turn.base_length,
+            prompt_tokens=turn.prompt_length,
+            max_new_tokens=turn.max_new_tokens,
+            version=turn.session.version,
+            prompt=prompt,
+            text=self._text(prompt) if echo else None,
+        )
+
+    def _text(self, tokens: Iterable[int]) -> str | None:
+        tokenizer = self._model.tokenizer
+        return tokenizer.decode(tokens, special=True) if tokenizer is not None else None
+
+    def _stats(self, engine: Engine) -> Stats:
+        totals = engine.totals
+        return Stats(
+            sessions=len(engine.sessions),
+            running=len(engine.batch),
+            queued=engine.queued,
+            steps=engine.steps,
+            transitions=dict(engine.transitions),
+            pools=[
+                PoolView(name=p.name, capacity=p.capacity, free=p.free, in_flight=p.limbo, leased=p.leased)
+                for p in engine.memory.pools
+            ],
+            prompt_tokens=totals["prompt"],
+            cached_tokens=totals["cached"],
+            generated_tokens=totals["generated"],
+            computed_tokens=totals["computed"],
+            recomputed=dict(engine.lifecycle.recomputed),
+            held_tokens=engine.sessions.held(),
+        )
+
+    def _describe_model(self, engine: Engine) -> ModelView:
+        model, pools = self._model, engine.memory.pools
+        page_size = engine.memory.page_size
+        paged = [pools[group].capacity for group in engine.memory.paged]
+        tokenizer = model.tokenizer
+        return ModelView(
+            model=model.name,
+            path=model.path,
+            vocab_size=model.vocab_size,
+            context_length=self._config.context_length,
+            max_context=model.max_context,
+            page_size=page_size,
+            capacity_tokens=min(paged) * page_size if paged else 0,
+            units={pool.name: pool.capacity for pool in pools},
+            adds_bos=tokenizer.adds_bos if tokenizer is not None else False,
+            bos_id=tokenizer.bos_id if tokenizer is not None else None,
+            eos_ids=list(model.eos_ids),
+            has_text=tokenizer is not None,
+            has_chat=model.chat is not None,
+            pid=os.getpid(),
+            config=asdict(self._config),
+        )
+
+
+def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
+    """Load a model and serve it. Raises `ModelError` or `ConfigError`."""
+    model = load_model(settings.model, settings.device, settings.dtype, settings.page_size)
+    config = engine_config(model, settings.config)
+    memory = settings.memory_bytes if settings.memory_bytes is not None else server_budget(model, config)
+    return Service(model, config, memory, send)
+
+
+class _Outlet:
+    """Tells a service of a turn's events."""
+
+    __slots__ = ("_call", "_service")
+
+    def __init__(self, call: int, service: Service) -> None:
+        self._call = call
+        self._service = service
+
+    def __call__(self, event: TurnEvent | TenutoError) -> None:
+        self._service.publish(self._call, event)
+
+
+def _no_bytes(_: int) -> bytes:
+    return b""
+
+
+def _held(engine: Engine, session: Session) -> dict[str, int]:
+    """Units of each group that the session and its turn hold; those that several leases name count once."""
+    units: dict[str, set[int]] = {pool.name: set() for pool in engine.memory.pools}
+    for holder in session.memory.holders():
+        for lease in holder.leases():
+            units[lease.pool.name].update(lease.units)
+    return {name: len(held) for name, held in units.items()}
+
+
+def _result_view(result: TurnResult) -> ResultView:
+    usage = result.usage
+    return ResultView(
+        reason=result.reason.value,
+        committed=result.committed,
+        version=result.version,
+        kept=result.kept,
+        prompt=usage.prompt,
+        cached=usage.cached,
+        generated=usage.generated,
+        computed=usage.computed,
+        max_new_tokens=result.max_new_tokens,
+        context_left=result.context_left,
+        stop=result.stop,
+    )
+
+
+def _audit_view(report: AuditReport) -> AuditView:
+    return AuditView(
+        summary=str(report),
+        pools=[
+            PoolView(
+                name=pool.name,
+                capacity=pool.capacity,
+                free=pool.free,
+                in_flight=pool.limbo,
+                leased=pool.leased,
+                by_holder=dict(pool.by_holder),
+            )
+            for pool in report.pools
+        ],
+        holders=report.holders,
+        leases=report.leases,
+    )
+
+
+def _turn_state(session: Session) -> str:
+    return session.turn.state.value if session.turn is not None else "idle"

@@ -1,0 +1,82 @@
+"""The engine process: `python -m tenuto.runtime.worker FD` answers messages on the socket it inherits as FD.
+
+The first message is `WorkerSettings`; the answer is a `ModelView`, or a refusal. It ends when the other side closes the
+socket, for whatever reason: turns that are open are aborted, and nothing is left running.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+from queue import SimpleQueue
+
+import msgspec
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.frames import FrameReader, frame
+from tenuto.base.messages import AnyReply, AnyRequest, Describe, Refusal, WorkerSettings
+from tenuto.runtime.service import Service, open_service
+
+RECEIVE_BYTES = 2**18
+
+
+class Writer:
+    """Sends from a thread of its own, so that the engine never waits for the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._messages: SimpleQueue[AnyReply | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tenuto-writer", daemon=True)
+        self._thread.start()
+
+    def send(self, message: AnyReply) -> None:
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """Send what is there, and end."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        encoder = msgspec.msgpack.Encoder()
+        while (message := self._messages.get()) is not None:
+            try:
+                self._connection.sendall(frame(encoder.encode(message)))
+            except OSError:  # nobody is there any more; the reader sees that too
+                return
+
+
+def run(connection: socket.socket) -> None:
+    """Serve until the other side closes the connection."""
+    writer, frames = Writer(connection), FrameReader()
+    service: Service | None = None
+    decoder = msgspec.msgpack.Decoder(AnyRequest)
+    try:
+        while received := connection.recv(RECEIVE_BYTES):
+            for payload in frames.feed(received):
+                if service is None:
+                    service = open_service(msgspec.msgpack.decode(payload, type=WorkerSettings), writer.send)
+                    service.handle(Describe(call=0))
+                else:
+                    service.handle(decoder.decode(payload))
+    except TenutoError as error:
+        writer.send(Refusal(call=0, code=error.code, message=str(error)))
+    except ConnectionError:  # as good as closed
+        pass
+    finally:
+        if service is not None:
+            service.close()
+        writer.close()
+
+
+def main() -> None:
+    """Take over the inherited socket. An interrupt at the terminal is for the parent; it closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        run(connection)
+
+
+if __name__ == "__main__":
+    main()

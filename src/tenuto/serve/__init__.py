@@ -1,0 +1,1 @@
+"""The HTTP edge. It knows the engine only through messages."""

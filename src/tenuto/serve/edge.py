@@ -1,0 +1,170 @@
+"""What every interface of the server stands on: who asks, what they may, and the turns that are under way."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from tenuto.base.errors import Draining, EngineStopped, Forbidden, LimitReached, Overloaded, TenutoError, Unauthorized
+from tenuto.base.link import Link
+from tenuto.base.messages import ModelView, StartTurn
+from tenuto.serve.metrics import Metrics
+from tenuto.serve.settings import ServeSettings, Tenant
+from tenuto.serve.turns import LiveTurn, TurnDesk
+
+ALL = 2**40
+"""To keep, of an aborted turn: every output token."""
+RETRY_SECONDS = 1
+"""In `Retry-After`, where nothing better is known."""
+
+
+class Edge:
+    """The server's state: its link to the engine, its turns, its counts."""
+
+    def __init__(self, link: Link, model: ModelView, settings: ServeSettings, metrics: Metrics) -> None:
+        self.link = link
+        self.model = model
+        self.settings = settings
+        self.desk = TurnDesk(link)
+        self.metrics = metrics
+        self.draining = False
+        self.started = time.time()
+        self.desk.on_end.append(metrics.turn_ended)
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.served_name or self.model.model
+
+    def require_engine(self) -> None:
+        """Raises `EngineStopped` if there is none."""
+        if self.link.stopped is not None:
+            raise EngineStopped(self.link.stopped)
+
+    async def start(
+        self,
+        tenant: Tenant,
+        request: StartTurn,
+        *,
+        queue: bool = False,
+        continues: bool = False,
+        key: str | None = None,
+        body: bytes = b"",
+    ) -> LiveTurn:
+        """See `TurnDesk.start`; what the tenant may not is refused."""
+        self.require_engine()
+        if self.draining:
+            raise Draining("the server is about to end; try again later")
+        limits, desk = tenant.limits, self.desk
+        if limits.turns is not None and desk.open[tenant.name] >= limits.turns:
+            raise LimitReached(f"{desk.open[tenant.name]} turns are open; allowed: {limits.turns}; wait for one to end")
+        if queue and limits.queued is not None and desk.in_line[tenant.name] >= limits.queued:
+            raise LimitReached(f"{desk.in_line[tenant.name]} turns wait for a session; allowed: {limits.queued}")
+        if desk.open.total() >= self.settings.max_turns:
+            raise Overloaded(f"{self.settings.max_turns} turns are open, the most allowed; try again later")
+        turn = await desk.start(request, queue=queue, continues=continues, key=key, body=body)
+        self.metrics.turn_started(turn)
+        return turn
+
+    async def drain(self) -> None:
+        """Begin nothing new, let turns end for a while, then abort those that are left."""
+        self.draining = True
+        deadline = time.monotonic() + self.settings.drain_seconds
+        while self.desk.open_turns() and time.monotonic() < deadline and self.link.stopped is None:
+            await asyncio.sleep(0.02)
+        for turn in self.desk.open_turns():
+            with suppress(TenutoError):
+                await self.desk.abort(turn)
+
+
+def inner_id(tenant: Tenant, session_id: str) -> str:
+    """The engine's id of a tenant's session."""
+    return f"{tenant.name}/{session_id}"
+
+
+def outer_id(session: str) -> str:
+    """The id that its tenant knows."""
+    return session.split("/", 1)[1]
+
+
+def random_seed() -> int:
+    """For turns that draw and name no seed."""
+    return secrets.randbits(63)
+
+
+# -- dependencies of routes
+
+_bearer = HTTPBearer(auto_error=False, description="An API key; needed if the server has keys.")
+
+
+def _edge(request: Request) -> Edge:
+    edge: Edge = request.app.state.edge
+    return edge
+
+
+def _caller(
+    request: Request, edge: Annotated[Edge, Depends(_edge)], bearer: Annotated[Any, Depends(_bearer)]
+) -> Tenant:
+    credentials: HTTPAuthorizationCredentials | None = bearer
+    key = credentials.credentials if credentials is not None else request.headers.get("x-api-key")
+    tenant = edge.settings.keys.tenant(key)
+    if tenant is None:
+        raise Unauthorized("no valid API key; give one as Authorization: Bearer KEY")
+    request.state.tenant = tenant.name
+    return tenant
+
+
+def _admin(tenant: Annotated[Tenant, Depends(_caller)]) -> Tenant:
+    if not tenant.admin:
+        raise Forbidden("this needs an admin key")
+    return tenant
+
+
+EdgeOf = Annotated[Edge, Depends(_edge)]
+Caller = Annotated[Tenant, Depends(_caller)]
+Admin = Annotated[Tenant, Depends(_admin)]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How an error is written in an answer: in the manner of OpenAI, for all interfaces alike."""
+
+    status: int
+    code: str
+    message: str
+
+    @staticmethod
+    def of(error: TenutoError) -> Failure:
+        return Failure(error.status, error.code, str(error))
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's word for the class of error."""
+        return _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status in (429, 503):
+            return {"retry-after": str(RETRY_SECONDS)}
+        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}

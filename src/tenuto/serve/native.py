@@ -1,0 +1,678 @@
+"""The native interface: sessions as resources, turns as transactions on them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from tenuto.base.errors import IllegalTransition, InvalidRequest, TenutoError
+from tenuto.base.messages import (
+    AbortTurn,
+    CloseSession,
+    Draft,
+    Fork,
+    GetSession,
+    ListSessions,
+    ListTurns,
+    OpenSession,
+    RecordView,
+    Rewind,
+    SessionView,
+    StartTurn,
+    Trim,
+)
+from tenuto.serve.edge import ALL, Caller, Edge, EdgeOf, Failure, inner_id, outer_id, random_seed
+from tenuto.serve.options import TurnOptions, logprob_body
+from tenuto.serve.settings import Tenant, new_session_id
+from tenuto.serve.sse import EventStream, event, while_connected
+from tenuto.serve.turns import LiveTurn
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+ID_PATTERN = r"^[A-Za-z0-9._:-]{1,64}$"
+SessionId = Annotated[str, Path(pattern=ID_PATTERN, description="The session's id.")]
+TurnId = Annotated[str, Path(pattern=r"^turn-[0-9a-f]{24}$", description="The turn's id.")]
+NewId = Annotated[
+    str | None, Field(pattern=ID_PATTERN, description="Made up by the server if not given; taken ones are refused.")
+]
+IfMatch = Annotated[
+    str | None,
+    Header(description="The version the session must have, as in its `ETag`; refused with 412 if it has another."),
+]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=200,
+        description="While the first request with this key runs, others attach to its turn; once that has committed,"
+        " they get its result. After an abort the key is free. With another body it is refused with 422.",
+    ),
+]
+
+
+class Body(BaseModel):
+    """What requests are made of: unknown fields and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Message(Body):
+    """A chat message."""
+
+    role: str = Field(min_length=1, max_length=64, examples=["user"])
+    content: str = Field(examples=["Hello!"])
+
+
+Input = Annotated[
+    str | list[int] | list[Message],
+    Field(description="Text, token ids or chat messages. Empty continues where the history ends.", examples=["Hello"]),
+]
+
+
+class NewSession(Body):
+    """A session to be opened."""
+
+    id: NewId = None
+    system: str | None = Field(None, description="A system message, put before the first messages.")
+    ttl: float | None = Field(None, gt=0, le=1e9, description="Seconds without a turn until it is closed.")
+    priority: int = Field(0, ge=-1000, le=1000, description="Of its turns; higher runs first.")
+    max_tokens: int | None = Field(None, ge=1, description="Cap on its history, in tokens.")
+    metadata: dict[str, str] = Field(default_factory=dict, max_length=16, description="Noted with it, and shown.")
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"system": "Be brief.", "ttl": 3600}]})
+
+
+class NewTurn(TurnOptions):
+    """A turn to be started."""
+
+    input: Input = ""
+    stream: bool = Field(default=True, description="Send events as they come; otherwise one answer at the end.")
+    if_busy: Literal["reject", "queue"] = Field(
+        "reject", description="While another turn of the session is open: refuse with 409, or wait for its end."
+    )
+    on_disconnect: Literal["abort", "continue"] = Field(
+        "abort", description="When the last reader goes: roll the turn back, or go on without."
+    )
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"input": [{"role": "user", "content": "Hello!"}], "max_new_tokens": 32, "stream": False}]
+        }
+    )
+
+
+class NewAppend(Body):
+    """Input to be appended without an answer."""
+
+    input: Input = ""
+    if_busy: Literal["reject", "queue"] = "reject"
+    timeout: float | None = Field(None, gt=0, le=1e9)
+    priority: int | None = Field(None, ge=-1000, le=1000)
+    input_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class NewDraft(Body):
+    """The whole draft as it reads now."""
+
+    input: Input
+
+
+class Abort(Body):
+    """Which turn to end, and what of it to commit."""
+
+    keep: Literal["none", "delivered", "all"] | int = Field(
+        "none",
+        description="Nothing; its input and the output tokens that were sent; all of them; or so many.",
+        examples=["delivered"],
+    )
+    turn_id: str | None = Field(None, description="Only if this is the turn; else whichever is open.")
+
+
+class Position(Body):
+    """A place in the history: after its first `turn` turns, or its first `position` tokens."""
+
+    turn: int | None = Field(None, ge=0, examples=[1])
+    position: int | None = Field(None, ge=0)
+
+
+class NewFork(Position):
+    """Where to fork; at the end if no place is given."""
+
+    id: NewId = None
+
+
+class NewTrim(Body):
+    """Which turns the new session has."""
+
+    turns: list[int] = Field(min_length=0, max_length=100_000, description="Their numbers, ascending.", examples=[[1]])
+    id: NewId = None
+
+
+class Session(BaseModel):
+    """A session as it is now. Of its `tokens`, the first `computed` have their state in memory. `memory`: the units that
+    it holds of each group. `version` counts commits and rewinds."""
+
+    id: str
+    state: str
+    turn: str | None
+    turn_id: str | None
+    version: int
+    turns: int
+    tokens: int
+    computed: int
+    context_left: int
+    max_tokens: int
+    priority: int
+    ttl: float | None
+    idle_seconds: float
+    memory: dict[str, int]
+    metadata: dict[str, str]
+
+
+class SessionList(BaseModel):
+    """Sessions by id; `next`: what to give as `after` for the following ones."""
+
+    data: list[Session]
+    next: str | None
+
+
+class Record(BaseModel):
+    """A committed turn. `start`: its place in the history, in tokens."""
+
+    number: int
+    start: int
+    input_tokens: list[int]
+    output_tokens: list[int]
+    input_text: str | None
+    output_text: str | None
+
+
+class RecordList(BaseModel):
+    """Committed turns, the oldest first."""
+
+    data: list[Record]
+    next: int | None
+
+
+class Usage(BaseModel):
+    """Exact counts. `cached_tokens`: of the prompt, what did not have to be computed."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    computed_tokens: int
+
+
+class Turn(BaseModel):
+    """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline or failed, and `kept` are the
+    output tokens that were committed."""
+
+    id: str
+    session_id: str
+    state: str
+    text: str
+    tokens: list[int]
+    logprobs: list[dict[str, Any]] | None = None
+    input_logprobs: list[dict[str, Any] | None] | None = None
+    reason: str | None = None
+    stop: str | int | None = None
+    committed: bool = False
+    kept: int | None = None
+    version: int | None = None
+    context_left: int | None = None
+    max_new_tokens: int | None = None
+    usage: Usage | None = None
+
+
+class Error(BaseModel):
+    """What was wrong, and what is allowed."""
+
+    error: dict[str, Any]
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error, "description": text}
+    for status, text in {
+        400: "Malformed, or more than the context has room for",
+        401: "No valid key",
+        404: "No such session or turn",
+        409: "Busy, taken, or not possible in this state",
+        410: "The session is closing",
+        412: "The session has another version",
+        413: "The body is too large",
+        422: "The idempotency key was used with another body",
+        429: "As much as is allowed; see `Retry-After`",
+        500: "The server failed",
+        504: "The turn waited for its session until its deadline",
+        503: "There is no engine, or the server is ending; see `Retry-After`",
+    }.items()
+}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The turn, or its events: `started`, `delta`, and last `committed`, `aborted` or `error`",
+        "model": Turn,
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+# -- sessions
+
+
+@router.post("", status_code=201, responses=REFUSALS)
+async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response: Response) -> Session:
+    """Open a session."""
+    view = await edge.link.call(
+        OpenSession(
+            session=inner_id(tenant, body.id or new_session_id()),
+            tenant=tenant.name,
+            system=body.system,
+            priority=body.priority,
+            ttl=body.ttl if body.ttl is not None else edge.settings.session_ttl,
+            max_tokens=body.max_tokens,
+            metadata=body.metadata,
+            most_sessions=tenant.limits.sessions,
+            most_tokens=tenant.limits.tokens,
+        ),
+        SessionView,
+    )
+    response.headers["location"] = f"/v1/sessions/{outer_id(view.id)}"
+    return _session(edge, view, response)
+
+
+@router.get("", responses=REFUSALS)
+async def list_sessions(
+    edge: EdgeOf,
+    tenant: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[str, Query(pattern=r"^[A-Za-z0-9._:-]{0,64}$", description="List those behind this id.")] = "",
+    state: Annotated[
+        Literal["open", "closing", "idle", "drafting", "queued", "running", "preempted"] | None,
+        Query(description="Of the session, or of its open turn."),
+    ] = None,
+) -> SessionList:
+    """Your sessions, by id."""
+    views = await edge.link.call(
+        ListSessions(tenant=tenant.name, after=inner_id(tenant, after), limit=limit, state=state), list[SessionView]
+    )
+    following = outer_id(views[-1].id) if len(views) == limit else None
+    return SessionList(data=[_session(edge, view) for view in views], next=following)
+
+
+@router.get("/{session_id}", responses=REFUSALS)
+async def get_session(edge: EdgeOf, tenant: Caller, session_id: SessionId, response: Response) -> Session:
+    """A session as it is now."""
+    view = await edge.link.call(GetSession(session=inner_id(tenant, session_id)), SessionView)
+    return _session(edge, view, response)
+
+
+@router.delete("/{session_id}", status_code=204, responses=REFUSALS)
+async def close_session(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    finish: Annotated[bool, Query(description="Let its open turn end first; else that is aborted.")] = False,
+    if_match: IfMatch = None,
+) -> Response:
+    """Close a session."""
+    version = _version(if_match)
+    await edge.link.call(CloseSession(session=inner_id(tenant, session_id), finish=finish, version=version), type(None))
+    return Response(status_code=204)
+
+
+@router.get("/{session_id}/turns", responses=REFUSALS)
+async def list_turns(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    first: Annotated[int, Query(ge=1, description="Number of the first; 1 is the oldest.")] = 1,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> RecordList:
+    """Its committed turns, with their tokens and texts."""
+    records = await edge.link.call(
+        ListTurns(session=inner_id(tenant, session_id), first=first, limit=limit), list[RecordView]
+    )
+    data = [
+        Record(
+            number=record.number,
+            start=record.start,
+            input_tokens=record.input,
+            output_tokens=record.output,
+            input_text=record.input_text,
+            output_text=record.output_text,
+        )
+        for record in records
+    ]
+    return RecordList(data=data, next=first + limit if len(data) == limit else None)
+
+
+@router.post("/{session_id}/fork", status_code=201, responses=REFUSALS)
+async def fork(
+    edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewFork, response: Response, if_match: IfMatch = None
+) -> Session:
+    """A new session with the same beginning; memory is shared. While a turn is open, it sees the last commit."""
+    view = await edge.link.call(
+        Fork(
+            session=inner_id(tenant, session_id),
+            child=inner_id(tenant, body.id or new_session_id()),
+            turn=body.turn,
+            position=body.position,
+            version=_version(if_match),
+            most_sessions=tenant.limits.sessions,
+            most_tokens=tenant.limits.tokens,
+        ),
+        SessionView,
+    )
+    return _session(edge, view, response)
+
+
+@router.post("/{session_id}/rewind", responses=REFUSALS)
+async def rewind(
+    edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Position, response: Response, if_match: IfMatch = None
+) -> Session:
+    """Cut the history back. Refused while a turn is open."""
+    request = Rewind(
+        session=inner_id(tenant, session_id), turn=body.turn, position=body.position, version=_version(if_match)
+    )
+    return _session(edge, await edge.link.call(request, SessionView), response)
+
+
+@router.post("/{session_id}/trim", status_code=201, responses=REFUSALS)
+async def trim(
+    edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewTrim, response: Response, if_match: IfMatch = None
+) -> Session:
+    """A new session with some turns of this one. Those at its start are shared, others are computed when needed."""
+    view = await edge.link.call(
+        Trim(
+            session=inner_id(tenant, session_id),
+            child=inner_id(tenant, body.id or new_session_id()),
+            turns=body.turns,
+            version=_version(if_match),
+            most_sessions=tenant.limits.sessions,
+            most_tokens=tenant.limits.tokens,
+        ),
+        SessionView,
+    )
+    return _session(edge, view, response)
+
+
+# -- turns
+
+
+@router.post("/{session_id}/turns", response_model=None, responses=REFUSALS | STREAMED)
+async def start_turn(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    body: NewTurn,
+    request: Request,
+    if_match: IfMatch = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Start a turn: append the input and generate. A draft of the session becomes this turn."""
+    start = _start(tenant, session_id, "turn", body, if_match)
+    return await _run(edge, tenant, request, start, body, idempotency_key)
+
+
+@router.post("/{session_id}/regenerate", response_model=None, responses=REFUSALS | STREAMED)
+async def regenerate(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    body: NewTurn,
+    request: Request,
+    if_match: IfMatch = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Generate the last turn's output again. The old one stays until this turn commits."""
+    if body.input:
+        raise InvalidRequest("regenerate takes no input; the last turn's stays")
+    start = _start(tenant, session_id, "regenerate", body, if_match)
+    return await _run(edge, tenant, request, start, body, idempotency_key)
+
+
+@router.post("/{session_id}/append", responses=REFUSALS)
+async def append(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    body: NewAppend,
+    request: Request,
+    if_match: IfMatch = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Turn:
+    """Append input without an answer; it is committed when it is computed."""
+    options = body.model_dump(include={"timeout", "priority", "input_logprobs"}, exclude_none=True)
+    start = StartTurn(
+        kind="append",
+        tenant=tenant.name,
+        session=inner_id(tenant, session_id),
+        input=_input(body.input),
+        options=options,
+        version=_version(if_match),
+        most_tokens=tenant.limits.tokens,
+    )
+    running = await _begin(edge, tenant, request, start, idempotency_key, queue=body.if_busy == "queue")
+    return await _whole(edge, request, running)
+
+
+@router.put("/{session_id}/draft", responses=REFUSALS)
+async def draft(
+    edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewDraft, response: Response, if_match: IfMatch = None
+) -> Session:
+    """Give the whole text so far, again with every change: what stays the same is computed once. It is no history until
+    a turn with it is started; a draft nobody changes is given up."""
+    view = await edge.link.call(
+        Draft(
+            session=inner_id(tenant, session_id),
+            input=_input(body.input),
+            version=_version(if_match),
+            most_tokens=tenant.limits.tokens,
+        ),
+        SessionView,
+    )
+    return _session(edge, view, response)
+
+
+@router.post("/{session_id}/abort", responses=REFUSALS)
+async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort) -> Turn | None:
+    """End the open turn. Its session is as before, or, with `keep`, has what was said so far. `null`: it was a
+    draft."""
+    inner = inner_id(tenant, session_id)
+    if isinstance(body.keep, int) and not 0 <= body.keep <= ALL:
+        raise InvalidRequest(f"keep is {body.keep}; allowed: none, delivered, all, or a number of output tokens")
+    if body.turn_id is not None:
+        turn = edge.desk.find(tenant.name, inner, body.turn_id)
+        if turn.ended:
+            raise IllegalTransition(f"turn {turn.id} has ended: it is {turn.state}")
+    else:
+        found = edge.desk.open_turn(inner)
+        if found is None:
+            await edge.link.call(AbortTurn(session=inner), bool)
+            return None
+        turn = found
+    keep = (
+        {"none": None, "delivered": turn.delivered, "all": ALL}[body.keep] if isinstance(body.keep, str) else body.keep
+    )
+    await edge.desk.abort(turn, keep)
+    return turn_body(turn)
+
+
+@router.get("/{session_id}/turns/{turn_id}", responses=REFUSALS)
+async def get_turn(edge: EdgeOf, tenant: Caller, session_id: SessionId, turn_id: TurnId) -> Turn:
+    """A turn that is open or ended not long ago."""
+    return turn_body(edge.desk.find(tenant.name, inner_id(tenant, session_id), turn_id))
+
+
+@router.get("/{session_id}/turns/{turn_id}/events", response_class=Response, responses=REFUSALS | STREAMED)
+async def follow_turn(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    turn_id: TurnId,
+    last_event_id: Annotated[int | None, Header(ge=0, le=2**40, description="Send what came after this event.")] = None,
+) -> Response:
+    """The events of a turn, from its beginning or from where a broken stream ended."""
+    turn = edge.desk.find(tenant.name, inner_id(tenant, session_id), turn_id)
+    return _stream(edge, turn, last_event_id or 0)
+
+
+# -- from requests to turns, and from turns to answers
+
+
+def _start(tenant: Tenant, session_id: str, kind: str, body: NewTurn, if_match: str | None) -> StartTurn:
+    options = body.engine_options()
+    if options.get("temperature") and "seed" not in options:
+        options["seed"] = random_seed()
+    return StartTurn(
+        kind=kind,
+        tenant=tenant.name,
+        session=inner_id(tenant, session_id),
+        input=_input(body.input),
+        options=options,
+        version=_version(if_match),
+        most_tokens=tenant.limits.tokens,
+    )
+
+
+async def _run(
+    edge: Edge, tenant: Tenant, request: Request, start: StartTurn, body: NewTurn, key: str | None
+) -> Response:
+    turn = await _begin(
+        edge, tenant, request, start, key, queue=body.if_busy == "queue", continues=body.on_disconnect == "continue"
+    )
+    if body.stream:
+        return _stream(edge, turn, 0)
+    whole = await _whole(edge, request, turn)
+    return JSONResponse(whole.model_dump(), headers={"etag": _etag(whole.version)} if whole.version else None)
+
+
+async def _begin(
+    edge: Edge,
+    tenant: Tenant,
+    request: Request,
+    start: StartTurn,
+    key: str | None,
+    *,
+    queue: bool,
+    continues: bool = False,
+) -> LiveTurn:
+    body = sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
+    starting = edge.start(tenant, start, queue=queue, continues=continues, key=key, body=body)
+    return await while_connected(request, starting)
+
+
+async def _whole(edge: Edge, request: Request, turn: LiveTurn) -> Turn:
+    """The turn when it has ended."""
+    try:
+        await while_connected(request, turn.finished())
+    finally:
+        edge.desk.abandon(turn)
+    return turn_body(turn)
+
+
+def _stream(edge: Edge, turn: LiveTurn, position: int) -> Response:
+    return EventStream(_events(turn, position), lambda: edge.desk.abandon(turn), {"x-turn-id": turn.id})
+
+
+async def _events(turn: LiveTurn, position: int) -> AsyncIterator[bytes]:
+    ticket = turn.ticket
+    assert ticket is not None
+    if position == 0:
+        yield event(
+            "started",
+            {
+                "turn_id": turn.id,
+                "session_id": outer_id(ticket.session),
+                "prompt_tokens": ticket.prompt_tokens,
+                "max_new_tokens": ticket.max_new_tokens,
+                "version": ticket.version,
+            },
+        )
+    try:
+        async for reached, updates in turn.follow(position):
+            for number, update in enumerate(updates, reached - len(updates) + 1):
+                if update.tokens or update.text:
+                    delta: dict[str, Any] = {"text": update.text, "tokens": update.tokens, "delivered": update.delivered}
+                    if update.logprobs:
+                        delta["logprobs"] = [logprob_body(entry) for entry in update.logprobs]
+                    yield event("delta", delta, number)
+                if update.result is not None:
+                    whole = turn_body(turn).model_dump(exclude={"text", "tokens", "logprobs"}, exclude_none=True)
+                    yield event("committed" if update.result.committed else "aborted", whole, number)
+    except TenutoError as error:
+        yield event("error", Failure.of(error).body)
+
+
+def turn_body(turn: LiveTurn) -> Turn:
+    """A turn as it is now."""
+    reply, result, request = turn.reply(), turn.result, turn.request
+    body = Turn(
+        id=turn.id,
+        session_id=outer_id(request.session or ""),
+        state=turn.state,
+        text=reply.text,
+        tokens=reply.tokens,
+        logprobs=[logprob_body(entry) for entry in reply.logprobs] or None,
+        input_logprobs=[logprob_body(entry) if entry is not None else None for entry in reply.input_logprobs] or None,
+    )
+    if turn.ticket is not None:
+        body.max_new_tokens = turn.ticket.max_new_tokens
+    if result is not None:
+        body.reason, body.committed, body.kept, body.stop = result.reason, result.committed, result.kept, result.stop
+        body.version, body.context_left = result.version, result.context_left
+        body.usage = Usage(
+            prompt_tokens=result.prompt,
+            cached_tokens=result.cached,
+            completion_tokens=result.generated,
+            computed_tokens=result.computed,
+        )
+    return body
+
+
+def _session(edge: Edge, view: SessionView, response: Response | None = None) -> Session:
+    if response is not None:
+        response.headers["etag"] = _etag(view.version)
+    turn = edge.desk.open_turn(view.id)
+    return Session(
+        id=outer_id(view.id),
+        state=view.state,
+        turn=view.turn,
+        turn_id=turn.id if turn is not None else None,
+        version=view.version,
+        turns=view.turns,
+        tokens=view.tokens,
+        computed=view.computed,
+        context_left=view.context_left,
+        max_tokens=view.limit,
+        priority=view.priority,
+        ttl=view.ttl,
+        idle_seconds=round(view.idle_seconds, 3),
+        memory=view.memory,
+        metadata=view.metadata,
+    )
+
+
+def _etag(version: int | None) -> str:
+    return f'"{version}"'
+
+
+def _version(if_match: str | None) -> int | None:
+    """The version that an `If-Match` header names; any for `*`."""
+    if if_match is None or if_match.strip() == "*":
+        return None
+    bare = if_match.strip().strip('"')
+    if not (bare.isascii() and bare.isdigit() and len(bare) < 16):
+        raise InvalidRequest(f"if-match is {if_match[:40]!r}; allowed: a version, as in the session's ETag")
+    return int(bare)
+
+
+def _input(given: str | list[int] | list[Message]) -> str | list[Any]:
+    if isinstance(given, str):
+        return given
+    return [part.model_dump() if isinstance(part, Message) else part for part in given]

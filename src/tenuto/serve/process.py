@@ -1,0 +1,113 @@
+"""A link to an engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Self, TypeVar
+
+import msgspec
+
+from tenuto.base.errors import EngineStopped
+from tenuto.base.frames import FrameReader, frame
+from tenuto.base.link import Deliver, Switchboard
+from tenuto.base.messages import AnyReply, ModelView, Refusal, Request, StartTurn, WorkerSettings, error_of
+
+T = TypeVar("T")
+
+LAST_WORDS_SECONDS = 5.0
+"""How long an engine process that closes its socket, or is told to end, may take to exit before it is killed."""
+
+
+class ProcessLink(asyncio.Protocol):
+    """A `Link` to a child process, over a pair of sockets: whichever side ends, the other notices at once. Made by
+    `open`."""
+
+    model: ModelView  # set by `open`, as are the next two
+    _child: asyncio.subprocess.Process
+    _transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self._board = Switchboard(self._send)
+        self._frames = FrameReader()
+        self._decoder = msgspec.msgpack.Decoder(AnyReply)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._ready: asyncio.Future[ModelView] = asyncio.get_running_loop().create_future()
+        self._buried: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, settings: WorkerSettings) -> Self:
+        """Start the process and wait until its model is loaded. Raises `ModelError`, `ConfigError`, `EngineStopped`."""
+        ours, theirs = socket.socketpair()
+        link = cls()
+        with theirs:
+            link._child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tenuto.runtime.worker", str(theirs.fileno()), pass_fds=[theirs.fileno()]
+            )
+        link._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+        link._transport.write(frame(msgspec.msgpack.encode(settings)))
+        try:
+            link.model = await link._ready
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    @property
+    def stopped(self) -> str | None:
+        return self._board.stopped
+
+    @property
+    def pid(self) -> int:
+        """The child's."""
+        return self._child.pid
+
+    async def call(self, request: Request, answer: type[T]) -> T:
+        return await self._board.call(request, answer)
+
+    async def start(self, request: StartTurn, deliver: Deliver) -> None:
+        await self._board.start(request, deliver)
+
+    async def close(self) -> None:
+        """Close the socket, on which the child ends by itself, and see that it does."""
+        self._transport.close()
+        self._board.stop("the engine was closed")
+        await self._bury()
+
+    def _send(self, request: Request) -> None:
+        self._transport.write(frame(self._encoder.encode(request)))
+
+    # -- called by the event loop
+
+    def data_received(self, data: bytes) -> None:
+        for payload in self._frames.feed(data):
+            reply: AnyReply = self._decoder.decode(payload)
+            if self._ready.done():
+                self._board.take(reply)
+                if self._board.stopped is not None:
+                    self._transport.close()
+            elif isinstance(reply, Refusal):
+                self._ready.set_exception(error_of(reply))
+            else:
+                self._ready.set_result(msgspec.msgpack.decode(reply.value, type=ModelView))  # type: ignore[union-attr]
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._buried = asyncio.ensure_future(self._bury())
+
+    async def _bury(self) -> None:
+        """The child is ending: wait for that, and tell everyone why."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._child.wait(), LAST_WORDS_SECONDS)
+        if self._child.returncode is None:
+            with suppress(ProcessLookupError):
+                self._child.kill()
+            await self._child.wait()
+        status = self._child.returncode or 0
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        reason = f"the engine process {how}"
+        self._board.stop(reason)
+        if not self._ready.done():
+            self._ready.set_exception(EngineStopped(reason))

@@ -1,0 +1,86 @@
+"""Runs the server: an engine process, an HTTP server, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+import uvicorn
+
+from tenuto.base.errors import ConfigError
+from tenuto.base.link import Link
+from tenuto.base.messages import ModelView, WorkerSettings
+from tenuto.serve.app import build_app
+from tenuto.serve.edge import Edge
+from tenuto.serve.metrics import Metrics
+from tenuto.serve.process import ProcessLink
+from tenuto.serve.settings import ServeSettings
+
+log = structlog.get_logger("tenuto.server")
+
+CLOSING_SECONDS = 2.0
+"""How long connections may take to end when their turns have."""
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: the exit status is 0 after a SIGTERM, and turns are ended before connections are."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(settings: ServeSettings) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises `ConfigError`."""
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error}") from error
+
+
+async def serve(
+    worker: WorkerSettings, settings: ServeSettings, ready: Callable[[ModelView, str], None] = lambda *_: None
+) -> None:
+    """Serve until SIGTERM or SIGINT. `ready` is told of the model and the address once requests are taken. Raises
+    `ModelError`, `ConfigError`, `EngineStopped`."""
+    with listen(settings) as listening:
+        link = await ProcessLink.open(worker)
+        try:
+            await _serve(link, link.model, settings, listening, ready)
+        finally:
+            await link.close()
+
+
+async def _serve(
+    link: Link,
+    model: ModelView,
+    settings: ServeSettings,
+    listening: socket.socket,
+    ready: Callable[[ModelView, str], None],
+) -> None:
+    edge = Edge(link, model, settings, Metrics())
+    config = uvicorn.Config(
+        build_app(edge),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(CLOSING_SECONDS),
+        server_header=False,
+    )
+    server, ending = _Server(config), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    host, port = listening.getsockname()[:2]
+    ready(model, f"http://{host if ':' not in host else f'[{host}]'}:{port}")
+    await asyncio.wait({serving, asyncio.ensure_future(ending.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    log.info("ending", open_turns=len(edge.desk.open_turns()))
+    await edge.drain()
+    server.should_exit = True
+    await serving

@@ -1,0 +1,87 @@
+"""Server-sent events, and noticing that nobody reads them any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+_json = msgspec.json.Encoder()
+
+DONE = b"data: [DONE]\n\n"
+"""How streams in OpenAI's and SGLang's manner end."""
+
+
+def data(value: Any) -> bytes:
+    """An event that is only its data, as JSON."""
+    return b"data: " + _json.encode(value) + b"\n\n"
+
+
+def event(name: str, value: Any, number: int | None = None) -> bytes:
+    """An event with a name, and with a number from which a reader can resume."""
+    head = f"event: {name}\n" if number is None else f"event: {name}\nid: {number}\n"
+    return head.encode() + data(value)
+
+
+class EventStream(Response):
+    """Sends events as they come. `on_close` is called once, when all is sent or the client has gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[bytes], on_close: Callable[[], None], headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+        self._events = events
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI interface
+        sending = asyncio.ensure_future(self._send(send))
+        watching = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            if not sending.done():
+                sending.cancel()
+            with suppress(asyncio.CancelledError):
+                await sending
+            await self._events.aclose()  # type: ignore[attr-defined] # an async generator: its readers are counted
+            self._on_close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for part in self._events:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the client goes away meanwhile. Raises `ClientDisconnect` then."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return await working
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+            with suppress(asyncio.CancelledError):
+                await working

@@ -1,0 +1,369 @@
+"""Turns as the edge sees them: started, followed by any number of readers, resumed, and remembered for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tenuto.base.errors import (
+    DeadlinePassed,
+    IllegalTransition,
+    KeyReused,
+    NotFound,
+    Overloaded,
+    SessionBusy,
+    TenutoError,
+)
+from tenuto.base.link import Link, TurnNews
+from tenuto.base.messages import AbortTurn, LogprobView, ResultView, StartTurn, Ticket, TurnUpdate
+
+MOST_REMEMBERED = 4096
+"""Ended turns that are kept for readers who come back, and for repeated requests."""
+MOST_QUEUED = 64
+"""Turns that may wait for one session."""
+DEADLINES = ("queue_timeout", "timeout")
+"""Options of a turn that are seconds from its arrival."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """All that a turn has said, added up."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[LogprobView] = field(default_factory=list)
+    input_logprobs: list[LogprobView | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An idempotency key, where it counts."""
+
+    tenant: str
+    session: str | None
+    key: str
+
+
+class LiveTurn:
+    """One turn, from its request on.
+
+    Invariant: `updates` are what readers are given, in order; the last has a result once `ended`, unless `error` says
+    why there is none. An update's place, counted from 1, is the id of its event.
+    """
+
+    def __init__(self, request: StartTurn, *, continues: bool) -> None:
+        self.id = f"turn-{secrets.token_hex(12)}"
+        self.request = request
+        self.continues = continues  # also when nobody reads
+        self.updates: list[TurnUpdate] = []
+        self.ticket: Ticket | None = None
+        self.result: ResultView | None = None
+        self.error: TenutoError | None = None
+        self.readers = 0
+        self.answered = asyncio.Event()  # the engine has accepted it, or it has failed
+        self.key: Key | None = None  # its idempotency key
+        self._held: list[TurnUpdate] | None = None  # what comes after an abort; its result says what of it is kept
+        self._wakers: list[asyncio.Future[None]] = []
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    @property
+    def state(self) -> str:
+        """waiting, open, committed, aborted or failed."""
+        if self.result is not None:
+            return "committed" if self.result.committed else "aborted"
+        if self.error is not None:
+            return "failed"
+        return "open" if self.ticket is not None else "waiting"
+
+    @property
+    def delivered(self) -> int:
+        """Leading output tokens whose text readers have been given."""
+        return self.updates[-1].delivered if self.updates else 0
+
+    def accept(self, ticket: Ticket) -> None:
+        """The engine has it."""
+        self.ticket = ticket
+        self.answered.set()
+
+    def hold(self) -> None:
+        """An abort is under way: whatever comes is given out only as far as it is kept."""
+        if self._held is None:
+            self._held = []
+
+    def take(self, update: TurnUpdate) -> None:
+        """The turn has gone on."""
+        if self._held is None:
+            self.updates.append(update)
+        else:
+            self._held.append(update)
+            if update.result is not None:
+                self.updates.append(self._kept(self._held, update.result))
+        self.result = update.result
+        self._wake()
+
+    def fail(self, error: TenutoError) -> None:
+        """The turn has ended without a result."""
+        self.error = error
+        self.answered.set()
+        self._wake()
+
+    async def follow(self, position: int = 0) -> AsyncIterator[tuple[int, list[TurnUpdate]]]:
+        """Updates after the first `position`, as they come: where they end, and all there are by then. Raises the error
+        that ended the turn."""
+        self.readers += 1
+        try:
+            while True:
+                if position < len(self.updates):
+                    news = self.updates[position:]
+                    position = len(self.updates)
+                    yield position, news
+                if self.error is not None:
+                    raise self.error
+                if self.result is not None and position >= len(self.updates):
+                    return
+                if position >= len(self.updates):
+                    waker = asyncio.get_running_loop().create_future()
+                    self._wakers.append(waker)
+                    await waker
+        finally:
+            self.readers -= 1
+
+    async def finished(self) -> ResultView:
+        """Wait for the end. Raises the error that it ended with."""
+        async for _ in self.follow(len(self.updates)):
+            pass
+        assert self.result is not None
+        return self.result
+
+    def reply(self) -> Reply:
+        """What has been said so far."""
+        reply = Reply(text="".join(update.text for update in self.updates))
+        for update in self.updates:
+            reply.tokens += update.tokens
+            reply.logprobs += update.logprobs or ()
+            reply.input_logprobs += update.input_logprobs or ()
+        return reply
+
+    def _kept(self, held: list[TurnUpdate], result: ResultView) -> TurnUpdate:
+        """The last update of an aborted turn: what came since the abort, as far as it is committed."""
+        said = sum(len(update.tokens) for update in self.updates)
+        room = max(0, result.kept - said) if result.reason == "abort" else sum(len(update.tokens) for update in held)
+        tokens = [token for update in held for token in update.tokens][:room]
+        logprobs = [entry for update in held for entry in update.logprobs or ()][:room]
+        fits = [update for update in held if result.reason != "abort" or update.delivered <= result.kept]
+        text = "".join(update.text for update in fits) if result.reason != "abort" or room else ""
+        delivered = fits[-1].delivered if fits else self.delivered
+        return TurnUpdate(held[-1].call, tokens, text, delivered, result, logprobs or None, held[-1].input_logprobs)
+
+    def _wake(self) -> None:
+        wakers, self._wakers = self._wakers, []
+        for waker in wakers:
+            if not waker.done():
+                waker.set_result(None)
+
+
+class TurnDesk:
+    """Starts turns on an engine, and knows all that are open and those that ended lately.
+
+    Invariant: a session's `_open` turn is one that the engine has accepted, or is being asked to; those in its `_lines`
+    wait for that to end.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._turns: OrderedDict[str, LiveTurn] = OrderedDict()  # by id; ended ones are forgotten in this order
+        self._open: dict[str, LiveTurn] = {}  # by session
+        self._lines: dict[str, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}  # by session
+        self._keys: dict[Key, tuple[LiveTurn, bytes]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.open = Counter[str]()  # turns that have not ended, by tenant
+        self.in_line = Counter[str]()  # of them, those that wait for a session, by tenant
+        self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every turn that was accepted and has ended
+
+    def find(self, tenant: str, session: str | None, turn_id: str) -> LiveTurn:
+        """Raises `NotFound`."""
+        turn = self._turns.get(turn_id)
+        if turn is None or turn.tenant != tenant or turn.request.session != session:
+            raise NotFound(f"there is no turn {turn_id!r} here; it never was, or ended too long ago")
+        return turn
+
+    def open_turns(self, tenant: str | None = None) -> list[LiveTurn]:
+        """Turns of `tenant` (`None`: of all) that have not ended."""
+        return [turn for turn in self._turns.values() if not turn.ended and tenant in (None, turn.tenant)]
+
+    def open_turn(self, session: str) -> LiveTurn | None:
+        """The session's turn that has begun and not ended."""
+        return self._open.get(session)
+
+    async def start(
+        self,
+        request: StartTurn,
+        *,
+        queue: bool = False,
+        continues: bool = False,
+        key: str | None = None,
+        body: bytes = b"",
+    ) -> LiveTurn:
+        """A turn that the engine has accepted. With `queue` it waits for the session's open turn, otherwise it is
+        refused with `SessionBusy`. A `key` used before with the same `body` gives the turn of then, if that has not
+        been aborted; with another body it is refused with `KeyReused`. Cancelled, it leaves no turn behind."""
+        turn = LiveTurn(request, continues=continues)
+        if key is not None:
+            turn.key = Key(request.tenant, request.session, key)
+            if (known := self._keys.get(turn.key)) is not None:
+                return await self._repeat(known, body)
+            self._keys[turn.key] = turn, body
+        self._turns[turn.id] = turn
+        self.open[turn.tenant] += 1
+        starting = asyncio.ensure_future(self._start(turn, queue=queue))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self.abandon(turn)
+            raise
+        if turn.error is not None and turn.ticket is None:
+            raise turn.error
+        self._forget_oldest()
+        return turn
+
+    @staticmethod
+    async def _repeat(known: tuple[LiveTurn, bytes], body: bytes) -> LiveTurn:
+        turn, first = known
+        if first != body:
+            raise KeyReused("this idempotency key was used with another request; allowed: the same one, or a new key")
+        await turn.answered.wait()
+        if turn.error is not None and turn.ticket is None:
+            raise turn.error
+        return turn
+
+    async def _start(self, turn: LiveTurn, *, queue: bool) -> None:
+        request = turn.request
+        try:
+            if request.session is not None:
+                request = await self._turn_of(request.session, turn, queue=queue)
+            await self._link.start(request, lambda news: self._deliver(turn, news))
+        except Exception as error:
+            turn.fail(error if isinstance(error, TenutoError) else TenutoError("the server failed; its log says why"))
+            self._ended(turn)
+            if turn.error is not error:
+                raise
+
+    async def _turn_of(self, session: str, turn: LiveTurn, *, queue: bool) -> StartTurn:
+        """Be the session's open turn, at once or when those before have ended. Of its deadlines, what waiting has left;
+        raises `DeadlinePassed` if that is nothing."""
+        line = self._lines.get(session)
+        if session not in self._open and not line:
+            self._open[session] = turn
+            return turn.request
+        if not queue:
+            raise SessionBusy("the session has an open turn; allowed: wait for its end, abort it, or if_busy: queue")
+        line = self._lines.setdefault(session, deque())
+        if len(line) >= MOST_QUEUED:
+            raise Overloaded(f"{len(line)} turns wait for this session, the most allowed; try again later")
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line.append((turn, ready))
+        self.in_line[turn.tenant] += 1
+        deadlines = {name: turn.request.options[name] for name in DEADLINES if name in turn.request.options}
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(min(deadlines.values(), default=None)):
+                await ready
+        except TimeoutError:
+            raise DeadlinePassed("the turn has waited for its session until its deadline") from None
+        finally:
+            self.in_line[turn.tenant] -= 1
+        waited = time.monotonic() - began
+        left = {name: max(1e-3, seconds - waited) for name, seconds in deadlines.items()}
+        return msgspec.structs.replace(turn.request, options=turn.request.options | left)
+
+    def _deliver(self, turn: LiveTurn, news: TurnNews) -> None:
+        match news:
+            case Ticket():
+                turn.accept(news)
+            case TurnUpdate():
+                turn.take(news)
+            case _:
+                turn.fail(news)
+        if turn.ended and turn.ticket is not None:
+            for told in self.on_end:
+                told(turn)
+            self._ended(turn)
+
+    def _ended(self, turn: LiveTurn) -> None:
+        """The next one of its session may start; if it was not committed, its idempotency key is free."""
+        session = turn.request.session
+        self.open[turn.tenant] -= 1
+        if turn.state != "committed":
+            self._forget_key(turn)
+        if turn.ticket is None:
+            self._turns.pop(turn.id, None)
+        if session is None:
+            return
+        line = self._lines.get(session)
+        if self._open.get(session) is not turn:
+            if line is not None:
+                self._lines[session] = deque(entry for entry in line if entry[0] is not turn)
+        else:
+            del self._open[session]
+            while line:
+                following, ready = line.popleft()
+                if not ready.done():
+                    self._open[session] = following
+                    ready.set_result(None)
+                    break
+        if not self._lines.get(session, True):
+            del self._lines[session]
+
+    def _forget_oldest(self) -> None:
+        while len(self._turns) > MOST_REMEMBERED:
+            oldest = next((turn for turn in self._turns.values() if turn.ended), None)
+            if oldest is None:
+                return
+            del self._turns[oldest.id]
+            self._forget_key(oldest)
+
+    def _forget_key(self, turn: LiveTurn) -> None:
+        if turn.key is not None and self._keys.get(turn.key, (None, b""))[0] is turn:
+            del self._keys[turn.key]
+
+    async def abort(self, turn: LiveTurn, keep: int | None = None) -> None:
+        """End the turn, committing its input and `keep` output tokens, or nothing. One that has ended stays as it
+        is."""
+        self._leave_line(turn)
+        await turn.answered.wait()
+        if turn.ended or turn.ticket is None:
+            return
+        turn.hold()
+        await self._link.call(AbortTurn(session=turn.ticket.session, turn=turn.ticket.turn, keep=keep), bool)
+        with suppress(TenutoError):
+            await turn.finished()
+
+    def _leave_line(self, turn: LiveTurn) -> None:
+        for waiting, ready in self._lines.get(turn.request.session or "", ()):
+            if waiting is turn and not ready.done():
+                ready.set_exception(IllegalTransition("the turn was aborted before it began"))
+
+    def abandon(self, turn: LiveTurn) -> None:
+        """A reader has gone. If it was the last, and the turn does not continue without, the turn is aborted."""
+        if turn.readers == 0 and not turn.ended and not turn.continues:
+            task = asyncio.ensure_future(self._abort_quietly(turn))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _abort_quietly(self, turn: LiveTurn) -> None:
+        with suppress(TenutoError):  # the session is gone, or the engine
+            await self.abort(turn)

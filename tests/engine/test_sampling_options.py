@@ -1,0 +1,464 @@
+"""What turns may ask of sampling, on a small real model: the tokens and log-probabilities that a naive loop over whole
+sequences gives, however steps are cut, overlapped, preempted and failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tenuto.base.clock import ManualClock
+from tenuto.base.config import EngineConfig
+from tenuto.base.errors import InvalidRequest, StepFailed
+from tenuto.base.groups import Kind
+from tenuto.base.plan import Plan, StepResult
+from tenuto.base.sampling import Sampling, TokenLogprob
+from tenuto.engine.engine import Engine
+from tenuto.exec.torch_executor import TorchExecutor, load_executor
+from tenuto.kernels.sampling import uniforms
+from tenuto.models.store import ModelFiles, resolve
+from tenuto.session.turn import EndReason, Turn, TurnParams, TurnState
+from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
+from tests.kernels.reference import Row, reference_kept, reference_logits
+from tests.models.tiny import save_hf, tiny_llama
+
+VOCAB = 101
+PLAIN = Sampling()
+REPEATING = Sampling(repetition_penalty=1.4, frequency_penalty=0.7)
+EVERYTHING = Sampling(1.3, 60, 0.97, 5, 0.013, 1.2, 0.6, -0.4, ((3, 4.5), (60, -100.0)))
+BIASED = Sampling(0.8, seed=9, logit_bias=((17, 8.0),))
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    directory = save_hf(tmp_path_factory.mktemp("tiny"), model)
+    return resolve(str(directory), directory)
+
+
+class FailingExecutor(TorchExecutor):
+    """Keeps its plans. Steps with these numbers fail when all is computed."""
+
+    failing: Sequence[int] = ()
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        super().__init__(executor.model, executor.spec.page_size)
+        self.plans: list[Plan] = []
+
+    def submit(self, plan: Plan) -> None:
+        self.plans.append(plan)
+        super().submit(plan)
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        if len(self.plans) in self.failing:
+            raise StepFailed("told to fail")
+        return result
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(files: ModelFiles) -> Iterator[Start]:
+    """Makes engines on the small model; configuration by name."""
+    made: list[TorchExecutor] = []
+
+    def engine(**config: object) -> Engine:
+        executor = FailingExecutor(load_executor(files, page_size=4))
+        made.append(executor)
+        proposer, text = config.pop("proposer", None), config.pop("text", None)
+        usual = {"context_length": 200, "max_running": 4, "token_budget": 12, "audit_every": 1}
+        return Engine(
+            executor,
+            (200,),
+            EngineConfig(**{**usual, **config}),  # type: ignore[arg-type]
+            vocab_size=VOCAB,
+            eos_ids=(),
+            clock=ManualClock(),
+            random=Random(0),
+            proposer=proposer,  # type: ignore[arg-type]
+            text=text,  # type: ignore[arg-type]
+        )
+
+    yield engine
+    for executor in made:
+        executor.close()
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def play(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
+    engine.step()
+
+
+def until(engine: Engine, condition: Callable[[], object]) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        engine.step()
+    assert condition()
+
+
+@torch.inference_mode()
+def raw_logits(model: LlamaForCausalLM, tokens: Sequence[int]) -> np.ndarray:
+    return model(torch.tensor([list(tokens)])).logits[0].numpy()
+
+
+def said(model: LlamaForCausalLM, prompt: list[int], params: TurnParams) -> list[int]:
+    """The output the definitions give, computing the whole sequence for every token."""
+    options, output = params.sampling, list[int]()
+    for k in range(params.max_new_tokens or 0):
+        row = Row(
+            options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty,
+            options.presence_penalty, options.frequency_penalty, dict(options.logit_bias),
+            list(params.stop_ids) if k < params.min_new_tokens else [], prompt, output,
+        )  # fmt: skip
+        edited = reference_logits(raw_logits(model, prompt + output)[-1], row)
+        if options.greedy:
+            output.append(int(edited.argmax()))
+        else:
+            kept, _ = reference_kept(edited, row)
+            uniform = uniforms(np.array([options.seed]), np.array([len(prompt) + k]))[0]
+            output.append(int(np.searchsorted(np.cumsum(kept), uniform, side="right")))
+        if output[-1] in params.stop_ids:
+            break
+    return output
+
+
+def check_logprobs(got: Sequence[TokenLogprob], tokens: Sequence[int], logits: np.ndarray, most: int) -> None:
+    """`got` are those of `tokens`, each by the logits at the same index."""
+    exact = torch.from_numpy(logits.astype(np.float64)).log_softmax(-1).numpy()
+    assert [entry.token for entry in got] == list(tokens)
+    for entry, expected in zip(got, exact, strict=True):
+        assert entry.logprob == pytest.approx(expected[entry.token], abs=5e-4)
+        assert len(entry.top) == most
+        assert [p for _, p in entry.top] == pytest.approx(-np.sort(-expected)[:most], abs=5e-4)
+        assert [expected[token] for token, _ in entry.top] == pytest.approx([p for _, p in entry.top], abs=5e-4)
+
+
+def outputs(turn: Turn) -> list[int]:
+    return turn.output.tolist()
+
+
+@every_overlap
+@pytest.mark.parametrize("budget", [5, 64])
+def test_turns_that_ask_for_different_things_share_steps_and_each_gets_its_own(
+    model: LlamaForCausalLM, start: Start, overlap: int, budget: int
+) -> None:
+    engine = start(overlap=overlap, token_budget=budget)
+    asked = [PLAIN, REPEATING, EVERYTHING, BIASED]
+    turns = []
+    for i, sampling in enumerate(asked):
+        engine.open(f"s{i}")
+        turns.append(engine.submit(f"s{i}", text(5 + 4 * i, i), TurnParams(max_new_tokens=12, sampling=sampling)))
+    play(engine)
+    for turn, sampling in zip(turns, asked, strict=True):
+        assert outputs(turn) == said(model, turn.input.tolist(), TurnParams(max_new_tokens=12, sampling=sampling))
+    assert len({tuple(outputs(turn)) for turn in turns}) == 4
+    assert outputs(turns[1]) != said(model, turns[1].input.tolist(), TurnParams(max_new_tokens=12))
+
+
+@every_overlap
+def test_penalties_count_this_turns_output_and_repetition_also_the_history(
+    model: LlamaForCausalLM, start: Start, overlap: int
+) -> None:
+    engine = start(overlap=overlap)
+    engine.open("s")
+    params = TurnParams(max_new_tokens=8, sampling=REPEATING)
+    history: list[int] = []
+    for seed in range(3):
+        turn = engine.submit("s", text(6, seed), params)
+        play(engine)
+        history += text(6, seed)
+        assert outputs(turn) == said(model, history, params)
+        history += outputs(turn)
+
+
+@every_overlap
+@pytest.mark.parametrize("sampling", [REPEATING, EVERYTHING, BIASED], ids=["repeating", "everything", "biased"])
+def test_a_preempted_turn_goes_on_as_if_nothing_had_been(
+    model: LlamaForCausalLM, start: Start, overlap: int, sampling: Sampling
+) -> None:
+    engine = start(overlap=overlap)
+    for name in "ab":
+        engine.open(name)
+    params = TurnParams(max_new_tokens=14, sampling=sampling, logprobs=3, min_new_tokens=9, stop_ids=(50, 51))
+    turn = engine.submit("a", text(9), params)
+    until(engine, lambda: len(turn.output) >= 4)
+    engine.lifecycle.preempt(turn)
+    other = engine.submit("b", text(20, 1), TurnParams(max_new_tokens=3, sampling=REPEATING))
+    until(engine, lambda: len(turn.output) >= 11 or turn.state.ended)
+    if not turn.state.ended:
+        engine.lifecycle.preempt(turn)
+    play(engine)
+    expected = said(model, text(9), params)
+    assert outputs(turn) == expected
+    check_logprobs(turn.output_logprobs, expected, raw_logits(model, text(9) + expected)[8:-1], 3)
+    assert outputs(other) == said(model, text(20, 1), other.params)
+
+
+@every_overlap
+def test_a_failed_step_leaves_no_trace_in_what_is_counted(model: LlamaForCausalLM, start: Start, overlap: int) -> None:
+    engine = start(overlap=overlap)
+    engine._executor.failing = (4, 5, 11)
+    asked = [REPEATING, EVERYTHING]
+    turns = []
+    for i, sampling in enumerate(asked):
+        engine.open(f"s{i}")
+        params = TurnParams(max_new_tokens=10, sampling=sampling, logprobs=0, input_logprobs=1)
+        turns.append(engine.submit(f"s{i}", text(20, i), params))
+    play(engine)
+    assert engine.transitions["step failed"] == 3
+    for turn in turns:
+        prompt = turn.input.tolist()
+        logits = raw_logits(model, prompt + outputs(turn))
+        assert outputs(turn) == said(model, prompt, turn.params)
+        check_logprobs(turn.output_logprobs, outputs(turn), logits[19:-1], 0)
+        check_logprobs(turn.input_scores, prompt[1:], logits[:19], 1)
+
+
+@every_overlap
+@pytest.mark.parametrize("budget", [3, 64])
+def test_every_input_token_is_scored_once_by_what_precedes_it(
+    model: LlamaForCausalLM, start: Start, overlap: int, budget: int
+) -> None:
+    engine = start(overlap=overlap, token_budget=budget, max_running=2)
+    engine.open("s")
+    history: list[int] = []
+    for turn_number, output in enumerate([4, 0, 4, 1]):
+        given = text(17 - 5 * turn_number, turn_number)
+        turn = engine.submit("s", given, TurnParams(max_new_tokens=output, input_logprobs=turn_number))
+        if turn_number == 2:  # in the middle of the input, and again in the middle of the output
+            until(engine, lambda turn=turn: turn.input_scores or turn.output)
+            engine.lifecycle.preempt(turn)
+            until(engine, lambda turn=turn: len(turn.output) == 2)
+            engine.lifecycle.preempt(turn)
+        play(engine)
+        scores = turn.input_logprobs
+        assert len(scores) == len(given)
+        if not history:
+            assert scores[0] is None
+        scored = [entry for entry in scores if entry is not None]
+        sequence = history + given
+        logits = raw_logits(model, sequence)[:-1]
+        check_logprobs(scored, sequence[-len(scored) :], logits[len(logits) - len(scored) :], turn_number)
+        history = sequence + outputs(turn)
+
+
+def test_no_step_scores_more_than_its_memory_is_meant_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenuto.sched.planner.MOST_SCORES", 7)
+    engine = start(token_budget=64)
+    turns = []
+    for i in range(3):
+        engine.open(f"s{i}")
+        asked = 0 if i else None
+        turns.append(engine.submit(f"s{i}", text(30, i), TurnParams(max_new_tokens=3, input_logprobs=asked)))
+    play(engine)
+    plans = engine._executor.plans
+    assert plans[0].counts.max() == 30  # who does not ask is not held back
+    assert max(len(plan.scores.offsets) for plan in plans if plan.scores is not None) <= 7
+    assert [len(turn.input_logprobs) for turn in turns] == [0, 30, 30]
+
+
+def test_the_first_token_of_all_has_no_score_also_when_it_is_the_only_one(start: Start) -> None:
+    engine = start()
+    engine.open("s")
+    turn = engine.append("s", [5], TurnParams(input_logprobs=2))
+    play(engine)
+    assert turn.input_logprobs == (None,)
+    empty = engine.submit("s", [], TurnParams(max_new_tokens=1, input_logprobs=2))
+    play(engine)
+    assert empty.input_logprobs == ()
+
+
+@every_overlap
+def test_no_stop_id_comes_among_the_first_tokens(model: LlamaForCausalLM, start: Start, overlap: int) -> None:
+    engine = start(overlap=overlap)
+    prompt, most = text(11), tuple(range(20, 84))
+    for least in (0, 1, 3, 5):
+        engine.open(f"s{least}")
+        params = TurnParams(max_new_tokens=12, stop_ids=most, min_new_tokens=least)
+        turn = engine.submit(f"s{least}", prompt, params)
+        play(engine)
+        assert outputs(turn) == said(model, prompt, params)
+        assert not set(outputs(turn)[:least]) & set(most)
+        assert turn.result is not None
+        assert turn.result.reason is EndReason.STOP
+        assert turn.result.stop == turn.output[-1]
+
+
+class Oracle:
+    """Guesses what a turn will say; remembers whom it was asked about."""
+
+    def __init__(self) -> None:
+        self.asked: set[int] = set()
+        self.output: list[int] = []
+
+    def propose(self, turn: Turn, most: int) -> list[int]:
+        self.asked.add(turn.number)
+        return self.output[len(turn.output) :][:most]
+
+
+@every_overlap
+def test_guessed_tokens_have_their_logprobs_and_only_for_turns_without_penalties_is_there_guessing(
+    model: LlamaForCausalLM, start: Start, overlap: int
+) -> None:
+    oracle, prompt = Oracle(), text(11)
+    engine = start(overlap=overlap, lookahead=3, proposer=oracle)
+    plain = TurnParams(max_new_tokens=10, logprobs=2)
+    oracle.output = [*said(model, prompt, plain)[:7], 0, 0, 0]
+    asked = [plain, TurnParams(max_new_tokens=10, sampling=REPEATING), TurnParams(max_new_tokens=10, min_new_tokens=3)]
+    turns = []
+    for i, params in enumerate(asked):
+        engine.open(f"s{i}")
+        turns.append(engine.submit(f"s{i}", prompt, params))
+    play(engine)
+    assert [outputs(turn) for turn in turns] == [said(model, prompt, params) for params in asked]
+    assert oracle.asked == {turns[0].number}
+    check_logprobs(turns[0].output_logprobs, outputs(turns[0]), raw_logits(model, prompt + outputs(turns[0]))[10:-1], 2)
+
+
+def test_who_does_not_ask_pays_nothing(start: Start) -> None:
+    engine = start()
+    executor = engine._executor
+    engine.open("s")
+    turn = engine.submit("s", text(9), TurnParams(max_new_tokens=5, sampling=Sampling(1.0, 5, 0.9, min_p=0.1)))
+    until(engine, lambda: turn.output)
+    assert executor._options.plain
+    assert executor._options.counts.slots == 0
+    play(engine)
+    assert all(plan.scores is None for plan in executor.plans)
+    assert (turn.output_logprobs, turn.input_scores, turn.input_logprobs) == ([], [], ())
+    assert not engine.batch.scoring
+
+
+def test_memory_for_counts_is_taken_by_rows_that_ask_and_used_again(start: Start) -> None:
+    engine = start()
+    for i in range(6):
+        engine.open(f"s{i}")
+        engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3, sampling=REPEATING if i % 2 else PLAIN))
+    play(engine)
+    assert 1 <= engine._executor._options.counts.slots <= 4
+    for i in range(4):
+        engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3))
+    play(engine)
+    assert engine._executor._options.plain
+
+
+def test_scores_are_refused_where_the_input_was_computed_without(start: Start) -> None:
+    engine = start()
+    engine.open("s")
+    draft = engine.draft("s", text(9))
+    play(engine)
+    with pytest.raises(InvalidRequest, match="was a draft"):
+        engine.submit("s", text(9), TurnParams(input_logprobs=0))
+    assert draft.state is TurnState.DRAFTING
+    engine.submit("s", text(9), TurnParams(max_new_tokens=2, logprobs=0))
+    play(engine)
+    with pytest.raises(InvalidRequest, match="no input"):
+        engine.regenerate("s", TurnParams(input_logprobs=0))
+
+
+def test_a_bias_for_a_token_that_does_not_exist_is_refused(start: Start) -> None:
+    engine = start()
+    engine.open("s")
+    with pytest.raises(InvalidRequest, match="allowed: a whole number from 0 to 100"):
+        engine.submit("s", text(3), TurnParams(sampling=Sampling(logit_bias=((VOCAB, 1.0),))))
+
+
+@every_mix
+@every_overlap
+def test_on_every_memory_each_input_token_is_scored_once_whatever_is_computed_again(
+    mix: tuple[Kind, ...], overlap: int
+) -> None:
+    stage = Stage(mix, overlap=overlap)
+    history = list(stage.told().history)
+    given = [continuation(history, 1)[0], *count_from(50, 24)]
+    turn = stage.say("s", given, 9, input_logprobs=1, logprobs=1)
+    for enough in (lambda: turn.input_scores, lambda: len(turn.output) == 3):
+        stage.until(enough)
+        stage.engine.lifecycle.preempt(turn)
+    stage.play()
+    scores = [entry for entry in turn.input_logprobs if entry is not None]
+    assert [entry.token for entry in scores] == given
+    likeliest = [continuation([*history, *given[:i]], 1)[0] for i in range(len(given))]
+    assert [entry.top for entry in scores] == [((token, 0.0),) for token in likeliest]
+    assert [entry.logprob == 0 for entry in scores] == [a == b for a, b in zip(given, likeliest, strict=True)]
+    assert turn.output_logprobs == [TokenLogprob(token, 0.0, ((token, 0.0),)) for token in turn.output]
+    assert not stage.engine.batch.scoring
+
+
+@every_overlap
+def test_the_result_names_the_stop_id_that_ended_the_turn(overlap: int) -> None:
+    stage = Stage(overlap=overlap)
+    stage.open()
+    said = continuation(count_from(0, 5), 8)
+    for params, expected in (({}, None), ({"stop_ids": (said[3], 1)}, said[3])):
+        turn = stage.engine.submit("s", count_from(0, 5), TurnParams(max_new_tokens=8, **params))
+        stage.play()
+        assert turn.result is not None
+        assert turn.result.stop == expected
+        stage.engine.rewind("s", position=0)
+
+
+@every_overlap
+def test_a_stop_id_said_as_a_guess_ends_the_turn_and_is_named(overlap: int) -> None:
+    said = continuation(count_from(0, 5), 8)
+    stage = Stage(overlap=overlap, lookahead=4, guess=lambda turn, most: said[len(turn.output) :][:most])
+    stage.open()
+    turn = stage.engine.submit("s", count_from(0, 5), TurnParams(max_new_tokens=8, stop_ids=(said[4],), logprobs=0))
+    stage.play()
+    assert turn.result is not None
+    assert turn.result.stop == said[4]
+    assert [entry.token for entry in turn.output_logprobs] == said[:5]
+
+
+class Numbers:
+    """A text stream in which every token is its number and a blank; a stop string is looked for at once."""
+
+    def __init__(self, stop: tuple[str, ...], min_tokens: int) -> None:
+        self.stop: str | None = None
+        self.delivered_tokens = 0
+        self._stop, self._min_tokens = stop, min_tokens
+
+    def push(self, token: int) -> bool:
+        self.delivered_tokens += 1
+        if self.delivered_tokens > self._min_tokens and f"{token} " in self._stop:
+            self.stop = f"{token} "
+        return self.stop is not None
+
+    def finish(self) -> None:
+        pass
+
+    def take_text(self) -> str:
+        return ""
+
+
+@every_overlap
+def test_the_result_names_the_stop_string_and_none_ends_a_turn_too_early(
+    model: LlamaForCausalLM, start: Start, overlap: int
+) -> None:
+    engine = start(overlap=overlap, text=Numbers)
+    expected = said(model, text(8), TurnParams(max_new_tokens=9, sampling=BIASED))
+    stop = tuple(f"{token} " for token in dict.fromkeys(expected))
+    for least in (0, 4):
+        engine.open(f"s{least}")
+        params = TurnParams(max_new_tokens=9, sampling=BIASED, stop=stop, min_new_tokens=least)
+        turn = engine.submit(f"s{least}", text(8), params)
+        play(engine)
+        assert outputs(turn) == expected[: least + 1]
+        assert turn.result is not None
+        assert turn.result.stop == f"{expected[least]} "

@@ -1,0 +1,227 @@
+"""An engine spoken to by messages: the same in this process and in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tenuto.base.errors import ConfigError, InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
+from tenuto.base.link import Link, TurnNews
+from tenuto.base.messages import (
+    AbortTurn,
+    Audit,
+    AuditView,
+    CloseSession,
+    Describe,
+    Detokenize,
+    DropMemory,
+    Fork,
+    GetSession,
+    GetStats,
+    ListSessions,
+    ModelView,
+    OpenSession,
+    Request,
+    SessionView,
+    StartTurn,
+    Stats,
+    Ticket,
+    TurnUpdate,
+    WorkerSettings,
+)
+from tenuto.runtime.local import LocalLink
+from tenuto.serve.process import ProcessLink
+
+SETTINGS = WorkerSettings(model="witness", config={"context_length": 2000})
+
+
+async def local(settings: WorkerSettings) -> Link:
+    return LocalLink(settings)
+
+
+@pytest.fixture(params=[local, ProcessLink.open], ids=["in this process", "in one of its own"])
+def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Link], Awaitable[None]]], None]:
+    """Runs a story with a link, and sees that memory is sound at its end."""
+
+    def run(story: Callable[[Link], Awaitable[None]], settings: WorkerSettings = SETTINGS) -> None:
+        async def whole() -> None:
+            link: Link = await request.param(settings)
+            try:
+                await story(link)
+                assert "every unit accounted for" in (await link.call(Audit(), AuditView)).summary
+            finally:
+                await link.close()
+            assert link.stopped is not None
+            with pytest.raises(TenutoError):
+                await link.call(Describe(), ModelView)
+
+        asyncio.run(whole())
+
+    return run
+
+
+class Reader:
+    """Takes a turn's news, and waits for its end."""
+
+    def __init__(self) -> None:
+        self.news: list[TurnNews] = []
+        self.ended = asyncio.Event()
+
+    def __call__(self, news: TurnNews) -> None:
+        self.news.append(news)
+        if isinstance(news, TenutoError) or (isinstance(news, TurnUpdate) and news.result is not None):
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for news in self.news if isinstance(news, TurnUpdate) for token in news.tokens]
+
+
+def turn(session: str | None, tokens: list[int], most: int = 4, **rest: object) -> StartTurn:
+    return StartTurn(kind="turn", tenant="t", session=session, input=tokens, options={"max_new_tokens": most}, **rest)  # type: ignore[arg-type]
+
+
+def opened(session: str = "t/s", **rest: object) -> OpenSession:
+    return OpenSession(session=session, tenant="t", **rest)  # type: ignore[arg-type]
+
+
+def test_a_turn_brings_its_ticket_then_its_tokens_then_its_result(play) -> None:
+    async def story(link: Link) -> None:
+        await link.call(opened(), SessionView)
+        reader = Reader()
+        await link.start(turn("t/s", [1, 2]), reader)
+        await reader.ended.wait()
+        ticket, *updates = reader.news
+        assert isinstance(ticket, Ticket)
+        assert (ticket.session, ticket.history, ticket.prompt_tokens) == ("t/s", 0, 2)
+        assert len(reader.tokens) == 4
+        last = updates[-1]
+        assert isinstance(last, TurnUpdate)
+        assert last.result is not None
+        assert (last.result.reason, last.result.committed, last.result.version) == ("length", True, 1)
+
+    play(story)
+
+
+def test_a_refused_turn_raises_and_brings_nothing(play) -> None:
+    async def story(link: Link) -> None:
+        for request, error in (
+            (turn("t/nowhere", [1]), NotFound),
+            (turn(None, [10**6]), InvalidRequest),
+            (turn(None, []), InvalidRequest),
+            (StartTurn(kind="turn", tenant="t", input=[1], options={"top_q": 1}), InvalidRequest),
+        ):
+            reader = Reader()
+            with pytest.raises(error):
+                await link.start(request, reader)
+            assert reader.news == []
+
+    play(story)
+
+
+def test_many_calls_at_once_each_get_their_own_answer(play) -> None:
+    async def story(link: Link) -> None:
+        names = [f"t/{n}" for n in range(50)]
+        views = await asyncio.gather(*(link.call(opened(name), SessionView) for name in names))
+        assert [view.id for view in views] == names
+        readers = [Reader() for _ in names]
+        await asyncio.gather(
+            *(link.start(turn(name, [n]), reader) for n, (name, reader) in enumerate(zip(names, readers, strict=True)))
+        )
+        await asyncio.gather(*(reader.ended.wait() for reader in readers))
+        listed = await link.call(ListSessions(tenant="t", limit=1000), list[SessionView])
+        assert {view.id: view.tokens for view in listed} == dict.fromkeys(names, 5)
+        stats = await link.call(GetStats(), Stats)
+        assert (stats.sessions, stats.generated_tokens, stats.held_tokens) == (50, 200, {"t": 250})
+
+    play(story)
+
+
+def test_an_abort_names_the_turn_it_means(play) -> None:
+    async def story(link: Link) -> None:
+        await link.call(opened(), SessionView)
+        reader = Reader()
+        await link.start(turn("t/s", [1], most=1900), reader)
+        ticket = reader.news[0]
+        assert isinstance(ticket, Ticket)
+        assert not await link.call(AbortTurn(session="t/s", turn=ticket.turn + 1), bool)
+        assert await link.call(AbortTurn(session="t/s", turn=ticket.turn, keep=2), bool)
+        await reader.ended.wait()
+        view = await link.call(GetSession(session="t/s"), SessionView)
+        assert view.tokens <= 3
+
+    play(story)
+
+
+def test_versions_and_limits_are_checked_where_sessions_live(play) -> None:
+    async def story(link: Link) -> None:
+        await link.call(opened(most_sessions=1), SessionView)
+        with pytest.raises(LimitReached):
+            await link.call(opened("t/more", most_sessions=1), SessionView)
+        with pytest.raises(LimitReached):
+            await link.call(Fork(session="t/s", child="t/c", most_sessions=1), SessionView)
+        with pytest.raises(VersionMismatch):
+            await link.call(CloseSession(session="t/s", version=3), type(None))
+        reader = Reader()
+        await link.start(turn("t/s", [1, 2, 3]), reader)
+        await reader.ended.wait()
+        with pytest.raises(LimitReached):
+            await link.start(turn("t/s", [1], most_tokens=7), Reader())
+
+    play(story)
+
+
+def test_dropped_memory_is_counted_with_its_reason_when_it_is_computed_again(play) -> None:
+    async def story(link: Link) -> None:
+        await link.call(opened(), SessionView)
+        for _ in range(2):
+            reader = Reader()
+            await link.start(turn("t/s", [5] * 40), reader)
+            await reader.ended.wait()
+            await link.call(DropMemory(), int)
+        stats = await link.call(GetStats(), Stats)
+        assert stats.recomputed == {"flushed": 43}
+
+    play(story)
+
+
+def test_text_is_given_back_for_tokens(play) -> None:
+    async def story(link: Link) -> None:
+        reader = Reader()
+        await link.start(
+            StartTurn(kind="turn", tenant="t", input="héllo", echo=True, options={"max_new_tokens": 1}), reader
+        )
+        ticket = reader.news[0]
+        assert isinstance(ticket, Ticket)
+        assert ticket.text == "héllo"
+        assert await link.call(Detokenize(tokens=ticket.prompt), str) == "héllo"
+        await reader.ended.wait()
+
+    play(story)
+
+
+@pytest.mark.parametrize("link", [local, ProcessLink.open], ids=["in this process", "in one of its own"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        WorkerSettings(model="witness", page_size=0),
+        WorkerSettings(model="witness", config={"nonsense": 1}),
+        WorkerSettings(model="witness:fast"),
+        WorkerSettings(model="witness", memory_bytes=-1),
+    ],
+)
+def test_an_engine_that_cannot_be_made_says_why(link: Callable[[WorkerSettings], Awaitable[Link]], settings) -> None:
+    with pytest.raises(ConfigError):
+        asyncio.run(link(settings))  # type: ignore[arg-type]
+
+
+def test_an_unknown_request_is_refused() -> None:
+    async def story() -> None:
+        link = LocalLink(SETTINGS)
+        with pytest.raises(InvalidRequest):
+            await link.call(Request(), int)
+        await link.close()
+
+    asyncio.run(story())

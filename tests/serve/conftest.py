@@ -1,0 +1,33 @@
+"""Servers that several tests share: the witness, and the real model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.server import Server, serving
+
+
+@pytest.fixture(scope="module")
+def witness() -> Iterator[Server]:
+    """A server of the witness. Its audit is clean when the module's tests are done."""
+    with serving("--model", "witness", "--context-length", "4096") as server:
+        yield server
+        server.audit()
+
+
+@pytest.fixture(scope="session")
+def smollm2_server(smollm2_path: Path) -> Iterator[Server]:
+    """A server of the default model, for all tests that need one."""
+    with serving("--model", str(smollm2_path), "--context-length", "2048", "--served-model-name", "smollm2") as server:
+        yield server
+        server.audit()
+
+
+@pytest.fixture
+def http(witness: Server) -> Iterator[httpx.Client]:
+    with witness.client() as client:
+        yield client

@@ -1,0 +1,87 @@
+"""A real server process for tests, and its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+
+START_SECONDS = 60
+END_SECONDS = 20
+
+
+class Server:
+    """`tenuto serve` on a free port of this machine. `lines`: what it has written to either stream."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0", *arguments]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,  # so that `kill_all` reaches the engine process, too
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._listening = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._listening.wait(START_SECONDS) or not self.url:
+            self.kill_all()
+            raise RuntimeError("the server did not start:\n" + "".join(self.lines))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for line in output:
+                self.lines.append(line)
+                if found := re.match(r"listening +(http://\S+)", line):
+                    self.url = found[1]
+                    self._listening.set()
+        self._listening.set()
+
+    @property
+    def engine_pid(self) -> int:
+        return int(httpx.get(f"{self.url}/v1/engine").json()["pid"])
+
+    def client(self, **options: object) -> httpx.Client:
+        """An HTTP client whose URLs are paths."""
+        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})  # type: ignore[arg-type]
+
+    def audit(self) -> None:
+        """Every unit of memory is accounted for."""
+        answer = httpx.get(f"{self.url}/audit", timeout=60)
+        assert answer.status_code == 200, answer.text
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(END_SECONDS)
+
+    def kill_all(self) -> None:
+        """Whatever is left of it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(END_SECONDS)
+        self._reader.join(END_SECONDS)
+
+
+@contextmanager
+def serving(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server while the block runs."""
+    server = Server(*arguments, env=env)
+    try:
+        yield server
+    finally:
+        server.kill_all()

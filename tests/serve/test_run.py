@@ -1,0 +1,130 @@
+"""The server's processes: how they end, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.server import END_SECONDS, Server, serving
+from tests.serve.test_native import LONG, events, refusal
+
+WITNESS = ("--model", "witness", "--context-length", "100000")
+ENDLESS = {**LONG, "max_new_tokens": 90_000}
+
+
+def follow(server: Server, session: str, begun: threading.Event) -> list[tuple[str, object]]:
+    """Start an endless turn and read it to whatever end it takes."""
+    told: list[tuple[str, object]] = []
+    with server.client() as http:
+        http.post("/v1/sessions", json={"id": session})
+        with http.stream("POST", f"/v1/sessions/{session}/turns", json=ENDLESS) as response:
+            try:
+                for name, _, data in events(response):
+                    told.append((name, data))
+                    begun.set()
+            except httpx.HTTPError as error:
+                told.append(("broken", error))
+    return told
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, and is no zombie of a process that still runs."""
+    for _ in range(END_SECONDS * 20):
+        try:
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+        except FileNotFoundError:
+            return True
+        if state == "Z" and parent == "1":  # none of ours has to bury it
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_sigterm_ends_streams_properly_and_exits_with_status_0() -> None:
+    with serving(*WITNESS, "--drain-seconds", "0.3") as server, ThreadPoolExecutor(4) as pool:
+        engine = server.engine_pid
+        begun = [threading.Event() for _ in range(3)]
+        streams = [pool.submit(follow, server, f"s{n}", begun[n]) for n in range(3)]
+        assert all(event.wait(20) for event in begun)
+        server.process.send_signal(signal.SIGTERM)
+        ends = [stream.result()[-1] for stream in streams]
+        assert [name for name, _ in ends] == ["aborted"] * 3
+        assert server.process.wait(END_SECONDS) == 0
+        assert gone(engine)
+
+
+def test_a_turn_that_ends_in_time_is_committed_before_the_server_ends() -> None:
+    with serving(*WITNESS, "--drain-seconds", "20") as server, ThreadPoolExecutor(2) as pool:
+        with server.client() as http:
+            http.post("/v1/sessions", json={"id": "s"})
+            asked = pool.submit(http.post, "/v1/sessions/s/turns", json={**LONG, "stream": False})
+            while httpx.get(f"{server.url}/v1/sessions/s").json()["turn"] is None and not asked.done():
+                time.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+            late = httpx.post(f"{server.url}/v1/sessions/s/turns", json=LONG)
+            assert refusal(late) == (503, "draining")
+            assert late.headers["retry-after"]
+            assert asked.result().json()["state"] == "committed"
+        assert server.process.wait(END_SECONDS) == 0
+
+
+def test_a_killed_engine_is_reported_to_everyone_and_leaves_no_zombie() -> None:
+    with serving(*WITNESS) as server, ThreadPoolExecutor(4) as pool:
+        begun = [threading.Event() for _ in range(3)]
+        streams = [pool.submit(follow, server, f"s{n}", begun[n]) for n in range(3)]
+        assert all(event.wait(20) for event in begun)
+        engine = server.engine_pid
+        os.kill(engine, signal.SIGKILL)
+        for stream in streams:
+            name, data = stream.result()[-1]
+            assert name == "error"
+            assert data["error"]["code"] == "engine_stopped"  # type: ignore[index]
+            assert "SIGKILL" in json.dumps(data)
+        assert gone(engine)
+        for method, path, body in (
+            ("POST", "/v1/sessions", {}),
+            ("GET", "/v1/sessions/s0", None),
+            ("POST", "/v1/sessions/s0/turns", LONG),
+            ("GET", "/v1/engine", None),
+        ):
+            answer = httpx.request(method, server.url + path, json=body)
+            assert refusal(answer) == (503, "engine_stopped")
+            assert answer.headers["retry-after"]
+        assert server.stop() == 0
+
+
+def test_an_engine_whose_server_is_killed_ends_by_itself() -> None:
+    with serving(*WITNESS) as server, ThreadPoolExecutor(2) as pool:
+        begun = threading.Event()
+        stream = pool.submit(follow, server, "s", begun)
+        assert begun.wait(20)
+        engine = server.engine_pid
+        server.process.kill()
+        assert stream.result()[-1][0] == "broken"
+        assert gone(engine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "/nowhere/at/all.gguf"), "/nowhere/at/all.gguf"),
+        (("--model", "witness", "--page-size", "0"), "page_size"),
+        (("--model", "witness", "--max-running-requests", "600"), "token_budget"),
+        (("--model", "witness", "--host", "0.0.0.0"), "API key"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(RuntimeError) as failed:
+        Server(*arguments)
+    lines = [line for line in str(failed.value).splitlines()[1:] if line.strip()]
+    assert len(lines) == 1
+    assert lines[0].startswith("tenuto: ")
+    assert said in lines[0]

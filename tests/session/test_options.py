@@ -1,0 +1,109 @@
+"""What callers write: every option arrives where it belongs, and what is wrong is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.sampling import MAX_BIASES, Sampling
+from tenuto.session.options import TurnOptions, turn_params
+from tenuto.session.turn import TurnParams
+
+FULL: TurnOptions = {
+    "max_new_tokens": 9,
+    "temperature": 0.5,
+    "top_k": 4,
+    "top_p": 0.5,
+    "seed": 3,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -1,
+    "frequency_penalty": 2,
+    "logit_bias": {7: -100, 8: 1.5},
+    "stop": "end",
+    "stop_ids": [4],
+    "ignore_eos": True,
+    "priority": 1,
+    "queue_timeout": 2.0,
+    "timeout": 3.0,
+    "min_new_tokens": 9,
+    "logprobs": 20,
+    "input_logprobs": 0,
+}
+
+
+def test_every_option_arrives_where_it_belongs() -> None:
+    assert FULL.keys() == TurnOptions.__annotations__.keys()
+    assert turn_params(FULL) == TurnParams(
+        max_new_tokens=9,
+        sampling=Sampling(0.5, 4, 0.5, 3, 0.25, 1.5, -1, 2, ((7, -100), (8, 1.5))),
+        stop_ids=(4,),
+        stop=("end",),
+        ignore_eos=True,
+        priority=1,
+        queue_timeout=2.0,
+        timeout=3.0,
+        min_new_tokens=9,
+        logprobs=20,
+        input_logprobs=0,
+    )
+    assert turn_params({}) == TurnParams()
+
+
+def test_a_logit_bias_may_be_pairs_of_any_kind() -> None:
+    expected = ((7, -100), (8, 1.5))
+    for pairs in ([(7, -100), (8, 1.5)], [[7, -100], [8, 1.5]], iter([(7, -100), (8, 1.5)])):
+        assert turn_params({"logit_bias": pairs}).sampling.logit_bias == expected  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": float("nan")},
+        {"repetition_penalty": 101},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": "1"},
+        {"logit_bias": 5},
+        {"logit_bias": "7"},
+        {"logit_bias": [7]},
+        {"logit_bias": [(7,)]},
+        {"logit_bias": [(7, 1, 1)]},
+        {"logit_bias": [(7, 1), (7, 2)]},
+        {"logit_bias": {-1: 1}},
+        {"logit_bias": {"7": 1}},
+        {"logit_bias": {7: 100.5}},
+        {"logit_bias": {7: float("inf")}},
+        {"logit_bias": dict.fromkeys(range(MAX_BIASES + 1), 1)},
+        {"min_new_tokens": -1},
+        {"min_new_tokens": None},
+        {"min_new_tokens": 3, "max_new_tokens": 2},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"logprobs": True},
+        {"input_logprobs": 21},
+        {"no_such_option": 1},
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="allowed"):
+        turn_params(options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bias", [[(7, 1.0)], {7: 1.0}, None])
+def test_a_sampling_takes_its_biases_as_a_tuple(bias: object) -> None:
+    with pytest.raises(InvalidRequest, match="allowed: a tuple of pairs"):
+        Sampling(logit_bias=bias)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}], ids=str
+)
+def test_a_sampling_is_penalised_if_a_logit_depends_on_the_tokens_before(penalty: dict[str, float]) -> None:
+    assert Sampling(**penalty).penalised
+    assert not Sampling(0.5, 4, 0.5, min_p=0.1, logit_bias=((7, 1.0),)).penalised
