@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tenuto.engine.engine import Engine
+from tenuto.engine.gate import TurnGate
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory import full, paged
 from tenuto.memory.full import FullTable
@@ -208,12 +209,12 @@ def a_turn_may_be_longer_than_the_context() -> Any:
     """The requested length is taken as it comes."""
 
     def make(original: Any) -> Any:
-        def allowed(self: Engine, session: Any, prompt: int, wanted: int | None) -> int:
+        def allowed(self: TurnGate, session: Any, prompt: int, wanted: int | None) -> int:
             return wanted if wanted is not None else original(self, session, prompt, wanted)
 
         return allowed
 
-    return _replaced(Engine, "_allowed", make)
+    return _replaced(TurnGate, "allowed", make)
 
 
 def a_disconnect_leaves_a_zombie_turn() -> Any:

@@ -7,8 +7,7 @@ from random import Random
 
 from tenuto.base.config import EngineConfig
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.engine.engine import shape_of
-from tenuto.memory.memory import session_units, turn_units
+from tenuto.memory.memory import Shape, session_units, turn_units
 
 MIXES: tuple[tuple[Kind, ...], ...] = (
     (Kind.FULL,),
@@ -108,7 +107,7 @@ def large_world(seed: int) -> WorldConfig:
 
 def _sized(config: WorldConfig, most: int) -> WorldConfig:
     """Pools that hold about all sessions, a few turns, or barely one."""
-    shape = shape_of(engine_config(config), config.page_size)
+    shape = Shape.of(engine_config(config), config.page_size)
     turns = {"ample": config.sessions + config.running, "tight": 3, "barely": 1}[config.pressure]
     beside = config.pressure == "barely" and config.seed % 4 > 0  # sessions beside the one turn may stay in memory
     units = []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from itertools import count
 from random import Random
-from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -15,17 +13,15 @@ from tenuto.base.checks import whole
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
-    ContextExceeded,
-    EngineStopped,
     IllegalTransition,
     InvalidRequest,
     InvariantError,
-    Overloaded,
     SessionBusy,
     StepFailed,
-    TenutoError,
 )
 from tenuto.base.plan import Executor, StepResult
+from tenuto.engine.gate import TextFactory, TurnGate
+from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.audit import AuditReport, recount
 from tenuto.memory.memory import Memory, Shape
@@ -37,10 +33,7 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.session.registry import Registry
 from tenuto.session.session import Policy, Session, SessionState
-from tenuto.session.turn import MOST_FAILURES, EndReason, TextStream, Turn, TurnParams, TurnState, as_tokens
-
-TextFactory = Callable[[tuple[str, ...], int], TextStream]
-"""Makes the text stream of a turn with these stop strings, not looked for in the text of so many first tokens."""
+from tenuto.session.turn import MOST_FAILURES, EndReason, Turn, TurnParams, TurnState, as_tokens
 
 DELIVERED = -1
 """`Engine.abort(keep=DELIVERED)`: keep every output token whose text the caller has been given."""
@@ -54,43 +47,6 @@ class StepReport:
     worked: bool = False
     progressed: list[Turn] = field(default_factory=list)
     ended: list[Turn] = field(default_factory=list)
-
-
-def shape_of(config: EngineConfig, page_size: int) -> Shape:
-    """What the memory has to know of the configuration."""
-    interval = -(-config.checkpoint_interval // page_size) * page_size
-    return Shape(
-        context_length=config.context_length,
-        max_running=config.max_running,
-        max_step_tokens=config.token_budget,
-        overlap=config.overlap > 0,
-        double_buffered=config.overlap > 0 or config.lookahead > 0,
-        checkpoint_interval=interval,
-        checkpoint_share=config.checkpoint_share,
-    )
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _guarded(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
-    """An operation that either ends, or refuses with a `TenutoError` having changed nothing. Whatever else it raises is
-    our own bug, and stops the engine: every operation raises `EngineStopped` ever after."""
-
-    @wraps(method)
-    def guarded(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.broken is not None:
-            raise EngineStopped(f"the engine stopped: {type(self.broken).__name__}: {self.broken}")
-        try:
-            return method(self, *args, **kwargs)
-        except TenutoError:
-            raise
-        except Exception as error:
-            self.broken = error
-            raise
-
-    return guarded
 
 
 class Engine:
@@ -113,11 +69,11 @@ class Engine:
         self.vocab_size = vocab_size
         self._executor = executor
         self._clock = clock
-        self._text = text
-        self.memory = Memory(executor.spec, units, shape_of(config, executor.spec.page_size))
+        self.memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
         executor.prepare(units, config.max_running)
         self.sessions = Registry(self.memory, clock, random, config.context_length, config.max_sessions)
         self._queue = WaitingQueue(config.aging_seconds)
+        self._gate = TurnGate(self._queue, config.max_queued, vocab_size, text)
         self.batch = Batch(self.memory, eos_ids, config.aging_seconds)
         self.lifecycle = Lifecycle(self.memory, self.sessions, self._queue, self.batch, clock, config.draft_timeout)
         self.pressure = self.lifecycle.pressure
@@ -130,13 +86,13 @@ class Engine:
         self._numbers = count(1)
         self._failing: set[Turn] = set()  # turns that were in the last failed steps
         self.steps = 0  # ever planned or looked for
-        self.broken: Exception | None = None  # why the engine has stopped; written by `_guarded`
+        self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`
         self.transitions = self.lifecycle.transitions
         self.totals = self.lifecycle.totals
 
     # -- the loop
 
-    @_guarded
+    @guarded
     def step(self) -> StepReport:
         """Admit waiting turns, plan a step, let the executor compute it, settle what it has computed, audit."""
         self.lifecycle.expire()
@@ -253,14 +209,14 @@ class Engine:
 
     # -- sessions
 
-    @_guarded
+    @guarded
     def open(self, session_id: str | None = None, policy: Policy | None = None) -> Session:
         """Open a session. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
         session = self.sessions.open(session_id, policy or Policy())
         self.transitions["open"] += 1
         return session
 
-    @_guarded
+    @guarded
     def fork(
         self, session_id: str, *, turn: int | None = None, position: int | None = None, child: str | None = None
     ) -> Session:
@@ -276,7 +232,7 @@ class Engine:
         self.transitions["fork running" if parent.has_running_turn else "fork"] += 1
         return forked
 
-    @_guarded
+    @guarded
     def rewind(self, session_id: str, *, turn: int | None = None, position: int | None = None) -> Session:
         """Cut the history back to its first `turn` turns or `position` tokens. Raises `SessionBusy` while a turn is
         open."""
@@ -290,14 +246,14 @@ class Engine:
         self.transitions["rewind"] += 1
         return session
 
-    @_guarded
+    @guarded
     def adopt(self, session_id: str, tokens: Iterable[int], output: Iterable[int]) -> Session:
         """Commit a turn that was computed elsewhere: its tokens join the history, and are computed here when that is
         wanted. Raises `SessionBusy`, `ContextExceeded` or `InvalidRequest`."""
         session = self.sessions.get(session_id)
         session.require_idle("add a turn to")
         given, answer = as_tokens(tokens, self.vocab_size), as_tokens(output, self.vocab_size)
-        self._allowed(session, len(session.history) + len(given) + len(answer), 0)
+        self._gate.allowed(session, len(session.history) + len(given) + len(answer), 0)
         session.adopt(given, answer)
         self.sessions.note_length(session)
         self.transitions["adopt"] += 1
@@ -311,7 +267,7 @@ class Engine:
             return session.turn_boundary(turn)
         return session.check_position(position if position is not None else len(session.history))
 
-    @_guarded
+    @guarded
     def close(self, session_id: str, *, finish: bool = False) -> None:
         """Close a session. With `finish` a submitted turn may end first; otherwise, and always for a draft, it is
         aborted."""
@@ -327,7 +283,7 @@ class Engine:
             return
         self.lifecycle.close(session)
 
-    @_guarded
+    @guarded
     def drop(self, session_id: str | None = None) -> int:
         """Drop a session, or every session, without a running turn to its tokens, to be recomputed when wanted. Returns
         how many held something."""
@@ -346,14 +302,14 @@ class Engine:
 
     # -- turns
 
-    @_guarded
+    @guarded
     def submit(self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None) -> Turn:
         """Open a turn: append `tokens` and generate. An open draft becomes this turn, and what it has computed of
         `tokens`
         is kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
         return self._submit_turn(session_id, tokens, params or TurnParams(), None)
 
-    @_guarded
+    @guarded
     def append(self, session_id: str, tokens: Iterable[int], params: TurnParams | None = None) -> Turn:
         """Open a prefill-only turn: append `tokens` and commit them once they are computed."""
         params = params or TurnParams()
@@ -371,10 +327,8 @@ class Engine:
             raise InvalidRequest("input_logprobs of a turn that was a draft: tokens computed earlier have none")
         checked = as_tokens(tokens, self.vocab_size)
         wanted = params.max_new_tokens if generate is None else generate
-        allowed = self._allowed(session, len(session.history) + len(checked), wanted)
-        self._check_ids(params)
-        self._refuse_if_full()
-        text = self._text_stream(params)
+        allowed = self._gate.allowed(session, len(session.history) + len(checked), wanted)
+        text = self._gate.admit(params)
         turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
         if draft is not None:
             self.lifecycle.redraft(draft, checked)
@@ -385,7 +339,7 @@ class Engine:
         self.lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
         return turn
 
-    @_guarded
+    @guarded
     def regenerate(self, session_id: str, params: TurnParams | None = None) -> Turn:
         """Open a turn that generates the last turn's output again. The old output stays until this turn commits."""
         session = self.sessions.get(session_id)
@@ -396,17 +350,15 @@ class Engine:
             raise InvalidRequest("regenerate has input_logprobs; it has no input")
         if params.max_new_tokens == 0:
             raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
-        allowed = self._allowed(session, record.input_end, params.max_new_tokens)
-        self._check_ids(params)
-        self._refuse_if_full()
-        text = self._text_stream(params)
+        allowed = self._gate.allowed(session, record.input_end, params.max_new_tokens)
+        text = self._gate.admit(params)
         turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
         turn.replaces = True
         turn.max_new_tokens, turn.text = allowed, text
         self.lifecycle.enqueue(turn, "regenerate")
         return turn
 
-    @_guarded
+    @guarded
     def draft(self, session_id: str, tokens: Iterable[int]) -> Turn:
         """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
         token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
@@ -416,7 +368,7 @@ class Engine:
         if turn is not None and turn.state is not TurnState.DRAFTING:
             session.require_idle("draft in")
         checked = as_tokens(tokens, self.vocab_size)
-        self._allowed(session, len(session.history) + len(checked), 0)
+        self._gate.allowed(session, len(session.history) + len(checked), 0)
         if turn is None:
             turn = Turn(next(self._numbers), session, len(session.history), TurnParams(), self._clock.now())
             turn.state = TurnState.DRAFTING
@@ -429,7 +381,7 @@ class Engine:
         self.lifecycle.queue_draft(turn)
         return turn
 
-    @_guarded
+    @guarded
     def abort(self, session_id: str, keep: int | None = None) -> Turn:
         """End the open turn now. `keep` `None` rolls it back; `keep` k, or `DELIVERED`, commits its input and that many
         output tokens (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
@@ -472,34 +424,3 @@ class Engine:
     def counted_work(self) -> tuple[int, int, int]:
         """Units touched, rows considered and turns settled, ever: what a step's cost is made of."""
         return self.memory.touched, self._planner.rows_considered, self._settler.turns_settled
-
-    # -- what is refused
-
-    def _refuse_if_full(self) -> None:
-        if self._queue.submitted >= self.config.max_queued:
-            raise Overloaded(f"{self.config.max_queued} turns are waiting, the most allowed; try again later")
-
-    def _allowed(self, session: Session, prompt: int, wanted: int | None) -> int:
-        """Tokens the turn may generate, at most `wanted`."""
-        room = session.limit - prompt
-        if wanted != 0 and prompt == 0:
-            raise InvalidRequest("there is nothing to continue: history and input are empty; give at least one token")
-        if room < (0 if wanted == 0 else 1):
-            raise ContextExceeded(
-                f"history and input have {prompt} tokens; allowed: {session.limit - (0 if wanted == 0 else 1)} "
-                f"of a context of {session.limit}"
-            )
-        return room if wanted is None else min(wanted, room)
-
-    def _check_ids(self, params: TurnParams) -> None:
-        for token in params.stop_ids:
-            whole("a stop id", token, 0, self.vocab_size - 1)
-        for token, _ in params.sampling.logit_bias:
-            whole("a logit_bias id", token, 0, self.vocab_size - 1)
-
-    def _text_stream(self, params: TurnParams) -> TextStream | None:
-        if self._text is not None:
-            return self._text(params.stop, params.min_new_tokens)
-        if params.stop:
-            raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_ids")
-        return None

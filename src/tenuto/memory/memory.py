@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tenuto.base.config import EngineConfig
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.memory.checkpoint import CheckpointCache
@@ -37,6 +38,19 @@ class Shape:
     double_buffered: bool
     checkpoint_interval: int
     checkpoint_share: float
+
+    @staticmethod
+    def of(config: EngineConfig, page_size: int) -> Shape:
+        """What an engine with this configuration has; checkpoints are spaced by whole pages."""
+        return Shape(
+            context_length=config.context_length,
+            max_running=config.max_running,
+            max_step_tokens=config.token_budget,
+            overlap=config.overlap > 0,
+            double_buffered=config.overlap > 0 or config.lookahead > 0,
+            checkpoint_interval=-(-config.checkpoint_interval // page_size) * page_size,
+            checkpoint_share=config.checkpoint_share,
+        )
 
 
 def window_pages(group: GroupSpec, page_size: int) -> int:

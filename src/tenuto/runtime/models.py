@@ -15,7 +15,7 @@ from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import Executor
-from tenuto.engine.engine import Engine, shape_of
+from tenuto.engine.engine import Engine
 from tenuto.engine.text import TokenTextStream
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.memory.memory import Shape, turn_units, units_for_budget
@@ -100,7 +100,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None) -
     """An engine that uses `memory_bytes` for model state; `None` takes room for two turns of the whole context. Raises
     `ConfigError` if one does not fit."""
     spec = model.executor.spec
-    shape = shape_of(config, spec.page_size)
+    shape = Shape.of(config, spec.page_size)
     if memory_bytes is not None:
         whole("memory_bytes", memory_bytes, 1, 2**60, ConfigError)
     budget = memory_bytes if memory_bytes is not None else 2 * _turn_bytes(spec, shape)
@@ -123,7 +123,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None) -
 def server_budget(model: Model, config: EngineConfig) -> int:
     """Bytes for a server that is not told how many: room for as many turns of the whole context as may run at once, but
     not more than the device has to spare, and not less than two."""
-    one = _turn_bytes(model.executor.spec, shape_of(config, model.executor.spec.page_size))
+    one = _turn_bytes(model.executor.spec, Shape.of(config, model.executor.spec.page_size))
     return max(2 * one, min((config.max_running + 1) * one, model.spare_bytes))
 
 

@@ -245,7 +245,7 @@ class Service:
     def _(self, request: StartTurn) -> None:
         if request.kind not in ("turn", "append", "regenerate"):
             raise InvalidRequest(f"kind is {request.kind!r}; allowed: turn, append, regenerate")
-        prompt = parse_input(request.input, self._model.tokenizer)
+        prompt = self._prompt(request)
         params = turn_params(cast("TurnOptions", request.options))
 
         def work(engine: Engine) -> Turn:
@@ -271,6 +271,12 @@ class Service:
             prompt = self._without_bos(prompt)
         generate = request.kind == "turn"
         return self._chats.turn(request.session, prompt, params, generate=generate, version=request.version)
+
+    def _prompt(self, request: StartTurn) -> Prompt:
+        tokenizer = self._model.tokenizer
+        if request.markup and isinstance(request.input, str) and tokenizer is not None:
+            return Prompt(tokens=tuple(tokenizer.encode(request.input, special=True)), text=True)
+        return parse_input(request.input, tokenizer)
 
     def _without_bos(self, prompt: Prompt) -> Prompt:
         tokenizer = self._model.tokenizer
@@ -322,7 +328,7 @@ class Service:
 
     @_handle.register
     def _(self, request: Detokenize) -> None:
-        text = self._text(request.tokens)
+        text = self._text(request.tokens, special=request.special)
         if text is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none")
         self._answer(request.call, text)
@@ -395,9 +401,9 @@ class Service:
             text=self._text(prompt) if echo else None,
         )
 
-    def _text(self, tokens: Iterable[int]) -> str | None:
+    def _text(self, tokens: Iterable[int], *, special: bool = True) -> str | None:
         tokenizer = self._model.tokenizer
-        return tokenizer.decode(tokens, special=True) if tokenizer is not None else None
+        return tokenizer.decode(tokens, special=special) if tokenizer is not None else None
 
     def _stats(self, engine: Engine) -> Stats:
         totals = engine.totals

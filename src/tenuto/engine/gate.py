@@ -1,0 +1,51 @@
+"""What a turn is refused for before it queues: nothing has been changed then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tenuto.base.checks import whole
+from tenuto.base.errors import ContextExceeded, InvalidRequest, Overloaded
+from tenuto.sched.queue import WaitingQueue
+from tenuto.session.session import Session
+from tenuto.session.turn import TextStream, TurnParams
+
+TextFactory = Callable[[tuple[str, ...], int], TextStream]
+"""Makes the text stream of a turn with these stop strings, not looked for in the text of so many first tokens."""
+
+
+class TurnGate:
+    """Says what a turn may generate, or why it may not start."""
+
+    def __init__(self, queue: WaitingQueue, max_queued: int, vocab_size: int, text: TextFactory | None) -> None:
+        self._queue = queue
+        self._max_queued = max_queued
+        self._vocab_size = vocab_size
+        self._text = text
+
+    def allowed(self, session: Session, prompt: int, wanted: int | None) -> int:
+        """Tokens that a turn with `prompt` tokens of history and input may generate, at most `wanted`. Raises
+        `InvalidRequest`, `ContextExceeded`."""
+        room = session.limit - prompt
+        if wanted != 0 and prompt == 0:
+            raise InvalidRequest("there is nothing to continue: history and input are empty; give at least one token")
+        if room < (0 if wanted == 0 else 1):
+            raise ContextExceeded(
+                f"history and input have {prompt} tokens; allowed: {session.limit - (0 if wanted == 0 else 1)} "
+                f"of a context of {session.limit}"
+            )
+        return room if wanted is None else min(wanted, room)
+
+    def admit(self, params: TurnParams) -> TextStream | None:
+        """What turns its tokens into text, if anything does. Raises `InvalidRequest`; `Overloaded` if too many wait."""
+        for token in params.stop_ids:
+            whole("a stop id", token, 0, self._vocab_size - 1)
+        for token, _ in params.sampling.logit_bias:
+            whole("a logit_bias id", token, 0, self._vocab_size - 1)
+        if self._queue.submitted >= self._max_queued:
+            raise Overloaded(f"{self._max_queued} turns are waiting, the most allowed; try again later")
+        if self._text is not None:
+            return self._text(params.stop, params.min_new_tokens)
+        if params.stop:
+            raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_ids")
+        return None
