@@ -1,5 +1,6 @@
 """`python -m bench` (`make bench`): every benchmark that needs no model."""
 
-from bench import engine_step
+from bench import edge, engine_step
 
 engine_step.main()
+edge.main()

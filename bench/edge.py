@@ -93,7 +93,7 @@ async def run() -> None:
     url = await ready
     print(f"{STREAMS} streams on the witness, {STEP_SECONDS * 1000:g} ms a step; target: 100 us a token")
     print(f"{'interface':<14}{'us a token':>12}{'events a token':>16}")
-    for interface in ("native",):
+    for interface in INTERFACES:
         await measure(url, interface, 50)  # everything is imported and warm
         few, many = await measure(url, interface, 200), await measure(url, interface, 1200)
         tokens = STREAMS * 1000
@@ -106,9 +106,14 @@ async def run() -> None:
     serving.cancel()
 
 
+def main() -> None:
+    """Print the figures and the profile."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         asyncio.run(clients(sys.argv[1], sys.argv[2], int(sys.argv[3])))
     else:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run())
+        main()

@@ -1,24 +1,63 @@
-"""What the README shows is true: its Python examples run as they stand."""
+"""What the README shows is true: its examples run as they stand."""
 
 from __future__ import annotations
 
+import itertools
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tenuto.serve.settings import read_keys
+from tests.serve.server import Server, serving
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SERVER = "http://127.0.0.1:8000"
+"""Where the examples expect a server."""
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def examples(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_path: Path) -> Iterator[Server]:
+    with serving("--model", "smollm2", "--context-length", "1024") as running:
+        yield running
+        running.audit()
+
+
+@pytest.mark.parametrize("example", examples("python"), ids=map(str, itertools.count()))
 def test_a_python_example_of_the_readme_runs(
-    number: int, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+    example: str, request: pytest.FixtureRequest, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exec(compile(EXAMPLES[number], f"README.md, Python example {number}", "exec"), {"__name__": "__main__"})
+    if SERVER in example:
+        example = example.replace(SERVER, request.getfixturevalue("server").url)
+    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the example is for those who have curl")
+@pytest.mark.parametrize(
+    "example", [text for text in examples("sh") if "curl" in text], ids=map(str, itertools.count())
+)
+def test_a_shell_example_of_the_readme_runs(example: str, server: Server) -> None:
+    script = example.replace(SERVER, server.url).replace("curl ", "curl --fail-with-body ")
+    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "event: committed" in done.stdout
+
+
+def test_the_key_file_of_the_readme_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(examples("toml")[0])
+    tenant = read_keys(path, None, None).tenant("test")
+    assert tenant is not None
+    assert (tenant.name, tenant.limits.turns) == ("acme", 32)
 
 
 def test_the_readme_names_targets_and_commands_that_exist() -> None:

@@ -20,28 +20,51 @@ if TYPE_CHECKING:
         Usage,
         errors,
     )
+    from tenuto.client import (
+        AsyncRemoteEngine,
+        AsyncRemoteSession,
+        AsyncRemoteTurnStream,
+        RemoteEngine,
+        RemoteSession,
+        RemoteTurnStream,
+        connect,
+        connect_async,
+    )
 
 __all__ = [
     "AsyncEngine",
+    "AsyncRemoteEngine",
+    "AsyncRemoteSession",
+    "AsyncRemoteTurnStream",
     "AsyncSession",
     "AsyncTurnStream",
     "AuditReport",
     "EndReason",
     "Engine",
+    "RemoteEngine",
+    "RemoteSession",
+    "RemoteTurnStream",
     "Session",
     "SessionInfo",
     "TenutoError",
     "TurnResult",
     "TurnStream",
     "Usage",
+    "connect",
+    "connect_async",
     "errors",
 ]
+_OF_CLIENT = frozenset(name for name in __all__ if "Remote" in name or name.startswith("connect"))
 
 
 def __getattr__(name: str) -> Any:
     """The public names, loaded when first used: `import tenuto` and `tenuto --help` are fast."""
     if name not in __all__:
         raise AttributeError(f"module 'tenuto' has no attribute {name!r}")
+    if name in _OF_CLIENT:  # which loads no model code
+        from tenuto import client  # noqa: PLC0415 - see above
+
+        return getattr(client, name)
     from tenuto import api  # noqa: PLC0415 - see above
 
     return getattr(api, name)

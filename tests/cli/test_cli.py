@@ -132,7 +132,12 @@ def test_a_script_of_lines_talks_to_sessions(smollm2_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
-    [("/rewind 3", "has 0 turns"), ("/nonsense", "/help lists"), ("/switch 7", "allowed: 1"), ("hello", "template")],
+    [
+        ("/rewind 3", "has 0 turns"),
+        ("/nonsense", "/help lists"),
+        ("/switch 7", "allowed: 1"),
+        ("a" * 9000, "history and input have"),
+    ],
 )
 def test_a_script_stops_at_its_first_error(line: str, complaint: str) -> None:
     done = run("chat", "--model", "witness", stdin=f"{line}\n/memory\n")

@@ -94,7 +94,7 @@ def test_a_turn_streams_its_text_and_is_acknowledged_by_its_commit(http: httpx.C
     with http.stream("POST", f"{session}/turns", json={"input": "hello", "max_new_tokens": 5}) as response:
         told = list(events(response))
     assert [name for name, _, _ in told] == ["started"] + ["delta"] * 5 + ["committed"]
-    assert [number for _, number, _ in told] == [None, 1, 2, 3, 4, 5, 5]
+    assert [number for _, number, _ in told] == [None, 1, 2, 3, 4, 5, 6]
     tokens = [token for name, _, data in told if name == "delta" for token in data["tokens"]]
     last = told[-1][2]
     assert (last["version"], last["reason"], last["kept"]) == (1, "length", 5)

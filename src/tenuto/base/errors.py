@@ -164,7 +164,7 @@ class TurnFailed(TenutoError):
     """Steps with the turn in them fail, and it was rolled back."""
 
     code = "turn_failed"
-    status = 500
+    status = 503
 
 
 class Draining(TenutoError):

@@ -86,7 +86,8 @@ class StartTurn(Request, frozen=True, kw_only=True):
     `kind`: turn, append or regenerate. `session` `None`: the only turn of an ephemeral session of `tenant`. `input`:
     text, token ids or messages. `options`: fields of `TurnOptions`. `version`: the session's must be that.
     `keep_bos` false: a beginning-of-sequence token at the start of an input to a session with a history is dropped, if
-    the tokenizer adds one by itself. `echo`: the ticket has the prompt's tokens and text.
+    the tokenizer adds one by itself. `echo`: the ticket has the prompt's tokens and text. `markup`: control tokens that
+    are written out in a text are those tokens.
     """
 
     kind: str
@@ -98,6 +99,7 @@ class StartTurn(Request, frozen=True, kw_only=True):
     keep_bos: bool = True
     echo: bool = False
     most_tokens: int | None = None
+    markup: bool = False
 
 
 class Draft(Request, frozen=True, kw_only=True):
@@ -170,9 +172,10 @@ class GetStats(Request, frozen=True, kw_only=True):
 
 
 class Detokenize(Request, frozen=True, kw_only=True):
-    """Answer: text."""
+    """Answer: text, with the control tokens written out if `special`."""
 
     tokens: list[int]
+    special: bool = True
 
 
 AnyRequest = (

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tenuto.base.errors import TenutoError
+from tenuto.cli import sessions
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -111,7 +112,10 @@ def demo(model: Model = "smollm2", device: Device = "cpu") -> None:
 
 @app.command()
 def serve(
-    model: Model = "smollm2",
+    model: Annotated[
+        str,
+        typer.Option("--model", "--model-path", help="smollm2, a .gguf file, a Hugging Face directory or a hub id."),
+    ] = "smollm2",
     device: Device = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     host: Annotated[str, typer.Option(help="Others than this machine need an API key.")] = "127.0.0.1",
@@ -138,6 +142,7 @@ def serve(
     ] = None,
     drain_seconds: Annotated[float, typer.Option(help="How long turns may go on after SIGTERM.")] = 5.0,
     max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 32 * 2**20,
+    public_metrics: Annotated[bool, typer.Option(help="Show /metrics without an admin key.")] = False,
     overlap: Annotated[int, typer.Option(help="1: plan a step while the one before is computed.")] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for those who come from SGLang
@@ -176,5 +181,47 @@ def serve(
         max_body_bytes=max_body_bytes,
         session_ttl=session_ttl,
         drain_seconds=drain_seconds,
+        public_metrics=public_metrics,
     )
     run_server(worker, settings, log_level)
+
+
+app.add_typer(sessions.app, name="sessions")
+
+
+@app.command()
+def bench(
+    url: sessions.Url = sessions.DEFAULT_URL,
+    api_key: sessions.ApiKey = None,
+    api: Annotated[str, typer.Option(help="tenuto, openai or sglang.")] = "tenuto",
+    history: Annotated[
+        str | None,
+        typer.Option(help="session: the server keeps it; resend: every turn has it. openai resends if not given."),
+    ] = None,
+    n: Annotated[int, typer.Option("--sessions", min=1, help="How many.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, help="Of each session.")] = 8,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Of a turn; with openai, words.")] = 64,
+    first_input_tokens: Annotated[int | None, typer.Option(min=1, help="Of a first turn, if another number.")] = None,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of a turn.")] = 32,
+    think_time: Annotated[float, typer.Option(min=0, help="Seconds between turns, give or take a half.")] = 0.0,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Turns at once; all sessions if not given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the workload; the same seed says the same.")] = 0,
+    as_json: sessions.AsJson = False,
+) -> None:
+    r"""Measure a server with sessions that take turns, whichever of three interfaces it has.
+
+    Every turn counts, the first and coldest too. Times are taken here: to the first token from just before the request
+    is sent, when the turn's place under --concurrency is free. Opening a session is no part of its first turn. Tokens
+    that arrive together share the gap before them. With openai each piece of text counts as one token there.
+
+    \b
+    Examples:
+      tenuto bench --sessions 16 --turns 10
+      tenuto bench --url http://host:30000 --api sglang --history resend
+      tenuto bench --api openai --json > figures.json
+    """
+    from tenuto.cli.bench import Workload, run_bench  # noqa: PLC0415 - see the module's docstring
+
+    first = input_tokens if first_input_tokens is None else first_input_tokens
+    workload = Workload(n, turns, first, input_tokens, output_tokens, think_time, concurrency or n, seed)
+    run_bench(url, api_key, api, history, workload, as_json=as_json)

@@ -93,7 +93,7 @@ class ChatEngine:
         """See `Engine.rewind`."""
         self.session(session_id, version)
         session = self.engine.rewind(session_id, turn=turn, position=position)
-        self._logs[session].cut(len(session.history))
+        self._logs[session].forget(len(session.history))
         return session
 
     def trim(self, session_id: str, turns: Sequence[int], child: str | None = None) -> Session:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tenuto.base.checks import shown
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.session.session import Session
 from tenuto.text.chat import ChatTemplate, Conversation, Message, Rendered
@@ -40,6 +41,8 @@ class ChatLog:
 
     def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer | None, system: str | None) -> None:
         """`system` opens the conversation. Raises `InvalidRequest` if there is no template for it."""
+        if system is not None and not isinstance(system, str):
+            raise InvalidRequest(f"system is {shown(system)}; allowed: text, or none")
         if system is not None and template is None:
             raise InvalidRequest("a system message needs a model with a chat template")
         self._template = template
@@ -70,8 +73,8 @@ class ChatLog:
         child._turns = {start: turn for start, turn in self._turns.items() if start < position}
         return child
 
-    def cut(self, position: int) -> None:
-        """The history now has `position` tokens."""
+    def forget(self, position: int) -> None:
+        """The history now ends at `position`."""
         self._turns = {start: turn for start, turn in self._turns.items() if start < position}
 
     def moved(self, source: ChatLog, origin: Session, number: int, target: Session) -> MovedTurn:

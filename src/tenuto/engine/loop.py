@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -14,6 +15,8 @@ from tenuto.base.errors import EngineStopped, InvariantError, TenutoError
 from tenuto.base.sampling import TokenLogprob
 from tenuto.engine.engine import Engine
 from tenuto.session.turn import Turn, TurnResult
+
+log = logging.getLogger("tenuto.engine")
 
 T = TypeVar("T")
 
@@ -128,8 +131,9 @@ class EngineLoop:
                 self._publish_all(report.ended)
                 self._after_round()
                 wait = 0.0 if report.worked or report.ended else IDLE_SECONDS
-        except Exception as error:  # noqa: BLE001 - whatever escapes leaves the engine in doubt
+        except Exception as error:  # whatever escapes leaves the engine in doubt
             reason = f"the engine stopped: {type(error).__name__}: {error}"
+            log.exception("the engine stopped; this is a bug, and here is the report")
         self._stop(reason)
 
     def _obey(self, wait: float) -> bool:

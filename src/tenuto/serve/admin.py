@@ -1,19 +1,26 @@
-"""Health, metrics, audit, and what only administrators may see."""
+"""Metrics, audit, and what runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from tenuto.base.messages import Audit, AuditView
-from tenuto.serve.edge import Admin, Caller, EdgeOf
+from tenuto.serve.edge import Admin, Caller, EdgeOf, Scraper
+from tenuto.serve.metrics import CONTENT_TYPE
+from tenuto.serve.native_schemas import REFUSALS
 
 router = APIRouter(tags=["operations"])
 
+_REFUSALS: dict[int | str, dict[str, Any]] = {status: REFUSALS[status] for status in (400, 401, 403, 500, 503)}
+_METRICS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "In Prometheus's text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
 
-@router.get("/v1/engine")
+
+@router.get("/v1/engine", responses=_REFUSALS)
 async def engine(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     """The model that runs, and how."""
     edge.require_engine()
@@ -21,8 +28,16 @@ async def engine(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     return view
 
 
-@router.get("/audit")
+@router.get("/audit", responses=_REFUSALS)
 async def audit(edge: EdgeOf, _: Admin) -> dict[str, Any]:
     """Recount every unit of memory from its holders."""
     view = await edge.link.call(Audit(), AuditView)
     return {"clean": True, **msgspec.to_builtins(view)}
+
+
+@router.get("/metrics", response_class=Response, responses=_REFUSALS | _METRICS)
+async def metrics(edge: EdgeOf, _: Scraper) -> Response:
+    """Metrics for Prometheus. They name tenants: if the server has keys, this needs an admin key, unless it was started
+    with `--public-metrics`."""
+    text = await edge.metrics.text(edge.link, edge.served_name, edge.desk.in_line.total())
+    return Response(text, media_type=CONTENT_TYPE)

@@ -6,21 +6,20 @@ import json
 import re
 import secrets
 import time
-from contextlib import suppress
-from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tenuto.base.errors import InvalidRequest, TenutoError, TooLarge
+from tenuto.base.errors import InvalidRequest, TenutoError, TooLarge, Unauthorized
 from tenuto.serve import admin, native, openai, sglang
-from tenuto.serve.edge import Edge, Failure
+from tenuto.serve.edge import BROKEN, Edge, Failure
 
 log = structlog.get_logger("tenuto.http")
 
@@ -44,7 +43,6 @@ def build_app(edge: Edge) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(Exception, _broken)
     app.add_middleware(Envelope, edge=edge)
     return app
 
@@ -56,6 +54,8 @@ def failure_response(failure: Failure) -> Response:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, TenutoError)
+    if error.status == 500:
+        log.error("failed", error=str(error))
     return failure_response(Failure.of(error))
 
 
@@ -80,11 +80,6 @@ async def _gone(_: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 
-async def _broken(_: Request, error: Exception) -> Response:
-    log.error("failed", exc_info=error)
-    return failure_response(Failure(500, "internal_error", "the server failed; its log says why"))
-
-
 class Envelope:
     """Around every request: an id, a limit on the body, a line in the log. Plain ASGI: it costs nothing an event."""
 
@@ -96,56 +91,87 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status, received = time.perf_counter(), 0, 0
-        headers = dict(scope["headers"])
-        request_id = _request_id(headers)
-        most = self._edge.settings.max_body_bytes
-        too_large = TooLarge(f"the body has more than {most} bytes, the most allowed")
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > most:
-                raise too_large
-            return message
-
-        async def labelled(message: Message) -> None:
-            nonlocal status
-            if received > most and not status:
-                return  # whatever the application makes of the error, it is answered below
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
+        started, headers = time.perf_counter(), Headers(scope=scope)
+        exchange = _Exchange(receive, send, _request_id(headers), self._edge.settings.max_body_bytes)
+        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
             try:
-                received = _declared_length(headers)
-                if received <= most:
-                    received = 0
-                    with suppress(TooLarge):
-                        await self._app(scope, limited, labelled)
-                if received > most and not status:
-                    received = 0
-                    await failure_response(Failure.of(too_large))(scope, receive, labelled)
+                await self._answer(scope, headers, exchange)
+            except Exception:
+                log.exception("failed")
+                if exchange.status:
+                    raise  # the answer has begun: all that is left is to break the connection
+                await exchange.refuse(scope, Failure(500, "internal_error", BROKEN))
             finally:
-                milliseconds = round(1000 * (time.perf_counter() - started), 1)
-                state: dict[str, Any] = scope.get("state", {})
-                path, method = scope["path"], scope["method"]
-                log.info(
-                    "request", method=method, path=path, status=status, ms=milliseconds, tenant=state.get("tenant")
-                )
+                self._note(scope, exchange.status, time.perf_counter() - started)
+
+    async def _answer(self, scope: Scope, headers: Headers, exchange: _Exchange) -> None:
+        try:
+            exchange.expect(_declared_length(headers))
+            if scope["method"] not in ("GET", "HEAD"):
+                self._edge.tenant(headers)  # whoever has no key is refused before a body is read
+            await self._app(scope, exchange.receive, exchange.send)
+        except (TooLarge, Unauthorized) as error:
+            await exchange.refuse(scope, Failure.of(error))
+        else:
+            if exchange.excess is not None and not exchange.status:
+                await exchange.refuse(scope, Failure.of(exchange.excess))
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        status, method, state = status or CLIENT_GONE, scope["method"], scope.get("state", {})
+        path = scope["raw_path"].decode("ascii", "backslashreplace")  # nothing in it acts on a terminal
+        log.info(
+            "request", method=method, path=path, status=status, ms=round(1000 * seconds, 1), tenant=state.get("tenant")
+        )
+        self._edge.metrics.request_ended(method, getattr(scope.get("route"), "path", None), status)
 
 
-def _declared_length(headers: dict[bytes, bytes]) -> int:
-    declared = headers.get(b"content-length", b"0")
-    return int(declared) if declared.isdigit() else 0
+class _Exchange:
+    """A request's way in and its answer's way out. `status`: the answer's, 0 until it has begun. `excess`: set once the
+    body is larger than `most`; what the application makes of that is not sent."""
+
+    def __init__(self, receive: Receive, send: Send, request_id: str, most: int) -> None:
+        self.request_id = request_id
+        self.status = 0
+        self.excess: TooLarge | None = None
+        self._receive = receive
+        self._send = send
+        self._most = most
+        self._received = 0
+
+    def expect(self, length: int) -> None:
+        """Raises `TooLarge` if a body has so many bytes."""
+        if length > self._most:
+            self.excess = TooLarge(f"the body has more than {self._most} bytes, the most allowed")
+            raise self.excess
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._received += len(message.get("body", b""))
+        self.expect(self._received)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self.excess is not None and not self.status:
+            return
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+    async def refuse(self, scope: Scope, failure: Failure) -> None:
+        """Answer with an error."""
+        self.excess = None
+        await failure_response(failure)(scope, self._receive, self.send)
 
 
-def _request_id(headers: dict[bytes, bytes]) -> str:
+def _declared_length(headers: Headers) -> int:
+    declared = headers.get("content-length", "0")
+    return int(declared) if declared.isdecimal() and len(declared) < 20 else 0
+
+
+def _request_id(headers: Headers) -> str:
     """The client's own, if it is a plain one."""
-    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
 
 from tenuto.base.errors import Draining, EngineStopped, Forbidden, LimitReached, Overloaded, TenutoError, Unauthorized
 from tenuto.base.link import Link
@@ -36,12 +39,22 @@ class Edge:
         self.metrics = metrics
         self.draining = False
         self.started = time.time()
+        self.desk.on_update.append(metrics.turn_updated)
         self.desk.on_end.append(metrics.turn_ended)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def served_name(self) -> str:
         """What clients call the model."""
         return self.settings.served_name or self.model.model
+
+    def tenant(self, headers: Headers) -> Tenant:
+        """Whose key is in the headers. Raises `Unauthorized`."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        tenant = self.settings.keys.tenant(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key"))
+        if tenant is None:
+            raise Unauthorized("no valid API key; give one as Authorization: Bearer KEY")
+        return tenant
 
     def require_engine(self) -> None:
         """Raises `EngineStopped` if there is none."""
@@ -69,9 +82,13 @@ class Edge:
             raise LimitReached(f"{desk.in_line[tenant.name]} turns wait for a session; allowed: {limits.queued}")
         if desk.open.total() >= self.settings.max_turns:
             raise Overloaded(f"{self.settings.max_turns} turns are open, the most allowed; try again later")
-        turn = await desk.start(request, queue=queue, continues=continues, key=key, body=body)
-        self.metrics.turn_started(turn)
-        return turn
+        return await desk.start(request, queue=queue, continues=continues, key=key, body=body)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have something done that nobody waits for. It must not raise."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
         """Begin nothing new, let turns end for a while, then abort those that are left."""
@@ -109,14 +126,8 @@ def _edge(request: Request) -> Edge:
     return edge
 
 
-def _caller(
-    request: Request, edge: Annotated[Edge, Depends(_edge)], bearer: Annotated[Any, Depends(_bearer)]
-) -> Tenant:
-    credentials: HTTPAuthorizationCredentials | None = bearer
-    key = credentials.credentials if credentials is not None else request.headers.get("x-api-key")
-    tenant = edge.settings.keys.tenant(key)
-    if tenant is None:
-        raise Unauthorized("no valid API key; give one as Authorization: Bearer KEY")
+def _caller(request: Request, edge: Annotated[Edge, Depends(_edge)], _: Annotated[Any, Depends(_bearer)]) -> Tenant:
+    tenant = edge.tenant(request.headers)
     request.state.tenant = tenant.name
     return tenant
 
@@ -127,9 +138,15 @@ def _admin(tenant: Annotated[Tenant, Depends(_caller)]) -> Tenant:
     return tenant
 
 
+def _scraper(request: Request, edge: Annotated[Edge, Depends(_edge)], bearer: Annotated[Any, Depends(_bearer)]) -> None:
+    if not edge.settings.public_metrics:
+        _admin(_caller(request, edge, bearer))
+
+
 EdgeOf = Annotated[Edge, Depends(_edge)]
 Caller = Annotated[Tenant, Depends(_caller)]
 Admin = Annotated[Tenant, Depends(_admin)]
+Scraper = Annotated[None, Depends(_scraper)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +159,14 @@ class Failure:
 
     @staticmethod
     def of(error: TenutoError) -> Failure:
-        return Failure(error.status, error.code, str(error))
+        """Names sessions as their tenant does. What stopped the engine, or is our mistake, is for the log: it may name
+        anyone's."""
+        message = _OWNER.sub(r"\1", str(error))
+        if isinstance(error, EngineStopped):
+            message = message.partition(":")[0]
+        elif error.status == 500:
+            message = BROKEN
+        return Failure(error.status, error.code, message)
 
     @property
     def kind(self) -> str:
@@ -161,6 +185,8 @@ class Failure:
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
 
+BROKEN = "the server failed; its log says why"
+_OWNER = re.compile(r"\b(session '?|turn \d+ of )[A-Za-z0-9_-]{1,32}/")
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",

@@ -7,9 +7,16 @@ import sys
 
 import structlog
 
+from tenuto.base.errors import ConfigError
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
 
 def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
-    """`as_json` `None`: unless stderr is a terminal. Libraries' warnings come out in the same form."""
+    """`as_json` `None`: unless stderr is a terminal. Libraries' warnings come out in the same form. No value acts on a
+    terminal, and no traceback shows what variables hold. Raises `ConfigError`."""
+    if level.upper() not in LEVELS:
+        raise ConfigError(f"log level is {level!r}; allowed: {', '.join(LEVELS).lower()}")
     if as_json is None:
         as_json = not sys.stderr.isatty()
     shared: list[structlog.typing.Processor] = [
@@ -19,7 +26,7 @@ def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
         structlog.processors.TimeStamper(fmt="iso"),
         structlog.processors.format_exc_info,
     ]
-    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    renderer = structlog.processors.JSONRenderer() if as_json else _lines()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -34,3 +41,7 @@ def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
+
+
+def _lines() -> structlog.dev.ConsoleRenderer:
+    return structlog.dev.ConsoleRenderer(repr_native_str=True, exception_formatter=structlog.dev.plain_traceback)

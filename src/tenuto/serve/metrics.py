@@ -1,20 +1,189 @@
-"""Prometheus metrics, in the habits of the field."""
+"""Prometheus metrics, in the habits of the field: what the edge counts, and what the engine says when it is asked.
+
+No label has more values than the configuration, the routes or the code have: sessions, turns and clients are no labels.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import version
 
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.link import Link
+from tenuto.base.messages import Audit, AuditView, GetStats, Stats, TurnUpdate
 from tenuto.serve.turns import LiveTurn
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+AUDIT_SECONDS = 10.0
+"""How old a recount of memory may be, so that being looked at costs little."""
+PATIENCE_SECONDS = 5.0
+"""How long the engine may take to answer: a step may be long, and Prometheus gives up after 10."""
+TIER = "device"
+"""Where all units are, for now."""
+
+_FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1, 2, 4, 8, 15, 30, 60, 120)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+_WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 240, 600, 1800)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
 class Metrics:
-    """What the edge counts by itself."""
+    """What the server counts. Belongs to one event loop; an update of a turn costs a few microseconds."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        disable_created_metrics()  # type: ignore[no-untyped-call] # the library's noise, a second line for every one
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._engine = _EngineFigures()
+        registry.register(self._engine)
+        self._first = Histogram(
+            "tenuto_time_to_first_token_seconds",
+            "From a turn's request to its first token",
+            buckets=_FIRST,
+            registry=registry,
+        )
+        self._between = Histogram(
+            "tenuto_inter_token_latency_seconds",
+            "From a turn's token to its next",
+            buckets=_BETWEEN,
+            registry=registry,
+        )
+        self._whole = Histogram(
+            "tenuto_e2e_turn_latency_seconds", "From a turn's request to its end", buckets=_WHOLE, registry=registry
+        )
+        self._ended = Counter(
+            "tenuto_turns_ended", "Accepted turns that have ended", ("reason", "committed"), registry=registry
+        )
+        self._requests = Counter(
+            "tenuto_http_requests", "HTTP requests answered", ("method", "route", "status"), registry=registry
+        )
 
-    def turn_started(self, turn: LiveTurn) -> None:
-        """A turn was accepted."""
+    def turn_updated(self, turn: LiveTurn, update: TurnUpdate) -> None:
+        """A turn has gone on. Tokens that come together are counted as evenly spaced."""
+        tokens = len(update.tokens)
+        if not tokens:
+            return
+        now = time.perf_counter()
+        if turn.heard is None:
+            self._first.observe(now - turn.asked)
+        else:
+            gap = (now - turn.heard) / tokens
+            for _ in range(tokens):
+                self._between.observe(gap)
+        turn.heard = now
 
     def turn_ended(self, turn: LiveTurn) -> None:
         """An accepted turn has ended."""
+        reason = turn.result.reason if turn.result is not None else "engine_stopped"
+        self._ended.labels(reason, str(turn.state == "committed").lower()).inc()
+        self._whole.observe(time.perf_counter() - turn.asked)
+
+    def request_ended(self, method: str, route: str | None, status: int) -> None:
+        """A request was answered. `route`: its path with the names of its parameters, `None` if there is no such."""
+        self._requests.labels(method if method in _METHODS else "other", route or "none", str(status)).inc()
+
+    async def text(self, link: Link, model: str, in_line: int) -> bytes:
+        """All there is, in Prometheus's text format. `in_line`: turns that wait for others of their sessions. If the
+        engine has stopped, or is late, its figures are missing."""
+        self._engine.model, self._engine.in_line = model, in_line
+        await self._engine.refresh(link)
+        return generate_latest(self.registry)
+
+
+class _EngineFigures(Collector):
+    """What the engine has said last, as metrics."""
+
+    def __init__(self) -> None:
+        self.model = ""
+        self.in_line = 0
+        self._up = False
+        self._stats: Stats | None = None
+        self._audit: AuditView | None = None
+        self._audited = -AUDIT_SECONDS
+
+    async def refresh(self, link: Link) -> None:
+        """Ask the engine."""
+        self._stats = None
+        with suppress(TenutoError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                self._stats = await link.call(GetStats(), Stats)
+                if time.monotonic() - self._audited >= AUDIT_SECONDS:
+                    self._audited = time.monotonic()
+                    self._audit = await link.call(Audit(), AuditView)
+        self._up = link.stopped is None
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the registry need not ask before there is an engine."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("build_info", "What runs", [((version("tenuto"), self.model), 1)], "version", "model")
+        yield _gauge("engine_up", "Whether there is an engine", [((), self._up)])
+        yield _gauge("turns_in_line", "Turns that wait for others of their sessions", [((), self.in_line)])
+        if self._stats is not None:
+            yield from _of_now(self._stats)
+            yield from _of_memory(self._stats, self._audit)
+            yield from _of_all_time(self._stats)
+
+
+def _of_now(stats: Stats) -> Iterator[Metric]:
+    yield _gauge("turns_running", "Turns in the running batch", [((), stats.running)])
+    yield _gauge("turns_queued", "Turns that wait for the running batch", [((), stats.queued)])
+    yield _gauge("sessions_open", "Open sessions", [((), stats.sessions)])
+    yield _gauge("held_tokens", "Committed tokens of open sessions", _by_name(stats.held_tokens), "tenant")
+
+
+def _of_memory(stats: Stats, audit: AuditView | None) -> Iterator[Metric]:
+    states = [
+        ((pool.name, TIER, state), count)
+        for pool in stats.pools
+        for state, count in (("free", pool.free), ("in_flight", pool.in_flight), ("leased", pool.leased))
+    ]
+    yield _gauge("memory_units", "Units of memory", states, "group", "tier", "state")
+    if audit is not None:
+        held = [((pool.name, TIER, who), count) for pool in audit.pools for who, count in pool.by_holder.items()]
+        told = f"Leased units by holder, those of several under shared; up to {AUDIT_SECONDS:g} seconds old"
+        yield _gauge("memory_leased_units", told, held, "group", "tier", "holder")
+
+
+def _of_all_time(stats: Stats) -> Iterator[Metric]:
+    events = stats.transitions
+    aborts = sum(count for event, count in events.items() if event.split(" ")[0] in ("abort", "barge-in"))
+    yield _counter("prompt_tokens", "Prompt tokens of ended turns", [((), stats.prompt_tokens)])
+    yield _counter("cached_tokens", "Of them, those not computed again", [((), stats.cached_tokens)])
+    yield _counter("computed_tokens", "Tokens computed for ended turns", [((), stats.computed_tokens)])
+    yield _counter("generation_tokens", "Tokens generated by ended turns", [((), stats.generated_tokens)])
+    yield _counter("recomputed_tokens", "Tokens computed again, by why", _by_name(stats.recomputed), "reason")
+    yield _counter("steps", "Steps", [((), stats.steps)])
+    yield _counter("failed_steps", "Steps that the device did not finish", [((), events.get("step failed", 0))])
+    yield _counter("preemptions", "Running turns that had to yield", [((), events.get("preempt", 0))])
+    yield _counter("aborts", "Turns that were ended from outside", [((), aborts)])
+    yield _counter("transitions", "Transitions of sessions and turns", _by_name(events), "event")
+
+
+def _by_name(counts: Mapping[str, int]) -> Samples:
+    return [((name,), count) for name, count in counts.items()]
+
+
+def _gauge(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(f"tenuto_{name}", text, labels=labels), samples)
+
+
+def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(f"tenuto_{name}", text, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

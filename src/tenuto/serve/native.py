@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest, TenutoError
 from tenuto.base.messages import (
@@ -27,239 +26,35 @@ from tenuto.base.messages import (
     Trim,
 )
 from tenuto.serve.edge import ALL, Caller, Edge, EdgeOf, Failure, inner_id, outer_id, random_seed
-from tenuto.serve.options import TurnOptions, logprob_body
+from tenuto.serve.native_schemas import (
+    REFUSALS,
+    STREAMED,
+    Abort,
+    IdempotencyKey,
+    IfMatch,
+    Message,
+    NewAppend,
+    NewDraft,
+    NewFork,
+    NewSession,
+    NewTrim,
+    NewTurn,
+    Position,
+    Record,
+    RecordList,
+    Session,
+    SessionId,
+    SessionList,
+    Turn,
+    TurnId,
+    Usage,
+)
+from tenuto.serve.options import logprob_body
 from tenuto.serve.settings import Tenant, new_session_id
 from tenuto.serve.sse import EventStream, event, while_connected
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.turns import DEADLINES, LiveTurn
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
-
-ID_PATTERN = r"^[A-Za-z0-9._:-]{1,64}$"
-SessionId = Annotated[str, Path(pattern=ID_PATTERN, description="The session's id.")]
-TurnId = Annotated[str, Path(pattern=r"^turn-[0-9a-f]{24}$", description="The turn's id.")]
-NewId = Annotated[
-    str | None, Field(pattern=ID_PATTERN, description="Made up by the server if not given; taken ones are refused.")
-]
-IfMatch = Annotated[
-    str | None,
-    Header(description="The version the session must have, as in its `ETag`; refused with 412 if it has another."),
-]
-IdempotencyKey = Annotated[
-    str | None,
-    Header(
-        min_length=1,
-        max_length=200,
-        description="While the first request with this key runs, others attach to its turn; once that has committed,"
-        " they get its result. After an abort the key is free. With another body it is refused with 422.",
-    ),
-]
-
-
-class Body(BaseModel):
-    """What requests are made of: unknown fields and values of another type are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Message(Body):
-    """A chat message."""
-
-    role: str = Field(min_length=1, max_length=64, examples=["user"])
-    content: str = Field(examples=["Hello!"])
-
-
-Input = Annotated[
-    str | list[int] | list[Message],
-    Field(description="Text, token ids or chat messages. Empty continues where the history ends.", examples=["Hello"]),
-]
-
-
-class NewSession(Body):
-    """A session to be opened."""
-
-    id: NewId = None
-    system: str | None = Field(None, description="A system message, put before the first messages.")
-    ttl: float | None = Field(None, gt=0, le=1e9, description="Seconds without a turn until it is closed.")
-    priority: int = Field(0, ge=-1000, le=1000, description="Of its turns; higher runs first.")
-    max_tokens: int | None = Field(None, ge=1, description="Cap on its history, in tokens.")
-    metadata: dict[str, str] = Field(default_factory=dict, max_length=16, description="Noted with it, and shown.")
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"system": "Be brief.", "ttl": 3600}]})
-
-
-class NewTurn(TurnOptions):
-    """A turn to be started."""
-
-    input: Input = ""
-    stream: bool = Field(default=True, description="Send events as they come; otherwise one answer at the end.")
-    if_busy: Literal["reject", "queue"] = Field(
-        "reject", description="While another turn of the session is open: refuse with 409, or wait for its end."
-    )
-    on_disconnect: Literal["abort", "continue"] = Field(
-        "abort", description="When the last reader goes: roll the turn back, or go on without."
-    )
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"input": [{"role": "user", "content": "Hello!"}], "max_new_tokens": 32, "stream": False}]
-        }
-    )
-
-
-class NewAppend(Body):
-    """Input to be appended without an answer."""
-
-    input: Input = ""
-    if_busy: Literal["reject", "queue"] = "reject"
-    timeout: float | None = Field(None, gt=0, le=1e9)
-    priority: int | None = Field(None, ge=-1000, le=1000)
-    input_logprobs: int | None = Field(None, ge=0, le=20)
-
-
-class NewDraft(Body):
-    """The whole draft as it reads now."""
-
-    input: Input
-
-
-class Abort(Body):
-    """Which turn to end, and what of it to commit."""
-
-    keep: Literal["none", "delivered", "all"] | int = Field(
-        "none",
-        description="Nothing; its input and the output tokens that were sent; all of them; or so many.",
-        examples=["delivered"],
-    )
-    turn_id: str | None = Field(None, description="Only if this is the turn; else whichever is open.")
-
-
-class Position(Body):
-    """A place in the history: after its first `turn` turns, or its first `position` tokens."""
-
-    turn: int | None = Field(None, ge=0, examples=[1])
-    position: int | None = Field(None, ge=0)
-
-
-class NewFork(Position):
-    """Where to fork; at the end if no place is given."""
-
-    id: NewId = None
-
-
-class NewTrim(Body):
-    """Which turns the new session has."""
-
-    turns: list[int] = Field(min_length=0, max_length=100_000, description="Their numbers, ascending.", examples=[[1]])
-    id: NewId = None
-
-
-class Session(BaseModel):
-    """A session as it is now. Of its `tokens`, the first `computed` have their state in memory. `memory`: the units that
-    it holds of each group. `version` counts commits and rewinds."""
-
-    id: str
-    state: str
-    turn: str | None
-    turn_id: str | None
-    version: int
-    turns: int
-    tokens: int
-    computed: int
-    context_left: int
-    max_tokens: int
-    priority: int
-    ttl: float | None
-    idle_seconds: float
-    memory: dict[str, int]
-    metadata: dict[str, str]
-
-
-class SessionList(BaseModel):
-    """Sessions by id; `next`: what to give as `after` for the following ones."""
-
-    data: list[Session]
-    next: str | None
-
-
-class Record(BaseModel):
-    """A committed turn. `start`: its place in the history, in tokens."""
-
-    number: int
-    start: int
-    input_tokens: list[int]
-    output_tokens: list[int]
-    input_text: str | None
-    output_text: str | None
-
-
-class RecordList(BaseModel):
-    """Committed turns, the oldest first."""
-
-    data: list[Record]
-    next: int | None
-
-
-class Usage(BaseModel):
-    """Exact counts. `cached_tokens`: of the prompt, what did not have to be computed."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    computed_tokens: int
-
-
-class Turn(BaseModel):
-    """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline or failed, and `kept` are the
-    output tokens that were committed."""
-
-    id: str
-    session_id: str
-    state: str
-    text: str
-    tokens: list[int]
-    logprobs: list[dict[str, Any]] | None = None
-    input_logprobs: list[dict[str, Any] | None] | None = None
-    reason: str | None = None
-    stop: str | int | None = None
-    committed: bool = False
-    kept: int | None = None
-    version: int | None = None
-    context_left: int | None = None
-    max_new_tokens: int | None = None
-    usage: Usage | None = None
-
-
-class Error(BaseModel):
-    """What was wrong, and what is allowed."""
-
-    error: dict[str, Any]
-
-
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error, "description": text}
-    for status, text in {
-        400: "Malformed, or more than the context has room for",
-        401: "No valid key",
-        404: "No such session or turn",
-        409: "Busy, taken, or not possible in this state",
-        410: "The session is closing",
-        412: "The session has another version",
-        413: "The body is too large",
-        422: "The idempotency key was used with another body",
-        429: "As much as is allowed; see `Retry-After`",
-        500: "The server failed",
-        504: "The turn waited for its session until its deadline",
-        503: "There is no engine, or the server is ending; see `Retry-After`",
-    }.items()
-}
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The turn, or its events: `started`, `delta`, and last `committed`, `aborted` or `error`",
-        "model": Turn,
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
-}
-
 
 # -- sessions
 
@@ -447,7 +242,7 @@ async def append(
     idempotency_key: IdempotencyKey = None,
 ) -> Turn:
     """Append input without an answer; it is committed when it is computed."""
-    options = body.model_dump(include={"timeout", "priority", "input_logprobs"}, exclude_none=True)
+    options = body.model_dump(include={*DEADLINES, "priority", "input_logprobs"}, exclude_none=True)
     start = StartTurn(
         kind="append",
         tenant=tenant.name,
@@ -598,7 +393,11 @@ async def _events(turn: LiveTurn, position: int) -> AsyncIterator[bytes]:
         async for reached, updates in turn.follow(position):
             for number, update in enumerate(updates, reached - len(updates) + 1):
                 if update.tokens or update.text:
-                    delta: dict[str, Any] = {"text": update.text, "tokens": update.tokens, "delivered": update.delivered}
+                    delta: dict[str, Any] = {
+                        "text": update.text,
+                        "tokens": update.tokens,
+                        "delivered": update.delivered,
+                    }
                     if update.logprobs:
                         delta["logprobs"] = [logprob_body(entry) for entry in update.logprobs]
                     yield event("delta", delta, number)

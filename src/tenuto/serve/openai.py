@@ -1,7 +1,211 @@
-"""The interface in the manner of openai."""
+"""The interface in OpenAI's manner: models, completions and chat completions. A completion is a turn of an ephemeral
+session, or with `session_id` of one that the client keeps."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
 
-router = APIRouter(tags=["openai"])
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, ModelNotFound, NotFound, TenutoError
+from tenuto.base.messages import CloseSession, OpenSession, SessionView, StartTurn
+from tenuto.serve.edge import Caller, Edge, EdgeOf, inner_id
+from tenuto.serve.native_schemas import REFUSALS, IdempotencyKey
+from tenuto.serve.openai_answers import Answer, Writer
+from tenuto.serve.openai_chat import ChatWriter
+from tenuto.serve.openai_completions import CompletionWriter, echo_of
+from tenuto.serve.openai_schemas import ChatBody, CompletionBody, Generation
+from tenuto.serve.samples import Samples, close_all, start_all
+from tenuto.serve.settings import Tenant
+from tenuto.serve.sse import EventStream, while_connected
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+
+MOST_CHOICES = 1024
+"""Answers to one request: prompts times `n`."""
+
+
+class ContextLengthExceeded(ContextExceeded):
+    """`ContextExceeded`, by the code that OpenAI's clients know."""
+
+    code = "context_length_exceeded"
+
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The completion, or its chunks, of which the last is `[DONE]`",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+    }
+}
+
+
+# -- models
+
+
+@router.get("/models", responses=REFUSALS)
+async def list_models(edge: EdgeOf, _: Caller) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_model(edge)]}
+
+
+@router.get("/models/{model_id:path}", responses=REFUSALS)
+async def get_model(edge: EdgeOf, _: Caller, model_id: str) -> dict[str, Any]:
+    """The model of that name."""
+    _check_model(edge, model_id)
+    return _model(edge)
+
+
+def _model(edge: Edge) -> dict[str, Any]:
+    return {
+        "id": edge.served_name,
+        "object": "model",
+        "created": int(edge.started),
+        "owned_by": "tenuto",
+        "root": edge.model.model,
+        "parent": None,
+        "max_model_len": edge.model.context_length,
+    }
+
+
+def _check_model(edge: Edge, name: str) -> None:
+    if name != edge.served_name:
+        raise ModelNotFound(f"there is no model {name[:200]!r}; allowed: {edge.served_name!r}")
+
+
+# -- completions
+
+
+@router.post("/completions", response_model=None, responses=REFUSALS | STREAMED)
+async def complete(
+    edge: EdgeOf, tenant: Caller, body: CompletionBody, request: Request, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Continue texts. With `session_id`, the prompt is appended to the session's history and continued."""
+    _check(edge, body, len(body.prompts))
+    starts = [_start(tenant, body, prompt) for prompt in body.prompts]
+    samples = await _begin(edge, tenant, body, request, starts, idempotency_key)
+    return await _respond(edge, body, request, samples, lambda: _completion_writers(edge, body, samples))
+
+
+async def _completion_writers(edge: Edge, body: CompletionBody, samples: Sequence[Samples]) -> list[Writer]:
+    logprobs, silent = body.logprobs is not None, edge.model.eos_ids
+    writers: list[Writer] = []
+    for prompt, one in zip(body.prompts, samples, strict=True):
+        echo = await echo_of(edge, prompt, one, logprobs=logprobs) if body.echo else None
+        writers += [CompletionWriter(logprobs=logprobs, echo=echo, silent=silent) for _ in one.turns]
+    return writers
+
+
+# -- chat completions
+
+
+@router.post("/chat/completions", response_model=None, responses=REFUSALS | STREAMED)
+async def chat(
+    edge: EdgeOf, tenant: Caller, body: ChatBody, request: Request, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Answer messages. With `session_id` these are only the new ones: the session has the earlier ones."""
+    _check(edge, body, 1)
+    start = _start(tenant, body, [message.rendered() for message in body.messages])
+    samples = await _begin(edge, tenant, body, request, [start], idempotency_key)
+    return await _respond(edge, body, request, samples, lambda: _chat_writers(body, samples))
+
+
+async def _chat_writers(body: ChatBody, samples: Sequence[Samples]) -> list[Writer]:
+    return [ChatWriter(logprobs=bool(body.logprobs)) for one in samples for _ in one.turns]
+
+
+# -- from requests to turns, and from turns to answers
+
+
+def _check(edge: Edge, body: Generation, prompts: int) -> None:
+    _check_model(edge, body.model)
+    body.check()
+    if not 1 <= prompts * body.samples <= MOST_CHOICES:
+        raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MOST_CHOICES} answers in all")
+
+
+def _start(tenant: Tenant, body: Generation, given: str | list[Any]) -> StartTurn:
+    return StartTurn(
+        kind="turn",
+        tenant=tenant.name,
+        session=inner_id(tenant, body.session_id) if body.session_id is not None else None,
+        input=given,
+        options=body.engine_options(),
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
+        most_tokens=tenant.limits.tokens,
+    )
+
+
+async def _begin(
+    edge: Edge, tenant: Tenant, body: Generation, request: Request, starts: list[StartTurn], key: str | None
+) -> list[Samples]:
+    """The samples of every prompt, to be closed by the caller."""
+    if body.session_id is None:
+        starting = start_all(edge, tenant, starts, body.samples)
+    else:
+        digest = sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
+        starting = _in_session(edge, tenant, starts[0], key, digest)
+    try:
+        return await while_connected(request, starting)
+    except ContextExceeded as error:
+        raise ContextLengthExceeded(str(error)) from None
+
+
+async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: str | None, digest: bytes) -> list[Samples]:
+    """A turn of the client's session, which is opened if there is none; it goes again if the turn is then refused."""
+    samples = Samples(edge, tenant)
+    try:
+        samples.turns = [await edge.start(tenant, start, key=key, body=digest)]
+    except NotFound:
+        opened = await _open(edge, tenant, start.session or "")
+        try:
+            samples.turns = [await edge.start(tenant, start, key=key, body=digest)]
+        except TenutoError:
+            if opened and edge.desk.open_turn(start.session or "") is None:
+                with suppress(TenutoError):
+                    await edge.link.call(CloseSession(session=start.session or "", version=0), type(None))
+            raise
+    return [samples]
+
+
+async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
+    """Whether the session was opened by this, or else by somebody else."""
+    opening = OpenSession(
+        session=session,
+        tenant=tenant.name,
+        ttl=edge.settings.session_ttl,
+        most_sessions=tenant.limits.sessions,
+        most_tokens=tenant.limits.tokens,
+    )
+    try:
+        await edge.link.call(opening, SessionView)
+    except AlreadyExists:
+        return False
+    return True
+
+
+async def _respond(
+    edge: Edge,
+    body: Generation,
+    request: Request,
+    samples: list[Samples],
+    make_writers: Callable[[], Awaitable[list[Writer]]],
+) -> Response:
+    """The answer, whole or as a stream; when it is sent, or the client has gone, the samples are closed."""
+    kind = "text_completion" if isinstance(body, CompletionBody) else "chat.completion"
+    streams = False
+    try:
+        answer = Answer(
+            edge, kind, samples, await make_writers(), usage_at_end=body.usage_at_end, session_id=body.session_id
+        )
+        streams = bool(body.stream)
+        if streams:
+            return EventStream(answer.events(), lambda: close_all(samples))
+        whole = await while_connected(request, answer.whole())
+        return Response(msgspec.json.encode(whole), media_type="application/json")
+    finally:
+        if not streams:
+            close_all(samples)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tenuto.base.messages import LogprobView
+
+TokenKey = Annotated[int, Field(strict=False)]
+"""A token id as a key: JSON has only strings there."""
 
 
 class TurnOptions(BaseModel):
@@ -23,7 +26,7 @@ class TurnOptions(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, float] | None = Field(None, max_length=1024, description="By token id.", strict=False)
+    logit_bias: dict[TokenKey, float] | None = Field(None, max_length=1024, description="By token id.")
     seed: int | None = Field(None, ge=0, lt=2**63, description="Made up by the server if not given.")
     stop: str | list[str] | None = Field(None, description="Strings that end the turn.")
     stop_ids: list[int] | None = Field(None, max_length=64, description="Token ids that do.")

@@ -10,11 +10,14 @@ from contextlib import suppress
 from typing import Self, TypeVar
 
 import msgspec
+import structlog
 
-from tenuto.base.errors import EngineStopped
+from tenuto.base.errors import EngineStopped, InvalidRequest
 from tenuto.base.frames import FrameReader, frame
 from tenuto.base.link import Deliver, Switchboard
 from tenuto.base.messages import AnyReply, ModelView, Refusal, Request, StartTurn, WorkerSettings, error_of
+
+log = structlog.get_logger("tenuto.server")
 
 T = TypeVar("T")
 
@@ -78,7 +81,12 @@ class ProcessLink(asyncio.Protocol):
         await self._bury()
 
     def _send(self, request: Request) -> None:
-        self._transport.write(frame(self._encoder.encode(request)))
+        try:
+            message = self._encoder.encode(request)
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise InvalidRequest("allowed: numbers of 64 bits, text of whole Unicode characters") from error
+        if not self._transport.is_closing():  # else whoever asks is told with the others, when it is known why
+            self._transport.write(frame(message))
 
     # -- called by the event loop
 
@@ -88,6 +96,7 @@ class ProcessLink(asyncio.Protocol):
             if self._ready.done():
                 self._board.take(reply)
                 if self._board.stopped is not None:
+                    log.error("engine stopped", reason=self._board.stopped)
                     self._transport.close()
             elif isinstance(reply, Refusal):
                 self._ready.set_exception(error_of(reply))
@@ -108,6 +117,8 @@ class ProcessLink(asyncio.Protocol):
         status = self._child.returncode or 0
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
         reason = f"the engine process {how}"
+        if self._board.stopped is None:
+            log.error("engine ended", reason=reason)
         self._board.stop(reason)
         if not self._ready.done():
             self._ready.set_exception(EngineStopped(reason))

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import secrets
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from tenuto.base.errors import ConfigError
 
-TENANT_PATTERN = r"^[A-Za-z0-9_-]{1,32}$"
+TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a tenant may have at once; `None`: as much as the server has. `turns` that have not ended, of which `queued`
     may wait for a session of theirs; open `sessions`; committed `tokens` in them."""
 
-    turns: int | None = None
-    queued: int | None = None
-    sessions: int | None = None
-    tokens: int | None = None
+    turns: Count | None = None
+    queued: Count | None = None
+    sessions: Count | None = None
+    tokens: Count | None = None
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,24 +73,29 @@ class Keys:
         """Raises `ConfigError`."""
         found: dict[bytes, Tenant] = {}
         for entry in entries:
-            if (entry.key is None) == (entry.sha256 is None):
-                raise ConfigError(f"the key of tenant {entry.tenant!r} needs either key or sha256")
-            try:
-                digest = sha256(entry.key.encode()).digest() if entry.key else bytes.fromhex(entry.sha256 or "")
-            except ValueError:
-                raise ConfigError(f"the sha256 of tenant {entry.tenant!r} is not hexadecimal") from None
-            if len(digest) != sha256().digest_size:
-                raise ConfigError(f"the sha256 of tenant {entry.tenant!r} has {len(digest)} bytes; allowed: 32")
+            digest = _digest(entry)
             if digest in found:
                 raise ConfigError(f"two entries have the same key; one is that of tenant {entry.tenant!r}")
             found[digest] = Tenant(_tenant_name(entry.tenant), entry.admin, entry.limits)
         return Keys(found)
 
 
+def _digest(entry: KeySettings) -> bytes:
+    """Messages show no part of a key."""
+    if (entry.key is None) == (entry.sha256 is None):
+        raise ConfigError(f"the key of tenant {entry.tenant!r} needs either key or sha256")
+    if entry.sha256 is not None:
+        if not re.fullmatch(r"[0-9A-Fa-f]{64}", entry.sha256):
+            raise ConfigError(f"the sha256 of tenant {entry.tenant!r} is none; allowed: 64 hexadecimal digits")
+        return bytes.fromhex(entry.sha256)
+    key = entry.key or ""
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ConfigError(f"the key of tenant {entry.tenant!r} cannot be sent; allowed: visible ASCII, no spaces")
+    return sha256(key.encode()).digest()
+
+
 def _tenant_name(name: str) -> str:
-    if not 1 <= len(name) <= 32 or not all(
-        letter.isascii() and (letter.isalnum() or letter in "_-") for letter in name
-    ):
+    if not re.fullmatch(TENANT_PATTERN, name):
         raise ConfigError(f"tenant is {name!r}; allowed: 1 to 32 letters, digits, - and _")
     return name
 
@@ -96,8 +106,10 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
     if path is not None:
         try:
             entries = msgspec.toml.decode(path.read_bytes(), type=_KeyFile).keys
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"the key file {path} cannot be used: {error}") from error
+        if not entries:
+            raise ConfigError(f"the key file {path} has no [[keys]]; without any, everyone would be let in")
     if api_key is not None:
         entries.append(KeySettings(tenant="default", key=api_key))
     if admin_key is not None:
@@ -108,7 +120,8 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """`drain_seconds`: how long turns may go on after SIGTERM before they are aborted. `max_body_bytes`: of a request.
-    `max_turns`: that have not ended, of all tenants. `session_ttl`: of sessions whose request names none, seconds."""
+    `max_turns`: that have not ended, of all tenants. `session_ttl`: of sessions whose request names none, seconds.
+    `public_metrics`: to be seen without an admin key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -118,6 +131,7 @@ class ServeSettings:
     max_turns: int = 2048
     session_ttl: float | None = None
     drain_seconds: float = 5.0
+    public_metrics: bool = False
 
     def __post_init__(self) -> None:
         if not self.keys and not _is_loopback(self.host):

@@ -67,6 +67,8 @@ class LiveTurn:
         self.result: ResultView | None = None
         self.error: TenutoError | None = None
         self.readers = 0
+        self.asked = time.perf_counter()  # when it was requested
+        self.heard: float | None = None  # when its last tokens came; written by the metrics
         self.answered = asyncio.Event()  # the engine has accepted it, or it has failed
         self.key: Key | None = None  # its idempotency key
         self._held: list[TurnUpdate] | None = None  # what comes after an abort; its result says what of it is kept
@@ -106,12 +108,15 @@ class LiveTurn:
 
     def take(self, update: TurnUpdate) -> None:
         """The turn has gone on."""
-        if self._held is None:
-            self.updates.append(update)
-        else:
+        if self._held is not None:
             self._held.append(update)
-            if update.result is not None:
-                self.updates.append(self._kept(self._held, update.result))
+            if update.result is None:
+                return
+            update = self._kept(self._held, update.result)
+        if update.result is not None and (update.tokens or update.text):  # the end is an event of its own, to resume at
+            self.updates.append(msgspec.structs.replace(update, result=None))
+            update = TurnUpdate(update.call, [], "", update.delivered, update.result)
+        self.updates.append(update)
         self.result = update.result
         self._wake()
 
@@ -192,6 +197,7 @@ class TurnDesk:
         self._tasks: set[asyncio.Task[None]] = set()
         self.open = Counter[str]()  # turns that have not ended, by tenant
         self.in_line = Counter[str]()  # of them, those that wait for a session, by tenant
+        self.on_update: list[Callable[[LiveTurn, TurnUpdate], None]] = []  # called with every update of a turn
         self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every turn that was accepted and has ended
 
     def find(self, tenant: str, session: str | None, turn_id: str) -> LiveTurn:
@@ -296,11 +302,13 @@ class TurnDesk:
                 turn.accept(news)
             case TurnUpdate():
                 turn.take(news)
+                for told in self.on_update:
+                    told(turn, news)
             case _:
                 turn.fail(news)
         if turn.ended and turn.ticket is not None:
-            for told in self.on_end:
-                told(turn)
+            for told_of_end in self.on_end:
+                told_of_end(turn)
             self._ended(turn)
 
     def _ended(self, turn: LiveTurn) -> None:

@@ -1,0 +1,273 @@
+"""`tenuto bench`: sessions that take turns, timed where a client would time them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import msgspec
+import typer
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tenuto.base.checks import shown
+from tenuto.base.errors import InvalidRequest, TenutoError
+from tenuto.cli.bench_apis import APIS, Conversation, Counts, Request
+from tenuto.cli.tables import printable, show_table
+from tenuto.client.connection import checked_url
+
+TOKEN_IDS = range(100, 1000)
+"""What inputs are made of: ids that every vocabulary has."""
+CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`sessions` that take `turns` each. Lengths are in tokens, or in words where an interface takes only text;
+    `first_input` is that of each session's first turn. Between turns a session thinks for `think` seconds, give or take
+    a half. At most `concurrency` turns are under way at once."""
+
+    sessions: int
+    turns: int
+    first_input: int
+    input: int
+    output: int
+    think: float
+    concurrency: int
+    seed: int
+
+    def inputs(self, session: int) -> list[list[int]]:
+        """What a session says, the same in every run."""
+        draw = random.Random(f"{self.seed}/{session}")  # noqa: S311 - data, not secrets
+        lengths = [self.first_input, *[self.input] * (self.turns - 1)]
+        return [draw.choices(TOKEN_IDS, k=length) for length in lengths]
+
+    def pauses(self, session: int) -> list[float]:
+        """How long it thinks before each turn."""
+        draw = random.Random(f"{self.seed}/{session}/think")  # noqa: S311 - data, not secrets
+        return [0.0, *(self.think * draw.uniform(0.5, 1.5) for _ in range(self.turns - 1))]
+
+
+@dataclass(slots=True)
+class Timed:
+    """One turn. `new`: the length of its input. `first` and `gaps`: see `timing`."""
+
+    number: int
+    new: int
+    first: float | None = None
+    gaps: list[float] = field(default_factory=list)
+    counts: Counts | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of turns with the same number: means of token counts, and seconds at the median and where 95 % are below."""
+
+    turn: int
+    ended: int
+    context: float | None
+    new: float
+    cached: float | None
+    ttft_p50: float | None
+    ttft_p95: float | None
+    itl_p50: float | None
+    itl_p95: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of a whole run. `errors`: how many turns ended with what. `left_out`: turns not begun, after those."""
+
+    seconds: float
+    turns: int
+    turns_per_second: float
+    output_tokens: int
+    output_tokens_per_second: float
+    left_out: int
+    errors: dict[str, int]
+
+
+def run_bench(
+    url: str, api_key: str | None, api: str, history: str | None, workload: Workload, *, as_json: bool
+) -> None:
+    """Run the workload and show its figures. Raises `InvalidRequest`, and `TenutoError` if no turn succeeds."""
+    if api not in APIS:
+        raise InvalidRequest(f"api is {shown(api)}; allowed: {', '.join(APIS)}")
+    history = history or APIS[api].histories[0]
+    base = checked_url(url)
+    if history not in APIS[api].histories:
+        raise InvalidRequest(f"history is {shown(history)}; allowed: {', '.join(APIS[api].histories)}")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, _progress() as progress:
+        task = progress.add_task("turns", total=workload.sessions * workload.turns)
+        timed, seconds = runner.run(_measure(base, api_key, api, history, workload, lambda: progress.advance(task)))
+    figures = [figures_of(number, timed) for number in range(1, workload.turns + 1)]
+    totals = totals_of(timed, seconds, workload)
+    if as_json:
+        head = {"url": url, "api": api, "history": history, "workload": asdict(workload)}
+        typer.echo(json.dumps({**head, "turns": [asdict(one) for one in figures], "totals": asdict(totals)}, indent=2))
+    else:
+        _show(figures, totals)
+    if not totals.turns:
+        raise TenutoError(f"no turn succeeded: {next(iter(totals.errors), 'there was none')}")
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+
+
+async def _measure(
+    url: httpx.URL, api_key: str | None, api: str, history: str, workload: Workload, advance: Callable[[], None]
+) -> tuple[list[Timed], float]:
+    """All turns, and the seconds they took together."""
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=workload.concurrency, keepalive_expiry=2.0)
+    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    kind, running = APIS[api], asyncio.Semaphore(workload.concurrency)
+    timed: list[Timed] = []
+    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as http:
+        request = Request(history, workload.output, await _model(kind, http))
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(workload.sessions):
+                conversation = kind(http, request, f"bench-{secrets.token_hex(8)}")
+                group.create_task(_converse(conversation, workload, number, running, timed, advance))
+        return timed, time.perf_counter() - began
+
+
+async def _model(kind: type[Conversation], http: httpx.AsyncClient) -> str:
+    try:
+        return await kind.model(http)
+    except (LookupError, TypeError) as error:
+        raise TenutoError(f"{http.base_url} does not say what its model is called: {error!r}") from error
+
+
+async def _converse(
+    conversation: Conversation,
+    workload: Workload,
+    session: int,
+    running: asyncio.Semaphore,
+    timed: list[Timed],
+    advance: Callable[[], None],
+) -> None:
+    """All turns of one session, until one fails."""
+    given = zip(workload.inputs(session), workload.pauses(session), strict=True)
+    opened = False
+    for number, (tokens, pause) in enumerate(given, 1):
+        await asyncio.sleep(pause)
+        turn = Timed(number, len(tokens))
+        timed.append(turn)
+        async with running:
+            try:
+                if not opened:
+                    await conversation.open()
+                    opened = True
+                await _take_turn(conversation, tokens, turn)
+            except TenutoError as error:
+                turn.error = str(error)
+            except (LookupError, TypeError, AttributeError, msgspec.DecodeError) as error:
+                turn.error = f"the answer is not what this interface has: {error!r}"
+        advance()
+        if turn.error is not None:
+            break
+    with suppress(TenutoError):
+        await conversation.close()
+
+
+async def _take_turn(conversation: Conversation, tokens: list[int], turn: Timed) -> None:
+    began = time.perf_counter()
+    arrivals: dict[float, int] = {}
+    async for said in conversation.turn(tokens):
+        if isinstance(said, Counts):
+            turn.counts = said
+        else:
+            arrivals[said.when] = arrivals.get(said.when, 0) + said.tokens
+    if turn.counts is None:
+        raise TenutoError("the answer ended before the turn")
+    turn.first, turn.gaps = timing(began, arrivals)
+
+
+def timing(began: float, arrivals: Mapping[float, int]) -> tuple[float | None, list[float]]:
+    """Seconds from `began` to the first token, and between tokens after that, from how many came when. Of those that
+    came together each has an equal share of the time since those before."""
+    times = [when for when, count in arrivals.items() if count]
+    if not times:
+        return None, []
+    gaps = [0.0] * (arrivals[times[0]] - 1)
+    for before, now in pairwise(times):
+        gaps += [(now - before) / arrivals[now]] * arrivals[now]
+    return times[0] - began, gaps
+
+
+def figures_of(number: int, timed: Sequence[Timed]) -> Figures:
+    """Of the turns with that number that ended well."""
+    turns = [turn for turn in timed if turn.number == number and turn.error is None]
+    counts = [turn.counts for turn in turns if turn.counts is not None]
+    first = [turn.first for turn in turns if turn.first is not None]
+    gaps = [gap for turn in turns for gap in turn.gaps]
+    return Figures(
+        number,
+        len(turns),
+        _mean([count.prompt for count in counts if count.prompt is not None]),
+        _mean([turn.new for turn in turns]) or 0.0,
+        _mean([count.cached for count in counts if count.cached is not None]),
+        quantile(first, 0.5),
+        quantile(first, 0.95),
+        quantile(gaps, 0.5),
+        quantile(gaps, 0.95),
+    )
+
+
+def totals_of(timed: Sequence[Timed], seconds: float, workload: Workload) -> Totals:
+    """Of all turns."""
+    good = [turn for turn in timed if turn.error is None]
+    tokens = sum(turn.counts.generated or 0 for turn in good if turn.counts is not None)
+    errors = Counter(turn.error for turn in timed if turn.error is not None)
+    left_out = workload.sessions * workload.turns - len(timed)
+    return Totals(seconds, len(good), len(good) / seconds, tokens, tokens / seconds, left_out, dict(errors))
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The least of `values` that so large a share of them does not exceed; `None` of none."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _show(figures: Sequence[Figures], totals: Totals) -> None:
+    names = ["turn", "ended", "context", "new", "cached", "TTFT p50", "p95", "ITL p50", "p95"]
+    show_table(names, [_row(one) for one in figures])
+    typer.echo(
+        f"\nTimes in ms. {totals.turns} turns in {totals.seconds:.2f} s: {totals.turns_per_second:.2f} turns/s, "
+        f"{totals.output_tokens_per_second:.1f} output tokens/s; "
+        f"{sum(totals.errors.values())} errors, {totals.left_out} turns left out after them"
+    )
+    for error, count in totals.errors.items():
+        typer.echo(f"{count} x {printable(error)}", err=True)
+
+
+def _row(one: Figures) -> list[str]:
+    tokens = [_shown(value, "{:.0f}") for value in (one.context, one.new, one.cached)]
+    times: list[Any] = [one.ttft_p50, one.ttft_p95, one.itl_p50, one.itl_p95]
+    return [str(one.turn), str(one.ended), *tokens, *(_shown(value, "{:.2f}", 1000) for value in times)]
+
+
+def _shown(value: float | None, form: str, scale: float = 1) -> str:
+    return "-" if value is None else form.format(scale * value)

@@ -1,0 +1,169 @@
+"""`tenuto sessions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tenuto.cli.tables import printable, show_table
+
+if TYPE_CHECKING:
+    from tenuto.client.connection import Connection
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+Url = Annotated[str, typer.Option(envvar="TENUTO_URL", show_envvar=True, help="Where the server is.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="TENUTO_API_KEY", show_envvar=True, help="If the server needs one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="All there is, as JSON.")]
+Id = Annotated[str, typer.Argument(help="The session's id.")]
+Turn = Annotated[int | None, typer.Option(min=0, help="Its first so many turns.")]
+Position = Annotated[int | None, typer.Option(min=0, help="Its first so many tokens.")]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+SHOWN_TEXT = 60
+"""Of a turn's text, how many characters are shown."""
+
+
+@app.callback()
+def sessions() -> None:
+    r"""See and manage the sessions of a server.
+
+    \b
+    Examples:
+      tenuto sessions ls
+      tenuto sessions show ID
+      tenuto sessions rewind ID --turn 2
+    """
+
+
+@app.command()
+def ls(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """List open sessions, by id."""
+    from tenuto.client.core import list_sessions  # noqa: PLC0415 - help is fast
+
+    with _connected(url, api_key) as connection:
+        found = connection.call(list_sessions(connection)).result()
+    if as_json:
+        _show_json(found)
+        return
+    rows = [
+        [view["id"], _state(view), *(str(view[name]) for name in ("turns", "tokens", "context_left")), *_times(view)]
+        for view in found
+    ]
+    show_table(["id", "state", "turns", "tokens", "room", "idle s", "ttl s"], rows)
+
+
+@app.command()
+def show(session_id: Id, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Show a session and its turns."""
+    from tenuto.client.core import list_turns  # noqa: PLC0415 - help is fast
+    from tenuto.client.feed import session_path  # noqa: PLC0415
+
+    with _connected(url, api_key) as connection:
+        view = connection.call(connection.ask("GET", session_path(session_id))).result()
+        turns = connection.call(list_turns(connection, session_id)).result()
+    if as_json:
+        _show_json({**view, "history": turns})
+        return
+    for name, value in view.items():
+        if value not in (None, {}):
+            typer.echo(f"{name:<13} {printable(_plain(value))}")
+    if turns:
+        typer.echo()
+        show_table(["turn", "start", "input", "output", "said"], [_turn_row(turn) for turn in turns])
+
+
+@app.command()
+def fork(
+    session_id: Id,
+    turn: Turn = None,
+    position: Position = None,
+    new_id: Annotated[str | None, typer.Option("--id", help="Of the new session.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Open a session that begins as another, and print its id. Without --turn or --position it has all of it."""
+    body = {"turn": turn, "position": position, "id": new_id}
+    view = _ask("POST", session_id, "/fork", body, url, api_key)
+    if as_json:
+        _show_json(view)
+    else:
+        typer.echo(view["id"])
+
+
+@app.command()
+def rewind(
+    session_id: Id,
+    turn: Turn = None,
+    position: Position = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cut a session's history back to --turn or --position."""
+    view = _ask("POST", session_id, "/rewind", {"turn": turn, "position": position}, url, api_key)
+    if as_json:
+        _show_json(view)
+    else:
+        typer.echo(f"{view['id']}: {view['turns']} turns, {view['tokens']} tokens, room for {view['context_left']}")
+
+
+@app.command()
+def close(
+    session_ids: Annotated[list[str], typer.Argument(help="Ids of sessions.")],
+    finish: Annotated[bool, typer.Option("--finish", help="Let open turns end first.")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Close sessions."""
+    for session_id in session_ids:
+        _ask("DELETE", session_id, f"?finish={'true' if finish else 'false'}", None, url, api_key)
+        typer.echo(f"closed {session_id}")
+
+
+@contextmanager
+def _connected(url: str, api_key: str | None) -> Iterator[Connection]:
+    from tenuto.client.connection import Connection  # noqa: PLC0415 - help is fast
+
+    connection = Connection(url, api_key)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _ask(method: str, session_id: str, action: str, body: dict[str, Any] | None, url: str, api_key: str | None) -> Any:
+    """The server's answer about one session."""
+    from tenuto.client.feed import session_path  # noqa: PLC0415 - help is fast
+
+    with _connected(url, api_key) as connection:
+        return connection.call(connection.ask(method, session_path(session_id) + action, body)).result()
+
+
+def _show_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _state(view: dict[str, Any]) -> str:
+    if view["state"] != "open":
+        return str(view["state"])
+    return view["turn"] or "idle"
+
+
+def _times(view: dict[str, Any]) -> tuple[str, str]:
+    return f"{view['idle_seconds']:.0f}", "-" if view["ttl"] is None else f"{view['ttl']:g}"
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(f"{name} {each}" for name, each in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _turn_row(turn: dict[str, Any]) -> list[str]:
+    said = " ".join(f"{turn['input_text'] or ''} | {turn['output_text'] or ''}".split())
+    counts = (turn["number"], turn["start"], len(turn["input_tokens"]), len(turn["output_tokens"]))
+    return [*map(str, counts), said if len(said) <= SHOWN_TEXT else said[: SHOWN_TEXT - 3] + "..."]

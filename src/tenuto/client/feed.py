@@ -1,0 +1,192 @@
+"""One turn's events as they come from the server, over as many connections as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from tenuto.base.errors import Disconnected, EngineStopped, IllegalTransition, NotFound, TenutoError, Unreachable
+from tenuto.client.connection import Connection
+from tenuto.client.sse import EventParser, ServerEvent
+from tenuto.client.wire import error_from, turn_result
+from tenuto.session.turn import TurnResult
+
+PATIENCE_SECONDS = 30.0
+"""How long a broken stream is tried again without anything new."""
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 2.0
+ONE_SHOT_TTL = 60.0
+"""The session of a one-shot turn closes itself after so many seconds, should its client be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a turn has brought since its last update. `delivered`: leading output tokens whose text is out, up to now.
+    `result`: in the last update, that of the turn."""
+
+    tokens: tuple[int, ...]
+    text: str
+    delivered: int
+    result: TurnResult | None
+
+
+Event = Update | TenutoError
+Deliver = Callable[[Event], None]
+"""Brings an event from the connection's thread to the reader's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a turn comes from. `session` `None`: it is one-shot, in a session of its own. `body` `None`: it runs
+    already, as `turn_id`."""
+
+    session: str | None
+    action: str = "turns"
+    body: dict[str, Any] | None = None
+    turn_id: str | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the turn outlives its connection."""
+        return self.body is None or self.body.get("on_disconnect") == "continue"
+
+
+class Feed:
+    """Starts a turn and hands on its events. `run` and `abort` are for the connection's thread."""
+
+    def __init__(self, connection: Connection, source: Source, deliver: Deliver) -> None:
+        self.turn_id = source.turn_id
+        self.started: Future[None] = Future()  # or the error that kept the turn from starting
+        self.ended: Future[TurnResult] = Future()
+        self.time_to_first_token: float | None = None  # seconds
+        self._connection = connection
+        self._source = source
+        self._deliver = deliver
+        self._path = ""  # of the session
+        self._position = 0  # the number of the last event
+        self._received = (0, 0)  # tokens, and characters of text
+        self._delivered = 0
+        self._key = secrets.token_hex(16)  # with it a start whose answer is lost can be tried again
+        self._began = time.perf_counter()
+
+    async def run(self) -> None:
+        """Deliver every event, the last with the result or an error."""
+        try:
+            last = await (self._one_shot() if self._source.session is None else self._follow(self._source.session))
+        except TenutoError as error:
+            self._fail(error)
+        except asyncio.CancelledError:
+            self._fail(EngineStopped("the connection to the server was closed"))
+            raise
+        except Exception as error:  # noqa: BLE001 - its reader waits, and has to hear of it
+            self._fail(TenutoError(f"the server's answer is not understood: {error!r}"))
+        else:
+            assert last.result is not None
+            self.ended.set_result(last.result)
+            self._deliver(last)
+
+    async def abort(self, keep: int | None) -> TurnResult:
+        """End the turn, if it has not ended."""
+        await asyncio.shield(asyncio.wrap_future(self.started))
+        body = {"keep": "none" if keep is None else keep, "turn_id": self.turn_id}
+        with suppress(IllegalTransition, NotFound):  # it has ended meanwhile
+            await self._connection.ask("POST", f"{self._path}/abort", body)
+        return await asyncio.shield(asyncio.wrap_future(self.ended))
+
+    def _fail(self, error: TenutoError) -> None:
+        if not self.started.done():
+            self.started.set_exception(error)
+        self.ended.set_exception(error)
+        self._deliver(error)
+
+    async def _one_shot(self) -> Update:
+        opened = await self._connection.ask("POST", "/v1/sessions", {"ttl": ONE_SHOT_TTL})
+        try:
+            return await self._follow(opened["id"])
+        finally:
+            with suppress(TenutoError):
+                await self._connection.ask("DELETE", session_path(opened["id"]))
+
+    async def _follow(self, session: str) -> Update:
+        """Until the last event. A turn that outlives its connection is found again on the next."""
+        self._path = session_path(session)
+        deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
+        while True:
+            position = self._position
+            try:
+                return await self._read()
+            except Unreachable:
+                if self.turn_id is None:
+                    raise
+                broken: TenutoError = Disconnected("the connection to the server broke, and there is no new one")
+            except Disconnected as error:
+                if not self._source.continues:
+                    raise Disconnected(f"{error}; a turn that is not to continue without is rolled back") from error
+                broken = error
+            if self._position > position:
+                deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
+            if time.monotonic() > deadline:
+                raise broken
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _read(self) -> Update:
+        """Events of one connection, until the last."""
+        if self.turn_id is None:
+            headers = {"idempotency-key": self._key} if self._source.continues else None
+            request = ("POST", f"{self._path}/{self._source.action}", self._source.body, headers)
+        else:
+            headers = {"last-event-id": str(self._position)} if self._position else None
+            request = ("GET", f"{self._path}/turns/{self.turn_id}/events", None, headers)
+        parser, last = EventParser(), None
+        try:
+            async with self._connection.stream(*request) as response:
+                async for piece in response.aiter_bytes():
+                    for event in parser.feed(piece):
+                        last = self._take(event) or last
+        except Disconnected:
+            if last is None:
+                raise
+        return last or await self._look_up()
+
+    def _take(self, event: ServerEvent) -> Update | None:
+        """The last update, if that is it."""
+        if event.name == "error":
+            raise error_from(500, event.data.encode())
+        said = msgspec.json.decode(event.data)
+        match event.name:
+            case "started":
+                self.turn_id = said["turn_id"]
+                if not self.started.done():
+                    self.started.set_result(None)
+            case "delta":
+                self._position, self._delivered = int(event.id), said["delivered"]
+                self._received = (self._received[0] + len(said["tokens"]), self._received[1] + len(said["text"]))
+                if said["tokens"] and self.time_to_first_token is None:
+                    self.time_to_first_token = time.perf_counter() - self._began
+                self._deliver(Update(tuple(said["tokens"]), said["text"], self._delivered, None))
+            case "committed" | "aborted":
+                return Update((), "", self._delivered, turn_result(said))
+        return None
+
+    async def _look_up(self) -> Update:
+        """A stream has ended without its last event. If that is all that is missing, it is not sent again."""
+        if self.turn_id is not None and self._source.continues:
+            turn = await self._connection.ask("GET", f"{self._path}/turns/{self.turn_id}")
+            if turn["usage"] is not None and (len(turn["tokens"]), len(turn["text"])) == self._received:
+                return Update((), "", self._delivered, turn_result(turn))
+        raise Disconnected("the stream of the turn ended before the turn")
+
+
+def session_path(session_id: str) -> str:
+    """Of a session."""
+    return f"/v1/sessions/{quote(session_id, safe='')}"

@@ -1,0 +1,121 @@
+"""What the Python interface says, as the HTTP interface writes it, and back."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from operator import index
+from typing import Any, Literal, SupportsFloat, SupportsIndex
+
+import msgspec
+
+from tenuto.base.errors import InvalidRequest, TenutoError
+from tenuto.base.messages import Refusal, error_of
+from tenuto.base.sampling import Sampling
+from tenuto.memory.audit import AuditReport, PoolReport
+from tenuto.session.info import SessionInfo
+from tenuto.session.options import TurnOptions, turn_params
+from tenuto.session.turn import EndReason, TurnResult, Usage
+from tenuto.text.prompt import Input, parse_input
+
+_SAMPLING = frozenset(field.name for field in fields(Sampling))
+OF_APPENDS = ("priority", "queue_timeout", "timeout", "input_logprobs")
+"""Options that mean something where nothing is generated."""
+
+
+class RemoteOptions(TurnOptions, total=False):
+    """Options of a turn on a server: those of `TurnOptions` and two more.
+
+    `if_busy`: while another turn of the session is open, "reject" (the default) refuses this one, "queue" waits.
+    `on_disconnect`: with "abort" (the default) a turn whose connection breaks is rolled back; with "continue" it goes
+    on, its stream connects again and misses nothing, and a stream that is dropped leaves it running.
+    """
+
+    if_busy: Literal["reject", "queue"]
+    on_disconnect: Literal["abort", "continue"]
+
+
+def encode(body: Any) -> bytes:
+    """As JSON. Raises `InvalidRequest`."""
+    try:
+        return msgspec.json.encode(body, enc_hook=_plain)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"the request cannot be written as JSON: {error}") from None
+
+
+def _plain(value: object) -> int | float:
+    """Numbers of NumPy's, for one."""
+    if isinstance(value, SupportsIndex):
+        return index(value)
+    if isinstance(value, SupportsFloat):
+        return float(value)
+    raise TypeError(f"there is a {type(value).__name__} in it")
+
+
+def input_body(given: Input) -> str | list[Any]:
+    """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages."""
+    if isinstance(given, str):
+        return given
+    prompt = parse_input(given, None)
+    return [{"role": m.role, "content": m.content} for m in prompt.messages] or list(prompt.tokens)
+
+
+def turn_body(options: RemoteOptions) -> dict[str, Any]:
+    """Raises `InvalidRequest` for what is no option, and for values out of range."""
+    rest: Any = dict(options)
+    body = {name: rest.pop(name) for name in ("if_busy", "on_disconnect") if name in rest}
+    params = turn_params(rest)
+    for name in rest:
+        value = getattr(params.sampling if name in _SAMPLING else params, name)
+        if value is not None:
+            body[name] = dict(value) if name == "logit_bias" else value
+    return body
+
+
+def session_info(body: dict[str, Any]) -> SessionInfo:
+    """From a session."""
+    rest = {field.name: body[field.name] for field in fields(SessionInfo) if field.name != "session_id"}
+    return SessionInfo(session_id=body["id"], **rest)
+
+
+def turn_result(body: dict[str, Any]) -> TurnResult:
+    """From a turn that has ended."""
+    usage = body["usage"]
+    return TurnResult(
+        EndReason(body["reason"]),
+        body["committed"],
+        body["version"],
+        body["kept"],
+        Usage(usage["prompt_tokens"], usage["cached_tokens"], usage["completion_tokens"], usage["computed_tokens"]),
+        body["max_new_tokens"],
+        body["context_left"],
+        body.get("stop"),
+    )
+
+
+def audit_report(body: dict[str, Any]) -> AuditReport:
+    """From a clean audit."""
+    pools = tuple(
+        PoolReport(
+            pool["name"], pool["capacity"], pool["free"], pool["in_flight"], pool["leased"], pool.get("by_holder", {})
+        )
+        for pool in body["pools"]
+    )
+    return AuditReport(pools, body["holders"], body["leases"])
+
+
+def error_from(status: int, content: bytes) -> TenutoError:
+    """From an answer that is an error, or an event that says one: of the class that the server raised, if it says."""
+    try:
+        said = msgspec.json.decode(content, type=_Refused).error
+    except msgspec.DecodeError:
+        return TenutoError(f"the server answered with status {status} and no reason; is it one of Tenuto's?")
+    return error_of(Refusal(call=0, code=str(said.code), message=said.message))
+
+
+class _Said(msgspec.Struct):
+    message: str
+    code: str | int | None = None
+
+
+class _Refused(msgspec.Struct):
+    error: _Said

@@ -1,0 +1,144 @@
+"""Answers in OpenAI's manner, whole or as a stream; what completions and chat completions have in common."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.messages import ResultView, TurnUpdate
+from tenuto.serve.edge import Edge, Failure
+from tenuto.serve.samples import Samples, check_end, merged
+from tenuto.serve.sse import DONE, data
+from tenuto.serve.turns import LiveTurn, Reply
+
+FINISH = {"stop": "stop", "abort": "stop", "length": "length", "appended": "length"}
+"""Finish reasons, by why a turn was committed; a barge-in is a stop."""
+
+
+class Writer(Protocol):
+    """Writes one choice, without its index and finish reason. It is used once: for the pieces, or for the whole."""
+
+    def opening(self) -> dict[str, Any] | None:
+        """The choice of the first chunk, if it says something before there is text."""
+        ...
+
+    def piece(self, said: Reply) -> dict[str, Any]:
+        """What is new."""
+        ...
+
+    def closing(self) -> dict[str, Any]:
+        """The choice of the last chunk."""
+        ...
+
+    def whole(self, said: Reply) -> dict[str, Any]:
+        """The choice."""
+        ...
+
+
+class Answer:
+    """The choices of one request: those of its first prompt, then of its second, and so on. `kind`: the word for it in
+    `object`. `session_id`: of the session that its only turn belongs to, if that is the client's."""
+
+    def __init__(
+        self,
+        edge: Edge,
+        kind: str,
+        samples: Sequence[Samples],
+        writers: Sequence[Writer],
+        *,
+        usage_at_end: bool = False,
+        session_id: str | None = None,
+    ) -> None:
+        self._edge = edge
+        self._samples = samples
+        self._turns: list[LiveTurn] = [turn for one in samples for turn in one.turns]
+        self._writers = writers
+        self._usage_at_end = usage_at_end
+        self._session_id = session_id
+        self._kind = kind
+        self._head: dict[str, Any] = {
+            "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": edge.served_name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer when all turns have ended. Raises the error that one ended with."""
+        choices = []
+        for index, (turn, writer) in enumerate(zip(self._turns, self._writers, strict=True)):
+            result = await turn.finished()
+            check_end(self._edge, result)
+            choices.append(_choice(index, writer.whole(turn.reply()), result))
+        return {**self._head, "choices": choices, "usage": self._usage(), **self._session()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        self._head["object"] = "text_completion" if self._kind == "text_completion" else f"{self._kind}.chunk"
+        if self._usage_at_end:
+            self._head["usage"] = None
+        try:
+            for index, writer in enumerate(self._writers):
+                if (opening := writer.opening()) is not None:
+                    yield self._chunk(_choice(index, opening))
+            async with aclosing(merged(self._turns)) as news:
+                async for index, updates in news:
+                    if event := self._event(index, updates):
+                        yield event
+            if self._usage_at_end:
+                yield data({**self._head, "choices": [], "usage": self._usage(), **self._session()})
+        except TenutoError as error:
+            yield data(Failure.of(error).body)
+        yield DONE
+
+    def _event(self, index: int, updates: list[TurnUpdate]) -> bytes:
+        """What is new in a choice; nothing if a reader would see nothing of it."""
+        said, result, writer = together(updates), updates[-1].result, self._writers[index]
+        event = b""
+        if said.text or said.logprobs or said.input_logprobs:
+            event = self._chunk(_choice(index, writer.piece(said)))
+        if result is not None:
+            check_end(self._edge, result)
+            event += self._chunk(_choice(index, writer.closing(), result), self._session())
+        return event
+
+    def _chunk(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
+        return data({**self._head, "choices": [choice], **(more or {})})
+
+    def _session(self) -> dict[str, Any]:
+        """What the client has to know of its session."""
+        result = self._turns[0].result
+        if self._session_id is None or result is None:
+            return {}
+        return {"session_id": self._session_id, "version": result.version}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(one.prompt_tokens for one in self._samples)
+        completion = sum(one.generated_tokens for one in self._samples)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in self._samples)},
+        }
+
+
+def together(updates: list[TurnUpdate]) -> Reply:
+    """What updates say, added up; without the tokens."""
+    first = updates[0]
+    if len(updates) == 1:
+        return Reply([], first.text, first.logprobs or [], first.input_logprobs or [])
+    return Reply(
+        [],
+        "".join(update.text for update in updates),
+        [entry for update in updates for entry in update.logprobs or ()],
+        [entry for update in updates for entry in update.input_logprobs or ()],
+    )
+
+
+def _choice(index: int, written: dict[str, Any], result: ResultView | None = None) -> dict[str, Any]:
+    return {"index": index, **written, "finish_reason": FINISH[result.reason] if result is not None else None}

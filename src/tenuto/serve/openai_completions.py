@@ -1,0 +1,109 @@
+"""How choices of completions are written: their logprobs and the echo of the prompt."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.base.messages import Detokenize, LogprobView
+from tenuto.serve.edge import Edge
+from tenuto.serve.samples import Samples
+from tenuto.serve.turns import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as it is repeated. `first`: what its first token says, for which there is no logprob; `scores`: the
+    logprobs of its tokens, if they are not yet to come with the answer."""
+
+    text: str
+    first: bytes = b""
+    scores: Sequence[LogprobView | None] = ()
+
+
+async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, *, logprobs: bool) -> Echo:
+    """The echo of a prompt whose turns have started with `echo`."""
+    turn = samples.input_turn
+    ticket = turn.ticket
+    assert ticket is not None
+    text = prompt if isinstance(prompt, str) else ticket.text or ""
+    if not logprobs or not ticket.prompt:
+        return Echo(text)
+    first = await edge.link.call(Detokenize(tokens=ticket.prompt[:1]), str)
+    return Echo(text, first.encode(), turn.reply().input_logprobs if samples.prompt is not None else ())
+
+
+class CompletionWriter:
+    """Writes one choice; see `openai_answers.Writer`. `silent`: tokens that are no text where they are sampled."""
+
+    def __init__(self, *, logprobs: bool, echo: Echo | None = None, silent: Iterable[int] = ()) -> None:
+        self._logprobs = logprobs
+        self._echo = echo  # until it is written
+        self._silent = frozenset(silent)
+        self._characters = Characters()
+
+    def opening(self) -> dict[str, Any] | None:
+        """An echo, unless logprobs of it are yet to come."""
+        if self._echo is None or (self._logprobs and not self._echo.scores):
+            return None
+        return self.piece(Reply())
+
+    def piece(self, said: Reply) -> dict[str, Any]:
+        echo, self._echo = self._echo, None
+        text = said.text if echo is None else echo.text + said.text
+        return {"text": text, "logprobs": self._shown(said, echo) if self._logprobs else None}
+
+    def closing(self) -> dict[str, Any]:
+        return {"text": "" if self._echo is None else self._echo.text, "logprobs": None}
+
+    def whole(self, said: Reply) -> dict[str, Any]:
+        return self.piece(said)
+
+    def _shown(self, said: Reply, echo: Echo | None) -> dict[str, Any]:
+        shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if echo is not None:
+            text, position = echo.text.encode(), 0
+            for entry in said.input_logprobs or echo.scores:
+                raw = entry.raw if entry is not None else echo.first
+                written = raw if text.startswith(raw, position) else b""
+                position += len(written)
+                _add(shown, raw, entry, self._characters.take(written))
+            self._characters = Characters(len(echo.text))
+        for entry in said.logprobs:
+            written = b"" if entry.token in self._silent else entry.raw
+            _add(shown, entry.raw, entry, self._characters.take(written))
+        return shown
+
+
+class Characters:
+    """Counts the characters of a text that comes as bytes."""
+
+    def __init__(self, count: int = 0) -> None:
+        self._count = count
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def take(self, raw: bytes) -> int:
+        """How many there were before these bytes."""
+        before = self._count
+        self._count += len(self._decoder.decode(raw))
+        return before
+
+
+def _add(shown: dict[str, list[Any]], raw: bytes, entry: LogprobView | None, offset: int) -> None:
+    shown["tokens"].append(token_text(raw))
+    shown["text_offset"].append(offset)
+    shown["token_logprobs"].append(entry.logprob if entry is not None else None)
+    likeliest = {token_text(other.raw): other.logprob for other in entry.top} if entry is not None else None
+    if entry is not None and likeliest is not None:
+        likeliest.setdefault(token_text(raw), entry.logprob)
+    shown["top_logprobs"].append(likeliest)
+
+
+def token_text(raw: bytes) -> str:
+    """A token as OpenAI writes it: its text, or its bytes if they are not whole characters."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,191 @@
+"""Several answers to one prompt, which is computed once: a prefill-only turn on a hidden session, and forks of it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from tenuto.base.errors import DeadlinePassed, Draining, TurnAborted, TurnFailed
+from tenuto.base.messages import HIDDEN, CloseSession, Fork, OpenSession, ResultView, SessionView, StartTurn, TurnUpdate
+from tenuto.serve.edge import Edge, inner_id
+from tenuto.serve.settings import Tenant
+from tenuto.serve.turns import LiveTurn
+
+T = TypeVar("T")
+
+MOST_SAMPLES = 128
+"""Answers to one prompt."""
+HIDDEN_TTL = 300.0
+"""Seconds until a hidden session closes itself, if all else fails."""
+
+_OF_THE_PROMPT = frozenset({"input_logprobs", "priority", "queue_timeout", "timeout"})
+"""Options that the prefill-only turn takes."""
+
+
+class Samples:
+    """The turns that answer one prompt. Several have hidden sessions, which count as the tenant's; `prompt` is then the
+    turn that has computed the prompt. Whoever makes one calls `close` in the end, whatever happens."""
+
+    def __init__(self, edge: Edge, tenant: Tenant) -> None:
+        self.turns: list[LiveTurn] = []
+        self.prompt: LiveTurn | None = None
+        self._edge = edge
+        self._tenant = tenant
+        self._sessions: list[str] = []  # all that may be open
+
+    @property
+    def input_turn(self) -> LiveTurn:
+        """The turn whose ticket and input logprobs are those of the prompt."""
+        return self.prompt if self.prompt is not None else self.turns[0]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Once all have ended."""
+        return max(turn.result.prompt for turn in self.turns if turn.result is not None)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, what did not have to be computed. Once all have ended."""
+        result = self.input_turn.result
+        return result.cached if result is not None else 0
+
+    @property
+    def generated_tokens(self) -> int:
+        """Of all answers. Once they have ended."""
+        return sum(turn.result.generated for turn in self.turns if turn.result is not None)
+
+    async def start(self, request: StartTurn, n: int = 1) -> None:
+        """Start `n` turns of what `request` says; several are without a session, and their seeds follow each other.
+        Done when the engine has accepted them."""
+        if n == 1:
+            self.turns.append(await self._edge.start(self._tenant, request))
+            return
+        root = inner_id(self._tenant, f"{HIDDEN}n-{secrets.token_hex(12)}")
+        await self._open(root, request)
+        options = {name: value for name, value in request.options.items() if name != "input_logprobs"}
+        seed = options.get("seed", 0)
+
+        async def sample(i: int) -> LiveTurn:
+            session = root if i == 0 else await self._fork(root, f"{root}-{i}")
+            start = msgspec.structs.replace(
+                request, session=session, input=[], options={**options, "seed": (seed + i) % 2**63}, echo=False
+            )
+            return await self._edge.start(self._tenant, start)
+
+        self.turns = await all_of(sample(i) for i in range(n))
+
+    async def _open(self, root: str, request: StartTurn) -> None:
+        """A hidden session whose history is the prompt."""
+        tenant, limits = self._tenant, self._tenant.limits
+        self._sessions.append(root)
+        opening = OpenSession(
+            session=root,
+            tenant=tenant.name,
+            ttl=HIDDEN_TTL,
+            most_sessions=limits.sessions,
+            most_tokens=limits.tokens,
+        )
+        await self._edge.link.call(opening, SessionView)
+        options = {name: value for name, value in request.options.items() if name in _OF_THE_PROMPT}
+        append = msgspec.structs.replace(request, kind="append", session=root, options=options)
+        self.prompt = await self._edge.start(tenant, append)
+        check_end(self._edge, await self.prompt.finished())
+
+    async def _fork(self, root: str, child: str) -> str:
+        limits = self._tenant.limits
+        self._sessions.append(child)
+        fork = Fork(session=root, child=child, most_sessions=limits.sessions, most_tokens=limits.tokens)
+        return (await self._edge.link.call(fork, SessionView)).id
+
+    def close(self) -> None:
+        """Turns that have not ended are aborted, unless others read them; hidden sessions are closed."""
+        sessions, self._sessions = self._sessions, []
+        if sessions:
+            self._edge.spawn(self._close(sessions))  # which aborts their turns
+        else:
+            for turn in self.turns:
+                self._edge.desk.abandon(turn)
+
+    async def _close(self, sessions: list[str]) -> None:
+        """In the order of messages this comes after whatever opens them."""
+        closing = (self._edge.link.call(CloseSession(session=session), type(None)) for session in sessions)
+        await asyncio.gather(*closing, return_exceptions=True)
+
+
+async def start_all(edge: Edge, tenant: Tenant, requests: Iterable[StartTurn], n: int = 1) -> list[Samples]:
+    """The samples of several prompts, to be closed by the caller; if some cannot start, none is left."""
+    requests = list(requests)
+    taken = [Samples(edge, tenant) for _ in requests]
+    try:
+        await all_of(one.start(request, n) for one, request in zip(taken, requests, strict=True))
+    except BaseException:
+        close_all(taken)
+        raise
+    return taken
+
+
+def close_all(taken: Iterable[Samples]) -> None:
+    """See `Samples.close`."""
+    for one in taken:
+        one.close()
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in order. If one fails, or this is cancelled, the others are cancelled and have ended."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_end(edge: Edge, result: ResultView) -> None:
+    """Raises the error that says why a turn that was not committed has ended."""
+    if result.committed:
+        return
+    if result.reason == "deadline":
+        raise DeadlinePassed("the turn had not ended, or begun, by its deadline, and was rolled back")
+    if result.reason == "failed":
+        raise TurnFailed("the steps that the turn was in failed, and it was rolled back; try again")
+    if edge.draining:
+        raise Draining("the server is about to end, and the turn was rolled back; try again later")
+    raise TurnAborted("the turn was aborted, and rolled back")
+
+
+async def merged(turns: Sequence[LiveTurn]) -> AsyncGenerator[tuple[int, list[TurnUpdate]], None]:
+    """What the turns say as it comes: which of them, and all that is new. Raises the error that ended one."""
+    followed = [cast("AsyncGenerator[tuple[int, list[TurnUpdate]], None]", turn.follow()) for turn in turns]
+    if len(followed) == 1:
+        async with aclosing(followed[0]) as news:
+            async for _, updates in news:
+                yield 0, updates
+        return
+    waiting = {asyncio.ensure_future(_next(news)): i for i, news in enumerate(followed)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i, new = waiting[task], task.result()
+                del waiting[task]
+                if new is not None:
+                    waiting[asyncio.ensure_future(_next(followed[i]))] = i
+                    yield i, new
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for news in followed:
+            await news.aclose()
+
+
+async def _next(news: AsyncGenerator[tuple[int, list[TurnUpdate]], None]) -> list[TurnUpdate] | None:
+    with suppress(StopAsyncIteration):
+        return (await anext(news))[1]
+    return None

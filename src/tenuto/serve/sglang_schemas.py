@@ -1,0 +1,252 @@
+"""What requests in SGLang's manner may say, and what of it each turn is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tenuto.base.checks import shown
+from tenuto.base.errors import InvalidRequest, Unsupported
+from tenuto.serve.edge import random_seed
+from tenuto.serve.native_schemas import ID_PATTERN
+from tenuto.serve.samples import MOST_SAMPLES
+
+GREEDY_BELOW = 1e-6
+"""Temperatures below this are 0."""
+MOST_PROMPTS = 1024
+"""In one request."""
+IGNORED = frozenset(
+    {
+        "conversation_id",
+        "custom_labels",
+        "external_trace_header",
+        "log_metrics",
+        "no_logs",
+        "received_time",
+        "routing_key",
+        "session_id",
+    }
+)
+"""Fields of `/generate` that change no answer here, whatever they say."""
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = list[TokenId]
+BiasKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON has only texts as keys
+Rid = Annotated[str, Field(min_length=1, max_length=256)]
+StartLength = Annotated[int, Field(ge=-1, le=2**40)]
+TopNumber = Annotated[int, Field(ge=0, le=20)]
+
+
+class Body(BaseModel):
+    """What requests are made of. A field that is not there is refused by its name, unless it asks for nothing."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    def model_post_init(self, _: Any, /) -> None:
+        """Raises `Unsupported`."""
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, False, "", [], {}) and name not in IGNORED:
+                raise Unsupported(f"{shown(name)} is not supported; leave it out")
+
+
+class NewSession(Body):
+    """A session to be opened. A `streaming` one is only ever appended to; of others any request can be continued."""
+
+    capacity_of_str_len: int = Field(0, description="Noted with the session; its real limit is the context length.")
+    session_id: str | None = Field(None, pattern=ID_PATTERN, description="Made up by the server if not given.")
+    streaming: bool | None = None
+    timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds without a turn until it is closed.")
+
+
+class OldSession(Body):
+    """A session to be closed."""
+
+    session_id: str = Field(pattern=ID_PATTERN)
+
+
+class Abort(Body):
+    """Requests to be ended."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class SessionParams(Body):
+    """Where in a session a request goes on: after the request `rid`, of which `drop_previous_output` leaves out the
+    output and `offset` all but so many tokens. `replace` gives up what followed it."""
+
+    id: str | None = None
+    rid: str | None = None
+    offset: int | None = Field(None, ge=-(2**40), le=2**40)
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
+class SamplingParams(Body):
+    """How to generate. `null` is the default, but of `max_new_tokens`, where it is as many as fit."""
+
+    max_new_tokens: int | None = Field(128, ge=0, le=2**40)
+    min_new_tokens: int | None = None
+    temperature: float | None = Field(None, ge=0, le=1e6, description="1 if not given; 0 is greedy.")
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="-1: all.")
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[BiasKey, float] | None = Field(None, max_length=1024)
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    sampling_seed: int | None = Field(None, ge=0, lt=2**63, description="Made up by the server if not given.")
+    n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(None, description="Changes nothing: there are none.")
+    stream_interval: int | None = Field(None, ge=1, description="Changes nothing: chunks come as tokens do.")
+
+    def engine_options(self) -> dict[str, Any]:
+        """By the engine's names."""
+        same = ("min_new_tokens", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+        given = {name: getattr(self, name) for name in ("max_new_tokens", *same, "logit_bias", "stop", "ignore_eos")}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.top_k == 0:
+            raise InvalidRequest("top_k is 0; allowed: -1 for all, or at least 1")
+        if self.top_k not in (None, -1):
+            options["top_k"] = self.top_k
+        if self.stop_token_ids:
+            options["stop_ids"] = self.stop_token_ids
+        temperature = self.temperature if self.temperature is not None else 1.0
+        if temperature >= GREEDY_BELOW:
+            options["temperature"] = temperature
+            options["seed"] = self.sampling_seed if self.sampling_seed is not None else random_seed()
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the answer shows. `start`: the first prompt token whose log-probability is wanted, -1 for none. `trim`:
+    without what ended the turn."""
+
+    logprobs: bool
+    start: int
+    top: int
+    token_text: bool
+    special: bool
+    trim: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One prompt of a request. `family`: the id by which several can be aborted at once."""
+
+    rid: str
+    family: str
+    input: str | list[int]
+    options: dict[str, Any]
+    session: SessionParams | None
+    n: int
+    look: Look
+
+
+class Generate(Body):
+    """Prompts to be continued: one, or a list of them. What is not a list then holds for all."""
+
+    text: str | list[str] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    sampling_params: SamplingParams | list[SamplingParams] | None = None
+    stream: bool | None = None
+    rid: Rid | list[Rid] | None = Field(
+        None, description="For several prompts, `_0`, `_1` and so on are put behind it."
+    )
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: StartLength | list[StartLength] | None = None
+    top_logprobs_num: TopNumber | list[TopNumber] | None = None
+    return_text_in_logprobs: bool | None = None
+    session_params: SessionParams | list[SessionParams] | None = None
+    priority: int | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether the answer is a list."""
+        ids = self.input_ids
+        return isinstance(self.text, list) or bool(ids and isinstance(ids[0], list))
+
+    def items(self) -> list[Item]:
+        """Raises `InvalidRequest` if the parts do not fit together."""
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequest("give either text or input_ids")
+        given: Any = self.text if self.text is not None else self.input_ids
+        inputs: list[Any] = given if self.several else [given]
+        count = len(inputs)
+        if not 1 <= count <= MOST_PROMPTS:
+            raise InvalidRequest(f"there are {count} prompts; allowed: 1 to {MOST_PROMPTS}")
+        family = self.rid if isinstance(self.rid, str) else uuid4().hex
+        names = self.rid if isinstance(self.rid, list) else None
+        if names is None:
+            names = [f"{family}_{i}" for i in range(count)] if self.several else [family]
+        params = [
+            given or SamplingParams.model_validate({})
+            for given in _each("sampling_params", self.sampling_params, count)
+        ]
+        sessions = _each("session_params", self.session_params, count)
+        looks = self._looks(params)
+        rids: list[str] = _each("rid", names, count)
+        return [
+            self._item(rid, family, *parts) for rid, *parts in zip(rids, inputs, params, sessions, looks, strict=True)
+        ]
+
+    def _looks(self, params: list[SamplingParams]) -> list[Look]:
+        count = len(params)
+        return [
+            Look(
+                logprobs=bool(wanted),
+                start=start if wanted and start is not None else -1,
+                top=top or 0,
+                token_text=bool(self.return_text_in_logprobs),
+                special=one.skip_special_tokens is False,
+                trim=not one.no_stop_trim,
+            )
+            for one, wanted, start, top in zip(
+                params,
+                _each("return_logprob", self.return_logprob, count),
+                _each("logprob_start_len", self.logprob_start_len, count),
+                _each("top_logprobs_num", self.top_logprobs_num, count),
+                strict=True,
+            )
+        ]
+
+    def _item(
+        self,
+        rid: str,
+        family: str,
+        part: str | list[int],
+        params: SamplingParams,
+        session: SessionParams | None,
+        look: Look,
+    ) -> Item:
+        options = params.engine_options()
+        if look.logprobs:
+            options["logprobs"] = look.top
+            if look.start >= 0:
+                options["input_logprobs"] = look.top
+        if self.priority is not None:
+            options["priority"] = self.priority
+        n = params.n or 1
+        if session is None or session.id is None:
+            return Item(rid, family, part, options, None, n, look)
+        if n > 1:
+            raise Unsupported(f"n is {n}; allowed in a session: 1; continue one request several times instead")
+        return Item(rid, family, part, options, session, 1, look)
+
+
+def _each(name: str, given: Any, count: int) -> list[Any]:
+    """One value a prompt."""
+    if not isinstance(given, list):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequest(f"{name} has {len(given)} entries; allowed: one for each of the {count} prompts")
+    return given

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.cli.test_cli import TENUTO, Terminal
+from tests.serve.server import Server, serving
+
+
+@pytest.fixture(scope="module")
+def witness() -> Iterator[Server]:
+    with serving("--model", "witness", "--context-length", "4096") as server:
+        yield server
+        server.audit()
+
+
+@pytest.fixture
+def http(witness: Server) -> Iterator[httpx.Client]:
+    """With two sessions: `one` has two turns, and `two-with-a-rather-long-name` has none."""
+    with witness.client() as client:
+        client.post("/v1/sessions", json={"id": "one", "ttl": 300, "metadata": {"made": "by a test"}})
+        client.post("/v1/sessions", json={"id": LONG})
+        for text in ("hello", "line\nbreak \x1b[31m" + "x" * 99):
+            client.post("/v1/sessions/one/append", json={"input": text}).raise_for_status()
+        yield client
+        for session in client.get("/v1/sessions").json()["data"]:
+            client.delete(f"/v1/sessions/{session['id']}")
+
+
+LONG = "two-with-a-rather-long-name-that-is-still-an-id-of-64-characters"
+
+
+def sessions(witness: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TENUTO_URL": witness.url}
+    command = [TENUTO, "sessions", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_ls_lists_sessions_in_plain_columns(witness: Server, http: httpx.Client) -> None:
+    done = sessions(witness, "ls")
+    assert (done.returncode, done.stderr) == (0, "")
+    header, *lines = done.stdout.splitlines()
+    assert header.split() == ["id", "state", "turns", "tokens", "room", "idle", "s", "ttl", "s"]
+    assert [line.split()[:3] for line in lines] == [["one", "idle", "2"], [LONG, "idle", "0"]]
+    assert {len(line) - len(line.lstrip()) for line in lines} == {0}
+    listed = json.loads(sessions(witness, "ls", "--json").stdout)
+    assert [session["id"] for session in listed] == ["one", LONG]
+    assert listed[0]["metadata"] == {"made": "by a test"}
+
+
+def test_ls_on_a_terminal_shows_whole_ids(witness: Server, http: httpx.Client) -> None:
+    with Terminal([TENUTO, "sessions", "ls", "--url", witness.url]) as terminal:
+        terminal.wait_for("state")
+        terminal.wait_for(f" {LONG} ")
+
+
+def test_an_open_turn_is_the_state_of_its_session(witness: Server, http: httpx.Client) -> None:
+    http.put("/v1/sessions/one/draft", json={"input": [1, 2]})
+    assert sessions(witness, "ls").stdout.splitlines()[1].split()[:2] == ["one", "drafting"]
+
+
+def test_show_has_the_turns_and_nothing_a_terminal_would_obey(witness: Server, http: httpx.Client) -> None:
+    shown = sessions(witness, "show", "one").stdout
+    assert "\x1b" not in shown
+    assert "metadata      made by a test\n" in shown
+    last = shown.splitlines()[-1]
+    assert last.split()[:6] == ["2", "5", "115", "0", "line", "break"]
+    assert last.endswith("x...")
+    whole = json.loads(sessions(witness, "show", "one", "--json").stdout)
+    assert (whole["id"], len(whole["history"]), len(whole["history"][1]["input_tokens"])) == ("one", 2, 115)
+
+
+def test_fork_prints_an_id_that_the_next_command_takes(witness: Server, http: httpx.Client) -> None:
+    child = sessions(witness, "fork", "one", "--turn", "1").stdout.strip()
+    assert json.loads(sessions(witness, "show", child, "--json").stdout)["tokens"] == 5
+    assert sessions(witness, "fork", "one", "--id", "named").stdout == "named\n"
+    rewound = sessions(witness, "rewind", "named", "--position", "3")
+    assert rewound.stdout == "named: 1 turns, 3 tokens, room for 4093\n"
+    assert json.loads(sessions(witness, "rewind", "named", "--turn", "0", "--json").stdout)["turns"] == 0
+    closed = sessions(witness, "close", child, "named", "--finish")
+    assert closed.stdout == f"closed {child}\nclosed named\n"
+    assert len(json.loads(sessions(witness, "ls", "--json").stdout)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["show", "nobody"], "nobody"),
+        (["close", "nobody"], "nobody"),
+        (["fork", "one", "--turn", "9"], "allowed: a whole number from 0 to 2"),
+        (["rewind", "one"], "turn"),
+        (["fork", "one", "--id", "one"], "one"),
+        (["show", "a/b"], ""),
+        (["ls", "--url", "http://127.0.0.1:9"], "no connection"),
+        (["ls", "--url", "nowhere"], "no address"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_one_line_and_a_status(
+    witness: Server, http: httpx.Client, arguments: list[str], complaint: str
+) -> None:
+    done = sessions(witness, *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("tenuto: ")
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_key_comes_from_the_environment() -> None:
+    with serving("--model", "witness", env={"TENUTO_API_KEY": "secret"}) as server:
+        command = [TENUTO, "sessions", "ls", "--json", "--url", server.url]
+        for key, status in (("secret", 0), ("wrong", 1)):
+            environment = {**os.environ, "TENUTO_API_KEY": key}
+            assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == status
+
+
+def test_help_loads_neither_models_nor_servers() -> None:
+    heavy = "{'torch', 'numpy', 'httpx', 'fastapi', 'rich.table'}"
+    code = f"import sys, tenuto.cli; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([TENUTO.replace("/tenuto", "/python"), "-c", code], check=False).returncode == 0
+    assert subprocess.run([TENUTO, "sessions", "rewind", "--help"], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,255 @@
+"""What only a client can meet: servers that are not there, connections that break, turns that outlive them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import tenuto
+from tenuto.base.errors import (
+    Disconnected,
+    EngineStopped,
+    InvalidRequest,
+    NotFound,
+    SessionBusy,
+    TenutoError,
+    Unauthorized,
+    Unreachable,
+)
+from tenuto.client import core, feed
+from tenuto.client.core import SessionCore
+from tests.client.conftest import Proxy
+from tests.client.test_session_interface import eventually, said
+from tests.serve.server import Server, serving
+
+
+@pytest.fixture
+def through(remote: tenuto.RemoteEngine, proxy: Proxy) -> Iterator[tenuto.RemoteEngine]:
+    """A client behind the proxy."""
+    with tenuto.connect(proxy.url) as engine:
+        yield engine
+
+
+def test_a_broken_connection_rolls_its_turn_back_and_says_so(
+    remote: tenuto.RemoteEngine, through: tenuto.RemoteEngine, proxy: Proxy
+) -> None:
+    session = through.session()
+    turn = session.turn([1], ignore_eos=True)
+    next(turn.tokens())
+    proxy.cut()
+    with pytest.raises(Disconnected, match="rolled back"):
+        turn.result()
+    with pytest.raises(Disconnected):
+        turn.result()
+    same = remote.attach(session.id)
+    eventually(lambda: same.info.turn is None)
+    assert same.history == []
+    assert session.turn([1], max_new_tokens=3, ignore_eos=True).result().kept == 3
+
+
+def test_a_turn_that_continues_misses_nothing_wherever_its_connection_breaks(
+    remote: tenuto.RemoteEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "FIRST_PAUSE", 0.001)
+    whole = remote.session().turn([1], max_new_tokens=8, ignore_eos=True)
+    text, expected = "".join(whole), said([1], 8)
+    for cut in range(0, 1600, 40):
+        session = remote.session()
+        with tenuto.connect(proxy.url) as engine:
+            proxy.connections, proxy.cuts = 0, [cut, cut]
+            turn = unasked(engine, session.id).turn([1], max_new_tokens=8, ignore_eos=True, on_disconnect="continue")
+            assert list(turn.tokens()) == expected
+            assert turn.result().kept == 8
+            assert turn.text == text
+        assert session.history == [1, *expected]
+        assert session.info.version == 1
+        assert proxy.connections == 3 or cut > 500
+
+
+def unasked(engine: tenuto.RemoteEngine, session_id: str) -> tenuto.RemoteSession:
+    """A session by way of `engine`, without asking whether there is one."""
+    return tenuto.RemoteSession(engine, SessionCore(engine._core, session_id))
+
+
+def test_a_server_that_does_not_come_back_is_given_up(
+    through: tenuto.RemoteEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "PATIENCE_SECONDS", 0.2)
+    turn = through.session().turn([1], ignore_eos=True, on_disconnect="continue")
+    next(turn.tokens())
+    proxy.refuse = True
+    proxy.cut()
+    with pytest.raises(Disconnected):
+        turn.result()
+
+
+def test_a_turn_that_continues_goes_on_when_its_stream_is_dropped(remote: tenuto.RemoteEngine) -> None:
+    session = remote.session()
+    with session.turn([1], max_new_tokens=200, ignore_eos=True, on_disconnect="continue") as turn:
+        next(turn.tokens())
+    assert turn.turn_id is not None
+    followed = session.follow(turn.turn_id)
+    assert followed.result().kept == 200
+    assert followed.token_ids == said([1], 200)
+    assert session.follow(turn.turn_id).result() == followed.result()
+    with pytest.raises(NotFound):
+        session.follow("turn-" + 24 * "0")
+
+
+def test_a_turn_that_continues_can_be_aborted(remote: tenuto.RemoteEngine) -> None:
+    session = remote.session()
+    turn = session.turn([1], ignore_eos=True, on_disconnect="continue")
+    next(turn.tokens())
+    assert not turn.abort().committed
+    assert session.info.version == 0
+
+
+def test_a_turn_may_wait_for_the_one_before(remote: tenuto.RemoteEngine) -> None:
+    session = remote.session()
+    first = session.turn([1], max_new_tokens=100, ignore_eos=True)
+    with pytest.raises(SessionBusy):
+        session.append([2])
+    assert session.append([2], if_busy="queue").usage.prompt == 102
+    assert first.result().version == 1
+
+
+def test_a_trimmed_session_has_the_turns_that_were_chosen(remote: tenuto.RemoteEngine) -> None:
+    session = remote.session()
+    for number in range(3):
+        session.append([number, 9])
+    trimmed = session.trim([1, 3], session_id="short")
+    assert (trimmed.id, trimmed.history) == ("short", [0, 9, 2, 9])
+    with pytest.raises(InvalidRequest):
+        session.trim("all")
+
+
+def test_sessions_are_listed_and_histories_read_over_several_pages(
+    remote: tenuto.RemoteEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "PAGE", 2)
+    session = remote.session()
+    for number in range(5):
+        session.append([number])
+    assert session.history == [0, 1, 2, 3, 4]
+    others = {remote.session().id for _ in range(4)}
+    assert {info.session_id for info in remote.sessions()} == {session.id, *others}
+
+
+def test_aborting_from_another_thread_ends_the_reading(remote: tenuto.RemoteEngine) -> None:
+    turn = remote.session().turn([1], ignore_eos=True)
+    next(turn.tokens())
+    aborting = threading.Thread(target=turn.abort)
+    aborting.start()
+    assert not turn.result().committed
+    aborting.join()
+
+
+def test_a_server_that_is_not_there_is_a_typed_error(proxy: Proxy) -> None:
+    proxy.close()
+    with tenuto.connect(proxy.url) as engine:
+        for call in (engine.sessions, engine.session, lambda: engine.generate([1])):
+            with pytest.raises(Unreachable, match="no connection"):
+                call()
+
+    async def ask() -> None:
+        async with tenuto.connect_async(proxy.url) as engine:
+            with pytest.raises(Unreachable):
+                await engine.generate([1]).result()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "", None, "http://x:port", 5])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="address"):
+        tenuto.connect(url)
+
+
+@pytest.mark.parametrize(
+    ("status", "content"),
+    [
+        (404, b"lost"),
+        (500, b'{"error": "down"}'),
+        (200, b"<html>"),
+        (200, b"event: delta\ndata: {}\n\n"),
+        (200, b"event: committed\ndata: 5\n\n"),
+    ],
+)
+def test_another_kind_of_server_is_a_typed_error(status: int, content: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever).start()
+        with tenuto.connect(f"http://127.0.0.1:{server.server_port}") as engine:
+            with pytest.raises(TenutoError, match=r"answer|ended"):
+                unasked(engine, "any").turn([1])
+            with pytest.raises(TenutoError, match="answer"):
+                engine.sessions()
+        server.shutdown()
+
+
+def test_a_key_is_sent() -> None:
+    with serving("--model", "witness", env={"TENUTO_API_KEY": "secret"}) as server:
+        with tenuto.connect(server.url, "secret") as engine:
+            assert engine.sessions() == []
+        for key in (None, "other"):
+            with tenuto.connect(server.url, key) as engine, pytest.raises(Unauthorized):
+                engine.sessions()
+
+
+def test_a_server_that_is_killed_breaks_what_is_open() -> None:
+    with serving("--model", "witness") as server, tenuto.connect(server.url) as engine:
+        turn = engine.session().turn([1], ignore_eos=True)
+        next(turn.tokens())
+        server.kill_all()
+        with pytest.raises(Disconnected):
+            turn.result()
+        with pytest.raises(Unreachable):
+            engine.session()
+
+
+def test_an_engine_that_dies_is_told_from_a_broken_connection() -> None:
+    with serving("--model", "witness") as server, tenuto.connect(server.url) as engine:
+        turn = engine.session().turn([1], ignore_eos=True)
+        next(turn.tokens())
+        os.kill(server.engine_pid, signal.SIGKILL)
+        with pytest.raises((EngineStopped, Disconnected)):
+            turn.result()
+
+
+def test_a_client_that_nobody_has_any_more_ends(witness: Server) -> None:
+    engine = tenuto.connect(witness.url)
+    engine.sessions()
+    thread = engine._core.connection._thread
+    del engine
+    gc.collect()
+    eventually(lambda: not thread.is_alive())
+
+
+def test_a_client_loads_no_model_code(witness: Server) -> None:
+    code = (
+        f"import sys, tenuto; tenuto.connect({witness.url!r}).sessions(); "
+        "sys.exit(bool({'torch', 'tenuto.engine', 'tenuto.exec', 'fastapi'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

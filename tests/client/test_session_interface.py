@@ -1,0 +1,374 @@
+"""The session interface, once in this process and once over HTTP: the same calls, results and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import tenuto
+from tenuto.base.errors import (
+    AlreadyExists,
+    ContextExceeded,
+    EngineStopped,
+    IllegalTransition,
+    InvalidRequest,
+    NotFound,
+    SessionBusy,
+)
+from tenuto.exec.witness import history_hash, next_token
+from tenuto.session.turn import EndReason
+from tests.client.conftest import CONTEXT
+from tests.serve.server import Server
+
+AnyEngine = tenuto.Engine | tenuto.RemoteEngine
+AnyAsyncEngine = tenuto.AsyncEngine | tenuto.AsyncRemoteEngine
+AnyAsyncSession = tenuto.AsyncSession | tenuto.AsyncRemoteSession
+AnyAsyncStream = tenuto.AsyncTurnStream | tenuto.AsyncRemoteTurnStream
+
+
+@pytest.fixture(params=["in this process", "over HTTP"])
+def engine(request: pytest.FixtureRequest) -> Iterator[AnyEngine]:
+    if request.param == "over HTTP":
+        yield request.getfixturevalue("remote")
+        return
+    with tenuto.Engine("witness", page_size=4, context_length=CONTEXT) as running:
+        yield running
+        running.audit()
+
+
+@pytest.fixture(params=["in this process", "over HTTP"])
+def make_async(request: pytest.FixtureRequest, witness: Server) -> Callable[[], AnyAsyncEngine]:
+    if request.param == "over HTTP":
+        return lambda: tenuto.connect_async(witness.url)
+    return lambda: tenuto.AsyncEngine("witness", page_size=4, context_length=CONTEXT)
+
+
+def said(history: list[int], count: int) -> list[int]:
+    """What the witness says after a history."""
+    tokens = list(history)
+    for _ in range(count):
+        tokens.append(next_token(history_hash(tokens), 1000))
+    return tokens[len(history) :]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def test_a_session_goes_on_where_its_last_turn_ended(engine: AnyEngine) -> None:
+    session = engine.session(ttl=60, priority=1)
+    expected: list[int] = []
+    for number in range(3):
+        turn = session.turn([number, 7], max_new_tokens=6, ignore_eos=True)
+        expected += [number, 7]
+        assert list(turn.tokens()) == said(expected, 6)
+        expected += said(expected, 6)
+        result = turn.result()
+        assert (result.reason, result.committed, result.kept) == (EndReason.LENGTH, True, 6)
+        assert (result.version, result.max_new_tokens, result.context_left) == (number + 1, 6, CONTEXT - len(expected))
+        assert (result.usage.prompt, result.usage.cached) == (len(expected) - 6, max(0, len(expected) - 9))
+        assert turn.time_to_first_token is not None
+    assert session.history == expected
+    info = session.info
+    assert (info.session_id, info.state, info.turn) == (session.id, "open", None)
+    assert (info.turns, info.tokens, info.computed, info.version) == (3, 24, 23, 3)
+    assert (info.context_left, engine.context_length) == (CONTEXT - 24, CONTEXT)
+    assert engine.sessions() == [info]
+
+
+def test_turns_of_several_sessions_run_at_the_same_time(engine: AnyEngine) -> None:
+    turns = [engine.session().turn([number], max_new_tokens=50, ignore_eos=True) for number in range(6)]
+    assert [turn.result().kept for turn in turns] == [50] * 6
+    assert [turn.token_ids for turn in turns] == [said([number], 50) for number in range(6)]
+
+
+def test_stop_ids_end_a_turn(engine: AnyEngine) -> None:
+    expected = said([1], 9)
+    result = engine.session().turn([1], stop_ids=expected[4:5]).result()
+    assert (result.reason, result.kept, result.stop) == (EndReason.STOP, 5, expected[4])
+
+
+def test_a_one_shot_turn_leaves_no_session(engine: AnyEngine) -> None:
+    turn = engine.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True)
+    assert list(turn.tokens()) == said([1, 2, 3], 4)
+    assert engine.sessions() == []
+    with pytest.raises(InvalidRequest):
+        engine.generate([])
+    with pytest.raises(InvalidRequest):
+        engine.generate([1000])
+    with engine.generate([1], ignore_eos=True) as dropped:
+        next(dropped.tokens())
+    eventually(lambda: engine.sessions() == [])
+
+
+def test_aborting_rolls_back_and_keeping_commits(engine: AnyEngine) -> None:
+    session = engine.session()
+    assert session.append([1, 2, 3]).reason is EndReason.APPENDED
+    turn = session.turn([4], ignore_eos=True)
+    next(turn.tokens())
+    assert not turn.abort().committed
+    assert session.history == [1, 2, 3]
+    turn = session.turn([4], ignore_eos=True)
+    next(turn.tokens())
+    assert turn.abort(keep=1).kept == 1
+    assert session.history == [1, 2, 3, 4, *said([1, 2, 3, 4], 1)]
+
+
+def test_a_barge_in_keeps_what_its_reader_was_given_and_no_more(engine: AnyEngine) -> None:
+    session = engine.session()
+    turn = session.turn([5], ignore_eos=True)
+    heard = [next(turn.tokens()) for _ in range(40)]
+    result = turn.abort(keep="delivered")
+    assert 30 < result.kept <= 40  # a last token may have no text of its own yet
+    assert session.history == [5, *heard[: result.kept]]
+    assert list(turn.tokens()) == []
+    assert turn.abort() == turn.result() == result
+
+
+def test_what_a_barge_in_keeps_beyond_what_was_read_is_still_read(engine: AnyEngine) -> None:
+    session = engine.session()
+    turn = session.turn([5], ignore_eos=True)
+    next(turn.tokens())
+    eventually(lambda: turn._events.qsize() > 30)
+    assert turn.abort(keep=20).kept == 20
+    assert turn.result().kept == 20
+    assert turn.token_ids == said([5], 20)
+    assert session.history == [5, *turn.token_ids]
+
+
+def test_a_stream_that_is_dropped_aborts_its_turn(engine: AnyEngine) -> None:
+    session = engine.session()
+
+    def read_a_little() -> None:
+        for _ in session.turn([1], ignore_eos=True).tokens():
+            return
+
+    read_a_little()
+    gc.collect()
+    eventually(lambda: session.info.turn is None)
+    with session.turn([1], ignore_eos=True) as turn:
+        next(turn.tokens())
+    eventually(lambda: session.info.turn is None)
+    assert (session.history, session.info.version) == ([], 0)
+
+
+def test_fork_and_rewind_are_cheap_and_exact(engine: AnyEngine) -> None:
+    session = engine.session()
+    for number in range(3):
+        session.turn([number], max_new_tokens=9, ignore_eos=True).result()
+    history = session.history
+    whole, early, inside = session.fork(session_id="whole"), session.fork(turn=1), session.fork(position=25)
+    assert [f.history for f in (whole, early, inside)] == [history, history[:10], history[:25]]
+    assert whole.id == "whole"
+    turn = whole.turn([50], max_new_tokens=3, ignore_eos=True)
+    assert turn.result().usage.cached == 29
+    assert turn.token_ids == said([*history, 50], 3)
+    assert session.rewind(turn=2).tokens == 20
+    assert session.rewind(position=np.int64(5)).turns == 1  # type: ignore[arg-type]
+    assert session.history == history[:5]
+    assert early.history == history[:10]
+
+
+def test_regenerate_replaces_the_last_output(engine: AnyEngine) -> None:
+    session = engine.session()
+    session.turn([1], max_new_tokens=5, ignore_eos=True).result()
+    assert session.regenerate(max_new_tokens=3, ignore_eos=True).result().kept == 3
+    assert session.history == [1, *said([1], 3)]
+    with pytest.raises(IllegalTransition):
+        engine.session().regenerate()
+
+
+def test_a_draft_is_computed_before_it_is_sent(engine: AnyEngine) -> None:
+    session = engine.session()
+    session.draft(range(50))
+    session.draft([*range(50), 60, 61])
+    eventually(lambda: session.info.turn == "drafting")
+    assert session.turn([*range(50), 60, 70], max_new_tokens=2).result().usage.prompt == 52
+    assert session.history[:52] == [*range(50), 60, 70]
+    session.draft([1, 2, 3])
+    session.abort()
+    assert session.info.turn is None
+    with pytest.raises(IllegalTransition):
+        session.abort()
+
+
+def test_text_comes_in_pieces_that_are_the_whole(engine: AnyEngine) -> None:
+    session = engine.session()
+    turn = session.turn([1], max_new_tokens=20, ignore_eos=True)
+    pieces = list(turn)
+    assert "".join(pieces) == turn.text
+    assert turn.token_ids == said([1], 20)
+
+
+def test_what_is_wrong_is_a_typed_error_and_changes_nothing(engine: AnyEngine) -> None:
+    session = engine.session("mine")
+    with pytest.raises(AlreadyExists):
+        engine.session("mine")
+    with pytest.raises(ContextExceeded):
+        session.turn([1] * (CONTEXT + 1))
+    for wrong in ([1000], [-1], [1.9], ["12"], [True], ["x"], [1.5, "x"], {"role": "user"}, b"x", 5, None, np.array(5)):
+        with pytest.raises(InvalidRequest):
+            session.turn(wrong)  # type: ignore[arg-type]
+    for messages in ([{"role": "user"}], [{"role": "nobody", "content": ""}], [{"role": "user", "content": 5}]):
+        with pytest.raises(InvalidRequest):
+            session.turn(messages)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="unknown turn options"):
+        session.turn([1], max_tokens=5)  # type: ignore[call-arg]
+    for options in ({"temperature": -1}, {"stop": 5}, {"seed": 1.5}, {"top_p": float("nan")}, {"timeout": "soon"}):
+        with pytest.raises(InvalidRequest):
+            session.turn([1], **options)
+    assert session.info.version == 0
+    turn = session.turn([1], ignore_eos=True)
+    with pytest.raises(SessionBusy):
+        session.turn([2])
+    for keep in (-1, 1.5, "most", True):
+        with pytest.raises(InvalidRequest):
+            turn.abort(keep=keep)  # type: ignore[arg-type]
+    turn.abort()
+    session.close()
+    with pytest.raises(NotFound):
+        session.turn([1])
+
+
+def test_an_odd_session_or_fork_is_refused_and_opens_none(engine: AnyEngine) -> None:
+    session = engine.session()
+    for wrong in (
+        lambda: engine.session(5),  # type: ignore[arg-type]
+        lambda: engine.session(ttl=10**400),
+        lambda: engine.session(priority=None),  # type: ignore[arg-type]
+        lambda: engine.session(max_tokens=True),
+        lambda: session.fork(position=1.5),  # type: ignore[arg-type]
+        lambda: session.fork(turn="first"),  # type: ignore[arg-type]
+        lambda: session.fork(turn=7),
+        lambda: session.rewind(position=1),
+    ):
+        with pytest.raises(InvalidRequest):
+            wrong()
+    assert len(engine.sessions()) == 1
+
+
+def test_options_say_the_same_in_every_form(engine: AnyEngine) -> None:
+    plain = {"max_new_tokens": 5, "temperature": 0.9, "seed": 3, "stop_ids": [1], "logit_bias": {7: 1.0, 8: 2.0}}
+    other = {**plain, "max_new_tokens": np.int64(5), "stop_ids": (i for i in [1]), "logit_bias": [(7, 1), (8, 2)]}
+    one, two = (engine.session().turn(np.array([1, 2], np.int32), **options) for options in (plain, other))  # type: ignore[arg-type]
+    assert one.result() == two.result()
+    assert one.token_ids == two.token_ids
+
+
+def test_a_deadline_aborts_a_turn(engine: AnyEngine) -> None:
+    result = engine.session().turn([1], timeout=0.02, ignore_eos=True).result()
+    assert (result.reason, result.committed) == (EndReason.DEADLINE, False)
+
+
+def test_the_audit_accounts_for_every_unit(engine: AnyEngine) -> None:
+    engine.session().append(range(10))
+    report = engine.audit()
+    assert isinstance(report, tenuto.AuditReport)
+    assert report.pools[0].by_holder["session"] == 3
+    assert "every unit accounted for" in str(report)
+
+
+def test_the_asynchronous_face_does_the_same(make_async: Callable[[], AnyAsyncEngine]) -> None:
+    async def talk() -> None:
+        async with make_async() as engine:
+            session = await engine.session()
+            await session.append([1, 2])
+            turn = session.turn([3], max_new_tokens=5, ignore_eos=True)
+            assert [token async for token in turn.tokens()] == said([1, 2, 3], 5)
+            text = session.turn([4], max_new_tokens=9, ignore_eos=True)
+            assert "".join([piece async for piece in text]) == text.text
+            fork = await session.fork(turn=1)
+            assert await fork.history() == [1, 2]
+            assert (await session.rewind(turn=1)).tokens == 2
+            both = [engine.generate([n], max_new_tokens=9, ignore_eos=True) for n in (1, 2)]
+            assert [(await one.result()).kept for one in both] == [9, 9]
+            await session.draft([9])
+            await session.abort()
+            assert (await session.turn([1], max_new_tokens=4, ignore_eos=True).result()).kept == 4
+            assert (await session.regenerate(max_new_tokens=2, ignore_eos=True).result()).kept == 2
+            with pytest.raises(ContextExceeded):
+                await session.turn([1] * 9000).result()
+            open_turn = session.turn([1], ignore_eos=True)
+            async for _ in open_turn.tokens():
+                break
+            assert (await open_turn.abort(keep=0)).kept == 0
+            async with fork, session:
+                assert len(await engine.sessions()) == 2
+                assert (await session.info()).turn is None
+            await engine.audit()
+
+    asyncio.run(talk())
+
+
+def test_cancelling_a_task_aborts_its_turn(make_async: Callable[[], AnyAsyncEngine]) -> None:
+    async def talk() -> None:
+        async with make_async() as engine, await engine.session() as session:
+            reading = asyncio.Event()
+
+            async def read() -> None:
+                async for _ in session.turn([1], ignore_eos=True).tokens():
+                    reading.set()
+
+            task = asyncio.create_task(read())
+            await reading.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while (await session.info()).turn is not None:
+                await asyncio.sleep(0.01)
+            assert await session.history() == []
+
+    asyncio.run(talk())
+
+
+def test_an_event_loop_that_ends_leaves_no_turn_behind(make_async: Callable[[], AnyAsyncEngine]) -> None:
+    engine = make_async()
+
+    async def start() -> tuple[AnyAsyncSession, AnyAsyncStream]:
+        session = await engine.session()
+        return session, session.turn([1], ignore_eos=True)
+
+    session, turn = asyncio.run(start())
+    eventually(lambda: asyncio.run(session.info()).turn is None)
+    assert turn.token_ids == []
+    asyncio.run(session.close())
+    asyncio.run(engine.close())
+
+
+def test_a_cancelled_opening_leaves_no_session(make_async: Callable[[], AnyAsyncEngine]) -> None:
+    async def open_and_cancel() -> None:
+        async with make_async() as engine:
+            for _ in range(30):
+                opening = asyncio.create_task(engine.session())
+                await asyncio.sleep(0)
+                opening.cancel()
+                await asyncio.gather(opening, return_exceptions=True)
+            while await engine.sessions():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(open_and_cancel(), 20))
+
+
+@pytest.mark.parametrize("where", ["in this process", "over HTTP"])
+def test_closing_ends_what_is_open(where: str, witness: Server) -> None:
+    engine: AnyEngine = tenuto.connect(witness.url) if where == "over HTTP" else tenuto.Engine("witness")
+    session = engine.session(ttl=1)
+    ended = session.turn([1], max_new_tokens=2)
+    result = ended.result()
+    turn = session.turn([1], ignore_eos=True)
+    next(turn.tokens())
+    engine.close()
+    with pytest.raises(EngineStopped, match="closed"):
+        turn.result()
+    with pytest.raises(EngineStopped):
+        engine.session()
+    assert ended.abort() == result
+    engine.close()

@@ -1,0 +1,246 @@
+"""Metrics, audit and logs of a real server of the witness: what operators see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+
+from tenuto.base.errors import EngineStopped
+from tenuto.base.messages import GetStats, Request, Stats, WorkerSettings
+from tenuto.serve.metrics import Metrics
+from tenuto.serve.process import ProcessLink
+from tests.serve.server import Server, serving
+from tests.serve.test_native import LONG, events, refusal, turn
+
+STATES = ("free", "in_flight", "leased")
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scraped(http: httpx.Client) -> Samples:
+    """Every sample that /metrics shows, by name and labels."""
+    answer = http.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples.get((f"tenuto_{name}", frozenset(labels.items())), 0.0)
+
+
+@pytest.fixture
+def session(http: httpx.Client) -> Iterator[str]:
+    path = f"/v1/sessions/{http.post('/v1/sessions', json={}).json()['id']}"
+    yield path
+    http.delete(path)
+
+
+def test_metrics_count_what_turns_did(http: httpx.Client, session: str) -> None:
+    before = scraped(http)
+    turn(http, session, input=[1] * 30, max_new_tokens=5)
+    turn(http, session, input=[2] * 10, max_new_tokens=1)
+    after = scraped(http)
+
+    def more(name: str, **labels: str) -> float:
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    assert more("turns_ended_total", reason="length", committed="true") == 2
+    assert more("prompt_tokens_total") == 30 + 45
+    assert more("cached_tokens_total") == 34
+    assert more("generation_tokens_total") == 6
+    assert more("time_to_first_token_seconds_count") == 2
+    assert more("inter_token_latency_seconds_count") == 4
+    assert more("e2e_turn_latency_seconds_count") == 2
+    assert more("transitions_total", event="commit") == 2
+    route = "/v1/sessions/{session_id}/turns"
+    assert more("http_requests_total", method="POST", route=route, status="200") == 2
+    assert value(after, "held_tokens", tenant="default") >= 46
+    assert value(after, "build_info", model="witness", version=version("tenuto")) == 1
+    assert value(after, "engine_up") == 1
+
+
+def test_metrics_show_memory_that_adds_up(http: httpx.Client, session: str) -> None:
+    turn(http, session, input=[1] * 100)
+    samples, capacity = scraped(http), http.get("/v1/engine").json()["units"]
+    for group, units in capacity.items():
+        states = [value(samples, "memory_units", group=group, tier="device", state=s) for s in STATES]
+        assert sum(states) == units
+    audited = http.get("/audit").json()
+    assert audited["clean"] is True
+    assert sum(audited["pools"][0]["by_holder"].values()) == audited["pools"][0]["leased"]
+
+
+def test_metrics_show_what_is_under_way_and_how_it_ended(http: httpx.Client, session: str, witness: Server) -> None:
+    before = scraped(http)
+    with http.stream("POST", f"{session}/turns", json=LONG) as response, witness.client() as other:
+        told = events(response)
+        next(event for event in told if event[0] == "delta")
+        during = scraped(other)
+        other.post(f"{session}/abort", json={"keep": "delivered"})
+        list(told)
+    after = scraped(http)
+    assert (value(during, "turns_running"), value(after, "turns_running")) == (1, 0)
+    ended = {"reason": "abort", "committed": "true"}
+    assert value(after, "turns_ended_total", **ended) == value(before, "turns_ended_total", **ended) + 1
+    assert value(after, "aborts_total") == value(before, "aborts_total") + 1
+
+
+def test_why_a_turn_was_computed_again_is_counted() -> None:
+    with serving("--model", "witness", "--context-length", "512") as server, server.client() as http:
+        http.post("/v1/sessions", json={"id": "dropped"})
+        turn(http, "/v1/sessions/dropped", input=[1] * 50)
+        assert http.get("/flush_cache").status_code == 200
+        assert turn(http, "/v1/sessions/dropped", input=[1])["usage"]["cached_tokens"] == 0
+        recomputed = [sample for sample in scraped(http).items() if sample[0][0] == "tenuto_recomputed_tokens_total"]
+        assert [(dict(labels)["reason"], tokens) for (_, labels), tokens in recomputed] == [("flushed", 53)]
+
+
+def test_odd_requests_make_no_new_series(http: httpx.Client) -> None:
+    http.request("PROPFIND", "/v1/sessions")
+    http.get("/")
+    before = {key for key in scraped(http) if key[0] == "tenuto_http_requests_total"}
+    for n in range(20):
+        http.get(f"/nothing/{n}")
+        http.get(f"/v1/sessions/none-{n}")
+        http.request(("PROPFIND", "PURGE", "MKCOL")[n % 3], "/v1/sessions")
+    after = {key for key in scraped(http) if key[0] == "tenuto_http_requests_total"}
+    assert len(after - before) <= 2
+
+
+def test_a_server_without_its_engine_says_so_and_still_shows_its_metrics() -> None:
+    with serving("--model", "witness") as server, server.client() as http:
+        turn_path = f"/v1/sessions/{http.post('/v1/sessions', json={}).json()['id']}"
+        turn(http, turn_path, input=[1])
+        os.kill(server.engine_pid, signal.SIGKILL)
+        for _ in range(200):
+            samples = scraped(http)
+            if value(samples, "engine_up") == 0:
+                break
+            time.sleep(0.05)
+        assert value(samples, "engine_up") == 0
+        assert value(samples, "turns_ended_total", reason="length", committed="true") == 1
+        for path in ("/health", "/v1/engine", "/audit", "/v1/sessions"):
+            answer = http.get(path)
+            assert answer.status_code == 503, path
+        assert refusal(answer) == (503, "engine_stopped")
+        assert answer.headers["retry-after"]
+
+
+def test_whoever_asks_while_the_engine_dies_is_told_so() -> None:
+    async def ask() -> list[str]:
+        link = await ProcessLink.open(WorkerSettings(model="witness"))
+        os.kill(link.pid, signal.SIGKILL)
+        told: list[str] = []
+
+        async def once() -> None:
+            try:
+                await link.call(GetStats(), Stats)
+            except EngineStopped as error:
+                told.append(str(error))
+
+        async with asyncio.timeout(20), asyncio.TaskGroup() as asking:
+            while link.stopped is None:  # also between the end of the connection and the child's burial
+                asking.create_task(once())
+                await asyncio.sleep(0)
+        await link.close()
+        return told
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        told = runner.run(ask())
+    assert set(told) == {"the engine process was killed by SIGKILL"}
+
+
+class CountingLink:
+    """An engine that has figures, or is late with them."""
+
+    stopped = None
+
+    def __init__(self, *, late: bool) -> None:
+        self.asked: list[str] = []
+        self._late = late
+
+    async def call(self, request: Request, answer: type[Any]) -> Any:
+        self.asked.append(type(request).__name__)
+        if self._late:
+            await asyncio.sleep(60)
+        return msgspec.convert(FIGURES, answer)
+
+
+FIGURES = {
+    **dict.fromkeys(("sessions", "running", "queued", "steps", "holders", "leases"), 1),
+    **dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "computed_tokens"), 2),
+    **{name: {"some": 3} for name in ("transitions", "recomputed", "held_tokens")},
+    "pools": [{"name": "g", "capacity": 9, "free": 4, "in_flight": 0, "leased": 5, "by_holder": {"session": 5}}],
+    "summary": "",
+}
+
+
+def shown(metrics: Metrics, link: CountingLink) -> str:
+    return asyncio.run(metrics.text(link, "m", 0)).decode()  # type: ignore[arg-type]
+
+
+def test_looking_often_does_not_recount_memory_often() -> None:
+    metrics, link = Metrics(), CountingLink(late=False)
+    texts = [shown(metrics, link) for _ in range(3)]
+    assert link.asked == ["GetStats", "Audit", "GetStats", "GetStats"]
+    assert all('tenuto_memory_leased_units{group="g",holder="session",tier="device"} 5.0' in text for text in texts)
+
+
+def test_an_engine_that_is_late_does_not_keep_metrics_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenuto.serve.metrics.PATIENCE_SECONDS", 0.02)
+    text = shown(Metrics(), CountingLink(late=True))
+    assert "tenuto_engine_up 1.0" in text
+    assert "tenuto_turns_running" not in text
+
+
+# -- logs
+
+
+def logged(server: Server, request_id: str) -> dict[str, Any]:
+    """The line of a request."""
+    for _ in range(200):
+        for line in server.lines:
+            if request_id in line:
+                return json.loads(line)
+        time.sleep(0.02)
+    pytest.fail(f"{request_id} is not in the log")
+
+
+def test_a_request_has_an_id_in_its_answer_and_in_the_log(http: httpx.Client, witness: Server, session: str) -> None:
+    answer = http.get(session)
+    line = logged(witness, answer.headers["x-request-id"])
+    assert (line["event"], line["method"], line["path"]) == ("request", "GET", session)
+    assert (line["status"], line["tenant"]) == (200, "default")
+    assert line["ms"] >= 0
+
+
+def test_a_plain_id_of_the_clients_own_is_kept(http: httpx.Client, witness: Server) -> None:
+    for given in ("order-17/b", "x" * 128):
+        assert http.get("/v1/sessions", headers={"x-request-id": given}).headers["x-request-id"] == given
+        assert logged(witness, given)["request_id"] == given
+    for given in (b"", b"two words", b"x" * 129, b"tab\tbed", b"\xff"):
+        answer = http.get("/v1/sessions", headers=[(b"x-request-id", given)])
+        assert len(answer.headers["x-request-id"]) == 16
+
+
+def test_the_id_is_also_on_refusals(http: httpx.Client, witness: Server) -> None:
+    for method, path, status in (("GET", "/none", 404), ("PUT", "/v1/sessions", 405), ("POST", "/v1/sessions", 400)):
+        answer = http.request(method, path, content=b"{")
+        assert answer.status_code == status
+        assert logged(witness, answer.headers["x-request-id"])["status"] == status
