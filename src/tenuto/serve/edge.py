@@ -75,14 +75,23 @@ class Edge:
         self.require_engine()
         if self.draining:
             raise Draining("the server is about to end; try again later")
-        limits, desk = tenant.limits, self.desk
-        if limits.turns is not None and desk.open[tenant.name] >= limits.turns:
-            raise LimitReached(f"{desk.open[tenant.name]} turns are open; allowed: {limits.turns}; wait for one to end")
-        if queue and limits.queued is not None and desk.in_line[tenant.name] >= limits.queued:
-            raise LimitReached(f"{desk.in_line[tenant.name]} turns wait for a session; allowed: {limits.queued}")
-        if desk.open.total() >= self.settings.max_turns:
+        return await self.desk.start(
+            request,
+            queue=queue,
+            continues=continues,
+            key=key,
+            body=body,
+            check=lambda: self._check_open(tenant),
+            most_in_line=tenant.limits.queued,
+        )
+
+    def _check_open(self, tenant: Tenant) -> None:
+        """Whether one more turn may be open. Raises `LimitReached`, `Overloaded`."""
+        most, has = tenant.limits.turns, self.desk.open[tenant.name]
+        if most is not None and has >= most:
+            raise LimitReached(f"{has} turns are open; allowed: {most}; wait for one to end")
+        if self.desk.open.total() >= self.settings.max_turns:
             raise Overloaded(f"{self.settings.max_turns} turns are open, the most allowed; try again later")
-        return await desk.start(request, queue=queue, continues=continues, key=key, body=body)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Have something done that nobody waits for. It must not raise."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from tenuto.base.errors import (
     DeadlinePassed,
     IllegalTransition,
     KeyReused,
+    LimitReached,
     NotFound,
     Overloaded,
     SessionBusy,
@@ -26,6 +27,10 @@ from tenuto.base.messages import AbortTurn, LogprobView, ResultView, StartTurn, 
 
 MOST_REMEMBERED = 4096
 """Ended turns that are kept for readers who come back, and for repeated requests."""
+MOST_UPDATES = 2**18
+"""Updates of ended turns that are kept; those with log-probabilities count more."""
+LOGPROBS_WEIGHT = 16
+"""For how many updates one with log-probabilities counts."""
 MOST_QUEUED = 64
 """Turns that may wait for one session."""
 DEADLINES = ("queue_timeout", "timeout")
@@ -96,8 +101,14 @@ class LiveTurn:
         """Leading output tokens whose text readers have been given."""
         return self.updates[-1].delivered if self.updates else 0
 
+    @property
+    def weight(self) -> int:
+        """How much room its updates take."""
+        return len(self.updates) * (LOGPROBS_WEIGHT if "logprobs" in self.request.options else 1)
+
     def accept(self, ticket: Ticket) -> None:
-        """The engine has it."""
+        """The engine has it, and its input."""
+        self.request = msgspec.structs.replace(self.request, input=[])
         self.ticket = ticket
         self.answered.set()
 
@@ -190,7 +201,9 @@ class TurnDesk:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._turns: OrderedDict[str, LiveTurn] = OrderedDict()  # by id; ended ones are forgotten in this order
+        self._turns: dict[str, LiveTurn] = {}  # by id
+        self._past: deque[LiveTurn] = deque()  # those that were accepted and have ended, in the order of their ends
+        self._past_updates = 0  # of them all, weighted
         self._open: dict[str, LiveTurn] = {}  # by session
         self._lines: dict[str, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}  # by session
         self._keys: dict[Key, tuple[LiveTurn, bytes]] = {}
@@ -223,19 +236,24 @@ class TurnDesk:
         continues: bool = False,
         key: str | None = None,
         body: bytes = b"",
+        check: Callable[[], None] = lambda: None,
+        most_in_line: int | None = None,
     ) -> LiveTurn:
-        """A turn that the engine has accepted. With `queue` it waits for the session's open turn, otherwise it is
-        refused with `SessionBusy`. A `key` used before with the same `body` gives the turn of then, if that has not
-        been aborted; with another body it is refused with `KeyReused`. Cancelled, it leaves no turn behind."""
+        """A turn that the engine has accepted. With `queue` it waits for the session's open turn, unless its tenant has
+        `most_in_line` that wait; otherwise it is refused with `SessionBusy`. `check` may refuse any that is new. A
+        `key` used before with the same `body` gives the turn of then, if that has not been aborted; with another body
+        it is refused with `KeyReused`. Cancelled, it leaves no turn behind."""
         turn = LiveTurn(request, continues=continues)
         if key is not None:
             turn.key = Key(request.tenant, request.session, key)
             if (known := self._keys.get(turn.key)) is not None:
                 return await self._repeat(known, body)
+        check()
+        if turn.key is not None:
             self._keys[turn.key] = turn, body
         self._turns[turn.id] = turn
         self.open[turn.tenant] += 1
-        starting = asyncio.ensure_future(self._start(turn, queue=queue))
+        starting = asyncio.ensure_future(self._start(turn, queue, most_in_line))
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -243,7 +261,6 @@ class TurnDesk:
             raise
         if turn.error is not None and turn.ticket is None:
             raise turn.error
-        self._forget_oldest()
         return turn
 
     @staticmethod
@@ -256,11 +273,11 @@ class TurnDesk:
             raise turn.error
         return turn
 
-    async def _start(self, turn: LiveTurn, *, queue: bool) -> None:
+    async def _start(self, turn: LiveTurn, queue: bool, most_in_line: int | None) -> None:
         request = turn.request
         try:
             if request.session is not None:
-                request = await self._turn_of(request.session, turn, queue=queue)
+                request = await self._turn_of(request.session, turn, queue, most_in_line)
             await self._link.start(request, lambda news: self._deliver(turn, news))
         except Exception as error:
             turn.fail(error if isinstance(error, TenutoError) else TenutoError("the server failed; its log says why"))
@@ -268,7 +285,7 @@ class TurnDesk:
             if turn.error is not error:
                 raise
 
-    async def _turn_of(self, session: str, turn: LiveTurn, *, queue: bool) -> StartTurn:
+    async def _turn_of(self, session: str, turn: LiveTurn, queue: bool, most_in_line: int | None) -> StartTurn:
         """Be the session's open turn, at once or when those before have ended. Of its deadlines, what waiting has left;
         raises `DeadlinePassed` if that is nothing."""
         line = self._lines.get(session)
@@ -277,6 +294,9 @@ class TurnDesk:
             return turn.request
         if not queue:
             raise SessionBusy("the session has an open turn; allowed: wait for its end, abort it, or if_busy: queue")
+        waiting = self.in_line[turn.tenant]
+        if most_in_line is not None and waiting >= most_in_line:
+            raise LimitReached(f"{waiting} turns wait for a session; allowed: {most_in_line}; wait for one to begin")
         line = self._lines.setdefault(session, deque())
         if len(line) >= MOST_QUEUED:
             raise Overloaded(f"{len(line)} turns wait for this session, the most allowed; try again later")
@@ -319,6 +339,8 @@ class TurnDesk:
             self._forget_key(turn)
         if turn.ticket is None:
             self._turns.pop(turn.id, None)
+        else:
+            self._remember(turn)
         if session is None:
             return
         line = self._lines.get(session)
@@ -336,11 +358,13 @@ class TurnDesk:
         if not self._lines.get(session, True):
             del self._lines[session]
 
-    def _forget_oldest(self) -> None:
-        while len(self._turns) > MOST_REMEMBERED:
-            oldest = next((turn for turn in self._turns.values() if turn.ended), None)
-            if oldest is None:
-                return
+    def _remember(self, turn: LiveTurn) -> None:
+        """The turn has ended; the oldest of those that have are forgotten."""
+        self._past.append(turn)
+        self._past_updates += turn.weight
+        while len(self._past) > MOST_REMEMBERED or (self._past_updates > MOST_UPDATES and len(self._past) > 1):
+            oldest = self._past.popleft()
+            self._past_updates -= oldest.weight
             del self._turns[oldest.id]
             self._forget_key(oldest)
 

@@ -1,0 +1,98 @@
+"""What the edge remembers of turns, on an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tenuto.base.errors import LimitReached, NotFound
+from tenuto.base.messages import OpenSession, SessionView, StartTurn, WorkerSettings
+from tenuto.runtime.local import LocalLink
+from tenuto.serve import turns
+from tenuto.serve.turns import TurnDesk
+
+
+def play(story: Callable[[TurnDesk, LocalLink], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        link = LocalLink(WorkerSettings(model="witness", config={"context_length": 3000}))
+        desk = TurnDesk(link)
+        await story(desk, link)
+        assert desk.open.total() == desk.in_line.total() == 0
+        assert not desk._open
+        assert not desk._lines
+        await link.close()
+
+    asyncio.run(whole())
+
+
+def one_shot(tokens: int, session: str | None = None) -> StartTurn:
+    return StartTurn(kind="turn", tenant="t", session=session, input=[1], options={"max_new_tokens": tokens})
+
+
+def test_ended_turns_are_forgotten_oldest_first_by_number_and_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MOST_REMEMBERED", 5)
+    monkeypatch.setattr(turns, "MOST_UPDATES", 100)
+
+    async def story(desk: TurnDesk, _: LocalLink) -> None:
+        small = [await desk.start(one_shot(3), key=f"k{n}", body=b"") for n in range(8)]
+        for turn in small:
+            await turn.finished()
+        kept = [turn for turn in small if turn.id in desk._turns]
+        assert kept == small[-5:]
+        assert len(desk._keys) == 5
+        large = await desk.start(one_shot(2000))
+        await large.finished()
+        assert list(desk._turns.values()) == [large]
+        with pytest.raises(NotFound):
+            desk.find("t", None, small[-1].id)
+
+    play(story)
+
+
+def test_a_repeated_request_is_no_new_turn_and_a_limit_does_not_refuse_it() -> None:
+    async def story(desk: TurnDesk, _: LocalLink) -> None:
+        first = await desk.start(one_shot(5), key="k", body=b"same")
+
+        def refuse() -> None:
+            raise LimitReached("no more")
+
+        assert await desk.start(one_shot(5), key="k", body=b"same", check=refuse) is first
+        with pytest.raises(LimitReached):
+            await desk.start(one_shot(5), check=refuse)
+        await first.finished()
+
+    play(story)
+
+
+def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
+    async def story(desk: TurnDesk, link: LocalLink) -> None:
+        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        for delay in range(40):
+            asked = [asyncio.ensure_future(desk.start(one_shot(500, "t/s"), queue=True)) for _ in range(4)]
+            for _ in range(delay):
+                await asyncio.sleep(0)
+            for task in asked:
+                task.cancel()
+            done = await asyncio.gather(*asked, return_exceptions=True)
+            for turn in done:
+                if isinstance(turn, turns.LiveTurn):
+                    desk.abandon(turn)
+        while desk.open_turns():
+            await asyncio.sleep(0.01)
+        last = await desk.start(one_shot(2, "t/s"))
+        assert (await last.finished()).reason == "length"
+
+    play(story)
+
+
+def test_only_turns_that_wait_for_a_session_count_against_the_line() -> None:
+    async def story(desk: TurnDesk, link: LocalLink) -> None:
+        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        first = await desk.start(one_shot(2000, "t/s"), queue=True, most_in_line=0)
+        with pytest.raises(LimitReached):
+            await desk.start(one_shot(1, "t/s"), queue=True, most_in_line=0)
+        await desk.abort(first)
+
+    play(story)
