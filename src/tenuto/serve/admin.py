@@ -21,10 +21,11 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 
 
 @router.get("/v1/engine", responses=_REFUSALS)
-async def engine(edge: EdgeOf, _: Caller) -> dict[str, Any]:
-    """The model that runs, and how."""
+async def engine(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
+    """The model that runs, and how; where its files are is for administrators."""
     edge.require_engine()
-    view: dict[str, Any] = msgspec.to_builtins(edge.model)
+    model = edge.model if tenant.admin else msgspec.structs.replace(edge.model, path="")
+    view: dict[str, Any] = msgspec.to_builtins(model)
     return view
 
 
