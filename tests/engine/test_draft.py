@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import ContextExceeded
+from tenuto.memory.paged import pages_for
 from tenuto.session.turn import EndReason, TurnParams, TurnState
-from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.engine.stage import FULL, PAGE, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
 
 
 @every_mix
@@ -60,6 +61,19 @@ def test_a_correction_computes_from_where_it_differs() -> None:
     assert stage.cost(lambda: stage.engine.draft("s", corrected)) == 9
     shorter = corrected[:10]
     assert stage.cost(lambda: stage.engine.draft("s", shorter)) == 0
+
+
+def test_a_draft_cut_to_a_checkpoint_and_then_before_it_writes_to_pages_of_its_own() -> None:
+    stage = Stage((SLIDING,), checkpoint_interval=8, checkpoint_share=1.0)
+    session = stage.open()
+    text = count_from(600, 60)
+    for shorter in (60, 12, 4):  # the window of 11 is gone, and the checkpoint at 8 is not; 3 lies before that
+        stage.engine.draft("s", [*text[: shorter - 1], 900])
+        stage.play()
+        stage.engine.audit()
+        memory = session.memory
+        assert memory.turn.computed == shorter - 1
+        assert memory.tables[0].entries == pages_for(shorter - 1, PAGE)
 
 
 edits = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=8)

@@ -208,12 +208,11 @@ class TurnMemory:
         if target < self.start:
             raise InvariantError(f"{self.holder_name} began at {self.start} and cannot be cut to {target}")
         target = min(target, self.computed)
-        best = self.start
-        candidates = [c.position for c in self.checkpoints]
-        if self.source is not None:
-            candidates.append(self.source.position)
-        candidates += [p for p in self._live_positions(target) if all(self._live(t, p) for t in self.session.tables)]
-        return max([best, *(p for p in candidates if best < p <= target)])
+        source = self.source.position if self.source is not None else self.start
+        live = [p for p in self._live_positions(target) if p > source]  # the pages of its source are not its to write
+        resumable = [source, *(c.position for c in self.checkpoints)]
+        resumable += [p for p in live if all(self._live(table, p) for table in self.session.tables)]
+        return max((p for p in resumable if p <= target), default=self.start)
 
     def _live_positions(self, target: int) -> list[int]:
         if not self._states:
