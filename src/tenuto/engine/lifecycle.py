@@ -20,6 +20,8 @@ from tenuto.session.registry import Registry
 from tenuto.session.session import Session, SessionState
 from tenuto.session.turn import EndReason, Turn, TurnState, Usage
 
+MOST_IDLE_TIMERS = 1024
+"""Timers of ended turns that may wait for their time, besides a few a session."""
 USAGE = tuple(field.name for field in fields(Usage))
 
 
@@ -68,6 +70,18 @@ class Lifecycle:
 
     def _set_timer(self, turn: Turn, when: float, timer: Timer) -> None:
         heapq.heappush(self._timers, (when, next(self._entries), timer, turn.session.id, turn.number))
+        if len(self._timers) > MOST_IDLE_TIMERS + 8 * len(self._sessions):  # at most three a session still count
+            self._timers = [entry for entry in self._timers if self._counts(*entry)]
+            heapq.heapify(self._timers)
+
+    def _counts(self, when: float, _: int, timer: Timer, session_id: str, number: int) -> bool:
+        """Whether a timer may still end a turn: an ended turn's, and all but a draft's last, do not."""
+        turn = self._sessions.get(session_id).turn if session_id in self._sessions else None
+        return (
+            turn is not None
+            and turn.number == number
+            and (timer is not Timer.DRAFT or when >= turn.changed + self._draft_timeout)
+        )
 
     def start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
         """A waiting turn gets its row."""

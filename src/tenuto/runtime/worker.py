@@ -72,8 +72,10 @@ def run(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Take over the inherited socket. An interrupt at the terminal is for the parent; it closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Take over the inherited socket. Signals that are sent to all processes (an interrupt at the terminal, a
+    service manager's SIGTERM) are for the parent; it closes the socket."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         run(connection)
 

@@ -26,6 +26,8 @@ ALL = 2**40
 """To keep, of an aborted turn: every output token."""
 RETRY_SECONDS = 1
 """In `Retry-After`, where nothing better is known."""
+ABORTING_SECONDS = 5.0
+"""How long the engine may take, at the end, to abort all that is left."""
 
 
 class Edge:
@@ -105,9 +107,10 @@ class Edge:
         deadline = time.monotonic() + self.settings.drain_seconds
         while self.desk.open_turns() and time.monotonic() < deadline and self.link.stopped is None:
             await asyncio.sleep(0.02)
-        for turn in self.desk.open_turns():
-            with suppress(TenutoError):
-                await self.desk.abort(turn)
+        aborting = [asyncio.ensure_future(self.desk.abort(turn)) for turn in self.desk.open_turns()]  # lines and all
+        with suppress(TimeoutError):  # an engine that hangs is killed later
+            async with asyncio.timeout(ABORTING_SECONDS):
+                await asyncio.gather(*aborting, return_exceptions=True)
 
 
 def inner_id(tenant: Tenant, session_id: str) -> str:

@@ -116,7 +116,9 @@ async def close_session(
 ) -> Response:
     """Close a session."""
     version = _version(if_match)
-    await edge.link.call(CloseSession(session=inner_id(tenant, session_id), finish=finish, version=version), type(None))
+    inner = inner_id(tenant, session_id)
+    await edge.link.call(CloseSession(session=inner, finish=finish, version=version), type(None))
+    edge.desk.dismiss(inner)
     return Response(status_code=204)
 
 

@@ -20,6 +20,7 @@ from tenuto.base.errors import (
     NotFound,
     Overloaded,
     SessionBusy,
+    SessionClosed,
     TenutoError,
 )
 from tenuto.base.link import Link, TurnNews
@@ -72,6 +73,7 @@ class LiveTurn:
         self.result: ResultView | None = None
         self.error: TenutoError | None = None
         self.readers = 0
+        self.leaving = False  # nobody reads it any more, and it is being aborted
         self.asked = time.perf_counter()  # when it was requested
         self.heard: float | None = None  # when its last tokens came; written by the metrics
         self.answered = asyncio.Event()  # the engine has accepted it, or it has failed
@@ -246,8 +248,11 @@ class TurnDesk:
         turn = LiveTurn(request, continues=continues)
         if key is not None:
             turn.key = Key(request.tenant, request.session, key)
-            if (known := self._keys.get(turn.key)) is not None:
-                return await self._repeat(known, body)
+            while (known := self._keys.get(turn.key)) is not None:
+                if not known[0].leaving or known[0].ended:
+                    return await self._repeat(known, body)
+                with suppress(TenutoError):
+                    await known[0].finished()  # the key is free then, unless it was committed after all
         check()
         if turn.key is not None:
             self._keys[turn.key] = turn, body
@@ -263,12 +268,18 @@ class TurnDesk:
             raise turn.error
         return turn
 
-    @staticmethod
-    async def _repeat(known: tuple[LiveTurn, bytes], body: bytes) -> LiveTurn:
+    async def _repeat(self, known: tuple[LiveTurn, bytes], body: bytes) -> LiveTurn:
         turn, first = known
         if first != body:
             raise KeyReused("this idempotency key was used with another request; allowed: the same one, or a new key")
-        await turn.answered.wait()
+        turn.readers += 1  # whoever waits here will read it
+        try:
+            await turn.answered.wait()
+        except asyncio.CancelledError:
+            turn.readers -= 1
+            self.abandon(turn)
+            raise
+        turn.readers -= 1
         if turn.error is not None and turn.ticket is None:
             raise turn.error
         return turn
@@ -389,9 +400,16 @@ class TurnDesk:
             if waiting is turn and not ready.done():
                 ready.set_exception(IllegalTransition("the turn was aborted before it began"))
 
+    def dismiss(self, session: str) -> None:
+        """The session is closed: those that wait for it are refused, before another may have its id."""
+        for _, ready in self._lines.get(session, ()):
+            if not ready.done():
+                ready.set_exception(SessionClosed("the session was closed before the turn began"))
+
     def abandon(self, turn: LiveTurn) -> None:
         """A reader has gone. If it was the last, and the turn does not continue without, the turn is aborted."""
         if turn.readers == 0 and not turn.ended and not turn.continues:
+            turn.leaving = True
             task = asyncio.ensure_future(self._abort_quietly(turn))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -37,7 +37,7 @@ class Registry:
         self._max_sessions = max_sessions
         self._sessions: dict[str, Session] = {}
         self._use: dict[str, TenantUse] = {}  # by tenant; those without sessions are not there
-        self._expiries: list[tuple[float, str]] = []  # a heap; an entry is stale if the session had a turn since
+        self._expiries: list[tuple[float, str]] = []  # a heap, one entry a session; too early if it had a turn since
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -101,7 +101,8 @@ class Registry:
 
     def watch(self, session: Session) -> None:
         """The session is idle from `last_turn_end` on: note when it would expire."""
-        if session.policy.ttl is not None:
+        if session.policy.ttl is not None and not session.watched:
+            session.watched = True
             heapq.heappush(self._expiries, (session.last_turn_end + session.policy.ttl, session.id))
 
     def expired(self) -> list[Session]:
@@ -111,11 +112,16 @@ class Registry:
         found: dict[str, Session] = {}
         while self._expiries and self._expiries[0][0] <= now:
             session = self._sessions.get(heapq.heappop(self._expiries)[1])
-            if session is None or session.turn is not None or session.state is not SessionState.OPEN:
+            if session is None:
+                continue
+            session.watched = False
+            if session.turn is not None or session.state is not SessionState.OPEN:
                 continue
             ttl = session.policy.ttl
             if ttl is not None and session.last_turn_end + ttl <= now:
                 found[session.id] = session
+            else:
+                self.watch(session)
         return list(found.values())
 
     def holders(self) -> Iterator[Holder]:

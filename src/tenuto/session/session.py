@@ -67,6 +67,7 @@ class Session:
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
         self.opened = now
+        self.watched = False  # the registry looks when it expires; written by it
         self.counted = 0  # tokens counted for its tenant; written by the registry
 
     def __repr__(self) -> str:
