@@ -128,3 +128,17 @@ def test_a_server_that_cannot_start_says_why_in_one_line(arguments: tuple[str, .
     assert len(lines) == 1
     assert lines[0].startswith("tenuto: ")
     assert said in lines[0]
+
+
+def test_at_the_end_turns_that_wait_for_a_session_are_told_to_try_elsewhere() -> None:
+    with serving(*WITNESS, "--drain-seconds", "0.2") as server, ThreadPoolExecutor(4) as pool, server.client() as http:
+        begun = threading.Event()
+        first = pool.submit(follow, server, "s", begun)
+        assert begun.wait(20)
+        waiting = [pool.submit(http.post, "/v1/sessions/s/turns", json={**LONG, "if_busy": "queue"}) for _ in range(2)]
+        while http.get("/metrics").text.count("tenuto_turns_in_line 2.0") == 0:
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGTERM)
+        assert [refusal(future.result()) for future in waiting] == [(503, "draining")] * 2
+        assert first.result()[-1][0] == "aborted"
+        assert server.process.wait(END_SECONDS) == 0

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tenuto.base.errors import LimitReached, NotFound
-from tenuto.base.messages import OpenSession, SessionView, StartTurn, WorkerSettings
+from tenuto.base.errors import LimitReached, NotFound, SessionClosed
+from tenuto.base.messages import GetSession, OpenSession, SessionView, StartTurn, WorkerSettings
 from tenuto.runtime.local import LocalLink
 from tenuto.serve import turns
 from tenuto.serve.turns import TurnDesk
@@ -94,5 +94,47 @@ def test_only_turns_that_wait_for_a_session_count_against_the_line() -> None:
         with pytest.raises(LimitReached):
             await desk.start(one_shot(1, "t/s"), queue=True, most_in_line=0)
         await desk.abort(first)
+
+    play(story)
+
+
+def test_whoever_repeats_a_request_reads_its_turn_also_when_the_first_has_gone() -> None:
+    async def story(desk: TurnDesk, link: LocalLink) -> None:
+        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        blocking = await desk.start(one_shot(300, "t/s"))
+        first = asyncio.ensure_future(desk.start(one_shot(3, "t/s"), queue=True, key="k"))
+        second = asyncio.ensure_future(desk.start(one_shot(3, "t/s"), queue=True, key="k"))
+        await asyncio.sleep(0)
+        first.cancel()
+        await blocking.finished()
+        turn = await second
+        assert (await turn.finished()).committed
+
+    play(story)
+
+
+def test_a_repeated_request_does_not_join_a_turn_that_is_being_aborted() -> None:
+    async def story(desk: TurnDesk, _: LocalLink) -> None:
+        first = await desk.start(one_shot(2000), key="k")
+        desk.abandon(first)
+        second = await desk.start(one_shot(2), key="k")
+        assert second is not first
+        assert (await second.finished()).committed
+
+    play(story)
+
+
+def test_a_closed_session_takes_its_line_along() -> None:
+    async def story(desk: TurnDesk, link: LocalLink) -> None:
+        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        first = await desk.start(one_shot(2000, "t/s"))
+        waiting = asyncio.ensure_future(desk.start(one_shot(1, "t/s"), queue=True))
+        await asyncio.sleep(0)
+        await desk.close_session("t/s")
+        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        with pytest.raises(SessionClosed):
+            await waiting
+        assert not (await first.finished()).committed
+        assert (await link.call(GetSession(session="t/s"), SessionView)).version == 0
 
     play(story)

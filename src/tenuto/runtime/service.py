@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -62,6 +63,8 @@ from tenuto.session.session import Policy, Session
 from tenuto.session.turn import Turn, TurnParams, TurnResult
 from tenuto.text.prompt import Prompt, parse_input
 
+log = logging.getLogger("tenuto.runtime")
+
 MOST_LISTED = 1000
 
 
@@ -91,6 +94,9 @@ class Service:
         try:
             self._handle(request)
         except TenutoError as error:
+            self._refuse(request.call, error)
+        except Exception as error:  # our mistake, and one request's: the sessions of all others live on
+            log.exception("a request failed")
             self._refuse(request.call, error)
 
     @singledispatchmethod

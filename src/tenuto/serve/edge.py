@@ -104,6 +104,7 @@ class Edge:
     async def drain(self) -> None:
         """Begin nothing new, let turns end for a while, then abort those that are left."""
         self.draining = True
+        self.desk.refuse_lines(Draining("the server is about to end; try again later"))
         deadline = time.monotonic() + self.settings.drain_seconds
         while self.desk.open_turns() and time.monotonic() < deadline and self.link.stopped is None:
             await asyncio.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,6 @@ from fastapi.responses import JSONResponse
 from tenuto.base.errors import IllegalTransition, InvalidRequest, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
-    CloseSession,
     Draft,
     Fork,
     GetSession,
@@ -52,7 +52,7 @@ from tenuto.serve.native_schemas import (
 from tenuto.serve.options import logprob_body
 from tenuto.serve.settings import Tenant, new_session_id
 from tenuto.serve.sse import EventStream, event, while_connected
-from tenuto.serve.turns import DEADLINES, LiveTurn
+from tenuto.serve.turns import DEADLINES, DELIVERED, LiveTurn
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -116,9 +116,7 @@ async def close_session(
 ) -> Response:
     """Close a session."""
     version = _version(if_match)
-    inner = inner_id(tenant, session_id)
-    await edge.link.call(CloseSession(session=inner, finish=finish, version=version), type(None))
-    edge.desk.dismiss(inner)
+    await edge.desk.close_session(inner_id(tenant, session_id), finish=finish, version=version)
     return Response(status_code=204)
 
 
@@ -293,9 +291,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
             await edge.link.call(AbortTurn(session=inner), bool)
             return None
         turn = found
-    keep = (
-        {"none": None, "delivered": turn.delivered, "all": ALL}[body.keep] if isinstance(body.keep, str) else body.keep
-    )
+    keep = _KEEP[body.keep] if isinstance(body.keep, str) else body.keep
     await edge.desk.abort(turn, keep)
     return turn_body(turn)
 
@@ -312,11 +308,19 @@ async def follow_turn(
     tenant: Caller,
     session_id: SessionId,
     turn_id: TurnId,
+    request: Request,
     last_event_id: Annotated[int | None, Header(ge=0, le=2**40, description="Send what came after this event.")] = None,
 ) -> Response:
     """The events of a turn, from its beginning or from where a broken stream ended."""
     turn = edge.desk.find(tenant.name, inner_id(tenant, session_id), turn_id)
-    return _stream(edge, turn, last_event_id or 0)
+    position = last_event_id or 0
+    if position > len(turn.updates):
+        raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.updates)}, the last there is")
+    await while_connected(request, turn.answered.wait())
+    return _stream(edge, turn, position)
+
+
+_KEEP = {"none": None, "delivered": DELIVERED, "all": ALL}
 
 
 # -- from requests to turns, and from turns to answers
@@ -392,20 +396,21 @@ async def _events(turn: LiveTurn, position: int) -> AsyncIterator[bytes]:
             },
         )
     try:
-        async for reached, updates in turn.follow(position):
-            for number, update in enumerate(updates, reached - len(updates) + 1):
-                if update.tokens or update.text:
-                    delta: dict[str, Any] = {
-                        "text": update.text,
-                        "tokens": update.tokens,
-                        "delivered": update.delivered,
-                    }
-                    if update.logprobs:
-                        delta["logprobs"] = [logprob_body(entry) for entry in update.logprobs]
-                    yield event("delta", delta, number)
-                if update.result is not None:
-                    whole = turn_body(turn).model_dump(exclude={"text", "tokens", "logprobs"}, exclude_none=True)
-                    yield event("committed" if update.result.committed else "aborted", whole, number)
+        async with aclosing(turn.follow(position)) as news:
+            async for reached, updates in news:
+                for number, update in enumerate(updates, reached - len(updates) + 1):
+                    if update.tokens or update.text:
+                        delta: dict[str, Any] = {
+                            "text": update.text,
+                            "tokens": update.tokens,
+                            "delivered": update.delivered,
+                        }
+                        if update.logprobs:
+                            delta["logprobs"] = [logprob_body(entry) for entry in update.logprobs]
+                        yield event("delta", delta, number)
+                    if update.result is not None:
+                        whole = turn_body(turn).model_dump(exclude={"text", "tokens", "logprobs"}, exclude_none=True)
+                        yield event("committed" if update.result.committed else "aborted", whole, number)
     except TenutoError as error:
         yield event("error", Failure.of(error).body)
 

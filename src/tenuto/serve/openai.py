@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, ModelNotFound, NotFound, TenutoError
-from tenuto.base.messages import CloseSession, OpenSession, SessionView, StartTurn
+from tenuto.base.messages import OpenSession, SessionView, StartTurn
 from tenuto.serve.edge import Caller, Edge, EdgeOf, inner_id
 from tenuto.serve.native_schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.openai_answers import Answer, Writer
@@ -166,7 +166,7 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: str | N
         except TenutoError:
             if opened and edge.desk.open_turn(start.session or "") is None:
                 with suppress(TenutoError):
-                    await edge.link.call(CloseSession(session=start.session or "", version=0), type(None))
+                    await edge.desk.close_session(start.session or "", version=0)
             raise
     return [samples]
 

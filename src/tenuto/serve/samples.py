@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -161,7 +161,7 @@ def check_end(edge: Edge, result: ResultView) -> None:
 
 async def merged(turns: Sequence[LiveTurn]) -> AsyncGenerator[tuple[int, list[TurnUpdate]], None]:
     """What the turns say as it comes: which of them, and all that is new. Raises the error that ended one."""
-    followed = [cast("AsyncGenerator[tuple[int, list[TurnUpdate]], None]", turn.follow()) for turn in turns]
+    followed = [turn.follow() for turn in turns]
     if len(followed) == 1:
         async with aclosing(followed[0]) as news:
             async for _, updates in news:

@@ -21,7 +21,7 @@ from tenuto.base.errors import (
     SessionClosed,
     TenutoError,
 )
-from tenuto.base.messages import CloseSession, GetSession, OpenSession, SessionView, StartTurn
+from tenuto.base.messages import GetSession, OpenSession, SessionView, StartTurn
 from tenuto.serve.edge import Edge, inner_id
 from tenuto.serve.native_schemas import ID_PATTERN
 from tenuto.serve.samples import Samples, all_of
@@ -121,7 +121,7 @@ class Requests:
             await branches.close()
             return
         with suppress(NotFound, SessionClosed):
-            await self._edge.link.call(CloseSession(session=inner_id(tenant, name), finish=True), type(None))
+            await self._edge.desk.close_session(inner_id(tenant, name), finish=True)
 
     # -- requests
 

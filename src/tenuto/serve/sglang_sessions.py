@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.base.messages import HIDDEN, CloseSession, Fork, OpenSession, SessionView
+from tenuto.base.messages import HIDDEN, Fork, OpenSession, SessionView
 from tenuto.serve.edge import Edge, inner_id
 from tenuto.serve.settings import Tenant
 from tenuto.serve.sglang_schemas import SessionParams
@@ -218,7 +218,7 @@ class Branches:
 
     async def _close(self, line: Line) -> None:
         with suppress(TenutoError):  # it never came to be, or the engine is gone
-            await self._edge.link.call(CloseSession(session=line.id, finish=line.busy), type(None))
+            await self._edge.desk.close_session(line.id, finish=line.busy)
 
     async def _abort(self, turn: LiveTurn) -> None:
         with suppress(TenutoError):

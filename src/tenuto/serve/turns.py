@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -24,16 +24,20 @@ from tenuto.base.errors import (
     TenutoError,
 )
 from tenuto.base.link import Link, TurnNews
-from tenuto.base.messages import AbortTurn, LogprobView, ResultView, StartTurn, Ticket, TurnUpdate
+from tenuto.base.messages import AbortTurn, CloseSession, LogprobView, ResultView, StartTurn, Ticket, TurnUpdate
 
 MOST_REMEMBERED = 4096
 """Ended turns that are kept for readers who come back, and for repeated requests."""
 MOST_UPDATES = 2**18
 """Updates of ended turns that are kept; those with log-probabilities count more."""
+DELIVERED = -1
+"""To keep, of an aborted turn: the output tokens that its readers were given."""
 LOGPROBS_WEIGHT = 16
 """For how many updates one with log-probabilities counts."""
 MOST_QUEUED = 64
 """Turns that may wait for one session."""
+MOST_LINE_BYTES = 2**27
+"""Input that all of them may have together."""
 DEADLINES = ("queue_timeout", "timeout")
 """Options of a turn that are seconds from its arrival."""
 
@@ -139,7 +143,7 @@ class LiveTurn:
         self.answered.set()
         self._wake()
 
-    async def follow(self, position: int = 0) -> AsyncIterator[tuple[int, list[TurnUpdate]]]:
+    async def follow(self, position: int = 0) -> AsyncGenerator[tuple[int, list[TurnUpdate]], None]:
         """Updates after the first `position`, as they come: where they end, and all there are by then. Raises the error
         that ended the turn."""
         self.readers += 1
@@ -209,6 +213,8 @@ class TurnDesk:
         self._open: dict[str, LiveTurn] = {}  # by session
         self._lines: dict[str, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}  # by session
         self._keys: dict[Key, tuple[LiveTurn, bytes]] = {}
+        self._line_bytes = 0  # of input, of all turns that wait for a session
+        self._closing: Counter[str] = Counter()  # sessions that the engine is being asked to close, how often
         self._tasks: set[asyncio.Task[None]] = set()
         self.open = Counter[str]()  # turns that have not ended, by tenant
         self.in_line = Counter[str]()  # of them, those that wait for a session, by tenant
@@ -312,8 +318,12 @@ class TurnDesk:
         if len(line) >= MOST_QUEUED:
             raise Overloaded(f"{len(line)} turns wait for this session, the most allowed; try again later")
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        size = len(msgspec.msgpack.encode(turn.request.input))
+        if self._line_bytes + size > MOST_LINE_BYTES:
+            raise Overloaded(f"turns that wait for a session have {self._line_bytes} bytes of input; try again later")
         line.append((turn, ready))
         self.in_line[turn.tenant] += 1
+        self._line_bytes += size
         deadlines = {name: turn.request.options[name] for name in DEADLINES if name in turn.request.options}
         began = time.monotonic()
         try:
@@ -323,6 +333,7 @@ class TurnDesk:
             raise DeadlinePassed("the turn has waited for its session until its deadline") from None
         finally:
             self.in_line[turn.tenant] -= 1
+            self._line_bytes -= size
         waited = time.monotonic() - began
         left = {name: max(1e-3, seconds - waited) for name, seconds in deadlines.items()}
         return msgspec.structs.replace(turn.request, options=turn.request.options | left)
@@ -354,20 +365,23 @@ class TurnDesk:
             self._remember(turn)
         if session is None:
             return
-        line = self._lines.get(session)
         if self._open.get(session) is not turn:
-            if line is not None:
-                self._lines[session] = deque(entry for entry in line if entry[0] is not turn)
+            self._lines[session] = deque(entry for entry in self._lines.get(session, ()) if entry[0] is not turn)
+            self._promote(session)
         else:
             del self._open[session]
-            while line:
-                following, ready = line.popleft()
-                if not ready.done():
-                    self._open[session] = following
-                    ready.set_result(None)
-                    break
-        if not self._lines.get(session, True):
-            del self._lines[session]
+            self._promote(session)
+
+    def _promote(self, session: str) -> None:
+        """The first that waits for the session begins, unless the session has an open turn or is being closed."""
+        line = self._lines.get(session)
+        while line and session not in self._open and session not in self._closing:
+            following, ready = line.popleft()
+            if not ready.done():
+                self._open[session] = following
+                ready.set_result(None)
+        if not line:
+            self._lines.pop(session, None)
 
     def _remember(self, turn: LiveTurn) -> None:
         """The turn has ended; the oldest of those that have are forgotten."""
@@ -384,27 +398,43 @@ class TurnDesk:
             del self._keys[turn.key]
 
     async def abort(self, turn: LiveTurn, keep: int | None = None) -> None:
-        """End the turn, committing its input and `keep` output tokens, or nothing. One that has ended stays as it
-        is."""
-        self._leave_line(turn)
+        """End the turn, committing its input and `keep` (`DELIVERED`: those that readers were given) output tokens, or
+        nothing. One that has ended stays as it is."""
+        self._leave_line(turn, IllegalTransition("the turn was aborted before it began"))
         await turn.answered.wait()
         if turn.ended or turn.ticket is None:
             return
+        if keep == DELIVERED:
+            keep = turn.delivered
         turn.hold()
         await self._link.call(AbortTurn(session=turn.ticket.session, turn=turn.ticket.turn, keep=keep), bool)
         with suppress(TenutoError):
             await turn.finished()
 
-    def _leave_line(self, turn: LiveTurn) -> None:
+    def _leave_line(self, turn: LiveTurn, error: TenutoError) -> None:
         for waiting, ready in self._lines.get(turn.request.session or "", ()):
             if waiting is turn and not ready.done():
-                ready.set_exception(IllegalTransition("the turn was aborted before it began"))
+                ready.set_exception(error)
 
-    def dismiss(self, session: str) -> None:
-        """The session is closed: those that wait for it are refused, before another may have its id."""
-        for _, ready in self._lines.get(session, ()):
-            if not ready.done():
-                ready.set_exception(SessionClosed("the session was closed before the turn began"))
+    async def close_session(self, session: str, *, finish: bool = False, version: int | None = None) -> None:
+        """Have the engine close a session. Those that wait for it are refused, before another may have its id. Raises
+        what the engine refuses with."""
+        self._closing[session] += 1
+        try:
+            await self._link.call(CloseSession(session=session, finish=finish, version=version), type(None))
+            for waiting, _ in list(self._lines.get(session, ())):
+                self._leave_line(waiting, SessionClosed("the session was closed before the turn began"))
+        finally:
+            self._closing[session] -= 1
+            if not self._closing[session]:
+                del self._closing[session]
+            self._promote(session)
+
+    def refuse_lines(self, error: TenutoError) -> None:
+        """Whoever waits for a session does so in vain."""
+        for session in list(self._lines):
+            for waiting, _ in list(self._lines[session]):
+                self._leave_line(waiting, error)
 
     def abandon(self, turn: LiveTurn) -> None:
         """A reader has gone. If it was the last, and the turn does not continue without, the turn is aborted."""
