@@ -115,10 +115,10 @@ def test_a_turn_that_continues_can_be_aborted(remote: tenuto.RemoteEngine) -> No
 
 def test_a_turn_may_wait_for_the_one_before(remote: tenuto.RemoteEngine) -> None:
     session = remote.session()
-    first = session.turn([1], max_new_tokens=100, ignore_eos=True)
+    first = session.turn([1], max_new_tokens=3000, ignore_eos=True)
     with pytest.raises(SessionBusy):
         session.append([2])
-    assert session.append([2], if_busy="queue").usage.prompt == 102
+    assert session.append([2], if_busy="queue").usage.prompt == 3002
     assert first.result().version == 1
 
 

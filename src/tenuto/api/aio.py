@@ -11,13 +11,13 @@ from typing import Any, Self, TypeVar, Unpack
 from weakref import finalize
 
 from tenuto.api.core import EngineCore, SessionCore
-from tenuto.api.reader import Deliver, Event, Keep, TurnReader
+from tenuto.api.reader import Deliver, Event, TurnReader
 from tenuto.base.errors import EngineStopped
-from tenuto.engine.loop import TurnEvent
 from tenuto.memory.audit import AuditReport
 from tenuto.session.info import SessionInfo
 from tenuto.session.options import TurnOptions
 from tenuto.session.session import Policy
+from tenuto.session.transcript import Keep, News
 from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 from tenuto.text.tokenizer import Tokenizer
@@ -241,7 +241,7 @@ class AsyncTurnStream:
         """Abort the turn if it has not ended."""
         self._closer()
 
-    async def _next(self) -> TurnEvent | None:
+    async def _next(self) -> News | None:
         if self._reader.ended:
             return None
         try:

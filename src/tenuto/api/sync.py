@@ -9,12 +9,12 @@ from typing import Any, Self, Unpack
 from weakref import finalize
 
 from tenuto.api.core import EngineCore, SessionCore
-from tenuto.api.reader import Deliver, Event, Keep, TurnReader
-from tenuto.engine.loop import TurnEvent
+from tenuto.api.reader import Deliver, Event, TurnReader
 from tenuto.memory.audit import AuditReport
 from tenuto.session.info import SessionInfo
 from tenuto.session.options import TurnOptions
 from tenuto.session.session import Policy
+from tenuto.session.transcript import Keep, News
 from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 from tenuto.text.tokenizer import Tokenizer
@@ -230,5 +230,5 @@ class TurnStream:
         """Abort the turn if it has not ended."""
         self._closer()
 
-    def _next(self) -> TurnEvent | None:
+    def _next(self) -> News | None:
         return None if self._reader.ended else self._reader.take(self._events.get())

@@ -12,12 +12,13 @@ from weakref import finalize
 
 from tenuto.base.errors import EngineStopped
 from tenuto.client.core import ServerCore, SessionCore
-from tenuto.client.feed import Deliver, Event, Update
-from tenuto.client.reader import Keep, TurnReader
+from tenuto.client.feed import Deliver, Event
+from tenuto.client.reader import TurnReader
 from tenuto.client.wire import RemoteOptions
 from tenuto.memory.audit import AuditReport
 from tenuto.session.info import SessionInfo
 from tenuto.session.session import Policy
+from tenuto.session.transcript import Keep, News
 from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 
@@ -248,7 +249,7 @@ class AsyncRemoteTurnStream:
         """See `RemoteTurnStream.close`."""
         self._closer()
 
-    async def _next(self) -> Update | None:
+    async def _next(self) -> News | None:
         if self._reader.ended:
             return None
         try:

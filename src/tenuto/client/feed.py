@@ -18,6 +18,7 @@ from tenuto.base.errors import Disconnected, EngineStopped, IllegalTransition, N
 from tenuto.client.connection import Connection
 from tenuto.client.sse import EventParser, ServerEvent
 from tenuto.client.wire import error_from, turn_result
+from tenuto.session.transcript import Said
 from tenuto.session.turn import TurnResult
 
 PATIENCE_SECONDS = 30.0
@@ -28,18 +29,7 @@ ONE_SHOT_TTL = 60.0
 """The session of a one-shot turn closes itself after so many seconds, should its client be gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What a turn has brought since its last update. `delivered`: leading output tokens whose text is out, up to now.
-    `result`: in the last update, that of the turn."""
-
-    tokens: tuple[int, ...]
-    text: str
-    delivered: int
-    result: TurnResult | None
-
-
-Event = Update | TenutoError
+Event = Said | TenutoError
 Deliver = Callable[[Event], None]
 """Brings an event from the connection's thread to the reader's."""
 
@@ -108,7 +98,7 @@ class Feed:
         self.ended.set_exception(error)
         self._deliver(error)
 
-    async def _one_shot(self) -> Update:
+    async def _one_shot(self) -> Said:
         opened = await self._connection.ask("POST", "/v1/sessions", {"ttl": ONE_SHOT_TTL})
         try:
             return await self._follow(opened["id"])
@@ -116,7 +106,7 @@ class Feed:
             with suppress(TenutoError):
                 await self._connection.ask("DELETE", session_path(opened["id"]))
 
-    async def _follow(self, session: str) -> Update:
+    async def _follow(self, session: str) -> Said:
         """Until the last event. A turn that outlives its connection is found again on the next."""
         self._path = session_path(session)
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
@@ -139,7 +129,7 @@ class Feed:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _read(self) -> Update:
+    async def _read(self) -> Said:
         """Events of one connection, until the last."""
         if self.turn_id is None:
             headers = {"idempotency-key": self._key} if self._source.continues else None
@@ -158,7 +148,7 @@ class Feed:
                 raise
         return last or await self._look_up()
 
-    def _take(self, event: ServerEvent) -> Update | None:
+    def _take(self, event: ServerEvent) -> Said | None:
         """The last update, if that is it."""
         if event.name == "error":
             raise error_from(500, event.data.encode())
@@ -173,17 +163,17 @@ class Feed:
                 self._received = (self._received[0] + len(said["tokens"]), self._received[1] + len(said["text"]))
                 if said["tokens"] and self.time_to_first_token is None:
                     self.time_to_first_token = time.perf_counter() - self._began
-                self._deliver(Update(tuple(said["tokens"]), said["text"], self._delivered, None))
+                self._deliver(Said(tuple(said["tokens"]), said["text"], self._delivered, None))
             case "committed" | "aborted":
-                return Update((), "", self._delivered, turn_result(said))
+                return Said((), "", self._delivered, turn_result(said))
         return None
 
-    async def _look_up(self) -> Update:
+    async def _look_up(self) -> Said:
         """A stream has ended without its last event. If that is all that is missing, it is not sent again."""
         if self.turn_id is not None and self._source.continues:
             turn = await self._connection.ask("GET", f"{self._path}/turns/{self.turn_id}")
             if turn["usage"] is not None and (len(turn["tokens"]), len(turn["text"])) == self._received:
-                return Update((), "", self._delivered, turn_result(turn))
+                return Said((), "", self._delivered, turn_result(turn))
         raise Disconnected("the stream of the turn ended before the turn")
 
 

@@ -9,12 +9,13 @@ from typing import Self, Unpack
 from weakref import finalize
 
 from tenuto.client.core import ServerCore, SessionCore
-from tenuto.client.feed import Deliver, Event, Update
-from tenuto.client.reader import Keep, TurnReader
+from tenuto.client.feed import Deliver, Event
+from tenuto.client.reader import TurnReader
 from tenuto.client.wire import RemoteOptions
 from tenuto.memory.audit import AuditReport
 from tenuto.session.info import SessionInfo
 from tenuto.session.session import Policy
+from tenuto.session.transcript import Keep, News
 from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 
@@ -228,5 +229,5 @@ class RemoteTurnStream:
         """Read no more. The turn is aborted if it has not ended and is not to continue without."""
         self._closer()
 
-    def _next(self) -> Update | None:
+    def _next(self) -> News | None:
         return None if self._reader.ended else self._reader.take(self._events.get())
