@@ -181,15 +181,17 @@ class LiveTurn:
         return reply
 
     def _kept(self, held: list[TurnUpdate], result: ResultView) -> TurnUpdate:
-        """The last update of an aborted turn: what came since the abort, as far as it is committed."""
+        """The last update of a turn that was to be aborted: what came since, as far as it is committed."""
         said = sum(len(update.tokens) for update in self.updates)
-        room = max(0, result.kept - said) if result.reason == "abort" else sum(len(update.tokens) for update in held)
-        tokens = [token for update in held for token in update.tokens][:room]
-        logprobs = [entry for update in held for entry in update.logprobs or ()][:room]
-        fits = [update for update in held if result.reason != "abort" or update.delivered <= result.kept]
-        text = "".join(update.text for update in fits) if result.reason != "abort" or room else ""
-        delivered = fits[-1].delivered if fits else self.delivered
-        return TurnUpdate(held[-1].call, tokens, text, delivered, result, logprobs or None, held[-1].input_logprobs)
+        kept = result.kept if result.reason == "abort" else said + sum(len(update.tokens) for update in held)
+        if kept < said or (result.reason == "abort" and not result.committed):
+            return TurnUpdate(held[-1].call, [], "", self.delivered, result)
+        tokens = [token for update in held for token in update.tokens][: kept - said]
+        logprobs = [entry for update in held for entry in update.logprobs or ()][: kept - said]
+        whole = [update for update in held if update.delivered <= kept]  # no text of tokens that are not kept
+        text, delivered = "".join(update.text for update in whole), whole[-1].delivered if whole else self.delivered
+        inputs = next((update.input_logprobs for update in held if update.input_logprobs), None)
+        return TurnUpdate(held[-1].call, tokens, text, delivered, result, logprobs or None, inputs)
 
     def _wake(self) -> None:
         wakers, self._wakers = self._wakers, []
