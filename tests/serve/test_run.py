@@ -142,3 +142,16 @@ def test_at_the_end_turns_that_wait_for_a_session_are_told_to_try_elsewhere() ->
         assert [refusal(future.result()) for future in waiting] == [(503, "draining")] * 2
         assert first.result()[-1][0] == "aborted"
         assert server.process.wait(END_SECONDS) == 0
+
+
+def test_a_second_signal_does_not_wait_for_turns() -> None:
+    with serving(*WITNESS, "--drain-seconds", "1000") as server, ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+        stream = pool.submit(follow, server, "s", begun)
+        assert begun.wait(20)
+        server.process.send_signal(signal.SIGINT)
+        while httpx.post(f"{server.url}/v1/sessions/s/turns", json=LONG).json()["error"]["code"] != "draining":
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGINT)
+        assert stream.result()[-1][0] == "aborted"
+        assert server.process.wait(END_SECONDS) == 0

@@ -41,7 +41,7 @@ def tenuto(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    r"""Tenuto: an LLM inference server in which the session, not the request, owns model state.
+    """Tenuto: an LLM inference server in which the session, not the request, owns model state.
 
     \b
     Examples:
@@ -53,7 +53,7 @@ def tenuto(
 
 @app.command()
 def pull(model: Annotated[str, typer.Argument(help="As the option --model of chat.")] = "smollm2") -> None:
-    r"""Fetch a model, if it is not there, and say where it is.
+    """Fetch a model, if it is not there, and say where it is.
 
     \b
     Examples:
@@ -77,7 +77,7 @@ def chat(
     context_length: Annotated[int | None, typer.Option(help="In tokens; the model's if not given.")] = None,
     page_size: Annotated[int, typer.Option(help="Token slots a page of memory.")] = 16,
 ) -> None:
-    r"""Talk to a model. Ctrl-C stops an answer and keeps what was shown; at the prompt it quits, as does Ctrl-D.
+    """Talk to a model. Ctrl-C stops an answer and keeps what was shown; at the prompt it quits, as does Ctrl-D.
 
     Type /help there for what can be done with sessions. Lines may also come from a file or a pipe.
 
@@ -85,7 +85,7 @@ def chat(
     Examples:
       tenuto chat --system "Answer in one sentence."
       tenuto chat --temperature 0.8 --seed 7
-      printf 'Hello!\n/fork\nAnd in French?\n' | tenuto chat
+      printf 'Hello!\\n/fork\\nAnd in French?\\n' | tenuto chat
     """
     from tenuto.api import Engine, TurnOptions  # noqa: PLC0415
     from tenuto.cli.chat import run_chat  # noqa: PLC0415 - see the module's docstring
@@ -98,7 +98,7 @@ def chat(
 
 @app.command()
 def demo(model: Model = "smollm2", device: Device = "cpu") -> None:
-    r"""Watch sessions at work on a real model: what a turn costs, barge-in, fork, rewind, and the audit.
+    """Watch sessions at work on a real model: what a turn costs, barge-in, fork, rewind, and the audit.
 
     \b
     Examples:
@@ -138,18 +138,18 @@ def serve(
     max_queued_requests: Annotated[int, typer.Option(help="The most turns that wait for a step.")] = 10_000,
     max_sessions: Annotated[int, typer.Option(help="The most open sessions.")] = 100_000,
     session_ttl: Annotated[
-        float | None, typer.Option(help="Seconds an idle session stays open if its request names none.")
+        float | None, typer.Option(min=0.001, help="Seconds an idle session stays open if its request names none.")
     ] = None,
-    drain_seconds: Annotated[float, typer.Option(help="How long turns may go on after SIGTERM.")] = 5.0,
-    max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 32 * 2**20,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="How long turns may go on after SIGTERM.")] = 5.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request.")] = 32 * 2**20,
     public_metrics: Annotated[bool, typer.Option(help="Show /metrics without an admin key.")] = False,
     overlap: Annotated[int, typer.Option(help="1: plan a step while the one before is computed.")] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for those who come from SGLang
-        bool, typer.Option(help="Accepted: sessions stream always.")
+        bool, typer.Option("--enable-streaming-session", help="Accepted: sessions stream always.")
     ] = True,
 ) -> None:
-    r"""Serve sessions over HTTP: natively, and to clients of OpenAI's and SGLang's interfaces.
+    """Serve sessions over HTTP: natively, and to clients of OpenAI's and SGLang's interfaces.
 
     \b
     Examples:
@@ -208,7 +208,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Of the workload; the same seed says the same.")] = 0,
     as_json: sessions.AsJson = False,
 ) -> None:
-    r"""Measure a server with sessions that take turns, whichever of three interfaces it has.
+    """Measure a server with sessions that take turns, whichever of three interfaces it has.
 
     Every turn counts, the first and coldest too. Times are taken here: to the first token from just before the request
     is sent, when the turn's place under --concurrency is free. Opening a session is no part of its first turn. Tokens

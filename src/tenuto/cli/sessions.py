@@ -30,7 +30,7 @@ SHOWN_TEXT = 60
 
 @app.callback()
 def sessions() -> None:
-    r"""See and manage the sessions of a server.
+    """See and manage the sessions of a server.
 
     \b
     Examples:

@@ -96,8 +96,9 @@ def _from_hub(repo_id: str, snapshot: Snapshot) -> Path:
     try:
         return Path(snapshot(repo_id))
     except Exception as error:  # the hub client raises its own, its HTTP library's and system errors
+        reason = " ".join(str(error).split())  # the client's messages have several lines
         raise ModelError(
-            f"cannot fetch {repo_id} from the model hub ({type(error).__name__}: {error}); check the name and the "
+            f"cannot fetch {repo_id} from the model hub ({type(error).__name__}: {reason}); check the name and the "
             "network, or give the path of a local copy"
         ) from error
 

@@ -68,10 +68,11 @@ async def _invalid(_: Request, error: Exception) -> Response:
     return failure_response(Failure(InvalidRequest.status, InvalidRequest.code, "; ".join(problems)))
 
 
-async def _http(_: Request, error: Exception) -> Response:
+async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    response = failure_response(Failure(error.status_code, code, str(error.detail)))
+    message = f"{error.detail}: {request.method} {request.url.path[:200]}; /docs lists what there is"
+    response = failure_response(Failure(error.status_code, code, message))
     response.headers.update(error.headers or {})
     return response
 

@@ -40,6 +40,7 @@ class Edge:
         self.desk = TurnDesk(link)
         self.metrics = metrics
         self.draining = False
+        self.hurried = False  # turns are not waited for when draining
         self.started = time.time()
         self.desk.on_update.append(metrics.turn_updated)
         self.desk.on_end.append(metrics.turn_ended)
@@ -106,7 +107,7 @@ class Edge:
         self.draining = True
         self.desk.refuse_lines(Draining("the server is about to end; try again later"))
         deadline = time.monotonic() + self.settings.drain_seconds
-        while self.desk.open_turns() and time.monotonic() < deadline and self.link.stopped is None:
+        while self.desk.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None:
             await asyncio.sleep(0.02)
         aborting = [asyncio.ensure_future(self.desk.abort(turn)) for turn in self.desk.open_turns()]  # lines and all
         with suppress(TimeoutError):  # an engine that hangs is killed later

@@ -225,8 +225,10 @@ class ChatMessage(Body):
 
     def rendered(self) -> dict[str, str]:
         """The message as the engine takes it."""
-        if self.role in ("tool", "function"):
-            raise Unsupported(f"messages of role {self.role} are not supported; allowed: system, user, assistant")
+        if self.role not in ("system", "developer", "user", "assistant"):
+            raise Unsupported(
+                f"messages of role {shown(self.role)} are not supported; allowed: system, user, assistant"
+            )
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 

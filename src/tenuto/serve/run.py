@@ -73,9 +73,14 @@ async def _serve(
         server_header=False,
     )
     server, ending = _Server(config), asyncio.Event()
+
+    def end() -> None:
+        edge.hurried = ending.is_set()  # asked again: no turn is waited for any more
+        ending.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ending.set)
+        loop.add_signal_handler(number, end)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     host, port = listening.getsockname()[:2]
     ready(model, f"http://{host if ':' not in host else f'[{host}]'}:{port}")

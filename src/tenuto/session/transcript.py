@@ -100,7 +100,7 @@ class Transcript:
 
 
 def done(result: TurnResult) -> Future[TurnResult]:
-    """A future that is."""
+    """A future that already has `result`."""
     future: Future[TurnResult] = Future()
     future.set_result(result)
     return future
