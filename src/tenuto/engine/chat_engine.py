@@ -116,10 +116,6 @@ class ChatEngine:
             raise
         return trimmed
 
-    def system(self, session: Session) -> str | None:
-        """What is put before the session's first messages."""
-        return self._logs[session].system
-
 
 def _with_stops(params: TurnParams, log: ChatLog, conversation: Conversation | None) -> TurnParams:
     """In a conversation, what ends an answer ends the turn."""

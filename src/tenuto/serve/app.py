@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
@@ -174,8 +173,3 @@ def _request_id(headers: Headers) -> str:
     """The client's own, if it is a plain one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
-
-
-def openapi_document(app: FastAPI) -> str:
-    """The OpenAPI description, as JSON."""
-    return json.dumps(app.openapi(), indent=2)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -123,6 +124,11 @@ def inner_id(tenant: Tenant, session_id: str) -> str:
 def outer_id(session: str) -> str:
     """The id that its tenant knows."""
     return session.split("/", 1)[1]
+
+
+async def digest_of(request: Request) -> bytes:
+    """What tells a request from others with the same idempotency key: its path and body."""
+    return sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
 
 
 def random_seed() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -25,7 +24,7 @@ from tenuto.base.messages import (
     StartTurn,
     Trim,
 )
-from tenuto.serve.edge import ALL, Caller, Edge, EdgeOf, Failure, inner_id, outer_id, random_seed
+from tenuto.serve.edge import ALL, Caller, Edge, EdgeOf, Failure, digest_of, inner_id, outer_id, random_seed
 from tenuto.serve.native_schemas import (
     REFUSALS,
     STREAMED,
@@ -363,7 +362,7 @@ async def _begin(
     queue: bool,
     continues: bool = False,
 ) -> LiveTurn:
-    body = sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
+    body = await digest_of(request)
     starting = edge.start(tenant, start, queue=queue, continues=continues, key=key, body=body)
     return await while_connected(request, starting)
 

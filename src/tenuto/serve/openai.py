@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, ModelNotFound, NotFound, TenutoError
 from tenuto.base.messages import OpenSession, SessionView, StartTurn
-from tenuto.serve.edge import Caller, Edge, EdgeOf, inner_id
+from tenuto.serve.edge import Caller, Edge, EdgeOf, digest_of, inner_id
 from tenuto.serve.native_schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.openai_answers import Answer, Writer
 from tenuto.serve.openai_chat import ChatWriter
@@ -146,7 +145,7 @@ async def _begin(
     if body.session_id is None:
         starting = start_all(edge, tenant, starts, body.samples)
     else:
-        digest = sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
+        digest = await digest_of(request)
         starting = _in_session(edge, tenant, starts[0], key, digest)
     try:
         return await while_connected(request, starting)

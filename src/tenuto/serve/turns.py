@@ -30,10 +30,10 @@ MOST_REMEMBERED = 4096
 """Ended turns that are kept for readers who come back, and for repeated requests."""
 MOST_UPDATES = 2**18
 """Updates of ended turns that are kept; those with log-probabilities count more."""
-DELIVERED = -1
-"""To keep, of an aborted turn: the output tokens that its readers were given."""
 LOGPROBS_WEIGHT = 16
 """For how many updates one with log-probabilities counts."""
+DELIVERED = -1
+"""To keep, of an aborted turn: the output tokens that its readers were given."""
 MOST_QUEUED = 64
 """Turns that may wait for one session."""
 MOST_LINE_BYTES = 2**27
@@ -117,6 +117,11 @@ class LiveTurn:
         self.request = msgspec.structs.replace(self.request, input=[])
         self.ticket = ticket
         self.answered.set()
+
+    def require_begun(self) -> None:
+        """Raises the error that kept it from beginning, if one did."""
+        if self.error is not None and self.ticket is None:
+            raise self.error
 
     def hold(self) -> None:
         """An abort is under way: whatever comes is given out only as far as it is kept."""
@@ -272,8 +277,7 @@ class TurnDesk:
         except asyncio.CancelledError:
             self.abandon(turn)
             raise
-        if turn.error is not None and turn.ticket is None:
-            raise turn.error
+        turn.require_begun()
         return turn
 
     async def _repeat(self, known: tuple[LiveTurn, bytes], body: bytes) -> LiveTurn:
@@ -288,8 +292,7 @@ class TurnDesk:
             self.abandon(turn)
             raise
         turn.readers -= 1
-        if turn.error is not None and turn.ticket is None:
-            raise turn.error
+        turn.require_begun()
         return turn
 
     async def _start(self, turn: LiveTurn, queue: bool, most_in_line: int | None) -> None:

@@ -66,7 +66,6 @@ class Session:
         self.version = 0  # raised by every commit and rewind
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
-        self.opened = now
         self.watched = False  # the registry looks when it expires; written by it
         self.counted = 0  # tokens counted for its tenant; written by the registry
 
