@@ -48,6 +48,7 @@ class Stage:
         mix: Sequence[Kind] = (FULL,),
         *,
         units: int = 300,
+        page_size: int = PAGE,
         failing: Sequence[int] = (),
         guess: Callable[[Turn, int], list[int]] | None = None,
         eos: tuple[int, ...] = (),
@@ -56,7 +57,9 @@ class Stage:
     ) -> None:
         groups = [GroupSpec(kind, 1, WINDOW if kind is SLIDING else 0) for kind in mix]
         collected = iter(range(10**9))
-        self.executor = Recorder(PAGE, groups, VOCABULARY, fail=lambda: next(collected) in failing, late=lambda: True)
+        self.executor = Recorder(
+            page_size, groups, VOCABULARY, fail=lambda: next(collected) in failing, late=lambda: True
+        )
         self.clock = ManualClock()
         usual = {"context_length": 200, "max_running": 4, "token_budget": 16, "audit_every": int(recount)}
         self.engine = Engine(

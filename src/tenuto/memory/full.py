@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from tenuto.memory.paged import PagedTable, Tail, pages_for
+from tenuto.memory.paged import NO_PAGE, PagedTable, Tail, pages_for
 from tenuto.memory.pool import Holder, Lease, Pool
 
 
@@ -23,17 +23,20 @@ class FullTable(PagedTable):
 
     def begin(self, holder: Holder, start: int, *, at_end: bool) -> None:
         """Open a turn at `start`; `at_end`: that is where the session's memory ends, so its tail can be written."""
-        in_place = at_end and self._may_write(start)
+        in_place = at_end and self.writable(start)
+        if in_place and start % self.page_size and not self.has_tail(self._page_at(start), start):
+            self.tail = Tail(self._page_at(start), start)
         self.open(holder, start, in_place=in_place)
 
-    def _may_write(self, position: int) -> bool:
-        if self.has_tail(position):
-            return True
+    def writable(self, position: int) -> bool:
+        """Whether the session, whose memory ends at `position`, may write there in place: it has the tail of the last
+        page, or holds that page alone and may take it."""
+        page = self._page_at(position)
+        return page == NO_PAGE or self.has_tail(page, position) or self.pool.counts[page] == 1
+
+    def _page_at(self, position: int) -> int:
         index = position // self.page_size
-        if index < len(self.base) and self.pool.counts[self.base.units[index]] == 1:
-            self.tail = Tail(index, position)  # a sole holder may take it
-            return True
-        return False
+        return self.base.units[index] if index < len(self.base) else NO_PAGE
 
     def kept_page(self, index: int) -> int:
         return self.base.units[index]
@@ -48,13 +51,13 @@ class FullTable(PagedTable):
 
     def commit(self, position: int) -> None:
         """The turn commits with `position` tokens computed, more than where it began."""
-        own = self.opened
-        self.move_tail(position)
+        own, brought = self.opened, self.brings(position)
         if len(own):  # else all was written in place, into a page the session keeps
             own.truncate(pages_for(position, self.page_size) - self.first)
             self.base.truncate(self.first)
         self.base.absorb(own)
         self.own = None
+        self.end_at(position, self._page_at(position), brought=brought)
 
     def abort(self) -> None:
         """The turn gives back what it acquired."""
@@ -66,9 +69,9 @@ class FullTable(PagedTable):
     def fork(self, child: FullTable, position: int) -> None:
         """Share the pages below `position` with the fresh table `child`. The tail stays here."""
         child.base.absorb(self.base.share(0, pages_for(position, self.page_size), child.base.holder))
-        self.lend(position)
+        self.lend(self._page_at(position), position)
 
     def truncate(self, position: int) -> None:
         """Cut the session's pages to slots below `position`."""
-        self.move_tail(position)
         self.base.truncate(pages_for(position, self.page_size))
+        self.end_at(position, self._page_at(position))

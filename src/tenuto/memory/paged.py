@@ -9,6 +9,10 @@ from tenuto.base.errors import InvariantError
 from tenuto.memory.pool import Holder, Lease, Pool
 
 
+NO_PAGE = -1
+"""The page of a slot that has none yet."""
+
+
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens` token slots."""
     return -(-tokens // page_size)
@@ -16,20 +20,21 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 @dataclass(slots=True)
 class Tail:
-    """The right to fill the free slots of a page.
+    """The right to fill the free slots of `page`, a unit of the pool.
 
-    Invariant: of all sequences that hold the page at most one has its tail. `floor` is the lowest position the holder
-    may write: forks of it read what lies below. Written by the table that has it.
+    Invariant: of all sequences that hold the page at most one has its tail, and it is the page its session's memory ends
+    in. `floor` is the lowest position the holder may write: forks of it read what lies below. Written by the table that
+    has it.
     """
 
-    index: int
+    page: int
     floor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
     """Pages a turn has acquired: table entries [index, index + len(pages)), and the copy that has to come before the
-    first is used (`copy_from` < 0: none; else the page whose first `copy_slots` slots go to `pages[0]`)."""
+    first is used (`copy_from` `NO_PAGE`: none; else the page whose first `copy_slots` slots go to `pages[0]`)."""
 
     index: int
     pages: array[int]
@@ -88,7 +93,7 @@ class PagedTable:
         if not self.opened.grow(pages_for(end, self.page_size) - index):
             raise InvariantError(f"{self.pool.name}: a plan was applied without room for it")
         copies = self._copy_slots > 0 and index == self.first
-        return Growth(index, self.opened.units[had:], self.kept_page(index) if copies else -1, self._copy_slots)
+        return Growth(index, self.opened.units[had:], self.kept_page(index) if copies else NO_PAGE, self._copy_slots)
 
     def kept_page(self, index: int) -> int:
         """The unit of kept entry `index`."""
@@ -100,22 +105,26 @@ class PagedTable:
 
     # -- the tail
 
-    def has_tail(self, position: int) -> bool:
-        """Whether the session may write slot `position`, inside a page it keeps."""
+    def has_tail(self, page: int, position: int) -> bool:
+        """Whether the session may write slot `position`, which lies in its page `page`."""
         tail = self.tail
-        return tail is not None and tail.index == position // self.page_size and position >= tail.floor
+        return tail is not None and tail.page == page and position >= tail.floor
 
-    def lend(self, position: int) -> None:
-        """Another sequence now reads below `position` and does not get the tail."""
-        if self.tail is not None and self.tail.index == position // self.page_size:
+    def lend(self, page: int, position: int) -> None:
+        """Another sequence now reads `page` below `position` and does not get the tail."""
+        if self.tail is not None and self.tail.page == page:
             self.tail.floor = max(self.tail.floor, position)
 
-    def move_tail(self, position: int) -> None:
-        """The session now ends at `position`: keep the tail, take it on a page the turn brought, or lose it."""
-        index = position // self.page_size
+    def brings(self, position: int) -> bool:
+        """Whether the page of slot `position` is one that the open turn has acquired."""
+        return len(self.opened) > 0 and position // self.page_size >= self.first
+
+    def end_at(self, position: int, page: int, *, brought: bool = False) -> None:
+        """The session's memory now ends at `position`, in `page`: take the tail of a page the turn `brought`, keep that
+        of the same page, or lose it."""
         if position % self.page_size == 0:
             self.tail = None
-        elif self.own is not None and index >= self.first and len(self.own):
-            self.tail = Tail(index, 0)
-        elif not self.has_tail(position):
+        elif brought:
+            self.tail = Tail(page, 0)
+        elif not self.has_tail(page, position):
             self.tail = None

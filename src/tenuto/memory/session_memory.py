@@ -10,7 +10,7 @@ from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.full import FullTable
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, Lease
-from tenuto.memory.sliding import SlidingTable
+from tenuto.memory.sliding import SlidingTable, last_page
 from tenuto.memory.state import StateTable
 
 if TYPE_CHECKING:
@@ -104,12 +104,13 @@ class SessionMemory:
         for mine, its in zip(self.tables, child.tables, strict=True):
             if isinstance(mine, FullTable) and isinstance(its, FullTable):
                 mine.fork(its, position)
-            elif isinstance(mine, SlidingTable):
-                mine.lend(position)
         for older in [c.position for c in self.checkpoints if c.position < position]:
             child._adopt(self.share_checkpoint(older, child, child.checkpoints))
         child._adopt(self.share_checkpoint(position, child, child.checkpoints))
         child.computed = position
+        for group, mine in enumerate(self.tables):
+            if isinstance(mine, SlidingTable) and child.checkpoints:
+                mine.lend(last_page(child.checkpoints[-1].parts[group]), position)
         for checkpoint in child.checkpoints[:-1]:
             self.memory.cache.add(checkpoint)
 
@@ -127,9 +128,11 @@ class SessionMemory:
     def cut(self, position: int, checkpoint: Checkpoint | None) -> None:
         """Cut every group to `position`, where `checkpoint`, moved here, stands."""
         self.settle_checkpoints(position, checkpoint)
-        for table in self.tables:
-            if not isinstance(table, StateTable):
+        for group, table in enumerate(self.tables):
+            if isinstance(table, FullTable):
                 table.truncate(position)
+            elif isinstance(table, SlidingTable):
+                table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
         self.computed = position
         self.lost = "no checkpoint"
 

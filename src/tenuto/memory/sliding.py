@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.paged import PagedTable, pages_for
+from tenuto.memory.paged import NO_PAGE, PagedTable, pages_for
 from tenuto.memory.pool import Holder, Lease, Pool
 
 
@@ -33,7 +33,7 @@ class SlidingTable(PagedTable):
 
     def begin(self, holder: Holder, start: int, source: Lease | None, *, at_end: bool) -> None:
         """Open a turn at `start`, reading the window in `source` (a lease of the turn's own checkpoint)."""
-        self.open(holder, start, in_place=at_end and self.has_tail(start))
+        self.open(holder, start, in_place=at_end and self.has_tail(last_page(source), start))
         self._read_through(source, start)
 
     def resume_from(self, source: Lease, position: int) -> None:
@@ -88,10 +88,10 @@ class SlidingTable(PagedTable):
         """Cut the turn's own pages back to slots below the live `position`."""
         self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first - self.released))
 
-    def commit(self, position: int) -> None:
+    def commit(self, position: int, window: Lease | None) -> None:
         """The turn commits with `position` tokens computed, more than where it began; a checkpoint keeps that
-        window."""
-        self.move_tail(position)
+        `window`."""
+        self.end_at(position, last_page(window), brought=self.brings(position))
         self.abort()
 
     def abort(self) -> None:
@@ -100,6 +100,11 @@ class SlidingTable(PagedTable):
         self.own = None
         self._source = None
 
-    def truncate(self, position: int) -> None:
-        """The session now ends at `position`."""
-        self.move_tail(position)
+    def truncate(self, position: int, window: Lease | None) -> None:
+        """The session now ends at `position`, whose `window` a checkpoint keeps."""
+        self.end_at(position, last_page(window))
+
+
+def last_page(window: Lease | None) -> int:
+    """The page that the position of a kept `window` lies in, unless it is the first of the next."""
+    return window.units[-1] if window is not None and len(window) else NO_PAGE

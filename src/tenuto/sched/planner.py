@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, InputScores, PageCopies, Plan, StateMoves, TableChanges
 from tenuto.memory.memory import Memory
-from tenuto.memory.paged import Growth
+from tenuto.memory.paged import NO_PAGE, Growth
 from tenuto.sched.batch import Batch, News
 from tenuto.session.turn import Turn, TurnState
 
@@ -270,7 +270,9 @@ class Planner:
             for group, growth in memory.grow(int(ends[index])):
                 changed[group].append((row, growth))
         tables = tuple(_changes(c) if c else self._nothing_changed for c in changed)
-        copies = tuple(_copies([g for _, g in c if g.copy_from >= 0]) if c else self._nothing_copied for c in changed)
+        copies = tuple(
+            _copies([g for _, g in c if g.copy_from != NO_PAGE]) if c else self._nothing_copied for c in changed
+        )
         return tables, copies
 
     def _move_states(self, chosen: Longs, starts: Longs) -> tuple[StateMoves, ...]:
