@@ -49,8 +49,9 @@ class FullTable(PagedTable):
         """Cut the turn's own pages back to slots below `position`, not before where it began."""
         self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first))
 
-    def commit(self, position: int) -> None:
-        """The turn commits with `position` tokens computed, more than where it began."""
+    def commit(self, position: int, _kept: Lease | None) -> None:
+        """The turn commits with `position` tokens computed, more than where it began. No checkpoint keeps anything of
+        this group."""
         own, brought = self.opened, self.brings(position)
         if len(own):  # else all was written in place, into a page the session keeps
             own.truncate(pages_for(position, self.page_size) - self.first)
@@ -71,7 +72,7 @@ class FullTable(PagedTable):
         child.base.absorb(self.base.share(0, pages_for(position, self.page_size), child.base.holder))
         self.lend(self._page_at(position), position)
 
-    def truncate(self, position: int) -> None:
+    def truncate(self, position: int, _kept: Lease | None) -> None:
         """Cut the session's pages to slots below `position`."""
         self.base.truncate(pages_for(position, self.page_size))
         self.end_at(position, self._page_at(position))

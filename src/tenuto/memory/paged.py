@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from tenuto.base.errors import InvariantError
 from tenuto.memory.pool import Holder, Lease, Pool
 
-
 NO_PAGE = -1
 """The page of a slot that has none yet."""
 
@@ -22,9 +21,9 @@ def pages_for(tokens: int, page_size: int) -> int:
 class Tail:
     """The right to fill the free slots of `page`, a unit of the pool.
 
-    Invariant: of all sequences that hold the page at most one has its tail, and it is the page its session's memory ends
-    in. `floor` is the lowest position the holder may write: forks of it read what lies below. Written by the table that
-    has it.
+    Invariant: of all sequences that hold the page at most one has its tail, and its session's memory ends in the page.
+    `floor` is the lowest position the holder may write: forks of it read what lies below. Written by the table that has
+    it.
     """
 
     page: int

@@ -129,10 +129,7 @@ class SessionMemory:
         """Cut every group to `position`, where `checkpoint`, moved here, stands."""
         self.settle_checkpoints(position, checkpoint)
         for group, table in enumerate(self.tables):
-            if isinstance(table, FullTable):
-                table.truncate(position)
-            elif isinstance(table, SlidingTable):
-                table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
+            table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
         self.computed = position
         self.lost = "no checkpoint"
 

@@ -56,6 +56,13 @@ class StateTable:
         at = self.opened.units.index(slot)
         return self.opened.take(at, at + 1, holder)
 
+    def commit(self, _position: int, _kept: Lease | None) -> None:
+        """The turn commits: a checkpoint has moved the slot it keeps out of this table."""
+        self.abort()
+
+    def truncate(self, _position: int, _kept: Lease | None) -> None:
+        """The session is cut: all it keeps is in its checkpoints."""
+
     def abort(self) -> None:
         """The turn gives back what it acquired."""
         self.opened.release()

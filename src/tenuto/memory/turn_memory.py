@@ -279,12 +279,7 @@ class TurnMemory:
         for checkpoint in [c for c in self.checkpoints if c.position > position]:
             self._release(checkpoint)
         for group, table in enumerate(session.tables):
-            if isinstance(table, StateTable):
-                table.abort()
-            elif isinstance(table, FullTable):
-                table.commit(position)
-            else:
-                table.commit(position, current.parts[group] if current is not None else None)
+            table.commit(position, current.parts[group] if current is not None else None)
         if self.source is not None and self.source is not current:
             self.source.release()
         for checkpoint in [*older, *([current] if current is not None else [])]:
