@@ -10,7 +10,7 @@ import pytest
 from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.groups import GroupSpec, Kind
-from tenuto.base.plan import Plan
+from tenuto.base.plan import Plan, StepResult
 from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
 from tenuto.session.session import Policy, Session
@@ -34,10 +34,20 @@ class Recorder(WitnessExecutor):
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self.plans: list[Plan] = []
+        self.collected = 0
+
+    @property
+    def collecting(self) -> Plan:
+        """The plan whose result is being collected."""
+        return self.plans[self.collected - 1]
 
     def submit(self, plan: Plan) -> None:
         self.plans.append(plan)
         super().submit(plan)
+
+    def collect(self) -> StepResult:
+        self.collected += 1
+        return super().collect()
 
 
 class Stage:

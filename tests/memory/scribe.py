@@ -23,6 +23,7 @@ from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.planner import Planner
+from tenuto.sched.suspects import Suspects
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 
@@ -92,7 +93,7 @@ class Scribe:
         self._fresh = count(1)
         self._slots: list[dict[tuple[int, int], int]] = [{} for _ in kinds]  # (unit, slot or position) -> token
         self._batch = SimpleNamespace(turns={})
-        self._planner = Planner(self.memory, self._batch, 1, None, 0)  # type: ignore[arg-type]
+        self._planner = Planner(self.memory, self._batch, Suspects(), 1, None, 0)  # type: ignore[arg-type]
 
     # -- sessions
 

@@ -129,7 +129,7 @@ def test_a_unit_in_no_place_is_found() -> None:
 
 def test_a_unit_both_free_and_in_limbo_is_found() -> None:
     damage = Damage()
-    damage.pool._limbo.append(damage.pool._free[0])
+    damage.pool._limbo.append([damage.pool._free[0]])
     assert "in 2 of the free list, limbo and leases" in damage.found()
 
 

@@ -78,12 +78,30 @@ def test_a_shared_unit_is_free_only_after_the_last_of_its_leases(count: int) -> 
 def test_what_is_released_while_a_step_is_in_flight_cannot_be_acquired_before_it_settles(count: int) -> None:
     pool = Pool("pages", count)
     lease = held(pool, count)
-    pool.step_in_flight = True
+    pool.step_submitted()
     lease.release()
     assert (pool.free, pool.limbo, pool.leased) == (0, count, 0)
     assert pool.acquire(1, BEN) is None
-    pool.settle()
+    pool.step_settled()
     assert (pool.free, pool.limbo) == (count, 0)
+
+
+def test_what_is_released_while_two_steps_are_in_flight_waits_for_the_second() -> None:
+    pool = Pool("pages", 5)
+    first, second, third = (held(pool, 1) for _ in range(3))
+    pool.step_submitted()
+    first.release()
+    pool.step_submitted()
+    second.release()
+    assert (pool.free, pool.limbo) == (2, 2)
+    pool.step_settled()
+    assert (pool.free, pool.limbo) == (3, 1)
+    pool.step_submitted()
+    third.release()
+    pool.step_settled()
+    assert (pool.free, pool.limbo) == (4, 1)
+    pool.step_settled()
+    assert (pool.free, pool.limbo) == (5, 0)
 
 
 def test_a_reservation_grants_what_there_is_and_takes_back_what_is_not_used() -> None:
@@ -146,7 +164,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = Pool("pages", self.CAPACITY)
         self.lists: dict[int, list[int]] = {}
         self.free = set(range(self.CAPACITY))
-        self.limbo: set[int] = set()
+        self.limbo: list[set[int]] = []
 
     def _note(self, lease: Lease, units: list[int]) -> Lease:
         assert list(lease.units) == units
@@ -160,7 +178,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _returned(self, units: list[int]) -> None:
         gone = set(units) - {unit for units in self.lists.values() for unit in units}
-        (self.limbo if self.pool.step_in_flight else self.free).update(gone)
+        (self.limbo[-1] if self.limbo else self.free).update(gone)
 
     @rule(target=leases, count=st.integers(0, 40))
     def acquire(self, count: int):
@@ -233,17 +251,17 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(InvariantError):
             lease.release()
 
-    @precondition(lambda self: not self.pool.step_in_flight)
+    @precondition(lambda self: len(self.limbo) < 2)
     @rule()
     def submit_step(self) -> None:
-        self.pool.step_in_flight = True
+        self.pool.step_submitted()
+        self.limbo.append(set())
 
-    @precondition(lambda self: self.pool.step_in_flight)
+    @precondition(lambda self: self.limbo)
     @rule()
     def settle_step(self) -> None:
-        self.pool.settle()
-        self.free |= self.limbo
-        self.limbo = set()
+        self.pool.step_settled()
+        self.free |= self.limbo.pop(0)
 
     @rule(count=st.integers(0, 80), used=st.integers(0, 80))
     def reserve(self, count: int, used: int) -> None:
@@ -261,8 +279,9 @@ class PoolMachine(RuleBasedStateMachine):
         listed = Counter(unit for units in self.lists.values() for unit in units)
         assert list(self.pool.counts) == [listed[unit] for unit in range(self.CAPACITY)]
         free, limbo = self.pool.unused()
-        assert (set(free), set(limbo)) == (self.free, self.limbo)
-        assert (len(free), len(limbo)) == (len(self.free), len(self.limbo))
+        released = set().union(*self.limbo)
+        assert (set(free), set(limbo)) == (self.free, released)
+        assert (len(free), len(limbo)) == (len(self.free), len(released))
         assert (self.pool.free, self.pool.limbo, self.pool.leased) == (len(free), len(limbo), len(listed))
         self.pool.check_totals()
 

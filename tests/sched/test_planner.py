@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tenuto.base.errors import InvariantError
 from tenuto.memory.memory import Memory
 from tenuto.sched.planner import Planner
+from tenuto.sched.suspects import Suspects
 from tenuto.session.turn import TurnState
 from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix, every_overlap
 from tests.memory.scribe import make_shape, make_spec
@@ -27,7 +28,7 @@ def divide(wants: list[Row], budget: int) -> list[int]:
     """What the planner gives each of `wants`."""
     turns = np.array([SimpleNamespace(state=_state(draft), priority=p) for _, p, draft in wants], object)
     memory = Memory(make_spec([FULL]), [50], make_shape())
-    planner = Planner(memory, SimpleNamespace(turns=turns), budget, None, 0)  # type: ignore[arg-type]
+    planner = Planner(memory, SimpleNamespace(turns=turns), Suspects(), budget, None, 0)  # type: ignore[arg-type]
     wanted = np.array([wanted for wanted, _, _ in wants], np.int64)
     return planner._divide(np.arange(len(wants)), wanted).tolist()
 

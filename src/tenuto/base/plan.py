@@ -140,7 +140,12 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Carries out plans, at most one in flight: `submit`, then `collect`, in turn."""
+    """Carries out plans in the order in which they are submitted, at most two of them in flight: a second may be
+    submitted before the first is collected, and `collect` takes the oldest.
+
+    From `submit` on, units that a plan newly names (table entries, targets of copies, state slots written) may be
+    written, while the step before still computes. A step submitted after one that fails is carried out all the same,
+    and its result is dropped."""
 
     @property
     def spec(self) -> MemorySpec:
@@ -157,7 +162,7 @@ class Executor(Protocol):
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the step in flight. Raises `StepFailed` if it could not be finished."""
+        """Wait for the oldest step in flight. Raises `StepFailed` if it could not be finished."""
         ...
 
     def close(self) -> None:

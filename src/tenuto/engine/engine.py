@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -31,9 +33,12 @@ from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight, Planner, Proposer
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
+from tenuto.sched.suspects import MAX_FAILURES, Suspects
 from tenuto.session.registry import Registry
 from tenuto.session.session import Policy, Session, SessionState
-from tenuto.session.turn import MOST_FAILURES, EndReason, Turn, TurnParams, TurnState, as_tokens
+from tenuto.session.turn import EndReason, Turn, TurnParams, TurnState, as_tokens
+
+log = logging.getLogger("tenuto.engine")
 
 DELIVERED = -1
 """`Engine.abort(keep=DELIVERED)`: keep every output token whose text the caller has been given."""
@@ -80,11 +85,12 @@ class Engine:
         self._admission = Admission(
             self.memory, self.batch, self._queue, self.pressure, self.lifecycle.start, self.lifecycle.drop
         )
-        self._planner = Planner(self.memory, self.batch, config.token_budget, proposer, config.lookahead)
+        self.suspects = Suspects()
+        self._planner = Planner(self.memory, self.batch, self.suspects, config.token_budget, proposer, config.lookahead)
         self._settler = Settler(self.memory, self.batch)
-        self._flight: Flight | None = None
+        self._flights: deque[Flight] = deque()  # submitted and not collected, the oldest first
         self._numbers = count(1)
-        self._failing: set[Turn] = set()  # turns that were in the last failed steps
+        self._void = 0  # the last step that is dropped, for one before it failed
         self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`
         self.transitions = self.lifecycle.transitions
@@ -99,15 +105,18 @@ class Engine:
         self._admission.admit()
         report = StepReport()
         planned = self._plan()
-        landed = self._land(planned)  # with overlap: the step planned one call ago
-        if landed is not None and landed[1] is None:
-            planned = None  # it failed, and all its turns are preempted
-        self._submit(planned)
-        if self.config.overlap == 0:
-            landed = self._land(None)
-        if landed is not None and landed[1] is not None:
-            self._settle(landed[0], landed[1], report)
-        report.worked = planned is not None or landed is not None
+        if planned is not None:
+            self._submit(planned)
+        report.worked = bool(self._flights)
+        ahead = self.config.overlap if planned is not None else 0
+        while len(self._flights) > ahead:  # with overlap one stays in flight, so that the device never waits
+            flight, result = self._collect()
+            if flight.plan.step <= self._void:
+                continue
+            if result is not None:
+                self._settle(flight, result, report)
+            else:
+                self._retry(flight)
         report.ended = self.lifecycle.take_ended()
         self.memory.cache.trim()
         self._audit_step()
@@ -125,7 +134,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do but watch the clock."""
-        return not len(self.batch) and not len(self._queue) and self._flight is None
+        return not len(self.batch) and not len(self._queue) and not self._flights
 
     def _plan(self) -> Flight | None:
         """Plan the next step; if memory is short, others yield first. `None` if nothing can run now."""
@@ -136,53 +145,52 @@ class Engine:
             wanted = np.where(proposal.short > 0, self.memory.free() + proposal.short, 0)
             self.pressure.relieve(wanted, may_preempt=True)
             proposal = self._planner.propose()
-            if not len(proposal.rows) and self._flight is None and proposal.short.any():
+            if not len(proposal.rows) and not self._flights and proposal.short.any():
                 raise InvariantError(f"no running turn fits memory: {proposal.short.tolist()} units are lacking")
         return self._planner.apply(proposal) if len(proposal.rows) else None
 
-    def _submit(self, planned: Flight | None) -> None:
-        if planned is not None:
-            self._executor.submit(planned.plan)
-            self.memory.step_submitted()
-        self._flight = planned
+    def _submit(self, planned: Flight) -> None:
+        self.memory.step_submitted()
+        self._flights.append(planned)
+        self._executor.submit(planned.plan)
 
-    def _land(self, planned: Flight | None) -> tuple[Flight, StepResult | None] | None:
-        """Wait for the step in flight. If it failed, its turns and those of the step `planned` upon it are
-        preempted."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return None
+    def _collect(self) -> tuple[Flight, StepResult | None]:
+        """Wait for the oldest step in flight; `None` if it failed."""
+        flight, result = self._flights.popleft(), None
         try:
             result = self._executor.collect()
-        except StepFailed:
+        except StepFailed as error:
             self.transitions["step failed"] += 1
-            for failed in (flight, planned):
-                if failed is not None:
-                    self._undo(failed)
-            self.memory.step_settled()
-            return flight, None
+            log.warning("a step failed with %s: %s", [turn.name for turn in self._live(flight)], error)
         self.memory.step_settled()
         return flight, result
 
-    def _undo(self, flight: Flight) -> None:
-        """The flight's step was not computed: its turns lose what it would have written."""
-        rows = self.memory.rows
-        for row, run in zip(flight.rows.tolist(), flight.runs.tolist(), strict=True):
-            if rows.run[row] == run:
-                turn: Turn = self.batch.turns[row]
-                turn.failures, turn.failed_at = turn.failures + 1, int(rows.computed[row])
-                self._failing.add(turn)
-                if turn.failures >= MOST_FAILURES:
-                    self.lifecycle.abort(turn, EndReason.FAILED)
-                else:
-                    self.lifecycle.preempt(turn, "step failed")
-        self.batch.return_news(flight.news)
+    def _live(self, flight: Flight) -> list[Turn]:
+        """The turns of a flight that are still in the rows they had."""
+        same = self.memory.rows.run[flight.rows] == flight.runs
+        return list(self.batch.turns[flight.rows[same]])
+
+    def _retry(self, failed: Flight) -> None:
+        """A step failed, and with it those submitted since: their turns go on from what is settled, and those of the
+        failed step are suspects."""
+        void = [failed, *self._flights]
+        self._void = void[-1].plan.step
+        suspects = [*self._live(failed), *self.batch.take_left(failed.plan.step)]
+        self.suspects.step_failed(suspects, alone=len(failed.rows) == 1)
+        others = [turn for flight in void for turn in self._live(flight)] + self.batch.take_left(self._void)
+        for turn in dict.fromkeys(suspects + others):
+            if turn.failures >= MAX_FAILURES:
+                self.lifecycle.abort(turn, EndReason.FAILED)
+            else:
+                self.lifecycle.retry(turn)
+        for flight in void:
+            self.batch.return_news(flight.news)
 
     def _settle(self, flight: Flight, result: StepResult, report: StepReport) -> None:
         settled = self._settler.settle(flight, result)
-        if self._failing:
-            self._clear()
-        report.progressed = settled.progressed
+        if self.suspects:
+            self.suspects.step_succeeded()
+        report.progressed += settled.progressed
         for turn, reason in settled.ended:
             self.lifecycle.commit(turn, reason)
         for turn in settled.prefilled:
@@ -190,16 +198,6 @@ class Engine:
                 self.lifecycle.rest(turn)
             else:
                 self.lifecycle.commit(turn, EndReason.APPENDED)
-
-    def _clear(self) -> None:
-        """A step was computed: turns that have come past where they failed do not make steps fail."""
-        for turn in list(self._failing):
-            memory = turn.session.memory.turn
-            if turn.state.ended or (memory is not None and memory.computed > turn.failed_at):
-                turn.failures = 0
-                self._failing.discard(turn)
-                if self.batch.alone is turn:
-                    self.batch.alone = None
 
     def _audit_step(self) -> None:
         self.steps += 1
@@ -411,9 +409,8 @@ class Engine:
         for turn in self.batch.running():
             if turn.state.ended or turn.session.turn is not turn:
                 raise InvariantError(f"{turn!r} has a row and is not its session's open turn")
-        flight = self._flight
         touched: list[tuple[int, list[int]]] = []
-        if flight is not None:
+        for flight in self._flights:
             for group, table, copy in zip(self.memory.paged, flight.plan.tables, flight.plan.copies, strict=True):
                 touched.append((group, [*table.pages.tolist(), *copy.sources.tolist(), *copy.targets.tolist()]))
             for group, moves in zip(self.memory.states, flight.plan.states, strict=True):

@@ -92,7 +92,9 @@ class Lifecycle:
             if turn.cached < 0:
                 turn.cached = min(continues_from(turn), turn.prompt_length)
                 self._note_recomputed(turn)
-        if not turn.generates and continues_from(turn) >= turn.last_position:  # nothing to compute
+        memory = turn.session.memory.turn
+        settled = memory is None or memory.unsettled is None
+        if not turn.generates and settled and continues_from(turn) >= turn.last_position:  # nothing to compute
             for lease in slots:
                 lease.release(unused=True)
             if turn.state is not TurnState.DRAFTING:
@@ -127,6 +129,25 @@ class Lifecycle:
         self._queue.push(turn)
         self.pressure.note(turn.session)
 
+    def retry(self, turn: Turn) -> None:
+        """A step failed that was computing the turn: it goes on from what is settled, in a row of its own if it has
+        one."""
+        memory = turn.session.memory.turn
+        if memory is None:
+            raise InvariantError(f"{turn.name} was in a step without memory")
+        position = memory.cut_to(memory.computed)
+        if position < memory.first_position:
+            self.preempt(turn, "step failed")  # it relied on a checkpoint that the step was to fill
+            return
+        self.recomputed["step failed"] += memory.computed - position
+        running = memory.row >= 0
+        self._leave_row(turn)
+        memory.truncate(position)
+        if running:
+            self.batch.add(turn, ())
+        elif turn.state is TurnState.DRAFTING:
+            self._queue.push(turn)
+
     def drop(self, session: Session, why: str = "pressure") -> None:
         """The last rung of pressure: a draft keeps only its text, then a session without a running turn its tokens."""
         turn, drafted = session.turn, False
@@ -158,7 +179,9 @@ class Lifecycle:
         self._queue.remove(turn)
         memory = turn.session.memory.turn
         if memory is not None:
-            position = memory.cut_to(min(turn.base_length + common, max(0, turn.base_length + len(new) - 1)))
+            kept = min(turn.base_length + common, max(0, turn.base_length + len(new) - 1))
+            position = memory.cut_to(kept, in_flight=True)
+            turn.failed_at = min(turn.failed_at, position)
             self._leave_row(turn)
             if position > memory.start:
                 memory.truncate(position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -33,7 +34,7 @@ class TorchExecutor:
         token_bytes = c.layers * 2 * c.kv_heads * c.head_dim * model.dtype.itemsize
         self._spec = MemorySpec(page_size, (GroupSpec(Kind.FULL, page_size * token_bytes),))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenuto-step")
-        self._in_flight: Future[StepResult] | None = None
+        self._in_flight: deque[Future[StepResult]] = deque()
 
     @property
     def spec(self) -> MemorySpec:
@@ -54,19 +55,18 @@ class TorchExecutor:
         self._options = RowOptions(rows, c.vocab, device)
 
     def submit(self, plan: Plan) -> None:
-        """See `Executor.submit`. Raises `InvariantError` if a step is in flight."""
-        if self._in_flight is not None:
-            raise InvariantError(f"step {plan.step} was submitted while another is in flight")
-        self._in_flight = self._worker.submit(self._step, plan)
+        """See `Executor.submit`. Raises `InvariantError` if two steps are in flight."""
+        if len(self._in_flight) > 1:
+            raise InvariantError(f"step {plan.step} was submitted while two others are in flight")
+        self._in_flight.append(self._worker.submit(self._step, plan))
 
     def collect(self) -> StepResult:
         """See `Executor.collect`. What a device or an allocator can cause is `StepFailed`; all else is our bug and
         comes out as it is. Raises `InvariantError` if no step is in flight."""
-        if self._in_flight is None:
+        if not self._in_flight:
             raise InvariantError("collect was called with no step in flight")
-        step, self._in_flight = self._in_flight, None
         try:
-            return step.result()
+            return self._in_flight.popleft().result()
         except (NotImplementedError, RecursionError):  # runtime errors too, but no device's
             raise
         except (RuntimeError, MemoryError) as error:  # PyTorch's device and out-of-memory errors are runtime errors

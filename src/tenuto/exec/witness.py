@@ -7,6 +7,7 @@ stale slot or double use is caught at the step where it happens, or shows in the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -88,8 +89,7 @@ class WitnessExecutor:
         self._fail = fail
         self._late = late
         self._wait = wait
-        self._plan: Plan | None = None
-        self._result: StepResult | None = None
+        self._in_flight: deque[tuple[Plan, StepResult | None]] = deque()
         self.steps = 0
 
     @property
@@ -109,17 +109,17 @@ class WitnessExecutor:
         self._asking: dict[int, RowSampling] = {}  # rows that ask for masked ids or log-probabilities
 
     def submit(self, plan: Plan) -> None:
-        if self._plan is not None:
-            raise InvariantError("a step was submitted while one is in flight")
-        self._plan = plan
-        self._result = None if self._late() else self._compute(plan)
+        if len(self._in_flight) > 1:
+            raise InvariantError("a step was submitted while two are in flight")
+        late = self._late() or any(result is None for _, result in self._in_flight)
+        self._in_flight.append((plan, None if late else self._compute(plan)))
 
     def collect(self) -> StepResult:
-        if self._plan is None:
+        if not self._in_flight:
             raise InvariantError("a result was collected with no step in flight")
-        plan, self._plan = self._plan, None
+        plan, result = self._in_flight.popleft()
         self._wait()
-        result = self._result if self._result is not None else self._compute(plan)
+        result = result if result is not None else self._compute(plan)
         self.steps += 1
         if self._fail():
             raise StepFailed("the witness was told to fail this step")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from tenuto.base.errors import InvariantError
 from tenuto.memory.pool import Holder, Lease, Pool
 
 
@@ -34,6 +35,13 @@ class Checkpoint:
         """Units it holds in group `group`."""
         part = self.parts[group]
         return 0 if part is None else len(part)
+
+    def give_up(self, group: int) -> Lease:
+        """Its lease in group `group`, which is no part of it any more."""
+        part, self.parts[group] = self.parts[group], None
+        if part is None:
+            raise InvariantError(f"{self.holder_name} holds nothing of group {group}")
+        return part
 
     def move(self, owner: Holder, home: list[Checkpoint]) -> None:
         """Change hands: from the turn that made it to its session."""

@@ -159,14 +159,14 @@ class Memory:
             yield tuple(stack.enter_context(self.pools[g].reserve(slots, holder)) for g in self.states)
 
     def step_submitted(self) -> None:
-        """A step is in flight: what is released from now on waits in limbo."""
+        """One more step is in flight: what is released from now on waits in limbo until it has settled."""
         for pool in self.pools:
-            pool.step_in_flight = True
+            pool.step_submitted()
 
     def step_settled(self) -> None:
-        """No step is in flight any more."""
+        """The oldest step in flight has settled."""
         for pool in self.pools:
-            pool.settle()
+            pool.step_settled()
 
     def free(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Units of each group that can be acquired now, int64 [groups]."""

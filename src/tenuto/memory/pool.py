@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -32,7 +33,7 @@ class Pool:
     """Units 0 .. `capacity` - 1 of one group, counted by the leases on them.
 
     Invariant: every unit is in exactly one of three places: on the free list (count 0), in limbo (count 0, released
-    while a submitted step may still touch it), or leased (count = number of leases that list it).
+    while steps are in flight that may still touch it), or leased (count = number of leases that list it).
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -42,9 +43,8 @@ class Pool:
         self.counts = array("i", bytes(4 * capacity))
         self._counts = np.frombuffer(self.counts, dtype=np.int32)
         self._free = list(range(capacity - 1, -1, -1))
-        self._limbo: list[int] = []
+        self._limbo: deque[list[int]] = deque()  # a list for each step in flight, of what was released since it began
         self.leased = 0  # units with at least one lease, kept as leases come and go
-        self.step_in_flight = False  # written by the engine around submit and collect
         self.touched = 0  # units whose count was changed, ever: the measure of work
 
     @property
@@ -54,19 +54,21 @@ class Pool:
 
     @property
     def limbo(self) -> int:
-        """Units that become free when the step in flight settles."""
-        return len(self._limbo)
+        """Units that become free when the steps in flight settle."""
+        return sum(map(len, self._limbo))
 
     def acquire(self, count: int, holder: Holder) -> Lease | None:
         """A lease on `count` fresh units, or `None` if there are not that many now."""
         lease = Lease(self, array("i"), holder)
         return lease if lease.grow(count) else None
 
-    def settle(self) -> None:
-        """The step in flight has ended: what was released meanwhile can be used again."""
-        self.step_in_flight = False
-        self._free.extend(self._limbo)
-        self._limbo.clear()
+    def step_submitted(self) -> None:
+        """One more step is in flight: it, too, may touch what is released from now on."""
+        self._limbo.append([])
+
+    def step_settled(self) -> None:
+        """The oldest step in flight has ended: what was released before the next one began can be used again."""
+        self._free.extend(self._limbo.popleft())
 
     @contextmanager
     def reserve(self, count: int, holder: Holder) -> Iterator[Lease]:
@@ -81,13 +83,13 @@ class Pool:
 
     def check_totals(self) -> None:
         """The cheap audit of every step: the three places add up."""
-        if len(self._free) + len(self._limbo) + self.leased != self.capacity:
-            places = f"{len(self._free)} free + {len(self._limbo)} in limbo + {self.leased} leased"
+        if len(self._free) + self.limbo + self.leased != self.capacity:
+            places = f"{len(self._free)} free + {self.limbo} in limbo + {self.leased} leased"
             raise InvariantError(f"{self.name}: {places} of {self.capacity} units")
 
     def unused(self) -> tuple[list[int], list[int]]:
         """Copies of the free list and of limbo, for the audit."""
-        return list(self._free), list(self._limbo)
+        return list(self._free), [unit for released in self._limbo for unit in released]
 
     def _take(self, count: int) -> list[int] | None:
         if count > len(self._free):
@@ -119,7 +121,7 @@ class Pool:
 
     def _give_back(self, units: array[int], *, unused: bool = False) -> None:
         self.touched += len(units)
-        gone = self._limbo if self.step_in_flight and not unused else self._free
+        gone = self._limbo[-1] if self._limbo and not unused else self._free
         if len(units) < BULK:
             for unit in units:
                 left = self.counts[unit] - 1

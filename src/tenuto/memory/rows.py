@@ -20,8 +20,8 @@ class Rows:
     The token line of a row::
 
         0 ........ computed ........ scheduled ........ known ........ expected .... limit
-        | in memory, settled | in the step in flight | known tokens not | sampled by | no token at or past this
-        |                    |                       | in a step yet    | that step  | position is ever computed
+        | in memory, settled | in steps in flight | known tokens not | sampled by  | no token at or past this
+        |                    |                    | in a step yet    | those steps | position is ever computed
 
     Invariant: computed <= scheduled <= limit, known <= expected, scheduled <= expected. `scheduled` and `expected` move
     when a plan is applied; `computed` and `known` when it settles. `capacity[g]` is the slots that paged group g can
@@ -40,6 +40,7 @@ class Rows:
         self.next_token = np.zeros(rows, np.int32)  # the last known token
         self.samples = np.zeros(rows, np.bool_)  # whether the turn generates
         self.uncertain = np.zeros(rows, np.bool_)  # lookahead tokens in flight: wait for them to settle
+        self.step = np.zeros(rows, np.int64)  # the last step that the row was in
         self.run = np.zeros(rows, np.int64)  # raised at every release: tells a late result from a live one
         self.capacity = np.zeros((paged_groups, rows), np.int64)
         self.current = np.full((state_groups, rows), NO_SLOT, np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import NO_SLOT
@@ -24,6 +24,14 @@ class Taken:
     growth: Growth
 
 
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """A turn has left its row while step `step` was in flight, which computes tokens of it up to `position`."""
+
+    step: int
+    position: int
+
+
 class TurnMemory:
     """What an open turn holds: what it started from, and the units it writes into.
 
@@ -40,10 +48,13 @@ class TurnMemory:
         self.holder_name = name
         self.start = session.resumable(target)
         self.checkpoints: list[Checkpoint] = []
+        self._end_of_input: Checkpoint | None = None  # the one of them whose slots admission has counted
         self._alone: list[Checkpoint] = []  # home of the source
         self.source = session.share_checkpoint(self.start, self, self._alone)
         self.row = -1
-        self._computed = self.start  # while detached
+        self._scheduled = self.start  # while detached: where it would go on
+        self._settled = self.start  # while detached: how far that is certain
+        self.unsettled: Unsettled | None = None  # what it left a row with; written by `_leave`, `settle` and `truncate`
         at_end = self.start == session.computed
         reserved = iter(slots)
         for group, table in enumerate(session.tables):
@@ -82,7 +93,12 @@ class TurnMemory:
     @property
     def computed(self) -> int:
         """Leading tokens of the sequence whose state is in memory, settled."""
-        return int(self.memory.rows.computed[self.row]) if self.row >= 0 else self._computed
+        return int(self.memory.rows.computed[self.row]) if self.row >= 0 else self._settled
+
+    @property
+    def scheduled(self) -> int:
+        """Leading tokens whose state is in memory once the steps in flight have settled: where it goes on."""
+        return int(self.memory.rows.scheduled[self.row]) if self.row >= 0 else self._scheduled
 
     @property
     def _paged(self) -> list[PagedTable]:
@@ -98,10 +114,12 @@ class TurnMemory:
         """Move the registers into `row`. Returns the page table entries the executor has to learn."""
         rows = self.memory.rows
         self.row = row
-        rows.computed[row] = rows.scheduled[row] = self._computed
+        rows.computed[row], rows.scheduled[row] = self._settled, self._scheduled
         rows.frozen[row] = bool(self._states) and self._frozen()
         rows.alternate_at[row] = -1
         for i, state in enumerate(self._states):
+            if self.memory.shape.double_buffered and state.alternate == NO_SLOT and state.spare:
+                state.alternate = state.spare.pop()
             rows.current[i, row], rows.alternate[i, row] = state.current, state.alternate
         taken = []
         for i, table in enumerate(self._paged):
@@ -115,19 +133,37 @@ class TurnMemory:
         return state.current == NO_SLOT or state.current not in state.opened.units
 
     def detach(self) -> None:
-        """Leave the row, with nothing of it in flight."""
+        """Leave the row and keep everything."""
         rows, row = self.memory.rows, self.row
-        if rows.scheduled[row] != rows.computed[row]:
-            raise InvariantError(f"{self.holder_name} leaves its row with a step in flight")
-        self._computed = int(rows.computed[row])
         for i, state in enumerate(self._states):
             state.current, state.alternate = int(rows.current[i, row]), int(rows.alternate[i, row])
-        self._leave()
+        self._leave(self.scheduled)
 
-    def _leave(self) -> None:
-        if self.row >= 0:
-            self.memory.rows.give_back(self.row)
+    def _leave(self, position: int) -> None:
+        """Leave the row, if it has one, to go on at `position`, which a step in flight may still have to compute."""
+        rows, row = self.memory.rows, self.row
+        if row >= 0:
+            if rows.scheduled[row] > rows.computed[row]:
+                self.unsettled = Unsettled(int(rows.step[row]), int(rows.scheduled[row]))
+            self._settled = int(rows.computed[row])
+            rows.give_back(row)
             self.row = -1
+        self._scheduled, self._settled = position, min(position, self._settled)
+        if self.unsettled is not None:
+            self.unsettled = replace(self.unsettled, position=min(position, self.unsettled.position))
+            if self.unsettled.position <= self._settled:
+                self.unsettled = None
+
+    def settle(self) -> None:
+        """The step has settled that was in flight when the turn left its row."""
+        if self.unsettled is None:
+            raise InvariantError(f"{self.holder_name} waits for no step")
+        position, self.unsettled = self.unsettled.position, None
+        if self.row >= 0:
+            computed = self.memory.rows.computed
+            computed[self.row] = max(int(computed[self.row]), position)
+        else:
+            self._settled = max(self._settled, position)
 
     def grow(self, end: int) -> list[tuple[int, Growth]]:
         """Acquire pages for slots up to `end` in every paged group that lacks some."""
@@ -178,21 +214,23 @@ class TurnMemory:
         current = position == rows.scheduled[row]
         return int((rows.current if current else rows.alternate)[state, row])
 
-    def mark(self, position: int) -> None:
-        """Make a checkpoint at `position`, as far as which the plan just applied computes; the row writes elsewhere.
+    def mark(self, position: int, *, end_of_input: bool = False) -> None:
+        """Make a checkpoint at `position`, where the plan just applied ends; the row writes elsewhere.
 
         Only now is the one before evictable: until a later step has been planned, its slot is where the turn reads.
         """
         if self.checkpoints and self.checkpoints[-1] not in self.memory.cache:
             self.memory.cache.add(self.checkpoints[-1])
         self.checkpoints.append(self.checkpoint(position))
+        if end_of_input:
+            self._end_of_input = self.checkpoints[-1]
         if self._states:
             self.memory.rows.frozen[self.row] = True
             self.renew_alternate()
 
     def lacks_checkpoint(self, position: int) -> bool:
         """Whether the turn stands at `position`, by its own computing, and could not come back there."""
-        return self.start < position == self.computed and self._checkpoint_at(position) is None
+        return self.start < position == self.scheduled and self._checkpoint_at(position) is None
 
     def spare_slot(self) -> bool:
         """Acquire one more state slot a group for a checkpoint that is not needed; False if there is none."""
@@ -203,14 +241,15 @@ class TurnMemory:
             state.spare.append(state.opened.units[-1])
         return True
 
-    def cut_to(self, target: int) -> int:
-        """The highest resumable position at or below `target` that this turn can be cut to. Changes nothing."""
+    def cut_to(self, target: int, *, in_flight: bool = False) -> int:
+        """The highest resumable position at or below `target` that this turn can be cut to, of those settled or, with
+        `in_flight`, also of those that steps in flight are computing. Changes nothing."""
         if target < self.start:
             raise InvariantError(f"{self.holder_name} began at {self.start} and cannot be cut to {target}")
-        target = min(target, self.computed)
-        source = self.source.position if self.source is not None else self.start
-        live = [p for p in self._live_positions(target) if p > source]  # the pages of its source are not its to write
-        resumable = [source, *(c.position for c in self.checkpoints)]
+        target = min(target, self.scheduled if in_flight else self.computed)
+        began = self.first_position
+        live = [p for p in self._live_positions(target) if p > began]  # the pages of its source are not its to write
+        resumable = [began, *(c.position for c in self.checkpoints)]
         resumable += [p for p in live if all(self._live(table, p) for table in self.session.tables)]
         return max((p for p in resumable if p <= target), default=self.start)
 
@@ -218,7 +257,7 @@ class TurnMemory:
         if not self._states:
             return [target]
         if self.row < 0:
-            return [self._computed]
+            return [self._scheduled]
         rows, row = self.memory.rows, self.row
         here = [] if rows.frozen[row] else [int(rows.scheduled[row])]
         return [*here, int(rows.alternate_at[row])]
@@ -230,13 +269,15 @@ class TurnMemory:
     # -- ends
 
     def truncate(self, position: int) -> None:
-        """Cut the turn to `position`, an answer of `cut_to` past where it began, and leave the row, dropping what is in
-        flight: the draft it prefills has changed."""
+        """Cut the turn to `position`, an answer of `cut_to`, and leave the row: what it has computed from there on is
+        not wanted any more, or did not come about."""
         moved = self._checkpoint_at(position)
+        again = moved is self.source and position == self.first_position
         slots = [self._slot_at(group, position) for group in self.memory.states] if moved is None else []
-        self._leave()
-        self._computed = position
+        self._leave(position)
         for checkpoint in [c for c in self.checkpoints if c.position > position]:
+            if checkpoint is self._end_of_input:
+                self._take_back_slots(checkpoint)
             self._release(checkpoint)
         if moved is not None and moved is not self.source:
             self._resume_from(moved)
@@ -244,11 +285,24 @@ class TurnMemory:
         for group, table in enumerate(self.session.tables):
             part = moved.parts[group] if moved is not None else None
             if isinstance(table, StateTable):
-                table.stand_on(part.units[0] if part is not None else next(states))
+                table.stand_on(part.units[0] if part is not None else NO_SLOT if again else next(states))
+            elif again:
+                table.restart()
             elif isinstance(table, SlidingTable) and part is not None:
                 table.resume_from(part, position)
             else:
                 table.truncate_turn(position)
+
+    def _take_back_slots(self, checkpoint: Checkpoint) -> None:
+        """The slots of a checkpoint that was counted at admission can be written again."""
+        self._end_of_input = None
+        for state, group in zip(self._states, self.memory.states, strict=True):
+            state.opened.absorb(checkpoint.give_up(group))
+
+    @property
+    def first_position(self) -> int:
+        """Where it began, or began again when it was cut to a checkpoint of its own."""
+        return self.source.position if self.source is not None else self.start
 
     def _resume_from(self, checkpoint: Checkpoint) -> None:
         self.checkpoints.remove(checkpoint)
@@ -323,7 +377,7 @@ class TurnMemory:
         checkpoint.release()
 
     def _end(self) -> None:
-        self._leave()
+        self._leave(self.scheduled)
         self.checkpoints = []
         self.source = None
         self.session.turn = None

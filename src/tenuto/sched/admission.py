@@ -47,7 +47,7 @@ class Admission:
 
     def admit(self) -> None:
         """Start waiting turns, in order, until the first that does not fit."""
-        while self._queue.first() is not None and self._batch.alone is None:
+        while self._queue.first() is not None:
             blocked = self._pass()
             if blocked is None or not self._make_room(*blocked):
                 return
@@ -59,9 +59,7 @@ class Admission:
         most = state_slots(memory.shape, generates=True)
         with memory.reserve_states(min(len(self._queue), memory.rows.free) * most, self) as slots:
             pledged = self._pledged()
-            while (turn := self._queue.first()) is not None and self._batch.alone is None:
-                if turn.suspect and len(self._batch):
-                    return None
+            while (turn := self._queue.first()) is not None:
                 if not memory.rows.free:
                     return turn, np.zeros(len(memory.pools), np.int64)
                 self._make_startable(turn)

@@ -46,7 +46,7 @@ class Batch:
         self.stepwise = np.zeros(rows, np.bool_)  # what is allowed depends on every token before: no lookahead
         self.scoring: set[int] = set()  # rows whose input tokens are yet to be scored
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
-        self.alone: Turn | None = None  # a suspect of failing steps, which shares no step until one succeeds
+        self.left: list[Turn] = []  # turns that left their row while steps in flight were computing them
         self.departures = 0  # turns that have left, ever
         self._eos_ids = eos_ids
         self._aging = aging_seconds
@@ -83,15 +83,13 @@ class Batch:
         memory = turn.session.memory.turn
         if memory is None:
             memory = TurnMemory(turn.session.memory, turn.name, start_target(turn), slots)
-        else:
+        elif slots:
             memory.add_slots(slots)
         row = self.rows.take()
         self._taken += [(row, taken) for taken in memory.attach(row)]
         self._fill(row, turn, memory)
         self.turns[row] = turn
         insort(self._ranked, (rank(turn, self._aging), row))
-        if turn.suspect:
-            self.alone = turn
         self._stale = True
 
     def _fill(self, row: int, turn: Turn, memory: TurnMemory) -> None:
@@ -117,8 +115,8 @@ class Batch:
         if self.memory.spec.needs_checkpoints:
             end = turn.resume_position
             if generates and memory.lacks_checkpoint(end):
-                memory.mark(end)
-            rows.mark[row] = self.next_mark(turn, memory.computed)
+                memory.mark(end, end_of_input=True)
+            rows.mark[row] = self.next_mark(turn, memory.scheduled)
 
     def next_mark(self, turn: Turn, position: int) -> int:
         """The next position after `position` at which the turn wants a checkpoint: page-aligned ones spaced through its
@@ -139,9 +137,9 @@ class Batch:
                 raise InvariantError(f"{turn.name} runs without memory")
             while rows.mark[row] <= rows.scheduled[row]:
                 mark = int(rows.mark[row])
-                needed = mark == turn.resume_position and bool(rows.samples[row])
-                if needed or memory.spare_slot():
-                    memory.mark(mark)
+                end_of_input = mark == turn.resume_position and bool(rows.samples[row])
+                if end_of_input or memory.spare_slot():
+                    memory.mark(mark, end_of_input=end_of_input)
                 rows.mark[row] = self.next_mark(turn, mark)
 
     def remove(self, turn: Turn, row: int) -> None:
@@ -156,9 +154,15 @@ class Batch:
         self.scoring.discard(row)
         self._taken = [(r, taken) for r, taken in self._taken if r != row]
         turn.computed_tokens += int(self.work[row])
-        if self.alone is turn:
-            self.alone = None
+        if self.rows.scheduled[row] > self.rows.computed[row]:
+            self.left.append(turn)
         self.departures += 1
+
+    def take_left(self, step: int) -> list[Turn]:
+        """The turns that go on with what `step`, or one before it, was computing when they left their row."""
+        waiting = [turn for turn in self.left if _unsettled_step(turn) > 0]
+        self.left = [turn for turn in waiting if _unsettled_step(turn) > step]
+        return [turn for turn in waiting if _unsettled_step(turn) <= step]
 
     def take_news(self) -> News:
         """What the executor does not know yet, for the plan that is being made."""
@@ -172,6 +176,12 @@ class Batch:
         same = {row for row, run in news.runs.items() if self.turns[row] is not None and self.rows.run[row] == run}
         self._taken = [(row, taken) for row, taken in news.taken if row in same] + self._taken
         self._sampling = {row: sampling for row, sampling in news.sampling.items() if row in same} | self._sampling
+
+
+def _unsettled_step(turn: Turn) -> int:
+    """The step in flight that the turn's memory relies on, 0 if none."""
+    memory = turn.session.memory.turn if turn.session.turn is turn else None
+    return memory.unsettled.step if memory is not None and memory.unsettled is not None else 0
 
 
 def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
@@ -189,7 +199,7 @@ def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
 def continues_from(turn: Turn) -> int:
     """The position from which the turn would compute now. Changes nothing."""
     memory = turn.session.memory
-    return memory.turn.computed if memory.turn is not None else memory.resumable(start_target(turn))
+    return memory.turn.scheduled if memory.turn is not None else memory.resumable(start_target(turn))
 
 
 def start_target(turn: Turn) -> int:

@@ -13,6 +13,7 @@ from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, InputScores, PageCopies, 
 from tenuto.memory.memory import Memory
 from tenuto.memory.paged import NO_PAGE, Growth
 from tenuto.sched.batch import Batch, News
+from tenuto.sched.suspects import Suspects
 from tenuto.session.turn import Turn, TurnState
 
 Longs = npt.NDArray[np.int64]
@@ -70,10 +71,17 @@ class Planner:
     """Makes and applies plans of at most `token_budget` tokens."""
 
     def __init__(
-        self, memory: Memory, batch: Batch, token_budget: int, proposer: Proposer | None, lookahead: int
+        self,
+        memory: Memory,
+        batch: Batch,
+        suspects: Suspects,
+        token_budget: int,
+        proposer: Proposer | None,
+        lookahead: int,
     ) -> None:
         self._memory = memory
         self._batch = batch
+        self._suspects = suspects
         self._budget = token_budget
         self._proposer = proposer
         self._lookahead = lookahead
@@ -83,12 +91,15 @@ class Planner:
         self.rows_considered = 0  # ever: a measure of work
 
     def propose(self) -> Proposal:
-        """Divide the token budget: decodes first, then prefills. Turns that do not fit memory now are left out."""
+        """Divide the token budget: decodes first, then prefills. Turns that do not fit memory now are left out, and
+        all but one group of suspects while there are suspects."""
         rows, order = self._memory.rows, self._batch.order()
         self.rows_considered += len(order)
         starts = rows.scheduled[order]
         wanted = np.minimum(rows.expected[order], rows.limit[order]) - starts
         wanted[rows.uncertain[order]] = 0
+        if suspected := self._suspects.rows():
+            wanted[~np.isin(order, suspected)] = 0
         if self._memory.states:
             np.minimum(wanted, rows.mark[order] - starts, out=wanted)
         if self._batch.scoring:
@@ -192,6 +203,8 @@ class Planner:
         tables, copies = self._grow(chosen, ends, proposal.needs, news)
         states = self._move_states(chosen, starts)
         scores, scored = self._score_input(proposal) if self._batch.scoring else (None, ())
+        self._steps += 1
+        rows.step[chosen] = self._steps
         rows.scheduled[chosen] = ends
         rows.expected[chosen] += np.minimum(samples, 1)
         if proposal.guesses:
@@ -199,7 +212,6 @@ class Planner:
         self._batch.work[chosen] += counts
         if memory.spec.needs_checkpoints:
             self._batch.marks_due(chosen)
-        self._steps += 1
         plan = Plan(
             self._steps,
             chosen.astype(np.int32),

@@ -59,7 +59,18 @@ class Settler:
         self._slide(chosen[live], before[live])
         idle = live & ~rows.samples[chosen] & (ends >= rows.limit[chosen])
         settled.prefilled = batch.turns[chosen[idle]].tolist()
+        for turn in batch.take_left(flight.plan.step):
+            self._settle_left(turn, settled)
         return settled
+
+    def _settle_left(self, turn: Turn, settled: Settled) -> None:
+        """The turn left its row while this step was computing it, and may have another row by now."""
+        rows, memory = self._memory.rows, turn.session.memory.turn
+        if memory is None:
+            raise InvariantError(f"{turn.name} relies on a step and has no memory")
+        memory.settle()
+        if memory.row >= 0 and not rows.samples[memory.row] and rows.computed[memory.row] >= rows.limit[memory.row]:
+            settled.prefilled.append(turn)
 
     def _slide(self, chosen: Longs, before: Longs) -> None:
         """Rows whose window has left a page since they had `before` tokens computed give that page back."""

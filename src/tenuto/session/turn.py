@@ -57,10 +57,6 @@ TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
 
 MAX_STOP_IDS = 64
 MAX_PRIORITY = 1000
-SUSPICIOUS_FAILURES = 2
-"""After this many failed steps without coming past them a turn runs alone, so that it fails no other's."""
-MOST_FAILURES = 5
-"""After this many it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +174,8 @@ class Turn:
         self.state = TurnState.QUEUED
         self.replaces = False  # regenerates the session's last turn
         self.started = False  # has run as a submitted turn
-        self.failures = 0  # failed steps it was in, until it comes past `failed_at`; both written by the engine
-        self.failed_at = 0  # tokens it had computed when the last of them failed
+        self.failures = 0  # failed steps with it alone, until it comes past `failed_at`; written by `Suspects`
+        self.failed_at = 0  # tokens it had computed when the last step with it failed; lowered when a draft changes
         self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle
         self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
         self.text: TextStream | None = None
@@ -203,11 +199,6 @@ class Turn:
     def generating(self) -> bool:
         """Whether it generates when it runs: a draft does not yet."""
         return self.max_new_tokens > 0 and self.state is not TurnState.DRAFTING
-
-    @property
-    def suspect(self) -> bool:
-        """Whether it has to show that steps fail without it: until one with it alone succeeds, it shares none."""
-        return self.failures >= SUSPICIOUS_FAILURES
 
     @property
     def prompt_length(self) -> int:

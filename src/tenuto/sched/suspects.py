@@ -1,0 +1,76 @@
+"""Which turn makes steps fail: found by bisection, so that a few do not slow down many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tenuto.session.turn import Turn
+
+MAX_FAILURES = 3
+"""Steps that may fail with one turn alone in them before that turn is ended."""
+
+
+class Suspects:
+    """Turns that were in a failed step and have not come past where it failed, in groups.
+
+    While there are any, a step is run with one group and nobody else. A group that fails is split in two; a turn that
+    comes past where it failed is cleared. So k turns that make every step fail, among n, cost at most
+    k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more steps with a part of the turns than that.
+
+    Invariant: a turn is in at most one group.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[list[Turn]] = []  # the last is run first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups))
+
+    def __contains__(self, turn: Turn) -> bool:
+        return any(turn in group for group in self._groups)
+
+    def rows(self) -> list[int]:
+        """The rows that the next step is for; empty if no suspect has a row, and the step is for all."""
+        for group in reversed(self._groups):
+            rows = [_row(turn) for turn in group if _row(turn) >= 0]
+            if rows:
+                return rows
+        return []
+
+    def step_failed(self, turns: Sequence[Turn], *, alone: bool) -> None:
+        """A step failed with these turns in it, which are still open; `alone`: with nobody else."""
+        self._groups = [[turn for turn in group if turn not in turns] for group in self._groups]
+        for turn in turns:
+            memory = turn.session.memory.turn
+            turn.failed_at = memory.computed if memory is not None else 0
+        if len(turns) == 1:
+            turns[0].failures += int(alone)
+            self._groups.append(list(turns))
+        elif turns:
+            middle = len(turns) // 2
+            self._groups += [list(turns[middle:]), list(turns[:middle])]
+        self._tidy()
+
+    def step_succeeded(self) -> None:
+        """Clear the turns that have come past where they failed, and forget those that have ended."""
+        for turn in [turn for group in self._groups for turn in group]:
+            memory = turn.session.memory.turn
+            if not turn.state.ended and memory is not None and memory.computed > turn.failed_at:
+                turn.failures = 0
+                self.forget(turn)
+        self._tidy()
+
+    def forget(self, turn: Turn) -> None:
+        """The turn is no suspect any more."""
+        for group in self._groups:
+            if turn in group:
+                group.remove(turn)
+
+    def _tidy(self) -> None:
+        groups = ([turn for turn in group if not turn.state.ended] for group in self._groups)
+        self._groups = [group for group in groups if group]
+
+
+def _row(turn: Turn) -> int:
+    memory = turn.session.memory.turn
+    return -1 if turn.state.ended or memory is None else memory.row
