@@ -46,8 +46,10 @@ class FullTable(PagedTable):
         return 0, self.base.units[: self.first] + self.opened.units
 
     def truncate_turn(self, position: int) -> None:
-        """Cut the turn's own pages back to slots below `position`, not before where it began."""
-        self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first))
+        """Cut the turn's own pages back to slots below `position`, not before where it began. There, not even the copy
+        may have been made that comes before its first token."""
+        began = self.first * self.page_size + self._copy_slots
+        self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first) if position > began else 0)
 
     def commit(self, position: int, _kept: Lease | None) -> None:
         """The turn commits with `position` tokens computed, more than where it began. No checkpoint keeps anything of

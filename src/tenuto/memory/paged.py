@@ -94,11 +94,6 @@ class PagedTable:
         copies = self._copy_slots > 0 and index == self.first
         return Growth(index, self.opened.units[had:], self.kept_page(index) if copies else NO_PAGE, self._copy_slots)
 
-    def restart(self) -> None:
-        """Cut the turn to where it began: not even the copy may have been made that comes before its first token."""
-        self.opened.truncate(0)
-        self.released = 0
-
     def kept_page(self, index: int) -> int:
         """The unit of kept entry `index`."""
         raise NotImplementedError  # abstract: full and sliding keep their pages differently

@@ -42,6 +42,12 @@ class SlidingTable(PagedTable):
         self.first, self.released, self._copy_slots = pages_for(position, self.page_size), 0, 0
         self._read_through(source, position)
 
+    def restart(self) -> None:
+        """Cut the turn to where it began, or was resumed last: not even the copy may have been made that comes before
+        its first token."""
+        self.opened.truncate(0)
+        self.released = 0
+
     def _read_through(self, source: Lease | None, position: int) -> None:
         self._source, self._source_end = source, pages_for(position, self.page_size)
         if source is not None and len(source) != self.span(position):

@@ -164,6 +164,7 @@ class TurnMemory:
             computed[self.row] = max(int(computed[self.row]), position)
         else:
             self._settled = max(self._settled, position)
+        self.slide()
 
     def grow(self, end: int) -> list[tuple[int, Growth]]:
         """Acquire pages for slots up to `end` in every paged group that lacks some."""
@@ -286,7 +287,7 @@ class TurnMemory:
             part = moved.parts[group] if moved is not None else None
             if isinstance(table, StateTable):
                 table.stand_on(part.units[0] if part is not None else NO_SLOT if again else next(states))
-            elif again:
+            elif isinstance(table, SlidingTable) and again:
                 table.restart()
             elif isinstance(table, SlidingTable) and part is not None:
                 table.resume_from(part, position)

@@ -46,7 +46,7 @@ class Batch:
         self.stepwise = np.zeros(rows, np.bool_)  # what is allowed depends on every token before: no lookahead
         self.scoring: set[int] = set()  # rows whose input tokens are yet to be scored
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
-        self.left: list[Turn] = []  # turns that left their row while steps in flight were computing them
+        self._left: dict[Turn, None] = {}  # turns that left their row while steps in flight were computing them
         self.departures = 0  # turns that have left, ever
         self._eos_ids = eos_ids
         self._aging = aging_seconds
@@ -155,14 +155,14 @@ class Batch:
         self._taken = [(r, taken) for r, taken in self._taken if r != row]
         turn.computed_tokens += int(self.work[row])
         if self.rows.scheduled[row] > self.rows.computed[row]:
-            self.left.append(turn)
+            self._left[turn] = None
         self.departures += 1
 
     def take_left(self, step: int) -> list[Turn]:
         """The turns that go on with what `step`, or one before it, was computing when they left their row."""
-        waiting = [turn for turn in self.left if _unsettled_step(turn) > 0]
-        self.left = [turn for turn in waiting if _unsettled_step(turn) > step]
-        return [turn for turn in waiting if _unsettled_step(turn) <= step]
+        waiting = [turn for turn in self._left if _unsettled_step(turn) > 0]
+        self._left = {turn: None for turn in waiting if _unsettled_step(turn) > step}
+        return [turn for turn in waiting if turn not in self._left]
 
     def take_news(self) -> News:
         """What the executor does not know yet, for the plan that is being made."""
