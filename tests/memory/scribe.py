@@ -19,7 +19,7 @@ from tenuto.memory.full import FullTable
 from tenuto.memory.memory import Memory, Shape, state_slots
 from tenuto.memory.paged import Growth
 from tenuto.memory.pool import Holder, Lease
-from tenuto.memory.session_memory import SessionMemory
+from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.planner import Planner
@@ -197,8 +197,7 @@ class Scribe:
     # -- checks
 
     def holders(self) -> Iterator[Holder]:
-        for script in self.scripts:
-            yield from script.memory.holders()
+        return all_holders(script.memory for script in self.scripts)
 
     def audit(self) -> AuditReport:
         """Every unit is held as counted, and every session's memory says what its history says."""

@@ -174,15 +174,14 @@ def test_every_kind_of_holder_is_named() -> None:
     writing = scribe.open(script)
     scribe.compute(writing, 3)
     scribe.mark(writing)
-    holders: Iterator[Holder] = script.memory.holders()
+    holders: Iterator[Holder] = scribe.holders()
     assert [holder.holder_name for holder in holders] == [
         "session 0",
-        "checkpoint 8 of session 0",
+        "checkpoint 8 of turn",  # which made it; the session and its new turn refer to it
         "turn",
-        "checkpoint 8 of turn",
         "checkpoint 11 of turn",
     ]
-    assert scribe.audit().pools[1].by_holder == {"checkpoint": 1, "shared": 1, "turn": 2}
+    assert scribe.audit().pools[1].by_holder == {"checkpoint": 2, "turn": 2}
 
 
 def test_a_lease_made_by_hand_is_found() -> None:

@@ -1,4 +1,4 @@
-"""The cache of checkpoints that only save work: its budget, and who goes first."""
+"""Checkpoints are shared by all that refer to them, and the cache of those nobody needs has a budget and an order."""
 
 from __future__ import annotations
 
@@ -6,58 +6,200 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.memory.checkpoint import Checkpoint, CheckpointCache
-from tenuto.memory.pool import Pool
-from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Someone
+from tenuto.base.errors import InvariantError
+from tenuto.memory.checkpoint import Checkpoint, CheckpointCache, Checkpoints
+from tenuto.memory.pool import Lease, Pool
+from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script
 
 
 class Shelf:
-    """A cache over two groups, and the checkpoints of one owner."""
+    """A cache over two groups, and the checkpoints of one sequence."""
 
     def __init__(self, budget: tuple[int, int] = (100, 100)) -> None:
         self.pools = [Pool("sliding0", 200), Pool("state1", 200)]
         self.cache = CheckpointCache(self.pools, budget)
-        self.home: list[Checkpoint] = []
+        self.listed = Checkpoints(self.cache)
 
-    def add(self, position: int, pages: int = 1, slots: int = 1) -> Checkpoint:
-        made = Checkpoint(position, Someone("session s"), self.home)
+    def make(self, position: int, pages: int = 1, slots: int = 1) -> Checkpoint:
+        """One that somebody needs."""
+        made = Checkpoint(position, "session s")
         made.parts.extend(pool.acquire(n, made) for pool, n in zip(self.pools, (pages, slots), strict=True))
-        self.home.append(made)
-        self.cache.add(made)
+        self.cache.pin(made)
         return made
 
+    def sharing(self, position: int, first: Lease, start: int, stop: int) -> Checkpoint:
+        """One that needs pages [start, stop) of another's, and nothing else."""
+        made = Checkpoint(position, "session s")
+        made.parts.extend([first.share(start, stop, made), None])
+        self.cache.pin(made)
+        return made
 
-def test_the_oldest_goes_first_whatever_its_position() -> None:
+    def add(self, position: int, pages: int = 1, slots: int = 1) -> Checkpoint:
+        """One that only saves work."""
+        made = self.make(position, pages, slots)
+        self.listed.push(made)
+        self.listed.relax()
+        return made
+
+    def another(self, position: int = 10**9) -> Checkpoints:
+        """Another sequence that refers to what is listed before `position`."""
+        other = Checkpoints(self.cache)
+        other.refer_to(self.listed, position)
+        return other
+
+    @property
+    def free(self) -> list[int]:
+        return [pool.free for pool in self.pools]
+
+
+def positions(listed: Checkpoints) -> list[int]:
+    return [checkpoint.position for checkpoint in listed]
+
+
+# -- references
+
+
+def test_a_checkpoint_is_held_once_for_all_that_refer_to_it_and_ends_with_the_last() -> None:
     shelf = Shelf()
-    for position in (30, 10, 20):
+    made = shelf.add(10, pages=3)
+    others = [shelf.another() for _ in range(3)]
+    assert (made.references, shelf.free) == (4, [197, 199])
+    for listed in (shelf.listed, *others):
+        assert shelf.free == [197, 199]
+        listed.cut(0)
+    assert (made.references, shelf.free, len(shelf.cache)) == (0, [200, 200], 0)
+
+
+def test_an_evicted_checkpoint_is_gone_for_all_that_refer_to_it() -> None:
+    shelf = Shelf()
+    shelf.add(10)
+    shelf.add(20)
+    other = shelf.another()
+    assert shelf.cache.evict()
+    assert (positions(shelf.listed), positions(other)) == ([20], [20])
+    assert shelf.free == [199, 199]
+    assert (other.at(10), other.below(20), other.from_on(5)) == (None, None, other.at(20))
+    shelf.listed.cut(0)
+    other.cut(0)
+    assert shelf.free == [200, 200]
+
+
+def test_a_checkpoint_is_evictable_when_the_last_that_needs_it_does_not() -> None:
+    shelf = Shelf()
+    made = shelf.make(10)
+    shelf.cache.pin(made)
+    shelf.listed.push(made)
+    other = Checkpoints(shelf.cache)
+    other.push(made)
+    shelf.listed.relax()
+    assert not shelf.cache.evict()
+    other.relax()
+    assert shelf.cache.evict()
+    assert shelf.free == [200, 200]
+
+
+def test_a_cached_checkpoint_that_is_needed_again_is_evictable_later() -> None:
+    shelf = Shelf()
+    needed, other = shelf.add(10), shelf.add(20)
+    taken = shelf.listed.take(10)
+    assert taken is needed
+    assert positions(shelf.listed) == [20]
+    assert shelf.cache.evict()
+    assert other.evicted
+    assert not shelf.cache.evict()
+    shelf.cache.release_pinned(needed)
+    assert shelf.free == [200, 200]
+
+
+def test_taking_what_is_not_there_takes_nothing() -> None:
+    shelf = Shelf()
+    shelf.add(10)
+    assert shelf.listed.take(9) is None
+    shelf.cache.evict()
+    assert shelf.listed.take(10) is None
+
+
+def test_a_reference_more_or_less_than_there_are_is_found() -> None:
+    shelf = Shelf()
+    made = shelf.add(10)
+    shelf.cache.release(made)
+    with pytest.raises(InvariantError, match="checkpoint 10 of session s is released but nobody refers to it"):
+        shelf.cache.release(made)
+    with pytest.raises(InvariantError, match="is referred to after its end"):
+        shelf.cache.refer(Checkpoint(30, "session s"))
+    evicted = shelf.add(40)
+    shelf.cache.evict()
+    with pytest.raises(InvariantError, match="is needed after it was evicted"):
+        shelf.cache.pin(evicted)
+    pinned = shelf.make(50)
+    shelf.cache.unpin(pinned)
+    with pytest.raises(InvariantError, match="is unpinned but nobody needs it"):
+        shelf.cache.unpin(pinned)
+
+
+def test_a_checkpoint_names_its_position_and_who_made_it() -> None:
+    made = Shelf().add(10, pages=3)
+    assert made.holder_name == "checkpoint 10 of session s"
+    assert (made.units(0), made.units(1)) == (3, 1)
+
+
+steps = st.lists(st.tuples(st.sampled_from(["push", "cut", "evict", "fork"]), st.integers(0, 9)), max_size=40)
+
+
+@given(steps)
+def test_a_list_of_checkpoints_finds_the_nearest_living_one(steps: list[tuple[str, int]]) -> None:
+    """Against a plain list of positions."""
+    shelf = Shelf()
+    listed, plain = shelf.listed, []
+    for step, number in steps:
+        if step == "push":
+            plain.append(max(plain, default=0) + 1 + number)
+            listed.push(shelf.make(plain[-1]))
+        elif step == "cut":
+            listed.cut(number * 5)
+            plain = [position for position in plain if position < number * 5]
+        elif step == "evict" and shelf.cache.evict():
+            needed = listed.needed.position if listed.needed is not None else None
+            plain.remove(min(position for position in plain if position != needed))
+        elif step == "fork":
+            child = shelf.another(number * 5)
+            assert positions(child) == [position for position in plain if position < number * 5]
+            child.cut(0)
+        for target in range(0, 60, 7):
+            below, after = listed.below(target), listed.from_on(target)
+            assert (below.position if below else None) == max((p for p in plain if p < target), default=None)
+            assert (after.position if after else None) == min((p for p in plain if p >= target), default=None)
+        assert positions(listed) == plain
+    listed.cut(0)
+    assert shelf.free == [200, 200]
+
+
+# -- the order of eviction, and the budget
+
+
+def test_the_oldest_goes_first_whoever_refers_to_it() -> None:
+    shelf = Shelf()
+    for position in (10, 20, 30):
         shelf.add(position)
+    shelf.another(15)
     assert shelf.cache.evict()
-    assert [checkpoint.position for checkpoint in shelf.home] == [10, 20]
+    assert positions(shelf.listed) == [20, 30]
     assert shelf.cache.evict()
-    assert [checkpoint.position for checkpoint in shelf.home] == [20]
+    assert positions(shelf.listed) == [30]
 
 
-def test_an_evicted_checkpoint_leaves_its_home_and_frees_its_units() -> None:
+def test_an_evicted_checkpoint_leaves_its_list_and_frees_its_units() -> None:
     shelf = Shelf()
     gone = shelf.add(10, pages=3)
     assert shelf.cache.evict()
-    assert (shelf.home, gone in shelf.cache, shelf.cache.evicted) == ([], False, 1)
-    assert [pool.free for pool in shelf.pools] == [200, 200]
+    assert (positions(shelf.listed), gone in shelf.cache, shelf.cache.evicted) == ([], False, 1)
+    assert shelf.free == [200, 200]
 
 
 def test_an_empty_cache_has_nothing_to_give() -> None:
-    assert not Shelf().cache.evict()
-
-
-def test_a_checkpoint_that_is_needed_again_is_not_evictable() -> None:
     shelf = Shelf()
-    needed, other = shelf.add(10), shelf.add(20)
-    shelf.cache.discard(needed)
-    assert shelf.cache.evict()
-    assert shelf.home == [needed]
     assert not shelf.cache.evict()
-    shelf.cache.discard(other)  # not in it any more: nothing happens
-    assert len(shelf.cache) == 0
+    assert not shelf.cache.evict_for([0, 1])
 
 
 @given(
@@ -79,18 +221,93 @@ def test_trimming_keeps_the_newest_that_fit_the_budget(sizes: list[tuple[int, in
 def test_nothing_is_evicted_before_the_cache_is_trimmed() -> None:
     shelf = Shelf((0, 0))
     shelf.add(10)
-    assert len(shelf.home) == 1
+    assert len(shelf.listed) == 1
     shelf.cache.trim()
-    assert shelf.home == []
+    assert len(shelf.listed) == 0
 
 
-def test_a_checkpoint_names_its_position_and_its_owner() -> None:
+def test_a_unit_that_several_cached_checkpoints_hold_counts_once_in_the_budget() -> None:
+    """Windows that follow each other share pages."""
+    shelf = Shelf((4, 0))
+    first = shelf.make(8, pages=4, slots=0)
+    window = first.parts[0]
+    second = shelf.sharing(12, window, 1, 4)
+    for made in (first, second):
+        shelf.listed.push(made)
+    shelf.listed.relax()
+    shelf.cache.trim()
+    assert positions(shelf.listed) == [8, 12]
+    shelf.add(20, slots=0)
+    assert shelf.cache.over_budget
+
+
+# -- what pressure asks for
+
+
+def test_reclaimable_are_the_units_that_nobody_but_the_cache_holds() -> None:
     shelf = Shelf()
-    made = shelf.add(10, pages=3)
-    assert made.holder_name == "checkpoint 10 of session s"
-    assert (made.units(0), made.units(1)) == (3, 1)
-    made.move(Someone("session t"), [])
-    assert made.holder_name == "checkpoint 10 of session t"
+    cached = shelf.add(10, pages=5, slots=2)
+    assert (shelf.cache.reclaimable(0), shelf.cache.reclaimable(1)) == (5, 2)
+    needed = shelf.sharing(20, cached.parts[0], 0, 2)
+    assert (shelf.cache.reclaimable(0), shelf.cache.reclaimable(1)) == (3, 2)
+    shelf.cache.unpin(needed)
+    assert shelf.cache.reclaimable(0) == 5
+    while shelf.cache.evict():
+        pass
+    assert (shelf.cache.reclaimable(0), shelf.free) == (0, [200, 200])
+
+
+def test_only_what_frees_a_unit_of_a_short_group_is_evicted_for_it() -> None:
+    shelf = Shelf()
+    window = shelf.make(5, pages=6, slots=0).parts[0]  # somebody needs these pages
+    useless = shelf.sharing(6, window, 0, 3)
+    shelf.listed.push(useless)
+    slot, pages = shelf.add(10, pages=0, slots=1), shelf.add(20, pages=2, slots=0)
+    assert shelf.cache.evict_for([0])
+    assert (useless.evicted, slot.evicted, pages.evicted) == (False, False, True)
+    assert not shelf.cache.evict_for([0])
+    assert shelf.cache.evict_for([0, 1])
+    assert (useless.evicted, slot.evicted) == (False, True)
+
+
+def test_units_that_several_cached_checkpoints_hold_come_free_together() -> None:
+    shelf = Shelf()
+    first = shelf.make(8, pages=2, slots=0)
+    shelf.listed.push(first)
+    stranger = shelf.make(9, pages=1, slots=0)
+    useless = shelf.sharing(10, stranger.parts[0], 0, 1)
+    shelf.listed.push(useless)
+    shelf.listed.push(shelf.sharing(12, first.parts[0], 0, 2))
+    shelf.listed.relax()
+    assert shelf.cache.evict_for([0])
+    assert positions(shelf.listed) == [10]
+    assert shelf.pools[0].free == 199
+    assert not shelf.cache.evict_for([0])
+
+
+pages = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.booleans()), max_size=8)
+
+
+@given(pages)
+def test_evicting_for_a_group_frees_exactly_what_was_reclaimable(pages: list[tuple[int, int, bool]]) -> None:
+    """Some are cached and some needed, over pages that overlap at random."""
+    shelf = Shelf()
+    base = shelf.make(0, pages=11, slots=0)
+    for position, (start, count, needed) in enumerate(pages, 1):
+        made = shelf.sharing(position, base.parts[0], start, start + count)
+        if not needed:
+            shelf.cache.unpin(made)
+    shelf.cache.release_pinned(base)
+    while promised := shelf.cache.reclaimable(0):
+        before = shelf.pools[0].free
+        assert shelf.cache.evict_for([0])
+        freed = shelf.pools[0].free - before
+        assert freed > 0
+        assert shelf.cache.reclaimable(0) == promised - freed
+    assert not shelf.cache.evict_for([0])
+
+
+# -- sessions
 
 
 @pytest.mark.parametrize("mix", [[SLIDING], [STATE], [FULL, SLIDING, STATE]], ids=str)
@@ -102,10 +319,10 @@ def test_where_a_session_stands_is_never_evicted(mix) -> None:
     while scribe.memory.cache.evict():
         scribe.audit()
     assert script.memory.computed == 28
-    assert [checkpoint.position for checkpoint in script.memory.checkpoints] == [28]
+    assert positions(script.memory.checkpoints) == [28]
 
 
-def test_what_a_turn_started_from_outlives_its_eviction_from_the_session() -> None:
+def test_what_a_turn_started_from_is_not_evicted_under_it() -> None:
     """Known fault: a source evicted between match and use."""
     scribe = Scribe([FULL, STATE])
     script = scribe.told(9)
@@ -118,13 +335,75 @@ def test_what_a_turn_started_from_outlives_its_eviction_from_the_session() -> No
     scribe.compute(writing, 4)
     scribe.abort(script)
     scribe.audit()
+    assert scribe.memory.cache.evict()
+    assert positions(script.memory.checkpoints) == [28]
 
 
-def test_sharing_a_checkpoint_twice_over_counts_a_units_lease_each() -> None:
+def marked(scribe: Scribe, checkpoints: int) -> Script:
+    """A session with so many older checkpoints."""
+    script = scribe.session()
+    writing = scribe.open(script)
+    for _ in range(checkpoints):
+        scribe.compute(writing, 2)
+        assert scribe.mark(writing)
+    scribe.compute(writing, 2)
+    scribe.commit(script, 2 * checkpoints + 3)
+    assert len(script.memory.checkpoints) == checkpoints + 1
+    return script
+
+
+def test_forks_share_their_parents_checkpoints_without_a_lease_or_a_unit_more() -> None:
     scribe = Scribe([STATE])
-    parent = scribe.told(9)
-    for _ in range(3):
+    parent = marked(scribe, 5)
+    free, touched = scribe.free(), scribe.memory.touched
+    children = [scribe.fork(parent) for _ in range(3)]
+    assert (scribe.free(), scribe.memory.touched) == (free, touched)
+    assert len(scribe.memory.cache) == 5
+    for child in children:
+        assert list(child.memory.checkpoints) == list(parent.memory.checkpoints)
+    assert scribe.audit().leases == 6
+    parent.memory.drop()
+    scribe.audit()
+    for child in children:
+        assert len(child.memory.checkpoints) == 6
+        child.memory.drop()
+    assert scribe.free() == [80]
+
+
+def test_forks_do_not_make_the_cache_evict_what_others_have() -> None:
+    """Known fault: each fork counted its parent's checkpoints once more."""
+    scribe = Scribe([FULL, STATE], checkpoint_share=0.25)  # 20 slots
+    other, parent = marked(scribe, 5), marked(scribe, 10)
+    for _ in range(8):
         scribe.fork(parent)
-    unit = parent.memory.checkpoints[-1].parts[0].units[0]
-    assert scribe.memory.pools[0].counts[unit] == 4
-    assert scribe.memory.pools[0].leased == 1
+        scribe.memory.cache.trim()
+    assert scribe.memory.cache.evicted == 0
+    assert len(other.memory.checkpoints) == 6
+
+
+def work_of_a_fork(checkpoints: int) -> int:
+    """Units whose counts a fork of a session with so many checkpoints changes."""
+    scribe = Scribe([SLIDING, STATE], units=3 * checkpoints + 80, context_length=4 * checkpoints + 80)
+    parent = marked(scribe, checkpoints)
+    before = scribe.memory.touched
+    scribe.fork(parent)
+    return scribe.memory.touched - before
+
+
+def test_a_fork_touches_no_units_for_its_parents_checkpoints() -> None:
+    assert work_of_a_fork(10) == work_of_a_fork(1000) == 0
+
+
+def test_a_fork_at_an_older_checkpoint_keeps_it_from_being_evicted() -> None:
+    scribe = Scribe([FULL, STATE])
+    parent = marked(scribe, 3)
+    child = scribe.fork(parent, 5)
+    assert child.memory.computed == 4
+    while scribe.memory.cache.evict():
+        scribe.audit()
+    assert positions(parent.memory.checkpoints) == [4, 8]
+    assert positions(child.memory.checkpoints) == [4]
+    child.memory.drop()
+    assert scribe.memory.cache.evict()
+    assert positions(parent.memory.checkpoints) == [8]
+    scribe.audit()

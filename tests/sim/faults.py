@@ -233,14 +233,13 @@ def a_disconnect_leaves_a_zombie_turn() -> Any:
 
 
 def a_source_is_evicted_between_match_and_use() -> Any:
-    """A turn reads its session's checkpoint without a lease of its own, and the cache may evict it."""
+    """A turn reads its session's checkpoint without pinning it, and the cache may evict it."""
 
     def make(original: Any) -> Any:
-        def share_checkpoint(self: SessionMemory, position: int, owner: Any, home: Any) -> Any:
-            shared = original(self, position, owner, home)
+        def share_checkpoint(self: SessionMemory, position: int, owner: Any) -> Any:
+            shared = original(self, position, owner)
             if shared is not None and isinstance(owner, TurnMemory):
-                for lease in shared.leases():
-                    lease.pool._give_back(lease.units)
+                self.memory.cache.unpin(shared)
             return shared
 
         return share_checkpoint

@@ -14,6 +14,7 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.groups import Kind
 from tenuto.engine.engine import DELIVERED, Engine
 from tenuto.exec.witness import WitnessExecutor
+from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.full import FullTable
 from tenuto.memory.paged import pages_for
 from tenuto.memory.session_memory import SessionMemory
@@ -139,6 +140,23 @@ class World:
             assert len(session.history) == len(naive.tokens), f"{sid}: {len(session.history)} tokens"
             assert session.version == naive.version, f"{sid}: version {session.version}, not {naive.version}"
             self._check_memory(session.memory)
+        self._check_references()
+
+    def _check_references(self) -> None:
+        """Every checkpoint knows how many sequences refer to it, and how many of them need it."""
+        references: Counter[Checkpoint] = Counter()
+        pins: Counter[Checkpoint] = Counter()
+        for _, session in self._sessions():
+            memory = session.memory
+            for listed in [memory.checkpoints, *([memory.turn.checkpoints] if memory.turn is not None else [])]:
+                references.update(listed)
+                pins.update([listed.needed] if listed.needed is not None else [])
+            if memory.turn is not None and memory.turn.source is not None:
+                references[memory.turn.source] += 1
+                pins[memory.turn.source] += 1
+        for checkpoint, count in references.items():
+            assert (checkpoint.references, checkpoint.pins) == (count, pins[checkpoint]), checkpoint.holder_name
+        assert set(references) >= set(self.engine.memory.cache), "a cached checkpoint is nobody's"
 
     def _check_memory(self, memory: SessionMemory) -> None:
         """What a session and its turn hold is what their positions need, no more and no less."""
@@ -148,7 +166,8 @@ class World:
         if self.engine.memory.spec.needs_checkpoints and memory.computed:
             assert positions, f"{memory.holder_name} has no checkpoint"
             assert positions[-1] == memory.computed, f"{memory.holder_name}: checkpoints at {positions}"
-            assert [c in cache for c in memory.checkpoints] == [True] * (len(positions) - 1) + [False]
+            assert memory.checkpoints.needed is memory.checkpoints[-1], f"{memory.holder_name} does not need its last"
+        assert all((c in cache) == (c.pins == 0) for c in memory.checkpoints), "cached is what nobody needs"
         for table in memory.tables:
             if isinstance(table, FullTable):
                 assert len(table.base) == pages_for(memory.computed, size), f"{len(table.base)} pages"

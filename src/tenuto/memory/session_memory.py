@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoint import Checkpoint, Checkpoints
 from tenuto.memory.full import FullTable
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, Lease
@@ -21,7 +21,7 @@ class SessionMemory:
     """What a session keeps of its history: the state of its first `computed` tokens, and older checkpoints.
 
     Invariant: if the model has groups other than full attention and `computed` > 0, the last checkpoint stands at
-    `computed` and is not in the cache, while all others are; without such groups there are no checkpoints.
+    `computed` and is needed, while all others only save work; without such groups there are no checkpoints.
     """
 
     def __init__(self, memory: Memory, name: str) -> None:
@@ -30,7 +30,7 @@ class SessionMemory:
         self.computed = 0
         self.lost = ""  # why there is less than the history; written by whoever takes it away
         self.tables = [memory.table(g, self) for g in range(len(memory.spec.groups))]
-        self.checkpoints: list[Checkpoint] = []  # by position
+        self.checkpoints = Checkpoints(memory.cache)
         self.turn: TurnMemory | None = None  # of the open turn, while it holds anything
 
     def leases(self) -> Iterator[Lease]:
@@ -50,7 +50,7 @@ class SessionMemory:
         table = self.tables[group]
         if isinstance(table, FullTable):
             return len(table.base)
-        return self.checkpoints[-1].units(group) if self.checkpoints and self.computed else 0
+        return self.checkpoints.needed.units(group) if self.checkpoints.needed is not None else 0
 
     def resumable(self, target: int) -> int:
         """The highest resumable position at or below `target`. Changes nothing."""
@@ -61,13 +61,10 @@ class SessionMemory:
         target = min(target, self.computed)
         if not self.memory.spec.needs_checkpoints or target == 0:
             return target, None
-        below = None
-        for checkpoint in self.checkpoints:
-            if checkpoint.position >= target:
-                if self._covers(checkpoint, target):
-                    return target, checkpoint
-                break
-            below = checkpoint
+        at_or_after = self.checkpoints.from_on(target)
+        if at_or_after is not None and self._covers(at_or_after, target):
+            return target, at_or_after
+        below = self.checkpoints.below(target)
         return (below.position, below) if below is not None else (0, None)
 
     def _covers(self, checkpoint: Checkpoint, position: int) -> bool:
@@ -80,72 +77,76 @@ class SessionMemory:
                 return False
         return True
 
-    def share_checkpoint(self, position: int, owner: Holder, home: list[Checkpoint]) -> Checkpoint | None:
-        """A second lease on the resumable `position`; `None` where nothing but full attention or no token is there."""
+    def share_checkpoint(self, position: int, owner: Holder) -> Checkpoint | None:
+        """A pinned reference to a checkpoint at the resumable `position`, for `owner`; `None` where nothing but full
+        attention or no token is there."""
         at, source = self._resumable(position)
         if at != position:
             raise InvariantError(f"{self.holder_name}: {position} is not resumable")
-        if source is None:
-            return None
-        checkpoint = Checkpoint(position, owner, home)
+        if source is not None and source.position != position:  # its window covers this one
+            source = self._part_of(source, position, owner)
+        if source is not None:
+            self.memory.cache.pin(source)
+        return source
+
+    def _part_of(self, source: Checkpoint, position: int, owner: Holder) -> Checkpoint:
+        """A checkpoint at `position`, which the windows in `source` cover."""
+        made = Checkpoint(position, owner.holder_name)
         for table, part in zip(self.tables, source.parts, strict=True):
-            if part is None:
-                checkpoint.parts.append(None)
-            elif isinstance(table, SlidingTable):
-                skip = table.first_entry(position) - table.first_entry(source.position)
-                checkpoint.parts.append(part.share(skip, skip + table.span(position), checkpoint))
+            if part is None or not isinstance(table, SlidingTable):
+                made.parts.append(None)
             else:
-                checkpoint.parts.append(part.share(0, len(part), checkpoint))
-        return checkpoint
+                skip = table.first_entry(position) - table.first_entry(source.position)
+                made.parts.append(part.share(skip, skip + table.span(position), made))
+        return made
 
     def fork(self, child: SessionMemory, target: int) -> None:
-        """Give the fresh `child` a share of everything up to the highest resumable position at or below `target`."""
+        """Give the fresh `child` a share of everything up to the highest resumable position at or below `target`.
+        Checkpoints are not copied: it refers to the same."""
         position = self.resumable(target)
         for mine, its in zip(self.tables, child.tables, strict=True):
             if isinstance(mine, FullTable) and isinstance(its, FullTable):
                 mine.fork(its, position)
-        for older in [c.position for c in self.checkpoints if c.position < position]:
-            child._adopt(self.share_checkpoint(older, child, child.checkpoints))
-        child._adopt(self.share_checkpoint(position, child, child.checkpoints))
-        child.computed = position
-        for group, mine in enumerate(self.tables):
-            if isinstance(mine, SlidingTable) and child.checkpoints:
-                mine.lend(last_page(child.checkpoints[-1].parts[group]), position)
-        for checkpoint in child.checkpoints[:-1]:
-            self.memory.cache.add(checkpoint)
-
-    def _adopt(self, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is not None:
-            self.checkpoints.append(checkpoint)
+        child.checkpoints.refer_to(self.checkpoints, position)
+        kept = self.share_checkpoint(position, child)
+        for mine, part in zip(self.tables, kept.parts if kept is not None else (), strict=False):
+            if isinstance(mine, SlidingTable):
+                mine.lend(last_page(part), position)
+        child.stand_at(position, kept)
 
     def truncate(self, target: int) -> None:
         """Cut every group to the highest resumable position at or below `target`."""
         if self.turn is not None:
             raise InvariantError(f"{self.holder_name} is cut under its open turn")
         position = self.resumable(target)
-        self.cut(position, self.share_checkpoint(position, self, self.checkpoints))
+        self.cut(position, self.share_checkpoint(position, self))
 
     def cut(self, position: int, checkpoint: Checkpoint | None) -> None:
-        """Cut every group to `position`, where `checkpoint`, moved here, stands."""
-        self.settle_checkpoints(position, checkpoint)
+        """Cut every group to `position`, where `checkpoint`, pinned and moved here, stands."""
+        self.checkpoints.cut(position)
         for group, table in enumerate(self.tables):
             table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
-        self.computed = position
+        self.stand_at(position, checkpoint)
         self.lost = "no checkpoint"
 
-    def settle_checkpoints(self, position: int, current: Checkpoint | None) -> None:
-        """Release checkpoints at or past `position`, where `current` now stands; older ones are cached."""
-        cache = self.memory.cache
-        while self.checkpoints and self.checkpoints[-1].position >= position:
-            gone = self.checkpoints.pop()
-            cache.discard(gone)
-            gone.release()
-        last = self.checkpoints[-1] if self.checkpoints else None
-        if current is not None:
-            self.checkpoints.append(current)
-        if last is not None and last not in cache:
-            cache.add(last)
+    def stand_at(self, position: int, checkpoint: Checkpoint | None) -> None:
+        """The memory now ends at `position`, where `checkpoint`, pinned and moved here, stands."""
+        if checkpoint is not None:
+            self.checkpoints.push(checkpoint)
+        self.computed = position
 
     def drop(self) -> None:
         """Keep only tokens: everything is released, to be computed again when it is wanted."""
         self.truncate(0)
+
+
+def all_holders(memories: Iterable[SessionMemory]) -> Iterator[Holder]:
+    """Everything that holds leases on account of these sessions; checkpoints that several refer to come once."""
+    shared: set[Checkpoint] = set()
+    for memory in memories:
+        for holder in memory.holders():
+            if isinstance(holder, Checkpoint) and holder.references > 1:
+                if holder in shared:
+                    continue
+                shared.add(holder)
+            yield holder

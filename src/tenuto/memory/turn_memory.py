@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import NO_SLOT
-from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoint import Checkpoint, Checkpoints
 from tenuto.memory.full import FullTable
 from tenuto.memory.paged import Growth, PagedTable
 from tenuto.memory.pool import Holder, Lease
@@ -47,10 +47,9 @@ class TurnMemory:
         self.memory = session.memory
         self.holder_name = name
         self.start = session.resumable(target)
-        self.checkpoints: list[Checkpoint] = []
+        self.checkpoints = Checkpoints(self.memory.cache)  # of its own; needed is the last, where it reads
         self._end_of_input: Checkpoint | None = None  # the one of them whose slots admission has counted
-        self._alone: list[Checkpoint] = []  # home of the source
-        self.source = session.share_checkpoint(self.start, self, self._alone)
+        self.source = session.share_checkpoint(self.start, self)  # pinned
         self.row = -1
         self._scheduled = self.start  # while detached: where it would go on
         self._settled = self.start  # while detached: how far that is certain
@@ -197,8 +196,8 @@ class TurnMemory:
     # -- checkpoints
 
     def checkpoint(self, position: int) -> Checkpoint:
-        """Hold on to the live `position`, which the turn has scheduled."""
-        made = Checkpoint(position, self, self.checkpoints)
+        """Hold on to the live `position`, which the turn has scheduled; pinned."""
+        made = Checkpoint(position, self.holder_name)
         for group, table in enumerate(self.session.tables):
             if isinstance(table, SlidingTable):
                 made.parts.append(table.keep(position, made))
@@ -206,6 +205,7 @@ class TurnMemory:
                 made.parts.append(table.keep(self._slot_at(group, position), made))
             else:
                 made.parts.append(None)
+        self.memory.cache.pin(made)
         return made
 
     def _slot_at(self, group: int, position: int) -> int:
@@ -220,11 +220,9 @@ class TurnMemory:
 
         Only now is the one before evictable: until a later step has been planned, its slot is where the turn reads.
         """
-        if self.checkpoints and self.checkpoints[-1] not in self.memory.cache:
-            self.memory.cache.add(self.checkpoints[-1])
-        self.checkpoints.append(self.checkpoint(position))
+        self.checkpoints.push(self.checkpoint(position))
         if end_of_input:
-            self._end_of_input = self.checkpoints[-1]
+            self._end_of_input = self.checkpoints.needed
         if self._states:
             self.memory.rows.frozen[self.row] = True
             self.renew_alternate()
@@ -276,12 +274,12 @@ class TurnMemory:
         again = moved is self.source and position == self.first_position
         slots = [self._slot_at(group, position) for group in self.memory.states] if moved is None else []
         self._leave(position)
-        for checkpoint in [c for c in self.checkpoints if c.position > position]:
-            if checkpoint is self._end_of_input:
-                self._take_back_slots(checkpoint)
-            self._release(checkpoint)
+        if self._end_of_input is not None and self._end_of_input.position > position:
+            self._take_back_slots(self._end_of_input)
+        self.checkpoints.cut(position + 1)
         if moved is not None and moved is not self.source:
-            self._resume_from(moved)
+            self._release_source()
+            self.source = self.checkpoints.take(position)
         states = iter(slots)
         for group, table in enumerate(self.session.tables):
             part = moved.parts[group] if moved is not None else None
@@ -295,59 +293,51 @@ class TurnMemory:
                 table.truncate_turn(position)
 
     def _take_back_slots(self, checkpoint: Checkpoint) -> None:
-        """The slots of a checkpoint that was counted at admission can be written again."""
+        """Undo a checkpoint whose slots were counted at admission: they can be written again."""
         self._end_of_input = None
-        for state, group in zip(self._states, self.memory.states, strict=True):
-            state.opened.absorb(checkpoint.give_up(group))
+        self.checkpoints.take(checkpoint.position)
+        parts = self.memory.cache.undo(checkpoint)
+        for table, part in zip(self.session.tables, parts, strict=True):
+            if part is not None and isinstance(table, StateTable):
+                table.opened.absorb(part)
+            elif part is not None:
+                part.release()
 
     @property
     def first_position(self) -> int:
         """Where it began, or began again when it was cut to a checkpoint of its own."""
         return self.source.position if self.source is not None else self.start
 
-    def _resume_from(self, checkpoint: Checkpoint) -> None:
-        self.checkpoints.remove(checkpoint)
-        self.memory.cache.discard(checkpoint)
-        if self.source is not None:
-            self.source.release()
-        self.source, checkpoint.home = checkpoint, self._alone
-
     def _checkpoint_at(self, position: int) -> Checkpoint | None:
-        for checkpoint in self.checkpoints:
-            if checkpoint.position == position:
-                return checkpoint
-        return self.source if self.source is not None and self.source.position == position else None
+        if self.source is not None and self.source.position == position:
+            return self.source
+        return self.checkpoints.at(position)
 
     def commit(self, target: int) -> None:
         """Move everything up to the highest resumable position at or below `target` to the session; release the
         rest."""
-        session, cache = self.session, self.memory.cache
-        position = self.cut_to(target)
+        session, position = self.session, self.cut_to(target)
         if position == self.start:  # nothing to move: not even a page copied for it may have been filled
             self._roll_back(position)
             return
-        current = self._checkpoint_at(position)
+        current = self._take_checkpoint(position)
         if current is None and self.memory.spec.needs_checkpoints:
             current = self.checkpoint(position)
-            self.checkpoints.append(current)
-        older = [c for c in self.checkpoints if c.position < position]
-        for checkpoint in [c for c in self.checkpoints if c.position > position]:
-            self._release(checkpoint)
+        self.checkpoints.cut(position)
         for group, table in enumerate(session.tables):
             table.commit(position, current.parts[group] if current is not None else None)
-        if self.source is not None and self.source is not current:
-            self.source.release()
-        for checkpoint in [*older, *([current] if current is not None else [])]:
-            cache.discard(checkpoint)
-            checkpoint.move(session, session.checkpoints)
-        session.settle_checkpoints(self.start + 1, None)
-        session.checkpoints.extend(older)
-        if current is not None:
-            session.checkpoints.append(current)
-        for checkpoint in older:
-            cache.add(checkpoint)
-        session.computed = position
+        self._release_source()
+        session.checkpoints.cut(self.start + 1)
+        session.checkpoints.absorb(self.checkpoints)
+        session.stand_at(position, current)
         self._end()
+
+    def _take_checkpoint(self, position: int) -> Checkpoint | None:
+        """Move out the checkpoint at `position`, pinned, if there is one."""
+        if self.source is not None and self.source.position == position:
+            taken, self.source = self.source, None
+            return taken
+        return self.checkpoints.take(position)
 
     def _roll_back(self, position: int) -> None:
         """Release everything and cut the session to `position`, where the turn began; its source stays, if it is there,
@@ -359,26 +349,21 @@ class TurnMemory:
             return
         self.source = None
         self.abort()
-        source.move(session, session.checkpoints)
         session.cut(position, source)
 
     def abort(self) -> None:
         """Release everything: the session is what it was."""
         for table in self.session.tables:
             table.abort()
-        if self.source is not None:
-            self.source.release()
-        for checkpoint in list(self.checkpoints):
-            self._release(checkpoint)
+        self._release_source()
+        self.checkpoints.cut(0)
         self._end()
 
-    def _release(self, checkpoint: Checkpoint) -> None:
-        self.checkpoints.remove(checkpoint)
-        self.memory.cache.discard(checkpoint)
-        checkpoint.release()
+    def _release_source(self) -> None:
+        if self.source is not None:
+            self.memory.cache.release_pinned(self.source)
+            self.source = None
 
     def _end(self) -> None:
         self._leave(self.scheduled)
-        self.checkpoints = []
-        self.source = None
         self.session.turn = None

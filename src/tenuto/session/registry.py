@@ -12,7 +12,7 @@ from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
-from tenuto.memory.session_memory import SessionMemory
+from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.session.session import Policy, Session, SessionState
 
 MAX_ID_LENGTH = 128
@@ -126,5 +126,4 @@ class Registry:
 
     def holders(self) -> Iterator[Holder]:
         """Everything that holds leases on account of a session."""
-        for session in self._sessions.values():
-            yield from session.memory.holders()
+        return all_holders(session.memory for session in self._sessions.values())
