@@ -21,8 +21,8 @@ from tenuto.base.plan import (
     StateMoves,
     TableChanges,
 )
-from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, TokenLogprob
-from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token, next_unmasked
+from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, Sampling, TokenLogprob
+from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token, next_unmasked, seeded
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 PAGE, WINDOW, VOCABULARY, PAGES = 4, 6, 997, 40
@@ -286,13 +286,79 @@ def test_a_window_of_one_token_cannot_be_witnessed() -> None:
 # -- the protocol
 
 
-def test_one_step_is_in_flight_at_a_time() -> None:
+def test_two_steps_may_be_in_flight_and_no_third() -> None:
     bench = Bench(FULL)
     with pytest.raises(InvariantError, match="no step in flight"):
         bench.witness.collect()
     bench.witness.submit(bench.plan((0, 0, [1], 1)))
-    with pytest.raises(InvariantError, match="while one is in flight"):
-        bench.witness.submit(bench.plan((0, 1, [1], 1)))
+    bench.witness.submit(bench.plan((0, 1, [PREVIOUS_SAMPLE], 1)))
+    with pytest.raises(InvariantError, match="while 2 are in flight"):
+        bench.witness.submit(bench.plan((0, 2, [PREVIOUS_SAMPLE], 1)))
+
+
+@every_kind
+@given(late=st.lists(st.booleans(), min_size=6, max_size=6), ahead=st.lists(st.booleans(), min_size=6, max_size=6))
+def test_steps_are_computed_and_collected_in_the_order_in_which_they_were_submitted(kinds, late, ahead) -> None:
+    """Each goes on from what the one before samples, whichever of them are computed late."""
+    answers, bench = iter(late), Bench(*kinds, eager=True)
+    bench.witness._late = lambda: next(answers)
+    slots: list[int] = [NO_SLOT, 0, 0, 0, 0, 0, 0]
+    history, found, outstanding = [5, 6, 7], [], 0
+    for step in range(6):
+        work = (0, 0, history, 1) if step == 0 else (0, 2 + step, [PREVIOUS_SAMPLE], 1)
+        tables = ((0, range(10)),) if step == 0 else ()
+        bench.witness.submit(bench.plan(work, tables=tables, reads=slots[step : step + 1], writes=[0]))
+        outstanding += 1
+        while outstanding > int(ahead[step]):
+            found += bench.witness.collect().tokens.tolist()
+            outstanding -= 1
+    while outstanding:
+        found += bench.witness.collect().tokens.tolist()
+        outstanding -= 1
+    for token in found:
+        assert token == said(*history)
+        history.append(token)
+
+
+@paged
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_eager_step_may_write_a_new_page_while_an_earlier_one_still_reads_it(kind: Kind, eager: bool) -> None:
+    bench = Bench(kind, late=lambda: True, eager=eager)
+    bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
+    bench.witness.submit(bench.plan((0, 6, [7], 1)))
+    bench.witness.submit(bench.plan((1, 0, [9, 9], 1), tables=((1, [1]),)))  # row 0's page, given away too early
+    if eager:
+        with pytest.raises(InvariantError, match="never written"):
+            bench.witness.collect()
+    else:
+        assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3, 4, 5, 6, 7)]
+
+
+def test_an_eager_step_may_write_the_target_of_a_copy_while_an_earlier_one_still_reads_it() -> None:
+    bench = Bench(FULL, late=lambda: True, eager=True)
+    bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0), (1, 0, [9, 8], 0))
+    bench.witness.submit(bench.plan((0, 6, [7], 1)))
+    bench.witness.submit(bench.plan((1, 2, [7], 1), tables=((1, [1]),), copies=[(10, 1, 2)]))
+    with pytest.raises(InvariantError, match="never written"):
+        bench.witness.collect()
+
+
+def test_an_eager_step_may_write_a_state_slot_new_to_its_row_while_an_earlier_one_still_reads_it() -> None:
+    bench = Bench(STATE, late=lambda: True, eager=True)
+    bench.run((0, 0, [1, 2], 0))
+    bench.witness.submit(bench.plan((0, 2, [3], 1), reads=[0], writes=[5]))
+    bench.witness.submit(bench.plan((1, 0, [9], 1), reads=[NO_SLOT], writes=[0]))
+    with pytest.raises(InvariantError, match="state slot 0 stands at -1"):
+        bench.witness.collect()
+
+
+def test_the_two_state_slots_of_a_row_change_places_though_steps_are_eager() -> None:
+    bench = Bench(STATE, late=lambda: True, eager=True)
+    bench.run((0, 0, [1, 2], 0))
+    bench.witness.submit(bench.plan((0, 2, [3], 1), reads=[0], writes=[5]))
+    bench.witness.submit(bench.plan((0, 3, [4], 1), reads=[5], writes=[0]))
+    assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3)]
+    assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3, 4)]
 
 
 def test_a_failed_step_has_written_and_the_next_one_runs() -> None:
@@ -344,6 +410,19 @@ def test_masked_tokens_are_not_said_before_their_position_and_others_are_certain
     bench.witness.submit(replace(bench.plan((0, 0, given, 1)), sampling=((0, RowSampling(GREEDY)),)))
     plain = bench.witness.collect()
     assert (plain.tokens.tolist(), plain.sampled) == ([first], None)
+
+
+def test_a_turn_that_draws_says_what_its_seed_says_and_a_greedy_one_heeds_no_seed() -> None:
+    bench, found = Bench(FULL), {}
+    for sampling in (Sampling(), Sampling(seed=7), Sampling(1.0), Sampling(1.0, seed=7), Sampling(1.0, seed=8)):
+        plan = replace(bench.plan((0, 0, [5, 6], 1)), sampling=((0, RowSampling(sampling)),))
+        bench.witness.submit(plan)
+        found[sampling.temperature, sampling.seed] = bench.witness.collect().tokens.tolist()[0]
+    assert found[0.0, 0] == found[0.0, 7] == found[1.0, 0] == said(5, 6)
+    assert len({found[1.0, seed] for seed in (0, 7, 8)}) == 3
+    assert found[1.0, 7] == next_token(seeded(history_hash([5, 6]), 7), VOCABULARY)
+    bench.witness.submit(replace(bench.plan((0, 0, [5, 6], 1)), sampling=()))
+    assert bench.witness.collect().tokens.tolist() == [found[1.0, 8]], "a row keeps its seed"
 
 
 def test_an_input_token_is_certain_if_the_witness_would_have_said_it() -> None:

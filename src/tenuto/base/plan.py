@@ -140,12 +140,10 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Carries out plans in the order in which they are submitted, at most two of them in flight: a second may be
-    submitted before the first is collected, and `collect` takes the oldest.
-
-    From `submit` on, units that a plan newly names (table entries, targets of copies, state slots written) may be
-    written, while the step before still computes. A step submitted after one that fails is carried out all the same,
-    and its result is dropped."""
+    """Carries out plans in the order in which they are submitted, up to two in flight: `collect` gives the result of the
+    oldest that is not yet collected. Writing what a plan newly names (new page table entries, the targets of copies,
+    state slots that its row did not have) may begin at `submit`, before an earlier step in flight has ended. A step
+    submitted after one that fails is carried out all the same."""
 
     @property
     def spec(self) -> MemorySpec:

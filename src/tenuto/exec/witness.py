@@ -2,13 +2,15 @@
 
 In every token slot it stores the token and a running hash of all tokens that led there; in every state slot the hash
 and the position. Before it computes a row it reads the row's whole memory through the page tables and checks that each
-hash follows from the one before, and that all groups agree. The next token is a function of the hash. One wrong page,
-stale slot or double use is caught at the step where it happens, or shows in the tokens."""
+hash follows from the one before, and that all groups agree. The next token is a function of the hash and, if the turn
+draws, of its seed, so that a turn generated again with another seed says something else. One wrong page, stale slot or double use is
+caught at the step where it happens, or shows in the tokens."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,8 @@ START = 0x243F6A8885A308D3
 """The hash of the empty history."""
 NEVER = np.int64(-1)
 """Stored with a slot that was never written."""
+MOST_IN_FLIGHT = 2
+"""Steps submitted and not yet collected."""
 
 
 def advance(state: int, token: int) -> int:
@@ -43,8 +47,13 @@ def history_hash(tokens: Sequence[int]) -> int:
     return state
 
 
+def seeded(state: int, seed: int) -> int:
+    """What `next_token` takes for a turn with `seed`, after a history with hash `state`; seed 0 changes nothing."""
+    return state ^ (seed * MULTIPLIER & MASK)
+
+
 def next_token(state: int, vocab_size: int) -> int:
-    """The token that follows a history."""
+    """The token that follows a history, for a turn with seed 0; see `seeded`."""
     return ((state >> 17) ^ (state >> 41)) % vocab_size
 
 
@@ -63,14 +72,28 @@ def _advance(states: Hashes, tokens: npt.NDArray[np.int64]) -> Hashes:
     return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step in flight; `result` is `None` until it is computed."""
+
+    plan: Plan
+    result: StepResult | None = None
+
+
 class WitnessExecutor:
     """An `Executor` that computes hashes. `verify` False checks only the slots a token follows from, for benchmarks.
 
     `fail` is asked at every `collect` whether this step fails; a failed step has still written what it writes, as a
-    real one may. `wait` is called at every `collect`, for steps that take time. The work is done at `submit` or at
-    `collect`, as `late` says, so that memory is used by a step in flight until the very end.
+    real one may. `wait` is called at every `collect`, for steps that take time. Up to two steps are in flight and are
+    computed in order: at `submit`, if no earlier one is still to be computed, or at `collect`, as `late` says when a
+    step is submitted, so that memory is used by a step in flight until the very end.
 
-    Of a row's sampling options it heeds the masked ids. What it says has probability 1, all else `LEAST_LOGPROB`."""
+    With `eager`, what a plan acquires is written from `submit` on, as a real executor may, even while an earlier step is
+    still to be computed: pages and state slots that are new to their rows are then marked as never written at once. So
+    a unit that was handed out before a step that reads it had settled is caught when that step computes.
+
+    Of a row's sampling options it heeds the masked ids and, unless it is greedy, the seed. What it says has probability
+    1, all else `LEAST_LOGPROB`; for input tokens, what it would say with seed 0."""
 
     def __init__(
         self,
@@ -82,6 +105,7 @@ class WitnessExecutor:
         fail: Callable[[], bool] = lambda: False,
         late: Callable[[], bool] = lambda: False,
         wait: Callable[[], None] = lambda: None,
+        eager: bool = False,
     ) -> None:
         self._spec = MemorySpec(page_size, tuple(groups))
         self._vocab_size = vocab_size
@@ -89,7 +113,8 @@ class WitnessExecutor:
         self._fail = fail
         self._late = late
         self._wait = wait
-        self._in_flight: deque[tuple[Plan, StepResult | None]] = deque()
+        self._eager = eager
+        self._flight: deque[_Step] = deque()  # the oldest first
         self.steps = 0
 
     @property
@@ -106,20 +131,26 @@ class WitnessExecutor:
         self._states = [i for i, g in enumerate(self._spec.groups) if not g.paged]
         self._tables = [np.zeros((rows, 64), np.int64) for _ in self._paged]
         self._last = np.zeros(rows, np.int64)  # what each row sampled last
+        self._seeds = np.zeros(rows, np.uint64)  # of each row's turn, times `MULTIPLIER`
         self._asking: dict[int, RowSampling] = {}  # rows that ask for masked ids or log-probabilities
 
     def submit(self, plan: Plan) -> None:
-        if len(self._in_flight) > 1:
-            raise InvariantError("a step was submitted while two are in flight")
-        late = self._late() or any(result is None for _, result in self._in_flight)
-        self._in_flight.append((plan, None if late else self._compute(plan)))
+        if len(self._flight) >= MOST_IN_FLIGHT:
+            raise InvariantError(f"a step was submitted while {MOST_IN_FLIGHT} are in flight")
+        step, late = _Step(plan), self._late()
+        behind = bool(self._flight) and self._flight[-1].result is None
+        if behind and self._eager:
+            self._begin_writing(plan, self._flight[-1].plan)
+        if not behind and not late:
+            step.result = self._compute(plan)
+        self._flight.append(step)
 
     def collect(self) -> StepResult:
-        if not self._in_flight:
+        if not self._flight:
             raise InvariantError("a result was collected with no step in flight")
-        plan, result = self._in_flight.popleft()
+        step = self._flight.popleft()
         self._wait()
-        result = result if result is not None else self._compute(plan)
+        result = step.result if step.result is not None else self._compute(step.plan)
         self.steps += 1
         if self._fail():
             raise StepFailed("the witness was told to fail this step")
@@ -130,10 +161,29 @@ class WitnessExecutor:
 
     # -- a step
 
+    def _begin_writing(self, plan: Plan, before: Plan) -> None:
+        """Mark what is new to a row of `plan` as never written, while the step `before` it is still to be computed."""
+        size = self._spec.page_size
+        starts = dict(zip(plan.rows.tolist(), plan.starts.tolist(), strict=True))
+        for group, change, copy in zip(self._paged, plan.tables, plan.copies, strict=True):
+            tokens = self._slots[group][1].reshape(-1, size)
+            for row, index, page in zip(
+                change.rows.tolist(), change.index.tolist(), change.pages.tolist(), strict=True
+            ):
+                if row in starts and index * size >= starts[row]:
+                    tokens[page] = NEVER
+            tokens[copy.targets] = NEVER
+        for group, moves, earlier in zip(self._states, plan.states, before.states, strict=True):
+            wrote = dict(zip(before.rows.tolist(), earlier.writes.tolist(), strict=True))
+            for row, read, write in zip(plan.rows.tolist(), moves.reads.tolist(), moves.writes.tolist(), strict=True):
+                if write != read and wrote.get(row) != read:  # else the row's two slots change places
+                    self._slots[group][1][write] = NEVER
+
     def _compute(self, plan: Plan) -> StepResult:
         self._update_tables(plan)
         self._copy_pages(plan)
         for row, new in plan.sampling:
+            self._seeds[row] = 0 if new.sampling.greedy else seeded(0, new.sampling.seed)
             self._asking.pop(row, None)
             if new.masked or new.logprobs is not None:
                 self._asking[row] = new
@@ -257,7 +307,7 @@ class WitnessExecutor:
         samples = plan.samples.astype(np.int64)
         owner = np.repeat(np.arange(len(rows)), samples)
         within = np.arange(int(samples.sum())) - np.repeat(np.cumsum(samples) - samples, samples)
-        sampled = hashes[stops[owner] - samples[owner] + within]
+        sampled = hashes[stops[owner] - samples[owner] + within] ^ self._seeds[rows[owner]]
         tokens = self._next_tokens(sampled)
         if self._asking:
             positions = (plan.starts + plan.counts - samples)[owner] + within + 1
