@@ -20,15 +20,16 @@ def main() -> int:
     )
     parser.add_argument("--large", action="store_true", help="large worlds, recounted every 100 steps")
     parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen less often than this")
+    parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken, to see what else is found")
     arguments = parser.parse_args()
     began = time.monotonic()
     if arguments.seed is not None:
         config = large_world(arguments.seed) if arguments.large else small_world(arguments.seed)
         print(config)
-        summary = run_world(config, arguments.steps)
+        summary = run_world(config, arguments.steps, arguments.past)
     else:
         seeds = range(arguments.first, arguments.first + arguments.seeds)
-        summary = run_worlds(seeds, arguments.steps, large=arguments.large)
+        summary = run_worlds(seeds, arguments.steps, large=arguments.large, ignored=arguments.past)
         print(summary.table())
     for seed, report in summary.failures.items():
         print(f"\nseed {seed} failed; replay: python -m tests.sim --seed {seed} --steps {arguments.steps}\n{report}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+from tests.sim.actions import RandomWorld
+from tests.sim.found import Found
 from tests.sim.setting import MIXES, PRESSURES, WorldConfig, large_world, small_world
-from tests.sim.world import World
 
 Cell = tuple[str, str]
 
@@ -81,27 +82,36 @@ class Summary:
         return "\n".join(lines)
 
 
-def run_world(config: WorldConfig, steps: int) -> Summary:
-    """One world from its seed to its end."""
-    world, summary = World(config), Summary()
+def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) -> Summary:
+    """One world from its seed to its end; rules in `ignored` may be broken."""
+    summary = Summary()
+    world = RandomWorld(config, ignored)
     try:
         world.run(steps)
         world.finish()
-    except Exception:  # noqa: BLE001 - whatever goes wrong in a world is a report on its seed
-        summary.failures[config.seed] = traceback.format_exc()
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong in a world is a report on its seed
+        rule = error.rule if isinstance(error, Found) else type(error).__name__
+        summary.failures[config.seed] = f"{rule} after {world.steps} steps\n{traceback.format_exc()}"
     summary.steps = world.steps
     summary.counts[config.label] = Counter(world.engine.transitions)
     return summary
 
 
-def _run_seeds(seeds: list[int], steps: int, large: bool) -> Summary:
+def _run_seeds(seeds: list[int], steps: int, large: bool, ignored: Collection[str]) -> Summary:
     summary = Summary()
     for seed in seeds:
-        summary.add(run_world(large_world(seed) if large else small_world(seed), steps))
+        summary.add(run_world(large_world(seed) if large else small_world(seed), steps, ignored))
     return summary
 
 
-def run_worlds(seeds: Iterable[int], steps: int, *, large: bool = False, processes: int | None = None) -> Summary:
+def run_worlds(
+    seeds: Iterable[int],
+    steps: int,
+    *,
+    large: bool = False,
+    processes: int | None = None,
+    ignored: Collection[str] = (),
+) -> Summary:
     """All worlds of `seeds`, `steps` steps each, spread over `processes` (default: all cores)."""
     seeds = list(seeds)
     processes = processes or os.cpu_count() or 1
@@ -109,6 +119,6 @@ def run_worlds(seeds: Iterable[int], steps: int, *, large: bool = False, process
     chunks = [seeds[i : i + chunk] for i in range(0, len(seeds), chunk)]
     summary = Summary()
     with ProcessPoolExecutor(processes) as pool:
-        for part in pool.map(_run_seeds, chunks, [steps] * len(chunks), [large] * len(chunks)):
+        for part in pool.map(_run_seeds, chunks, [steps] * len(chunks), [large] * len(chunks), [ignored] * len(chunks)):
             summary.add(part)
     return summary

@@ -23,104 +23,128 @@ PRESSURES = ("ample", "tight", "barely")
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """What a seed decides about its world."""
+    """What a seed decides about its world. `look`: in what part of the steps memory is compared slot by slot."""
 
     seed: int
-    mix: tuple[Kind, ...]
+    groups: tuple[GroupSpec, ...]
     pressure: str
     overlap: int
     lookahead: int
     page_size: int
-    window: int
     context: int
     budget: int
     running: int
     sessions: int
+    queued: int
     units: tuple[int, ...]
     checkpoint_share: float
     interval: int
+    aging: float
     fail_rate: float
     recount_every: int
+    look: float
+    text: bool = False
 
     @property
     def label(self) -> tuple[str, str]:
-        return self.pressure, "+".join(kind.value for kind in self.mix)
+        kinds = dict.fromkeys(group.kind for group in self.groups)
+        return self.pressure, "+".join(kind.value for kind in kinds)
 
 
 def small_world(seed: int) -> WorldConfig:
-    """A world of up to 32 sessions and 256 units, recounted after every step. Consecutive seeds go through all mixes,
-    pressure levels and overlaps."""
+    """A world of up to 32 sessions, recounted and compared after every step. Consecutive seeds go through all mixes,
+    pressure levels and overlaps; every third is drawn from wider ranges."""
     rng = Random(seed)
     mix, pressure = MIXES[seed % 7], PRESSURES[(seed // 7) % 3]
+    wide = seed % 3 == 1
     running = rng.choice((1, 2, 3, 5, 8))
-    lookahead = rng.choice((0, 0, 3))
-    page_size = rng.choice((1, 2, 3, 4, 8))
-    context = rng.choice((24, 48, 90))
+    page_size = rng.choice((1, 2, 3, 4, 8)) if not wide else rng.choice((1, 2, 5, 7, 16, 32, 64, rng.randint(1, 64)))
+    window = rng.choice((2, 3, 5, 9, 16)) if not wide else rng.randint(2, 100)
+    context = rng.choice((24, 48, 90)) if not wide else rng.choice((12, 60, 130, 260))
+    groups = [GroupSpec(kind, 1, window if kind is Kind.SLIDING else 0) for kind in mix]
+    if wide and rng.random() < 0.4:
+        kind = rng.choice(mix)  # a second group of a kind; windows differ
+        groups.append(GroupSpec(kind, 1, rng.randint(2, 40) if kind is Kind.SLIDING else 0))
     return _sized(
         WorldConfig(
             seed=seed,
-            mix=mix,
+            groups=tuple(groups),
             pressure=pressure,
             overlap=(seed // 21) % 2,
-            lookahead=lookahead,
+            lookahead=rng.choice((0, 0, 3)),
             page_size=page_size,
-            window=rng.choice((2, 3, 5, 9, 16)),
             context=context,
-            budget=running + rng.choice((1, 3, 8, 24)),
+            budget=running + rng.choice((1, 3, 8, 24, *((64, 150) if wide else ()))),
             running=running,
             sessions=rng.choice((3, 8, 16, 32)),
+            queued=rng.choice((1, 3, 50, 50, 50)),
             units=(),
             checkpoint_share=rng.choice((0.0, 0.2, 0.5, 1.0)),
-            interval=rng.choice((4, 8, 16, 512)),
-            fail_rate=rng.choice((0.0, 0.02, 0.06)),
+            interval=rng.choice((4, 8, 16, 512, rng.randint(1, 60))),
+            aging=rng.choice((5.0, 5.0, 0.5, 1e6)) if wide else 5.0,
+            fail_rate=rng.choice((0.0, 0.0, 0.02, 0.06)),
             recount_every=1,
+            look=1.0 if context <= 100 else 0.5,
+            text=rng.random() < 0.3,
         ),
         most=256,
+        rng=rng,
     )
 
 
 def large_world(seed: int) -> WorldConfig:
     """Hundreds of sessions and thousands of units, recounted every 100 steps."""
     rng = Random(seed)
+    window = rng.choice((20, 64))
     return _sized(
         WorldConfig(
             seed=seed,
-            mix=MIXES[seed % 7],
+            groups=tuple(GroupSpec(kind, 1, window if kind is Kind.SLIDING else 0) for kind in MIXES[seed % 7]),
             pressure=PRESSURES[(seed // 7) % 2],
             overlap=seed % 2,
             lookahead=rng.choice((0, 3)),
             page_size=rng.choice((4, 16)),
-            window=rng.choice((20, 64)),
             context=800,
             budget=128,
             running=32,
             sessions=300,
+            queued=302,
             units=(),
             checkpoint_share=0.4,
             interval=64,
+            aging=5.0,
             fail_rate=0.005,
             recount_every=100,
+            look=0.02,
         ),
         most=20_000,
+        rng=rng,
     )
 
 
-def _sized(config: WorldConfig, most: int) -> WorldConfig:
-    """Pools that hold about all sessions, a few turns, or barely one."""
+def least_units(group: GroupSpec, page_size: int, context: int, shape: Shape) -> int:
+    """The fewest units a pool of the group may have."""
+    return turn_units(group, page_size, shape, context, generates=True)
+
+
+def _sized(config: WorldConfig, most: int, rng: Random) -> WorldConfig:
+    """Pools that hold about all sessions, a few turns, or barely one; now and then a full attention pool that shortens
+    the context, down to a single page."""
     shape = Shape.of(engine_config(config), config.page_size)
     turns = {"ample": config.sessions + config.running, "tight": 3, "barely": 1}[config.pressure]
     beside = config.pressure == "barely" and config.seed % 4 > 0  # sessions beside the one turn may stay in memory
+    tiny = config.pressure == "barely" and config.seed % 5 == 0
     units = []
-    for group in spec_of(config).groups:
+    for group in config.groups:
         one = turn_units(group, config.page_size, shape, config.context, generates=True)
         kept = 6 * session_units(group, config.page_size, config.context // 2) if beside else 0
-        units.append(max(one, min(most, one * turns + kept)))
+        enough = max(one, min(most, one * turns + kept))
+        units.append(rng.randint(1, one) if tiny and group.kind is Kind.FULL else enough)
     return replace(config, units=tuple(units))
 
 
 def spec_of(config: WorldConfig) -> MemorySpec:
-    groups = tuple(GroupSpec(kind, 1, config.window if kind is Kind.SLIDING else 0) for kind in config.mix)
-    return MemorySpec(config.page_size, groups)
+    return MemorySpec(config.page_size, config.groups)
 
 
 def engine_config(config: WorldConfig) -> EngineConfig:
@@ -128,11 +152,11 @@ def engine_config(config: WorldConfig) -> EngineConfig:
         context_length=config.context,
         max_running=config.running,
         max_sessions=config.sessions,
-        max_queued=config.sessions + 2,
+        max_queued=config.queued,
         token_budget=config.budget,
         overlap=config.overlap,
         lookahead=config.lookahead,
-        aging_seconds=5.0,
+        aging_seconds=config.aging,
         checkpoint_interval=config.interval,
         checkpoint_share=config.checkpoint_share,
         draft_timeout=40.0,

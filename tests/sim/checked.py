@@ -1,0 +1,76 @@
+"""The witness of the simulator: it sees every plan, and what each is about to write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tenuto.base.errors import StepFailed
+from tenuto.base.plan import Plan, StepResult
+from tenuto.exec.witness import WitnessExecutor
+from tests.sim import internals
+from tests.sim.naive import VOCAB
+from tests.sim.slots import Needed
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class CheckedExecutor(WitnessExecutor):
+    """A witness that asks its world what may be written, and counts what every turn computes."""
+
+    def __init__(self, world: World, **options: object) -> None:
+        config = world.config
+        super().__init__(config.page_size, config.groups, VOCAB, eager=True, **options)  # type: ignore[arg-type]
+        self._world = world
+        self._needed: Needed | None = None
+        self.members: dict[int, list[int]] = {}  # numbers of the turns of each step in flight
+        self.collecting: list[int] = []
+        self.tokens = 0  # computed, ever
+
+    def submit(self, plan: Plan) -> None:
+        world = self._world
+        self.members[plan.step] = world.planned(plan)
+        self.tokens += int(plan.counts.sum())
+        super().submit(plan)
+        world.watch.submitted()
+
+    def collect(self) -> StepResult:
+        world, plan = self._world, self._flight[0].plan
+        self.collecting = self.members.pop(plan.step)
+        if world.looking:
+            for group, units in enumerate(internals.touched_by(self, plan)):
+                if wrong := units.intersection(internals.reusable(world.engine, group)):
+                    world.found("limbo", f"group {group}: {sorted(wrong)} are free and the step in flight names them")
+        try:
+            result = super().collect()
+        except StepFailed:
+            world.landed(self.collecting, failed=True)
+            raise
+        world.landed(self.collecting, failed=False)
+        return result
+
+    def _compute(self, plan: Plan) -> StepResult:
+        self._needed = self._world.needed() if self._world.looking else None
+        return super()._compute(plan)
+
+    def _copy_pages(self, plan: Plan) -> None:
+        if self._needed is not None:
+            size = self._spec.page_size
+            for group, copy in zip(self._paged, plan.copies, strict=True):
+                if len(copy.targets):
+                    slots = (copy.targets.astype(np.int64)[:, None] * size + np.arange(size)).ravel()
+                    self._needed.check(group, slots, f"a copy of step {plan.step}")
+        super()._copy_pages(plan)
+
+    def _write(self, plan: Plan, rows, starts, counts, *rest) -> None:  # type: ignore[no-untyped-def]
+        if self._needed is not None:
+            size, owner = self._spec.page_size, np.repeat(np.arange(len(rows)), counts)
+            positions = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[owner]
+            for i, group in enumerate(self._paged):
+                slots = self._tables[i][rows[owner], positions // size] * size + positions % size
+                self._needed.check(group, slots, f"step {plan.step}")
+            for moves, group in zip(plan.states, self._states, strict=True):
+                self._needed.check(group, moves.writes.astype(np.int64), f"step {plan.step}")
+        super()._write(plan, rows, starts, counts, *rest)

@@ -1,0 +1,350 @@
+"""All that the simulator knows of the core's insides: adapt this file when they change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tenuto.base.errors import InvariantError
+from tenuto.engine import engine as engine_module
+from tenuto.engine.engine import Engine
+from tenuto.engine.lifecycle import Lifecycle
+from tenuto.memory.full import FullTable
+from tenuto.memory.session_memory import SessionMemory
+from tenuto.memory.sliding import SlidingTable
+from tenuto.memory.state import StateTable
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn, TurnState
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Positions [start, stop) are in `pages` of `group`, the first of which begins at position `first`."""
+
+    group: int
+    pages: Any  # array of units
+    first: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The state after `position` tokens is in `slot` of `group`; `fixed`: nothing may be written there."""
+
+    group: int
+    slot: int
+    position: int
+    fixed: bool
+
+
+@dataclass(slots=True)
+class Event:
+    """A transition: "start", "preempt", "drop", as it happened within a step. `freed`: units that came free by it, a
+    group each. `fitted`: for a drop of a session whose own turn waits, whether that turn would have fitted."""
+
+    kind: str
+    turn: Turn | None
+    session: Session
+    state: TurnState | None
+    why: str
+    freed: tuple[int, ...] = ()
+    alone: tuple[int, ...] = ()
+    fitted: bool = False
+
+
+class Log:
+    """What happened since it was last cleared."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.engine: Engine | None = None
+        self.would_fit: Any = None  # (turn) -> bool, asked before a session is dropped
+
+
+def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:
+    """An engine whose life cycle writes `log`."""
+
+    class Watched(Lifecycle):
+        def _unused(self) -> list[int]:
+            assert log.engine is not None
+            return [pool.free + pool.limbo for pool in log.engine.memory.pools]
+
+        def preempt(self, turn: Turn, *more: Any) -> None:
+            if turn.state is TurnState.DRAFTING:  # it drops the session
+                super().preempt(turn, *more)
+                return
+            event = Event("preempt", turn, turn.session, turn.state, more[0] if more else "preempted")
+            before = self._unused()
+            event.alone = exclusive(turn.session)
+            super().preempt(turn, *more)
+            event.freed = tuple(b - a for a, b in zip(before, self._unused(), strict=True))
+            log.events.append(event)
+
+        def drop(self, session: Session, why: str = "pressure") -> None:
+            turn = session.turn
+            event = Event("drop", turn, session, turn.state if turn is not None else None, why)
+            before = self._unused()
+            event.alone = exclusive(session)
+            if turn is not None and turn.state in (TurnState.QUEUED, TurnState.PREEMPTED):
+                event.fitted = log.would_fit is not None and log.would_fit(turn)
+            super().drop(session, why)
+            event.freed = tuple(b - a for a, b in zip(before, self._unused(), strict=True))
+            log.events.append(event)
+
+        def start(self, turn: Turn, *more: Any) -> None:
+            state = turn.state
+            super().start(turn, *more)
+            log.events.append(Event("start", turn, turn.session, state, ""))
+
+    original = engine_module.Lifecycle
+    engine_module.Lifecycle = Watched  # type: ignore[misc]
+    try:
+        log.engine = Engine(*args, **options)
+    finally:
+        engine_module.Lifecycle = original  # type: ignore[misc]
+    return log.engine
+
+
+# -- what is held
+
+
+def exclusive(session: Session) -> tuple[int, ...]:
+    """Units of each group that would come free if everything of the session's were released."""
+    pools = session.memory.memory.pools
+    mine: list[dict[int, int]] = [{} for _ in pools]
+    for holder in session.memory.holders():
+        for lease in holder.leases():
+            counted = mine[pools.index(lease.pool)]
+            for unit in lease.units:
+                counted[unit] = counted.get(unit, 0) + 1
+    return tuple(
+        sum(pool.counts[unit] == n for unit, n in counted.items()) for pool, counted in zip(pools, mine, strict=True)
+    )
+
+
+def needed_of_session(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
+    """What a session's memory says of its history: every slot of it is read by whoever resumes there."""
+    pages: list[Pages] = []
+    slots: list[Slot] = []
+    for group, table in enumerate(memory.tables):
+        if isinstance(table, FullTable):
+            if memory.computed:
+                pages.append(Pages(group, table.base.units, 0, 0, memory.computed))
+        else:
+            _of_checkpoints(memory.checkpoints, group, table, pages, slots)
+    return pages, slots
+
+
+def _of_checkpoints(checkpoints: Any, group: int, table: Any, pages: list[Pages], slots: list[Slot]) -> None:
+    for checkpoint in checkpoints:
+        part = checkpoint.parts[group]
+        if isinstance(table, StateTable):
+            slots.append(Slot(group, part.units[0], checkpoint.position, fixed=True))
+        elif len(part):
+            first = table.first_entry(checkpoint.position) * table.page_size
+            pages.append(Pages(group, part.units, first, first, checkpoint.position))
+
+
+def needed_of_turn(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
+    """What an open turn holds besides, as far as it is settled."""
+    turn = memory.turn
+    pages: list[Pages] = []
+    slots: list[Slot] = []
+    if turn is None:
+        return pages, slots
+    computed = turn.computed
+    own = [turn.source] if turn.source is not None else []
+    own += [c for c in turn.checkpoints if c.position <= computed]  # the others' step is in flight
+    for group, table in enumerate(memory.tables):
+        if isinstance(table, StateTable):
+            _of_checkpoints(own, group, table, pages, slots)
+            slot = _settled_slot(memory, group, computed)
+            if slot >= 0:
+                slots.append(Slot(group, slot, computed, fixed=False))
+            continue
+        if isinstance(table, SlidingTable):
+            _of_checkpoints(own, group, table, pages, slots)
+        size, opened = table.page_size, table.opened.units
+        first = (table.first + table.released) * size
+        if computed > max(first, turn.start) and len(opened):
+            pages.append(Pages(group, opened, first, first, computed))
+        # Slots filled in place, in the last page of what it started from.
+        began = turn.start if isinstance(table, FullTable) or turn.source is None else turn.source.position
+        if began % size and table.first * size > began and computed > began and not table.released:
+            unit = table.kept_page(began // size)
+            pages.append(Pages(group, [unit], began // size * size, began, min(computed, table.first * size)))
+    return pages, slots
+
+
+def _settled_slot(memory: SessionMemory, group: int, computed: int) -> int:
+    """The state slot that holds the state after `computed` tokens; -1 if that cannot be told."""
+    turn, rows = memory.turn, memory.memory.rows
+    assert turn is not None
+    state = memory.memory.states.index(group)
+    if turn.row < 0:
+        table = memory.tables[group]
+        assert isinstance(table, StateTable)
+        return table.current
+    if rows.scheduled[turn.row] == computed:
+        return int(rows.current[state, turn.row])
+    if rows.alternate_at[turn.row] == computed:
+        return int(rows.alternate[state, turn.row])
+    return -1
+
+
+def cached_units(engine: Engine) -> list[int]:
+    """Distinct units of each group that checkpoints hold which only save work."""
+    cache, pools = engine.memory.cache, engine.memory.pools
+    found: list[set[int]] = [set() for _ in pools]
+    for session in engine.sessions:
+        turn = session.memory.turn
+        for checkpoint in [*session.memory.checkpoints, *(turn.checkpoints if turn is not None else ())]:
+            if checkpoint in cache:
+                for group, part in enumerate(checkpoint.parts):
+                    if part is not None:
+                        found[group].update(part.units)
+    return [len(units) for units in found]
+
+
+def trimmed(engine: Engine) -> int:
+    """Checkpoints given up for the budget's sake, ever: not because memory was short."""
+    return engine.memory.cache.evicted - engine.pressure.yielded["checkpoint"]
+
+
+def essential_units(engine: Engine, turn: Turn | None) -> list[int]:
+    """Distinct units of each group that may not be taken from anyone: those of running turns and drafts in rows and of
+    their sessions, and those of the session of `turn`; checkpoints that only save work are left out."""
+    cache, pools = engine.memory.cache, engine.memory.pools
+    found: list[set[int]] = [set() for _ in pools]
+    index = {id(pool): group for group, pool in enumerate(pools)}
+    running = engine.batch.running()
+    sessions = {t.session.id: t.session for t in ([*running, turn] if turn is not None else running)}
+    for session in sessions.values():
+        for holder in session.memory.holders():
+            if holder in cache:  # a checkpoint
+                continue
+            for lease in holder.leases():
+                found[index[id(lease.pool)]].update(lease.units)
+    return [len(units) for units in found]
+
+
+def held_beyond(engine: Engine, turn: Turn) -> list[int]:
+    """Units of each group that a turn in memory may write."""
+    memory = turn.session.memory.turn
+    return memory.own_units() if memory is not None else [0] * len(engine.memory.pools)
+
+
+def table_entries(turn: Turn, group: int) -> int:
+    """Page table entries the running turn can write through."""
+    return turn.session.memory.tables[group].entries  # type: ignore[union-attr]
+
+
+def touched_by(executor: Any, plan: Any) -> list[set[int]]:
+    """Units of each group that a plan names."""
+    found: list[set[int]] = [set() for _ in executor.spec.groups]
+    for group, table, copy in zip(executor._paged, plan.tables, plan.copies, strict=True):
+        found[group].update(table.pages.tolist(), copy.sources.tolist(), copy.targets.tolist())
+    for group, moves in zip(executor._states, plan.states, strict=True):
+        found[group].update(moves.reads.tolist(), moves.writes.tolist())
+    return found
+
+
+def reusable(engine: Engine, group: int) -> list[int]:
+    """Units that could be handed out now."""
+    return engine.memory.pools[group].unused()[0]
+
+
+def bookkeeping(engine: Engine) -> dict[str, int]:
+    """Entries of the lists that grow with operations."""
+    return {
+        "timers": len(engine.lifecycle._timers),
+        "expiries": len(engine.sessions._expiries),
+        "queue": len(engine._queue._heap),
+    }
+
+
+def in_flight(engine: Engine) -> bool:
+    return bool(engine._flights)
+
+
+@contextmanager
+def flight_touches_a_free_unit(engine: Engine) -> Iterator[bool]:
+    """For a while the plan of the step in flight names a unit that is free, which the audit has to see; False: there is
+    none to be had."""
+    flight = engine._flights[0] if engine._flights else None
+    for group, table in zip(engine.memory.paged, flight.plan.tables if flight is not None else (), strict=False):
+        free = reusable(engine, group)
+        if len(table.pages) and free:
+            kept, table.pages[0] = int(table.pages[0]), free[0]
+            try:
+                yield True
+            finally:
+                table.pages[0] = kept
+            return
+    yield False
+
+
+def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one invariant after the other
+    """What sessions and turns hold is what their positions need, no more and no less. Raises `InvariantError`."""
+    size, cache, rows = engine.memory.page_size, engine.memory.cache, engine.memory.rows
+
+    def require(condition: object, what: str) -> None:
+        if not condition:
+            raise InvariantError(f"{memory.holder_name}: {what}")
+
+    for session in engine.sessions:
+        memory = session.memory
+        turn = memory.turn
+        positions = [c.position for c in memory.checkpoints]
+        require(positions == sorted(set(positions)), f"checkpoints at {positions}")
+        if engine.memory.spec.needs_checkpoints and memory.computed:
+            require(positions and positions[-1] == memory.computed, f"{memory.computed}, checkpoints at {positions}")
+            require(memory.checkpoints[-1].pins, f"the checkpoint at {memory.computed} could be evicted")
+            require(all(c in cache or c.pins for c in memory.checkpoints), "a checkpoint is neither cached nor needed")
+        reached = 0
+        if turn is not None:
+            reached = turn.scheduled
+            held = [c.position for c in turn.checkpoints]
+            require(held == sorted(set(held)), f"a turn's checkpoints at {held}")
+            require(not held or turn.start < held[0], f"checkpoints at {held} of a turn from {turn.start}")
+            require(not held or held[-1] <= reached, f"checkpoints at {held} of a turn at {reached}")
+        for table in memory.tables:
+            if isinstance(table, FullTable):
+                require(len(table.base) == -(-memory.computed // size), f"{len(table.base)} pages")
+            if turn is None:
+                require(table.own is None, "no turn but a turn's units")
+            elif not isinstance(table, StateTable):
+                guessed = max(reached + (lookahead + 1 if turn.row >= 0 else 0), turn.start)  # guesses leave pages
+                require(table.entries <= -(-guessed // size), f"{table.entries} entries for {reached}")
+                if isinstance(table, SlidingTable):
+                    needed = min(table.first_entry(turn.computed), table.entries)
+                    require(table.first + table.released >= needed, "pages out of the window are held")
+
+
+def spaced_checkpoints(session: Session) -> list[int]:
+    """Positions of checkpoints that the open turn has made."""
+    turn = session.memory.turn
+    return [c.position for c in turn.checkpoints] if turn is not None else []
+
+
+def positions_kept(session: Session) -> list[int]:
+    """Positions of the session's checkpoints."""
+    return [c.position for c in session.memory.checkpoints]
+
+
+def stamp(session: Session) -> tuple[int, int, int]:
+    """Changes whenever what a session at rest holds does, but for evictions and new units behind the same numbers."""
+    memory = session.memory
+    return memory.computed, len(memory.checkpoints), session.version
+
+
+def slots_of(pages: Pages, size: int) -> np.ndarray:
+    """The token slots of its positions."""
+    units = np.array(pages.pages, np.int64)
+    positions = np.arange(pages.start, pages.stop)
+    return units[(positions - pages.first) // size] * size + positions % size

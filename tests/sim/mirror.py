@@ -1,0 +1,294 @@
+"""Every operation of an engine, done in a world: it is refused if and only if it has to be, and the naive model does it
+too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.groups import Kind
+from tenuto.engine.engine import DELIVERED
+from tenuto.session.session import Policy, Session
+from tenuto.session.turn import Turn, TurnParams, TurnState
+from tests.sim import internals
+from tests.sim.naive import VOCAB, NaiveSession, NaiveTurn
+from tests.sim.world import World
+
+T = TypeVar("T")
+Codes = set[str]
+
+
+class MirroredWorld(World):
+    """The operations. Each returns what the engine returned, or `None` if it refused, rightly."""
+
+    def attempt(self, what: str, reasons: Codes, call: Callable[[], T], sid: str | None = None) -> T | None:
+        """`call`, which has to be refused for one of `reasons`, or accepted if there is none."""
+        session = self.engine.sessions.get(sid) if sid is not None and sid in self.engine.sessions else None
+        before = self._shape(session)
+        try:
+            result = call()
+        except TenutoError as error:
+            self.stats[f"refused {error.code}"] += 1
+            if error.code not in reasons:
+                self.found("refusals", f"{what}: refused with {error.code}, {error}; expected {reasons or 'nothing'}")
+            if self._shape(session) != before:
+                self.found("refusals", f"{what}: refused and changed something")
+            return None
+        if reasons:
+            self.found("refusals", f"{what} was accepted; expected {reasons}")
+        return result
+
+    @staticmethod
+    def _shape(session: Session | None) -> object:
+        if session is None:
+            return None
+        turn = session.turn
+        return (
+            session.memory.computed,
+            session.version,
+            turn,
+            turn is not None and (turn.state, turn.input, turn.params, turn.arrival, turn.changed),
+            session.state,
+        )
+
+    # -- sessions
+
+    def open(self, policy: Policy, sid: str | None = None) -> str | None:
+        reasons: Codes = set()
+        if sid is not None and sid in self.naive:
+            reasons.add("already_exists")
+        if len(self.naive) >= self.config.sessions:
+            reasons.add("overloaded")
+        session = self.attempt("open", reasons, lambda: self.engine.open(sid, policy))
+        if session is None:
+            return None
+        self.naive[session.id] = NaiveSession(policy, self._limit(policy), self.clock.now())
+        self._check_limit(session)
+        return session.id
+
+    def _limit(self, policy: Policy) -> int:
+        return min(self.longest, policy.max_tokens or self.longest)
+
+    def _check_limit(self, session: Session) -> None:
+        if session.limit != self.naive[session.id].limit:
+            self.found("limits", f"{session!r} has limit {session.limit}, not {self.naive[session.id].limit}")
+
+    def fork(self, sid: str, *, turn: int | None = None, position: int | None = None) -> str | None:
+        naive, session = self.naive[sid], self.engine.sessions.get(sid)
+        reasons: Codes = {"session_closed"} if naive.closing else set()
+        if len(self.naive) >= self.config.sessions:
+            reasons.add("overloaded")
+        if (turn is not None and turn > len(naive.records)) or (position or 0) > len(naive.tokens):
+            reasons.add("invalid_request")
+        if turn is not None and position is not None:
+            reasons.add("invalid_request")
+        held = internals.positions_kept(session)
+        child = self.attempt("fork", reasons, lambda: self.engine.fork(sid, turn=turn, position=position), sid)
+        if child is None or reasons:
+            return None
+        at = len(naive.tokens) if position is None else position
+        if turn is not None:
+            at = naive.records[turn - 1][2] if turn else 0
+        policy = replace(naive.policy, ephemeral=False)
+        self.naive[child.id] = naive.fork(at, policy, self._limit(policy), self.clock.now())
+        self._check_limit(child)
+        if child.history != self.naive[child.id].tokens:
+            self.found("history", f"a fork at {at} of {sid} differs")
+        if child.policy != policy:
+            self.found("history", f"a fork has {child.policy}, not {policy}")
+        self._check_fork(session, child, at, held)
+        return child.id
+
+    def _check_fork(self, session: Session, child: Session, at: int, held: list[int]) -> None:
+        reached = child.memory.computed
+        if self._full_only or at >= len(session.history):
+            wanted = min(session.memory.computed, max(0, at - 1))
+            if reached != wanted:
+                self.found("shared", f"a fork at {at} shares {reached} tokens of {session.memory.computed}")
+        mine, its = [p for p in held if p < reached], internals.positions_kept(child)[:-1]
+        if its != mine:
+            self.found("shared", f"a fork has checkpoints at {its}, its parent below at {mine}")
+
+    @property
+    def _full_only(self) -> bool:
+        return all(group.kind is Kind.FULL for group in self.config.groups)
+
+    def rewind(self, sid: str, *, turn: int | None = None, position: int | None = None) -> None:
+        naive, session = self.naive[sid], self.engine.sessions.get(sid)
+        reasons = self._busy(naive)
+        if turn is None and position is None:
+            reasons.add("invalid_request")
+        if (turn is not None and turn > len(naive.records)) or (position or 0) > len(naive.tokens):
+            reasons.add("invalid_request")
+        computed, held = session.memory.computed, internals.positions_kept(session)
+        if self.attempt("rewind", reasons, lambda: self.engine.rewind(sid, turn=turn, position=position), sid) is None:
+            return
+        at = (naive.records[turn - 1][2] if turn else 0) if turn is not None else position or 0
+        naive.cut(at)
+        if session.history != naive.tokens:
+            self.found("history", f"{sid} rewound to {at} differs")
+        self._check_cut(session, computed, held, max(0, at - 1), "a rewind")
+
+    def _check_cut(self, session: Session, computed: int, held: list[int], target: int, what: str) -> None:
+        """A session cut to `target` keeps what it can."""
+        reached, least = session.memory.computed, min(computed, target)
+        if not self._full_only:
+            least = max((p for p in held if p <= target), default=0)
+        if not least <= reached <= min(computed, target) and not self.watch.yielded(session):
+            self.found("kept memory", f"{what} to {target} left {reached} of {computed} tokens, checkpoints at {held}")
+
+    def adopt(self, sid: str, tokens: Sequence[int], output: Sequence[int]) -> None:
+        naive = self.naive[sid]
+        reasons = self._busy(naive) | self._bad(tokens) | self._bad(output)
+        if len(naive.tokens) + len(tokens) + len(output) > naive.limit:
+            reasons.add("context_exceeded")
+        if self.attempt("adopt", reasons, lambda: self.engine.adopt(sid, tokens, output), sid) is not None:
+            naive.adopt(tokens, output, self.clock.now())
+
+    def close(self, sid: str, *, finish: bool) -> None:
+        naive, session = self.naive[sid], self.engine.sessions.get(sid)
+        turn = session.turn
+        finishes = finish and turn is not None and turn.state is not TurnState.DRAFTING
+        if turn is not None and not finishes:
+            self.asked[turn.number] = None
+        naive.closing = turn is not None
+        self.attempt("close", set(), lambda: self.engine.close(sid, finish=finish), sid)
+        if finishes:
+            return
+        if turn is not None:
+            self.ended(turn)
+        self.naive.pop(sid, None)
+        if sid in self.engine.sessions:
+            self.found("ends", f"{sid} is open after it was closed")
+
+    # -- turns
+
+    @staticmethod
+    def _busy(naive: NaiveSession) -> Codes:
+        return ({"session_closed"} if naive.closing else set()) | (
+            {"session_busy"} if naive.turn is not None else set()
+        )
+
+    @staticmethod
+    def _bad(tokens: Sequence[int]) -> Codes:
+        return {"invalid_request"} if any(not 0 <= token < VOCAB for token in tokens) else set()
+
+    def _room(self, naive: NaiveSession, base: int, tokens: Sequence[int], wanted: int | None) -> Codes:
+        reasons, prompt = self._bad(tokens), base + len(tokens)
+        if wanted != 0 and prompt == 0:
+            reasons.add("invalid_request")
+        elif naive.limit - prompt < (0 if wanted == 0 else 1):
+            reasons.add("context_exceeded")
+        return reasons
+
+    def _admitted(self, params: TurnParams) -> Codes:
+        reasons = {"overloaded"} if len(self.waiting()) >= self.config.queued else set()
+        if (params.stop and not self.config.text) or any(not 0 <= token < VOCAB for token in params.stop_ids):
+            reasons.add("invalid_request")
+        return reasons
+
+    def submit(self, sid: str, tokens: Iterable[int], params: TurnParams) -> Turn | None:
+        naive, given = self.naive[sid], list(tokens)
+        draft = naive.turn if naive.turn is not None and naive.turn.drafting else None
+        reasons = self._room(naive, len(naive.tokens), given, params.max_new_tokens) | self._admitted(params)
+        if draft is None:
+            reasons |= self._busy(naive)
+        elif params.input_logprobs is not None:
+            reasons.add("invalid_request")
+        turn = self.attempt("submit", reasons, lambda: self.engine.submit(sid, given, params), sid)
+        return self._opened(turn, sid, len(naive.tokens), given, params, params.max_new_tokens)
+
+    def append(self, sid: str, tokens: Sequence[int]) -> Turn | None:
+        naive = self.naive[sid]
+        draft = naive.turn is not None and naive.turn.drafting
+        reasons = self._room(naive, len(naive.tokens), tokens, 0) | self._admitted(TurnParams())
+        if not draft:
+            reasons |= self._busy(naive)
+        turn = self.attempt("append", reasons, lambda: self.engine.append(sid, tokens), sid)
+        return self._opened(turn, sid, len(naive.tokens), tokens, TurnParams(), 0)
+
+    def regenerate(self, sid: str, params: TurnParams) -> Turn | None:
+        naive = self.naive[sid]
+        reasons = self._busy(naive) | self._admitted(params)
+        if not naive.records or naive.records[-1][1] == naive.records[-1][2]:
+            reasons.add("illegal_transition")
+            base = 0
+        else:
+            base = naive.records[-1][1]
+            reasons |= self._room(naive, base, (), params.max_new_tokens)
+        if params.max_new_tokens == 0 or params.input_logprobs is not None:
+            reasons.add("invalid_request")
+        turn = self.attempt("regenerate", reasons, lambda: self.engine.regenerate(sid, params), sid)
+        turn = self._opened(turn, sid, base, (), params, params.max_new_tokens)
+        if turn is not None:
+            self.turns[turn.number].replaces = True
+        return turn
+
+    def _opened(
+        self, turn: Turn | None, sid: str, base: int, tokens: Sequence[int], params: TurnParams, wanted: int | None
+    ) -> Turn | None:
+        if turn is None:
+            return None
+        naive = self.naive[sid]
+        known = naive.turn
+        if known is None:
+            known = NaiveTurn(turn.number, sid, naive, base, tokens)
+            self.turns[turn.number] = naive.turn = known
+        else:
+            known.redraft(tokens, self.clock.now())
+            known.was_draft = True
+        room = naive.limit - base - len(tokens)
+        most = room if wanted is None else min(wanted, room)
+        known.submit(params, most, self.clock.now(), self.steps, text=self.config.text)
+        if turn.max_new_tokens != most:
+            self.found("limits", f"{turn!r} may say {turn.max_new_tokens} tokens, not {most}")
+        return turn
+
+    def draft(self, sid: str, tokens: Sequence[int]) -> Turn | None:
+        naive = self.naive[sid]
+        reasons = self._room(naive, len(naive.tokens), tokens, 0)
+        if naive.turn is None or not naive.turn.drafting:
+            reasons |= self._busy(naive)
+        turn = self.attempt("draft", reasons, lambda: self.engine.draft(sid, tokens), sid)
+        if turn is None:
+            return None
+        if naive.turn is None:
+            known = NaiveTurn(turn.number, sid, naive, len(naive.tokens), tokens)
+            known.drafting, known.changed = True, self.clock.now()
+            self.turns[turn.number] = naive.turn = known
+        else:
+            naive.turn.redraft(tokens, self.clock.now())
+        return turn
+
+    def abort(self, sid: str, keep: int | None) -> None:
+        naive, session = self.naive[sid], self.engine.sessions.get(sid)
+        turn, memory = session.turn, session.memory
+        reasons = {"illegal_transition"} if turn is None else set()
+        if keep is not None and keep < DELIVERED:
+            reasons.add("invalid_request")
+        before, held = memory.computed, internals.positions_kept(session)
+        reached = memory.turn.computed if memory.turn is not None else 0
+        own = [*internals.spaced_checkpoints(session), memory.turn.start if memory.turn is not None else 0]
+        if turn is not None and not reasons:
+            self.asked[turn.number] = keep
+        if self.attempt("abort", reasons, lambda: self.engine.abort(sid, keep), sid) is None or turn is None:
+            return
+        base = naive.turn.base if naive.turn is not None else 0
+        self.ended(turn)
+        if session.id not in self.engine.sessions:
+            return
+        kept, committed = memory.computed, turn.result is not None and turn.result.committed
+        last = max(0, len(session.history) - 1)
+        if not committed:
+            if kept != before:
+                self.found("kept memory", f"an abort left {kept} of {before} tokens in memory")
+        elif reached:
+            least = min(last, reached)
+            if not self._full_only:
+                least = max((p for p in own if p <= min(last, reached)), default=0)
+            if kept < least:
+                self.found("kept memory", f"a barge-in left {kept} tokens, {reached} computed, checkpoints at {own}")
+        else:
+            self._check_cut(session, before, held, min(base, last), "a barge-in without memory")

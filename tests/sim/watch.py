@@ -1,0 +1,294 @@
+"""Who waits too long, who yields in vain, and what is computed again without need.
+
+Every bound is one that a right engine keeps with room to spare; its reason stands beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tenuto.base.groups import Kind
+from tenuto.engine.engine import StepReport
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn, TurnState
+from tests.sim import internals
+from tests.sim.internals import Event
+
+if TYPE_CHECKING:
+    from tests.sim.naive import NaiveTurn
+    from tests.sim.world import World
+
+STUCK = 400
+"""Steps without any token computed while a submitted turn is open."""
+PATIENCE = 6000
+"""Steps a submitted turn may take."""
+STARTS_WITHIN = 6
+"""Steps in which the first in the queue starts once its worst case fits: one would do."""
+AFTER_FAILURE = 60
+"""The same after a failed step: those who were in it may first have to show which of them makes steps fail."""
+OVERTAKEN = 4
+"""Turns that came later, of no higher priority, and start before a waiting one: none should."""
+
+
+class Watch:
+    """Looks at what each step has done."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._idle: dict[str, tuple[Session, int]] = {}
+        self._trimmed = 0
+        self._first: tuple[int, int] = (0, 0)  # the first in the queue, and the last step at which it did not fit
+        self._progress = 0
+        self._executed = 0
+        self._judged = False
+        self._failures = 0  # steps that had failed before this one
+        self._suspicion: tuple[int, set[Turn], str] | None = None  # who yielded, it seems in vain
+        world.log.would_fit = self._fits_with_its_session
+
+    def healthy(self, turn: NaiveTurn) -> bool:
+        """Whether steps fail for others' sake alone."""
+        return turn.poisoned_from is None and self._world.config.fail_rate == 0
+
+    def yielded(self, session: Session) -> bool:
+        return any(event.session is session for event in self._world.log.events)
+
+    # -- around a step
+
+    def before(self) -> None:
+        world = self._world
+        self._idle = {s.id: (s, s.memory.computed) for s in world.engine.sessions if s.turn is None}
+        self._trimmed = internals.trimmed(world.engine)
+        self._judged = False
+        self._failures = world.failures
+        world.log.events.clear()
+
+    def submitted(self) -> None:
+        """A plan has been given to the executor: what yields in this step has yielded."""
+        self._judge()
+
+    def after(self, report: StepReport) -> None:
+        world = self._world
+        if not self._judged and not report.ended:
+            self._judge()
+        for sid, (session, computed) in self._idle.items():
+            if session.turn is None and sid in world.naive and session.memory.computed < computed:
+                if not self.yielded(session):
+                    world.found("kept memory", f"idle session {sid} lost memory without pressure")
+        self._check_cache()
+        self._check_order()
+        self._check_waiting()
+        if report.progressed or report.ended or world.executor.steps != self._executed or not world.waiting():
+            self._progress, self._executed = world.steps, world.executor.steps
+        if world.steps - self._progress >= STUCK:
+            world.found("stuck", f"nothing was computed for {STUCK} steps")
+        for turn in world.turns.values():
+            if not turn.drafting and world.steps - turn.since >= PATIENCE:
+                world.found("stuck", f"turn {turn.number} of {turn.sid} starves since step {turn.since}")
+
+    # -- yielding
+
+    def _judge(self) -> None:
+        """Nobody yields in vain: of those who did, at least one could not have stayed, or one drop too many was made.
+
+        Whoever yields last is needed if the others have yielded. So if each of them alone could have kept what it gave,
+        room was made for nobody. While a step is in flight what was released comes free a step or two later, and
+        whoever it was made for starts then."""
+        world, self._judged = self._world, True
+        events = world.log.events
+        victims = [e for e in events if self._is_victim(e)]
+        starts = [i for i, e in enumerate(events) if e.kind == "start"]
+        if self._suspicion is not None:
+            step, names, message = self._suspicion
+            if any(events[i].turn not in names for i in starts) or self._failures != world.failures:
+                self._suspicion = None
+            elif world.steps - step > 2 * world.config.overlap:
+                self._suspicion = None
+                world.found("in vain", message)
+        if not victims or self._failures != world.failures:
+            return
+        if len(world.engine.batch) == world.config.running:  # for a row, not for memory
+            victims = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
+        room = [n - len(starts) for n in self._room()]  # the copy of a tail is counted at worst
+        if any(any(e.freed) for e in victims) and all(
+            all(n <= have for n, have in zip(e.freed, room, strict=True) if n) for e in victims
+        ):
+            given = [(e.kind, e.session.id[:6], e.freed) for e in victims]
+            message = f"{given} yielded in step {world.steps}, and {room} units of each group were left over"
+            if not world.config.overlap:
+                world.found("in vain", message)
+            elif self._suspicion is None:
+                self._suspicion = (world.steps, {e.turn for e in victims if e.turn is not None}, message)
+        if not world.looking:
+            return
+        for event in victims:
+            if event.kind == "drop" and event.turn is None and not any(event.freed) and not any(event.alone):
+                other = self._better_victim(event.session)
+                if other is not None:
+                    world.found("gives nothing", f"{event.session!r} was dropped and gave nothing; {other!r} could")
+                    return
+
+    @staticmethod
+    def _is_victim(event: Event) -> bool:
+        return (event.kind, event.why) in (("preempt", "preempted"), ("drop", "pressure"))
+
+    def _room(self) -> list[int]:
+        """Units of each group that nobody has or will need for tokens it knows already."""
+        engine = self._world.engine
+        room = [pool.free + pool.limbo for pool in engine.memory.pools]
+        for turn in engine.batch.running():
+            for group, pledge in enumerate(self._pledge(turn)):
+                room[group] -= pledge
+        return room
+
+    def _pledge(self, turn: Turn) -> list[int]:
+        """Units a running turn may still acquire for the tokens it knows, an upper bound."""
+        own, pledges = internals.held_beyond(self._world.engine, turn), []
+        for group, worst in enumerate(self._worst(turn.length + 1)):
+            if self._world.config.groups[group].kind is Kind.FULL:
+                pledges.append(max(0, worst - internals.table_entries(turn, group)))
+            else:
+                pledges.append(max(0, worst - own[group]))
+        return pledges
+
+    def _worst(self, length: int) -> list[int]:
+        """Units of each group that a turn needs which starts from nothing and knows `length` tokens, an upper bound."""
+        config = self._world.config
+        found = []
+        for group in config.groups:
+            pages = -(-length // config.page_size)
+            if group.kind is Kind.STATE:
+                found.append(3 if config.overlap or config.lookahead else 2)
+            elif group.kind is Kind.FULL:
+                found.append(pages)
+            else:
+                window = -(-(group.window - 1) // config.page_size) + 1
+                ahead = -(-config.budget * (1 + config.overlap) // config.page_size) + 1
+                found.append(min(pages, 2 * window + ahead))
+        return found
+
+    def _better_victim(self, victim: Session) -> Session | None:
+        """An idle session that kept its memory, ranks no higher, and would give something in every group."""
+        for session in self._world.engine.sessions:
+            memory = session.memory
+            if session.turn is None and memory.computed and session.policy.priority <= victim.policy.priority:
+                if session is not victim and all(internals.exclusive(session)):
+                    return session
+        return None
+
+    def _fits_with_its_session(self, turn: Turn) -> bool:
+        """Whether a waiting turn fits beside its session and the running turns, if all others yield. Full attention
+        only: elsewhere the upper bounds say little."""
+        world = self._world
+        if any(group.kind is not Kind.FULL for group in world.config.groups) or world.engine.batch.running():
+            return False
+        kept = internals.essential_units(world.engine, turn)
+        size = world.config.page_size
+        start = min(turn.session.memory.computed, turn.base_length, max(0, turn.prompt_length - 1))
+        more = -(-(turn.length + 1) // size) - start // size
+        return all(n + more + 1 <= capacity for n, capacity in zip(kept, world.config.units, strict=True))
+
+    def _check_cache(self) -> None:
+        """Checkpoints that only save work hold no more than their share, and are not given up below it."""
+        world = self._world
+        evicted = internals.trimmed(world.engine) - self._trimmed
+        if not evicted and not world.looking:
+            return
+        cached = internals.cached_units(world.engine)
+        budget = [int(world.config.checkpoint_share * n) for n in world.config.units]
+        if any(n > most for n, most in zip(cached, budget, strict=True)):
+            world.found("cache", f"checkpoints that only save work hold {cached} units of {budget}")
+        if not evicted:
+            return
+        each = [
+            0
+            if g.kind is Kind.FULL
+            else 1
+            if g.kind is Kind.STATE
+            else -(-(g.window - 1) // world.config.page_size) + 1
+            for g in world.config.groups
+        ]
+        room = [pool.free for pool in world.engine.memory.pools]
+        kept = all(n + evicted * m <= most for n, m, most in zip(cached, each, budget, strict=True))
+        spare = all(4 * n >= most for n, most in zip(room, world.config.units, strict=True))
+        if kept and spare:
+            world.found("cache", f"{evicted} checkpoints were given up; {cached} of {budget} are held, {room} free")
+
+    # -- waiting
+
+    def _check_order(self) -> None:
+        """Nobody yields to a turn that does not outrank it, and nobody is overtaken for long."""
+        world, preempted = self._world, []
+        for event in world.log.events:
+            turn = event.turn
+            if event.kind == "preempt" and event.why == "preempted":
+                preempted.append(turn)
+            elif event.kind == "drop" and event.state in (TurnState.QUEUED, TurnState.PREEMPTED) and event.fitted:
+                if any(e.kind == "start" and e.turn is turn for e in world.log.events) and event.why == "pressure":
+                    world.found("dropped", f"{turn!r} fits, and its own session was dropped for it")
+            elif event.kind == "start" and turn is not None and turn.state is not TurnState.DRAFTING:
+                for other in preempted:
+                    if other is not None and other is not turn and other.priority >= turn.priority:
+                        world.found("order", f"{other!r} was preempted for {turn!r}, of no higher priority")
+                self._overtake(turn)
+
+    def _overtake(self, started: Turn) -> None:
+        world = self._world
+        if started.number in world.turns:
+            ahead = world.turns[started.number]
+            ahead.overtaken = 0
+            for turn in world.waiting():
+                other = world.turns[turn.number]
+                if turn.failures or not (other.arrival < ahead.arrival and other.priority >= ahead.priority):
+                    continue
+                other.overtaken += 1
+                if other.overtaken > OVERTAKEN and world.steps - world.failed_at > AFTER_FAILURE:
+                    world.found("order", f"{turn!r} waits since {other.arrival}; {other.overtaken} later ones started")
+
+    def _check_waiting(self) -> None:
+        """The first in the queue starts soon when a row is free and its worst case fits beside those who run."""
+        world = self._world
+        waiting = world.waiting()
+        if not waiting:
+            self._first = (0, world.steps)
+            return
+        naive = min((world.turns[t.number] for t in waiting), key=lambda t: t.rank(world.config.aging))
+        number, since = self._first
+        turn = world.engine.sessions.get(naive.sid).turn
+        if naive.number != number or turn is None or not self.fits(turn):
+            self._first = (naive.number, world.steps)
+            return
+        patience = STARTS_WITHIN if world.steps - world.failed_at > AFTER_FAILURE else AFTER_FAILURE
+        if world.steps - since >= patience:
+            world.found("waits", f"{turn!r} fits and has not started for {patience} steps")
+
+    def fits(self, turn: Turn) -> bool:
+        """Whether a waiting turn fits beside those in rows and what they know they will need, if all others yield."""
+        engine, config = self._world.engine, self._world.config
+        rows = engine.batch.running()
+        if sum(t.state is not TurnState.DRAFTING for t in rows) >= config.running:
+            return False
+        need = internals.essential_units(engine, turn)
+        for group, worst in enumerate(self._worst(turn.length + 1)):
+            need[group] += worst + 1
+        for running in rows:
+            for group, pledge in enumerate(self._pledge(running)):
+                need[group] += pledge
+        return all(n <= capacity for n, capacity in zip(need, config.units, strict=True))
+
+    def drafts_are_computed(self) -> None:
+        """At the end, with nothing else to do, every draft for which there is room has been computed."""
+        world = self._world
+        if world.waiting() or world.steps - world.failed_at < AFTER_FAILURE:
+            return
+        room = self._room()
+        for session in world.engine.sessions:
+            turn = session.turn
+            if turn is None or turn.state is not TurnState.DRAFTING or turn.prompt_length < 2:
+                continue
+            memory = session.memory.turn
+            computed = memory.computed if memory is not None else session.memory.computed
+            if computed < turn.prompt_length - 1:
+                worst = self._worst(turn.prompt_length + 1)
+                if all(2 * n + 2 <= have for n, have in zip(worst, room, strict=True)):
+                    world.found(
+                        "drafts", f"{turn!r} has {computed} of {turn.prompt_length} tokens computed; {room} free"
+                    )
