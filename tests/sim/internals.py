@@ -158,8 +158,8 @@ def needed_of_turn(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
     if turn is None:
         return pages, slots
     computed = turn.computed
-    own = [turn.source] if turn.source is not None else []
-    own += [c for c in turn.checkpoints if c.position <= computed]  # the others' step is in flight
+    resumable = [*([turn.source] if turn.source is not None else []), *turn.checkpoints]
+    own = [c for c in resumable if c.position <= computed]  # the others' step is in flight
     for group, table in enumerate(memory.tables):
         if isinstance(table, StateTable):
             _of_checkpoints(own, group, table, pages, slots)
