@@ -17,6 +17,7 @@ from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.plan import Plan, StepResult
 from tenuto.engine.engine import Engine
 from tenuto.exec.witness import WitnessExecutor
+from tenuto.memory.audit import AuditReport
 from tenuto.session.turn import TurnParams, TurnState
 
 VOCAB = 50_000
@@ -58,6 +59,27 @@ class Bench:
             self.engine.step()
             times.append(time.perf_counter_ns() - began - (self.executor.worked - inside))
         return statistics.median(times) / 1000
+
+    def longest(self, steps: int) -> float:
+        """Milliseconds of processor time of the longest of `steps` steps."""
+        longest = 0
+        for _ in range(steps):
+            began = time.thread_time_ns()
+            self.engine.step()
+            longest = max(longest, time.thread_time_ns() - began)
+        return longest / 1e6
+
+    def audited(self) -> tuple[float, int, float]:
+        """Of an audit that is asked for: its longest step and the steps it took; and a recount at one go. In
+        milliseconds."""
+        told: list[AuditReport] = []
+        self.engine.ask_audit(told.append)
+        longest, steps = 0.0, 0
+        while not told:
+            longest, steps = max(longest, self.longest(1)), steps + 1
+        began = time.thread_time_ns()
+        self.engine.audit()
+        return longest, steps, (time.thread_time_ns() - began) / 1e6
 
     def counted(self, steps: int) -> tuple[float, ...]:
         """Units touched, rows considered and turns settled, a step."""
@@ -141,6 +163,12 @@ def main() -> None:
         low, high, by_pair = ratio(one, other)
         equal = one.counted(160), other.counted(160)
         print(f"{label:<44}{low:>12.1f}{high:>12.1f}{by_pair:>8.3f}   {equal[0]} and {equal[1]}")
+    parked = make(16, parked=50_000)
+    plain = parked.longest(200)
+    longest, steps, at_once = min(parked.audited() for _ in range(5))
+    print(f"\n{'16 running, 50,000 parked sessions':<44}{'longest step, ms':>18}")
+    print(f"{'not audited':<44}{plain:>18.1f}\n{f'audited over {steps} steps':<44}{longest:>18.1f}")
+    print(f"{'recounted at one go':<44}{at_once:>18.1f}")
 
 
 if __name__ == "__main__":

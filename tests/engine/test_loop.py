@@ -15,6 +15,7 @@ from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import EngineStopped, InvalidRequest, InvariantError, NotFound, TenutoError
 from tenuto.base.groups import GroupSpec, Kind
+from tenuto.engine import auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop, TurnEvent
 from tenuto.exec.witness import WitnessExecutor
@@ -276,3 +277,39 @@ def test_events_carry_no_logprobs_if_nobody_asks(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.open("s")).result()
     events, _ = begin(loop, TurnParams(max_new_tokens=5))
     assert all((event.logprobs, event.input_logprobs) == ((), ()) for event in events_of(events))
+
+
+def test_an_idle_engine_answers_who_asks_for_an_audit(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes many steps, and does not wait between them for something to do."""
+    monkeypatch.setattr(auditor, "VISITS_A_STEP", 1)
+    waits: list[float] = []
+    for number in range(20):
+        loop.call(lambda engine, n=number: engine.open(f"s{n}")).result(20)
+    monkeypatch.setattr(loop, "_obey", recording(loop._obey, waits))
+    report = loop.audit().result(20)
+    assert (report.leases, report.pools[0].free) == (20, 1300)
+    assert waits.count(0.0) >= 20
+
+
+def recording(obey: Callable[[float], bool], waits: list[float]) -> Callable[[float], bool]:
+    def recorded(wait: float) -> bool:
+        waits.append(wait)
+        return obey(wait)
+
+    return recorded
+
+
+def test_who_waits_for_an_audit_is_told_when_the_engine_ends() -> None:
+    running = EngineLoop(make_engine())
+    running.call(never_audit).result(20)
+    answer = running.audit()
+    running.close()
+    with pytest.raises(EngineStopped):
+        answer.result(20)
+    with pytest.raises(EngineStopped):
+        running.audit()
+
+
+def never_audit(engine: Engine) -> None:
+    """Its audits never end."""
+    engine.auditor.step = lambda flight: None  # type: ignore[method-assign]

@@ -20,8 +20,8 @@ class EngineConfig:
     is in flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for
     every `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill,
     rounded up to whole pages, and those that only save work hold at most `checkpoint_share` of each pool.
-    `draft_timeout` is in seconds since the draft last changed. A full recount is done every `audit_every` steps (0:
-    only on demand)."""
+    `draft_timeout` is in seconds since the draft last changed. A full recount, which may take several steps, begins
+    every `audit_every` steps (0: only on demand)."""
 
     context_length: int = 8192
     max_running: int = 32

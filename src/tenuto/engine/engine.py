@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
@@ -22,12 +22,12 @@ from tenuto.base.errors import (
     StepFailed,
 )
 from tenuto.base.plan import Executor, StepResult
+from tenuto.engine.auditor import Auditor
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.memory.audit import AuditReport, recount
+from tenuto.memory.audit import AuditReport
 from tenuto.memory.memory import Memory, Shape
-from tenuto.memory.pool import Holder
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight, Planner, Proposer
@@ -91,6 +91,7 @@ class Engine:
         self._flights: deque[Flight] = deque()  # submitted and not collected, the oldest first
         self._numbers = count(1)
         self._void = 0  # the last step that is dropped, for one before it failed
+        self.auditor = Auditor(self.memory, self.sessions, (self._admission,), self.batch, config.audit_every)
         self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`
         self.transitions = self.lifecycle.transitions
@@ -202,8 +203,7 @@ class Engine:
     def _audit_step(self) -> None:
         self.steps += 1
         self.memory.check_totals()
-        if self.config.audit_every and self.steps % self.config.audit_every == 0:
-            self.audit()
+        self.auditor.step(self._flights)
 
     # -- sessions
 
@@ -397,25 +397,15 @@ class Engine:
 
     # -- audit
 
-    def holders(self) -> Iterator[Holder]:
-        """Everything that may hold units."""
-        yield from self.sessions.holders()
-        yield self._admission
-
     def audit(self) -> AuditReport:
-        """Recount every unit from its holders. Raises `InvariantError` if anything is not as it should be."""
-        if self.memory.rows.used != len(self.batch):
-            raise InvariantError(f"{self.memory.rows.used} rows are taken by {len(self.batch)} running turns")
-        for turn in self.batch.running():
-            if turn.state.ended or turn.session.turn is not turn:
-                raise InvariantError(f"{turn!r} has a row and is not its session's open turn")
-        touched: list[tuple[int, list[int]]] = []
-        for flight in self._flights:
-            for group, table, copy in zip(self.memory.paged, flight.plan.tables, flight.plan.copies, strict=True):
-                touched.append((group, [*table.pages.tolist(), *copy.sources.tolist(), *copy.targets.tolist()]))
-            for group, moves in zip(self.memory.states, flight.plan.states, strict=True):
-                touched.append((group, [*moves.reads.tolist(), *moves.writes.tolist()]))
-        return recount(self.memory, self.holders(), touched)
+        """Recount every unit from its holders, now. Raises `InvariantError` if anything is not as it should be."""
+        return self.auditor.recount(self._flights)
+
+    @guarded
+    def ask_audit(self, told: Callable[[AuditReport], None]) -> None:
+        """Have every unit recounted as `audit` does, a little at every step, beginning with the next, and `told` called
+        with the report. What is found wrong stops the engine."""
+        self.auditor.ask(told)
 
     @property
     def counted_work(self) -> tuple[int, int, int]:

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from tenuto.base.errors import EngineStopped, InvariantError, TenutoError
 from tenuto.base.sampling import TokenLogprob
 from tenuto.engine.engine import Engine
+from tenuto.memory.audit import AuditReport
 from tenuto.session.turn import Turn, TurnResult
 
 log = logging.getLogger("tenuto.engine")
@@ -59,6 +60,7 @@ class EngineLoop:
         self._on_stop = on_stop
         self._after_round = after_round
         self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
+        self._audits: list[Future[AuditReport]] = []  # awaited; the engine's thread alone
         self._subscriptions: dict[int, _Subscription] = {}  # by turn number; the engine's thread alone
         self.stopped: str | None = None  # why; set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
@@ -100,6 +102,27 @@ class EngineLoop:
 
         return self.call(abort_turn)
 
+    def audit(self) -> Future[AuditReport]:
+        """A recount as `Engine.audit`, spread over the steps to come so that it holds up none of them. Raises
+        `EngineStopped`, as does the future if the engine stops before."""
+        asked: Future[AuditReport] = Future()
+        asked.set_running_or_notify_cancel()
+
+        def ask(engine: Engine) -> None:
+            self._audits.append(asked)
+            engine.ask_audit(answer)
+
+        def answer(report: AuditReport) -> None:
+            self._audits.remove(asked)
+            asked.set_result(report)
+
+        def refuse(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                asked.set_exception(error)
+
+        self.call(ask).add_done_callback(refuse)
+        return asked
+
     def close(self) -> None:
         """Stop after the step in progress and wait for that. Whoever waits for something gets `EngineStopped`."""
         self.request_stop()
@@ -130,7 +153,8 @@ class EngineLoop:
                 self._publish_all(report.progressed)
                 self._publish_all(report.ended)
                 self._after_round()
-                wait = 0.0 if report.worked or report.ended else IDLE_SECONDS
+                busy = report.worked or report.ended or self._engine.auditor.awaited
+                wait = 0.0 if busy else IDLE_SECONDS
         except Exception as error:  # whatever escapes leaves the engine in doubt
             reason = f"the engine stopped: {type(error).__name__}: {error}"
             log.exception("the engine stopped; this is a bug, and here is the report")
@@ -181,6 +205,8 @@ class EngineLoop:
                 break
             if command is not None:
                 command.refuse(reason)
+        for audit in self._audits:
+            audit.set_exception(EngineStopped(reason))
         for subscription in self._subscriptions.values():
             subscription.refuse(reason)
         self._subscriptions.clear()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.memory.session_memory import SessionMemory
+
+UNITS_A_VISIT = 16
+"""So many units take about as long as a lease or a holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class PoolReport:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """A clean audit."""
+    """A clean audit: `holders` that have a lease, and their `leases`."""
 
     pools: tuple[PoolReport, ...]
     holders: int
@@ -45,18 +48,122 @@ class AuditReport:
         return f"every unit accounted for ({self.holders} holders, {self.leases} leases) | " + " | ".join(parts)
 
 
-@dataclass(slots=True)
-class _Found:
-    """What holders list in one pool: all units in one array, and whose each stretch of it is."""
+class _Book:
+    """One pool as it was when an audit began, and what holders have been found to list of it."""
 
-    units: array[int] = field(default_factory=lambda: array("i"))
-    holders: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._counts = np.frombuffer(pool.counts, dtype=np.int32).copy()
+        self._free, self._limbo = pool.unused()
+        self._leased = pool.leased
+        self._units = array("i")  # of all leases found, one after the other
+        self._holders: list[str] = []  # whose each of these leases is
+        self._lengths: list[int] = []
+        self._tallied = 0  # of these leases, those that `_found` and `_kinds` know
+        self._tallied_units = 0
+        self._found = np.zeros(pool.capacity, np.int32)  # leases that list the unit
+        self._kinds = np.zeros(pool.capacity, np.int32)  # kind of the last holder found
+        self._kind_numbers: dict[str, int] = {}
+        self._places = np.zeros(pool.capacity, np.int32)  # times it is in the free list or limbo
+        self._placed = 0
 
-    def add(self, lease: Lease, name: str) -> None:
-        self.units.extend(lease.units)
-        self.holders.append(name)
-        self.lengths.append(len(lease))
+    def add(self, lease: Lease) -> int:
+        """A lease as it was when the audit began. Returns its number of units."""
+        units, name = lease.units, lease.holder.holder_name
+        if len(set(units)) != len(units):
+            raise InvariantError(f"{name} lists a unit of {self._pool.name} twice in one lease")
+        self._units.extend(units)
+        self._holders.append(name)
+        self._lengths.append(len(units))
+        return len(units)
+
+    def tally(self) -> None:
+        """Count what was added since the last time."""
+        units = np.frombuffer(self._units, dtype=np.int32)[self._tallied_units :]
+        np.add.at(self._found, units, 1)
+        numbers = self._kind_numbers
+        kinds = [numbers.setdefault(n.split(" ", 1)[0], len(numbers)) for n in self._holders[self._tallied :]]
+        self._kinds[units] = np.repeat(np.array(kinds, np.int32), self._lengths[self._tallied :])
+        self._tallied, self._tallied_units = len(self._holders), len(self._units)
+
+    def place(self, most: int) -> int:
+        """Note up to `most` more units of the free list and of limbo. Returns how many: 0 when all are."""
+        unused = self._free if self._placed < len(self._free) else self._limbo
+        start = self._placed if unused is self._free else self._placed - len(self._free)
+        part = unused[start : start + most]
+        np.add.at(self._places, np.array(part, np.int64), 1)
+        self._placed += len(part)
+        return len(part)
+
+    def check(self) -> PoolReport:
+        """Compare, once all is tallied and placed. Raises `InvariantError`."""
+        wrong = np.flatnonzero(self._found != self._counts)
+        if len(wrong):
+            unit = int(wrong[0])
+            raise InvariantError(
+                f"{self._pool.name}: {len(wrong)} units have a wrong count; unit {unit} is counted "
+                f"{self._counts[unit]} times, held by {self._names(unit) or 'nobody'}"
+            )
+        places = self._places + (self._found > 0)
+        bad = np.flatnonzero(places != 1)
+        if len(bad):
+            unit = int(bad[0])
+            where = f"in {int(places[unit])} of the free list, limbo and leases"
+            raise InvariantError(f"{self._pool.name}: unit {unit} is {where}")
+        by_kind = np.bincount(self._kinds[self._found == 1], minlength=len(self._kind_numbers)).tolist()
+        by_holder = {kind: by_kind[number] for kind, number in self._kind_numbers.items()}
+        by_holder["shared"] = int((self._found > 1).sum())
+        held = {name: count for name, count in by_holder.items() if count}
+        pool = self._pool
+        return PoolReport(pool.name, pool.capacity, len(self._free), len(self._limbo), self._leased, held)
+
+    def _names(self, unit: int) -> list[str]:
+        owners = np.repeat(np.arange(len(self._holders)), self._lengths)
+        return sorted(self._holders[i] for i in owners[np.frombuffer(self._units, dtype=np.int32) == unit])
+
+    def check_in_flight(self, units: Iterable[int]) -> None:
+        """The step in flight touches `units` (below 0: none). None is free, so that it cannot be given to someone
+        else."""
+        free = sorted({unit for unit in units if unit >= 0 and not self._found[unit]}.difference(self._limbo))
+        if free:
+            raise InvariantError(f"{self._pool.name}: the step in flight touches free units {free}")
+
+
+class _Audit:
+    """What every audit does: looks at pools first, at holders next, and compares at the end."""
+
+    def __init__(self, memory: Memory, in_flight: Iterable[tuple[int, Iterable[int]]]) -> None:
+        self._books = {pool: _Book(pool) for pool in memory.pools}
+        self._in_flight = [(memory.pools[index], list(units)) for index, units in in_flight]
+        self._leases = 0
+        self._holders = 0
+
+    def _count(self, lease: Lease) -> int:
+        self._leases += 1
+        return self._books[lease.pool].add(lease)
+
+    def _report(self) -> AuditReport:
+        reports = tuple(book.check() for book in self._books.values())
+        for pool, units in self._in_flight:
+            self._books[pool].check_in_flight(units)
+        return AuditReport(reports, self._holders, self._leases)
+
+
+class _Recount(_Audit):
+    """An audit at one go."""
+
+    def visit(self, holder: Holder) -> None:
+        leases = _leases_of(holder)
+        self._holders += bool(leases)
+        for lease in leases:
+            self._count(lease)
+
+    def report(self) -> AuditReport:
+        for pool, book in self._books.items():
+            book.tally()
+            while book.place(pool.capacity):
+                pass
+        return self._report()
 
 
 def recount(
@@ -65,56 +172,88 @@ def recount(
     """Recount every unit of every pool from `holders`. Raises `InvariantError` naming units and holders if a count, the
     free list or a lease's holder is wrong, or if the step in flight touches (`in_flight`: pool index and units) a unit
     that could be given to someone else."""
-    found = {pool: _Found() for pool in memory.pools}
-    seen: dict[int, str] = {}
-    total_holders = 0
+    audit = _Recount(memory, in_flight)
     for holder in holders:
-        total_holders += 1
-        for lease in holder.leases():
-            _check_lease(lease, holder, seen)
-            found[lease.pool].add(lease, holder.holder_name)
-    reports = tuple(_check_pool(pool, found[pool]) for pool in memory.pools)
-    for index, units in in_flight:
-        reusable = set(memory.pools[index].unused()[0]).intersection(units)
-        if reusable:
-            raise InvariantError(
-                f"{memory.pools[index].name}: the step in flight touches free units {sorted(reusable)}"
-            )
-    return AuditReport(reports, total_holders, len(seen))
+        audit.visit(holder)
+    return audit.report()
 
 
-def _check_lease(lease: Lease, holder: Holder, seen: dict[int, str]) -> None:
-    if lease.holder is not holder:
-        raise InvariantError(f"{holder.holder_name} lists a lease held by {lease.holder.holder_name}")
-    if id(lease) in seen:
-        raise InvariantError(f"{holder.holder_name} and {seen[id(lease)]} list the same lease on {lease.pool.name}")
-    if len(set(lease.units)) != len(lease):
-        raise InvariantError(f"{holder.holder_name} lists a unit of {lease.pool.name} twice in one lease")
-    seen[id(lease)] = holder.holder_name
+class AuditCycle(_Audit):
+    """A recount spread over many steps, which finds what `recount` would have found when it began.
+
+    It starts with copies of all counts and places. A lease that is about to change is counted before, by its pool, and
+    one made since then does not count. Holders are visited a few at a time, and count what they list and has not
+    changed. A session that has been closed meanwhile is visited all the same; a checkpoint is counted before one that
+    referred to it does not any more. So everything listed at the beginning is counted once, as it was.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        sessions: Iterable[SessionMemory],
+        others: Iterable[Holder],
+        in_flight: Iterable[tuple[int, Iterable[int]]] = (),
+    ) -> None:
+        """Begin, in place of a cycle that may be in progress. `sessions` are to be those there are now, also when it is
+        read later."""
+        super().__init__(memory, in_flight)
+        self.work = 0  # holders and leases visited, and units by `UNITS_A_VISIT`, ever
+        self._pools = memory.pools
+        self._pending = _expand(sessions, others)
+        self._changed: set[Holder] = set()  # whose leases were counted by their pools
+        self._unplaced = list(self._books.values())
+        for pool in memory.pools:
+            pool.begin_cycle(self._count_changing)
+
+    def advance(self, most: int) -> AuditReport | None:
+        """Visit `most` holders and leases, or a few more. The report, once there is nothing left to visit. Raises
+        `InvariantError` as `recount` does."""
+        end = self.work + most
+        while self.work < end and (holder := next(self._pending, None)) is not None:
+            self._visit(holder)
+        for book in self._books.values():
+            book.tally()
+        while self.work < end and self._unplaced:
+            placed = self._unplaced[-1].place((end - self.work) * UNITS_A_VISIT)
+            self.work += -(-placed // UNITS_A_VISIT)
+            if not placed:
+                self._unplaced.pop()
+        if self.work >= end:
+            return None
+        for pool in self._pools:
+            pool.end_cycle()
+        return self._report()
+
+    def _visit(self, holder: Holder) -> None:
+        leases = _leases_of(holder)
+        unchanged = [lease for lease in leases if lease.counted_in != lease.pool.cycle]
+        self._holders += bool(unchanged) and holder not in self._changed
+        units = 0
+        for lease in unchanged:
+            lease.counted_in = lease.pool.cycle
+            units += self._count(lease)
+        self.work += 1 + len(leases) + units // UNITS_A_VISIT
+
+    def _count_changing(self, lease: Lease) -> None:
+        if lease.holder not in self._changed:
+            self._changed.add(lease.holder)
+            self._holders += 1
+        self._count(lease)
 
 
-def _check_pool(pool: Pool, found: _Found) -> PoolReport:
-    counts = np.frombuffer(pool.counts, dtype=np.int32)
-    units = np.frombuffer(found.units, dtype=np.int32)
-    expected = np.bincount(units, minlength=pool.capacity)
-    owners = np.repeat(np.arange(len(found.holders)), found.lengths)
-    wrong = np.flatnonzero(expected != counts)
-    if len(wrong):
-        unit = int(wrong[0])
-        names = [found.holders[i] for i in owners[units == unit]]
-        raise InvariantError(
-            f"{pool.name}: {len(wrong)} units have a wrong count; unit {unit} is counted {counts[unit]} times, "
-            f"held by {names or 'nobody'}"
-        )
-    free, limbo = pool.unused()
-    places = np.bincount(np.array(free + limbo, np.int64), minlength=pool.capacity) + (expected > 0)
-    bad = np.flatnonzero(places != 1)
-    if len(bad):
-        unit = int(bad[0])
-        raise InvariantError(f"{pool.name}: unit {unit} is in {int(places[unit])} of the free list, limbo and leases")
-    by_holder: Counter[str] = Counter()
-    for owner, count in enumerate(np.bincount(owners[expected[units] == 1], minlength=len(found.holders)).tolist()):
-        by_holder[found.holders[owner].split(" ", 1)[0]] += count
-    by_holder["shared"] = int((expected > 1).sum())
-    held = {name: count for name, count in by_holder.items() if count}
-    return PoolReport(pool.name, pool.capacity, len(free), len(limbo), pool.leased, held)
+def _expand(sessions: Iterable[SessionMemory], others: Iterable[Holder]) -> Iterator[Holder]:
+    for session in sessions:
+        yield from list(session.holders())  # at one time: what moves between them meanwhile is not missed
+    yield from others
+
+
+def _leases_of(holder: Holder) -> list[Lease]:
+    leases = list(holder.leases())
+    for lease in leases:
+        if lease.holder is not holder:
+            raise InvariantError(f"{holder.holder_name} lists a lease held by {lease.holder.holder_name}")
+        len(lease)  # raises if it has ended
+    if len(leases) > 1 and len({id(lease) for lease in leases}) < len(leases):
+        twice = next(lease for lease in leases if leases.count(lease) > 1)
+        raise InvariantError(f"{holder.holder_name} and {holder.holder_name} list the same lease on {twice.pool.name}")
+    return leases

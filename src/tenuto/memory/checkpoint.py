@@ -21,7 +21,8 @@ class Checkpoint:
     """What resuming at `position` needs in every group but full attention, whose pages the sequence itself holds.
 
     `parts[g]` is the lease in group g of the memory spec: a sliding window's pages, a state slot, or `None` for full
-    attention. It never changes, and any number of sequences may refer to it: a unit is held once for all of them.
+    attention. It does not change until its end, when it holds nothing. Any number of sequences may refer to it: a unit
+    is held once for all of them.
 
     Invariant: `references` counts the sequences that refer to it, and `pins` those of them that need it; it is in the
     cache if there are references and no pins. It ends with its last reference, or earlier by being evicted, which
@@ -51,9 +52,16 @@ class Checkpoint:
         part = self.parts[group]
         return 0 if part is None else len(part)
 
+    def count_now(self) -> None:
+        """Who refers to it is about to change: an audit in progress counts its leases before."""
+        for lease in self.leases():
+            lease.count_now()
+
     def release(self) -> None:
+        """Its end."""
         for lease in self.leases():
             lease.release()
+        self.parts = []
 
 
 class _CachedUnits:
@@ -143,6 +151,7 @@ class CheckpointCache:
         checkpoint.references -= 1
         if checkpoint.references < checkpoint.pins:
             raise InvariantError(f"{checkpoint.holder_name} is released but nobody refers to it")
+        checkpoint.count_now()
         if not checkpoint.references and not checkpoint.evicted:
             self._remove(checkpoint)
             checkpoint.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -46,6 +46,8 @@ class Pool:
         self._limbo: deque[list[int]] = deque()  # a list for each step in flight, of what was released since it began
         self.leased = 0  # units with at least one lease, kept as leases come and go
         self.touched = 0  # units whose count was changed, ever: the measure of work
+        self.cycle = 0  # audit cycles begun; written by `begin_cycle`
+        self._count: Callable[[Lease], None] | None = None  # counts a lease for the cycle in progress
 
     @property
     def free(self) -> int:
@@ -90,6 +92,22 @@ class Pool:
     def unused(self) -> tuple[list[int], list[int]]:
         """Copies of the free list and of limbo, for the audit."""
         return list(self._free), [unit for released in self._limbo for unit in released]
+
+    def begin_cycle(self, count: Callable[[Lease], None]) -> None:
+        """An audit begins: `count` is called with every lease that is about to change for the first time since, and
+        with none made since."""
+        self.cycle += 1
+        self._count = count
+
+    def end_cycle(self) -> None:
+        """The audit has counted every lease there was when it began."""
+        self._count = None
+
+    def count_lease(self, lease: Lease) -> None:
+        """Have the audit in progress count the lease as it is, which no cycle since the present one began has done."""
+        lease.counted_in = self.cycle
+        if self._count is not None:
+            self._count(lease)
 
     def _take(self, count: int) -> list[int] | None:
         if count > len(self._free):
@@ -147,13 +165,18 @@ class Lease:
 
     It moves and is never copied: `transfer` and `absorb` empty their source, and using an emptied lease raises
     `InvariantError`. `share` takes a second lease on the same units.
+
+    An audit that takes several steps counts leases as they were when it began, so every method that changes the units
+    has them counted first. `counted_in` is the cycle in which that was done, or in which the lease was made; written by
+    the pool and the audit.
     """
 
-    __slots__ = ("_units", "holder", "pool")
+    __slots__ = ("_units", "counted_in", "holder", "pool")
 
     def __init__(self, pool: Pool, units: array[int], holder: Holder) -> None:
         self.pool = pool
         self.holder = holder
+        self.counted_in = pool.cycle
         self._units: array[int] | None = units
 
     def __len__(self) -> int:
@@ -168,11 +191,17 @@ class Lease:
             )
         return self._units
 
+    def count_now(self) -> None:
+        """The units, or who refers to them, are about to change: an audit in progress counts them before."""
+        if self.counted_in != self.pool.cycle:
+            self.pool.count_lease(self)
+
     def grow(self, count: int) -> bool:
         """Acquire `count` more units at the end; False, changing nothing, if there are not that many now."""
         held, units = self.units, self.pool._take(count)
         if units is None:
             return False
+        self.count_now()
         held.extend(units)
         return True
 
@@ -186,6 +215,7 @@ class Lease:
 
     def transfer(self, holder: Holder) -> Lease:
         """Move everything to `holder`."""
+        self.count_now()
         units, self._units = self.units, None
         return Lease(self.pool, units, holder)
 
@@ -193,12 +223,15 @@ class Lease:
         """Move units [start, stop) out, to `holder`."""
         if not 0 <= start <= stop <= len(self):
             raise InvariantError(f"take [{start}, {stop}) of a lease on {len(self)} units of {self.pool.name}")
+        self.count_now()
         units = self.units[start:stop]
         del self.units[start:stop]
         return Lease(self.pool, units, holder)
 
     def absorb(self, other: Lease) -> None:
         """Move everything `other` holds to the end of this lease."""
+        self.count_now()
+        other.count_now()
         self.units.extend(other.units)
         other._units = None
 
@@ -215,5 +248,6 @@ class Lease:
     def release(self, *, unused: bool = False) -> None:
         """Give everything back; `unused`: no step can have touched it, so it is free at once. A second release
         raises."""
+        self.count_now()
         units, self._units = self.units, None
         self.pool._give_back(units, unused=unused)

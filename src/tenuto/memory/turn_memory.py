@@ -67,6 +67,8 @@ class TurnMemory:
         session.turn = self
 
     def leases(self) -> Iterator[Lease]:
+        if self.session.turn is not self:  # it has ended, and what the tables have open is another's
+            return
         for table in self.session.tables:
             if table.own is not None:
                 yield table.own

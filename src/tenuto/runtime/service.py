@@ -326,7 +326,13 @@ class Service:
 
     @_handle.register
     def _(self, request: Audit) -> None:
-        self._do(request, lambda engine: _audit_view(engine.audit()))
+        def reply(done: Future[AuditReport]) -> None:
+            if done.exception() is not None:
+                self._reply(request.call, done)
+            else:
+                self._answer(request.call, _audit_view(done.result()))
+
+        self._loop.audit().add_done_callback(reply)
 
     @_handle.register
     def _(self, request: GetStats) -> None:

@@ -1,0 +1,99 @@
+"""Recounts memory at one go, or a little at every step, so that the audit that is always on holds up nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from tenuto.base.errors import InvariantError
+from tenuto.memory.audit import AuditCycle, AuditReport, recount
+from tenuto.memory.memory import Memory
+from tenuto.memory.pool import Holder
+from tenuto.sched.batch import Batch
+from tenuto.sched.planner import Flight
+from tenuto.session.registry import Registry
+
+VISITS_A_STEP = 512
+"""Holders and leases that a step visits: about a millisecond."""
+
+Told = Callable[[AuditReport], None]
+
+
+class Auditor:
+    """Begins an audit cycle every `every` steps (0: never), and when someone asks, and carries it on at every step.
+    `others` are the holders besides sessions."""
+
+    def __init__(
+        self, memory: Memory, sessions: Registry, others: tuple[Holder, ...], batch: Batch, every: int
+    ) -> None:
+        self._memory = memory
+        self._sessions = sessions
+        self._others = others
+        self._batch = batch
+        self._every = every
+        self._since = 0  # steps since the last cycle began
+        self._cycle: AuditCycle | None = None
+        self._told: list[Told] = []  # who waits for the cycle in progress
+        self._asked: list[Told] = []  # who waits for one that has not begun
+        self.work = 0  # ever, as `AuditCycle.work`
+        self.cycles = 0  # ever ended
+
+    def recount(self, flights: Collection[Flight]) -> AuditReport:
+        """Recount everything now; `flights` are the steps in flight. Raises `InvariantError`."""
+        self._check_rows()
+        return recount(self._memory, self._holders(), self._touched(flights))
+
+    @property
+    def awaited(self) -> bool:
+        """Whether someone waits for a report."""
+        return bool(self._told or self._asked)
+
+    def ask(self, told: Told) -> None:
+        """Call `told` with the report of a cycle that begins from now on. It must not raise."""
+        self._asked.append(told)
+
+    def step(self, flights: Collection[Flight]) -> None:
+        """A step has ended; `flights` are in flight. Raises `InvariantError` if anything is not as it should be,
+        or was not when the cycle began."""
+        self._since += 1
+        due = self._every > 0 and self._since >= self._every
+        if (self._asked and not self._told) or (due and self._cycle is None):
+            self._cycle = self._begin(flights)  # in place of one that nobody waits for
+            self._told, self._asked, self._since = self._asked, [], 0
+        if self._cycle is None:
+            return
+        before = self._cycle.work
+        report = self._cycle.advance(VISITS_A_STEP)
+        self.work += self._cycle.work - before
+        if report is not None:
+            self._cycle = None
+            self.cycles += 1
+            waited, self._told = self._told, []
+            for told in waited:
+                told(report)
+
+    def _begin(self, flights: Collection[Flight]) -> AuditCycle:
+        self._check_rows()
+        sessions = [*self._sessions]
+        memories = (session.memory for session in sessions)
+        return AuditCycle(self._memory, memories, self._others, self._touched(flights))
+
+    def _holders(self) -> Iterator[Holder]:
+        yield from self._sessions.holders()
+        yield from self._others
+
+    def _check_rows(self) -> None:
+        if self._memory.rows.used != len(self._batch):
+            raise InvariantError(f"{self._memory.rows.used} rows are taken by {len(self._batch)} running turns")
+        for turn in self._batch.running():
+            if turn.state.ended or turn.session.turn is not turn:
+                raise InvariantError(f"{turn!r} has a row and is not its session's open turn")
+
+    def _touched(self, flights: Collection[Flight]) -> list[tuple[int, list[int]]]:
+        """Units that steps in flight touch, by group."""
+        touched: list[tuple[int, list[int]]] = []
+        for plan in (flight.plan for flight in flights):
+            for group, table, copy in zip(self._memory.paged, plan.tables, plan.copies, strict=True):
+                touched.append((group, [*table.pages.tolist(), *copy.sources.tolist(), *copy.targets.tolist()]))
+            for group, moves in zip(self._memory.states, plan.states, strict=True):
+                touched.append((group, [*moves.reads.tolist(), *moves.writes.tolist()]))
+        return touched

@@ -1,0 +1,136 @@
+"""The audit that is always on: a little at every step, in every world, and what is wrong stops the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.base.errors import EngineStopped, InvariantError
+from tenuto.engine import auditor
+from tenuto.memory.audit import AuditReport
+from tests.engine.stage import FULL, SLIDING, STATE, Stage, every_mix
+from tests.sim.setting import small_world
+from tests.sim.world import World
+
+
+def parked(sessions: int, **config: object) -> Stage:
+    stage = Stage((FULL,), units=2 * sessions + 100, recount=False, max_sessions=sessions + 10, **config)
+    for number in range(sessions):
+        stage.engine.open(f"parked {number}")
+        stage.engine.append(f"parked {number}", [1, 2, 3])
+    stage.play()
+    return stage
+
+
+def test_a_cycle_begins_every_so_many_steps() -> None:
+    stage = Stage((FULL,), audit_every=5)
+    for step in range(1, 31):
+        stage.step()
+        assert stage.engine.auditor.cycles == step // 5
+
+
+def test_without_a_number_of_steps_there_is_an_audit_only_on_demand() -> None:
+    stage = Stage((FULL,), audit_every=0)
+    for _ in range(10):
+        stage.step()
+    assert stage.engine.auditor.cycles == 0
+    told: list[AuditReport] = []
+    stage.engine.ask_audit(told.append)
+    assert not told
+    stage.step()
+    assert told == [stage.engine.audit()]
+
+
+@pytest.mark.parametrize("sessions", [50, 800])
+def test_a_step_visits_no_more_holders_however_many_sessions_are_parked(
+    sessions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auditor, "VISITS_A_STEP", 40)
+    stage = parked(sessions, audit_every=0)
+    engine, told = stage.engine, []
+    expected = engine.audit()
+    engine.ask_audit(told.append)
+    work, steps = [], 0
+    while not told:
+        before = engine.auditor.work
+        stage.step()
+        work.append(engine.auditor.work - before)
+        steps += 1
+    assert max(work) <= 40 + 2
+    assert steps >= 2 * sessions // 42
+    assert told == [expected]
+
+
+def test_an_audit_that_is_asked_for_begins_then_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in progress says nothing of what has been done since it began."""
+    monkeypatch.setattr(auditor, "VISITS_A_STEP", 10)
+    stage = parked(50, audit_every=1)
+    stage.step()
+    stage.engine.drop()
+    told: list[AuditReport] = []
+    stage.engine.ask_audit(told.append)
+    stage.until(lambda: told)
+    assert told[0].pools[0].leased == 0
+
+
+def test_an_audit_that_is_asked_for_during_another_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auditor, "VISITS_A_STEP", 10)
+    stage = parked(50, audit_every=0)
+    first: list[AuditReport] = []
+    second: list[AuditReport] = []
+    stage.engine.ask_audit(first.append)
+    stage.step()
+    stage.engine.ask_audit(second.append)
+    stage.engine.drop()
+    stage.until(lambda: first)
+    assert not second
+    stage.until(lambda: second)
+    assert (first[0].pools[0].leased, second[0].pools[0].leased) == (50, 0)
+    assert not stage.engine.auditor.awaited
+
+
+def test_what_an_audit_finds_wrong_stops_the_engine() -> None:
+    stage = parked(3, audit_every=5)
+    pool = stage.engine.memory.pools[0]
+    pool.counts[stage.engine.sessions.get("parked 1").memory.tables[0].base.units[0]] += 1
+    with pytest.raises(InvariantError, match="1 units have a wrong count"):
+        stage.until(lambda: False, most=6)
+    with pytest.raises(EngineStopped):
+        stage.step()
+
+
+@every_mix
+def test_turns_go_on_while_a_cycle_takes_many_steps(mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auditor, "VISITS_A_STEP", 8)
+    stage = Stage(mix, audit_every=1, overlap=1)
+    stage.told("s")
+    for number in range(5):
+        stage.engine.fork("s", child=f"child {number}")
+        stage.say(f"child {number}", [number], 9)
+        stage.step()
+    stage.play()
+    assert 2 <= stage.engine.auditor.cycles < stage.engine.steps
+
+
+@pytest.mark.parametrize("visits", [1, 7])
+def test_no_cycle_reports_a_miscount_that_is_none(visits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random worlds, audited all the time and very slowly."""
+    monkeypatch.setattr(auditor, "VISITS_A_STEP", visits)
+    cycles = 0
+    for seed in range(42):
+        world = World(small_world(seed))
+        world.engine.auditor._every = 1
+        world.run(40)
+        world.finish()
+        cycles += world.engine.auditor.cycles
+    assert cycles > 100
+
+
+def test_a_cycle_counts_every_kind_of_memory() -> None:
+    stage = Stage((FULL, SLIDING, STATE), audit_every=0)
+    stage.told("s")
+    stage.reach("mid-decode", "s")
+    told: list[AuditReport] = []
+    stage.engine.ask_audit(told.append)
+    stage.step()
+    assert told == [stage.engine.audit()]
+    assert [pool.leased > 0 for pool in told[0].pools] == [True] * 3
