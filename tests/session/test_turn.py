@@ -171,13 +171,13 @@ def test_parameters_out_of_range_are_refused_with_what_is_allowed(wrong: dict, s
 @given(st.lists(st.integers(-(2**40), 2**40), max_size=6), st.integers(1, 300_000))
 def test_only_token_ids_of_the_vocabulary_are_tokens(tokens: list[int], vocabulary: int) -> None:
     if all(0 <= token < vocabulary for token in tokens):
-        assert list(as_tokens(tokens, vocabulary)) == tokens
+        assert list(as_tokens(tokens, vocabulary, 6)) == tokens
     else:
         with pytest.raises(InvalidRequest):
-            as_tokens(tokens, vocabulary)
+            as_tokens(tokens, vocabulary, 6)
 
 
 @pytest.mark.parametrize("tokens", [["a"], [1.5], [None], "text", 7])
 def test_what_is_no_list_of_integers_is_no_input(tokens: object) -> None:
     with pytest.raises(InvalidRequest, match="not token ids"):
-        as_tokens(tokens, 10)  # type: ignore[arg-type]
+        as_tokens(tokens, 10, 6)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -248,14 +249,19 @@ class Engine:
     def adopt(self, session_id: str, tokens: Iterable[int], output: Iterable[int]) -> Session:
         """Commit a turn that was computed elsewhere: its tokens join the history, and are computed here when that is
         wanted. Raises `SessionBusy`, `ContextExceeded` or `InvalidRequest`."""
+        given, answer = self._read(tokens), self._read(output)
         session = self.sessions.get(session_id)
         session.require_idle("add a turn to")
-        given, answer = as_tokens(tokens, self.vocab_size), as_tokens(output, self.vocab_size)
         self._gate.allowed(session, len(session.history) + len(given) + len(answer), 0)
-        session.adopt(given, answer)
+        session.adopt(given, answer, self._clock.now())
         self.sessions.note_length(session)
+        self.sessions.watch(session)
         self.transitions["adopt"] += 1
         return session
+
+    def _read(self, tokens: Iterable[int]) -> array[int]:
+        """The caller's tokens. Reading runs the caller's code, so it comes before anything is looked at."""
+        return as_tokens(tokens, self.vocab_size, self.sessions.context_length)
 
     @staticmethod
     def _position(session: Session, turn: int | None, position: int | None) -> int:
@@ -316,6 +322,7 @@ class Engine:
         return self._submit_turn(session_id, tokens, params, 0)
 
     def _submit_turn(self, session_id: str, tokens: Iterable[int], params: TurnParams, generate: int | None) -> Turn:
+        checked = self._read(tokens)
         session = self.sessions.get(session_id)
         session.require_open()
         draft = session.turn if session.turn is not None and session.turn.state is TurnState.DRAFTING else None
@@ -323,7 +330,6 @@ class Engine:
             session.require_idle("start a turn on")
         elif params.input_logprobs is not None:
             raise InvalidRequest("input_logprobs of a turn that was a draft: tokens computed earlier have none")
-        checked = as_tokens(tokens, self.vocab_size)
         wanted = params.max_new_tokens if generate is None else generate
         allowed = self._gate.allowed(session, len(session.history) + len(checked), wanted)
         text = self._gate.admit(params)
@@ -360,12 +366,12 @@ class Engine:
     def draft(self, session_id: str, tokens: Iterable[int]) -> Turn:
         """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
         token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
+        checked = self._read(tokens)
         session = self.sessions.get(session_id)
         session.require_open()
         turn = session.turn
         if turn is not None and turn.state is not TurnState.DRAFTING:
             session.require_idle("draft in")
-        checked = as_tokens(tokens, self.vocab_size)
         self._gate.allowed(session, len(session.history) + len(checked), 0)
         if turn is None:
             turn = Turn(next(self._numbers), session, len(session.history), TurnParams(), self._clock.now())

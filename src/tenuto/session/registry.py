@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 
 from tenuto.base.checks import shown
@@ -33,11 +34,13 @@ class Registry:
         self._memory = memory
         self._clock = clock
         self._random = random
-        self._context_length = min(context_length, memory.max_length)
+        self.context_length = min(context_length, memory.max_length)  # tokens that fit a session at the most
         self._max_sessions = max_sessions
         self._sessions: dict[str, Session] = {}
         self._use: dict[str, TenantUse] = {}  # by tenant; those without sessions are not there
-        self._expiries: list[tuple[float, str]] = []  # a heap, one entry a session; too early if it had a turn since
+        self._expiries: list[tuple[float, int, str]] = []  # a heap; an entry is too early if there was a turn since
+        self._watched: dict[str, int] = {}  # session id -> its live entry
+        self._entries = count(1)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -67,7 +70,7 @@ class Registry:
             raise AlreadyExists(f"session {session_id!r} is open already")
         if len(self._sessions) >= self._max_sessions:
             raise Overloaded(f"{self._max_sessions} sessions are open, the most allowed; close some first")
-        limit = min(self._context_length, policy.max_tokens or self._context_length)
+        limit = min(self.context_length, policy.max_tokens or self.context_length)
         memory = SessionMemory(self._memory, f"session {session_id}")
         session = Session(session_id, policy, memory, limit, self._clock.now())
         self._sessions[session_id] = session
@@ -93,6 +96,8 @@ class Registry:
         """Release what it holds and forget it. It must have no open turn."""
         session.close()
         del self._sessions[session.id]
+        self._watched.pop(session.id, None)
+        self._forget_dead_expiries()
         tenant = session.policy.tenant
         use = self._use[tenant]
         use.sessions, use.tokens = use.sessions - 1, use.tokens - session.counted
@@ -101,9 +106,16 @@ class Registry:
 
     def watch(self, session: Session) -> None:
         """The session is idle from `last_turn_end` on: note when it would expire."""
-        if session.policy.ttl is not None and not session.watched:
-            session.watched = True
-            heapq.heappush(self._expiries, (session.last_turn_end + session.policy.ttl, session.id))
+        if session.policy.ttl is not None and session.id not in self._watched:
+            entry = self._watched[session.id] = next(self._entries)
+            heapq.heappush(self._expiries, (session.last_turn_end + session.policy.ttl, entry, session.id))
+            self._forget_dead_expiries()
+
+    def _forget_dead_expiries(self) -> None:
+        """Keep entries of closed sessions from becoming many more than there are open ones."""
+        if len(self._expiries) > 2 * len(self._watched) + 64:
+            self._expiries = [entry for entry in self._expiries if self._watched.get(entry[2]) == entry[1]]
+            heapq.heapify(self._expiries)
 
     def expired(self) -> list[Session]:
         """Idle sessions whose TTL has run out, counted from the end of their last turn. A session with an open turn
@@ -111,10 +123,11 @@ class Registry:
         now = self._clock.now()
         found: dict[str, Session] = {}
         while self._expiries and self._expiries[0][0] <= now:
-            session = self._sessions.get(heapq.heappop(self._expiries)[1])
-            if session is None:
+            _, entry, session_id = heapq.heappop(self._expiries)
+            if self._watched.get(session_id) != entry:
                 continue
-            session.watched = False
+            del self._watched[session_id]
+            session = self._sessions[session_id]
             if session.turn is not None or session.state is not SessionState.OPEN:
                 continue
             ttl = session.policy.ttl

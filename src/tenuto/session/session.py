@@ -66,7 +66,6 @@ class Session:
         self.version = 0  # raised by every commit and rewind
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
-        self.watched = False  # the registry looks when it expires; written by it
         self.counted = 0  # tokens counted for its tenant; written by the registry
 
     def __repr__(self) -> str:
@@ -109,8 +108,8 @@ class Session:
         else:
             self.memory.truncate(min(turn.base_length, self._last()))
 
-    def adopt(self, tokens: array[int], output: array[int]) -> None:
-        """Commit a turn that was computed elsewhere: only its tokens are here."""
+    def adopt(self, tokens: array[int], output: array[int], now: float) -> None:
+        """Commit a turn that was computed elsewhere, and ends now: only its tokens are here."""
         start = len(self.history)
         self.history.extend(tokens)
         input_end = len(self.history)
@@ -119,6 +118,7 @@ class Session:
             self.records.append(TurnRecord(start, input_end, len(self.history)))
         self.version += 1
         self.memory.lost = "adopted"
+        self.turn_ended(now)
 
     def turn_ended(self, now: float) -> None:
         """The open turn has committed or aborted."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from tenuto.base.checks import seconds, shown, whole
-from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.base.errors import ContextExceeded, IllegalTransition, InvalidRequest
 from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
@@ -299,15 +301,27 @@ class Turn:
         return self.result
 
 
-def as_tokens(tokens: Iterable[int], vocab_size: int) -> array[int]:
-    """Check token ids against the vocabulary. Raises `InvalidRequest`."""
+def as_tokens(tokens: Iterable[int], vocab_size: int, most: int) -> array[int]:
+    """Read token ids, no more than `most` and one, and check them against the vocabulary. Raises `ContextExceeded` if
+    there are more, `InvalidRequest` if they are no ids or reading them raises."""
     if isinstance(tokens, (str, bytes, bytearray)):
         raise InvalidRequest(f"input tokens are not token ids: {shown(tokens)}; allowed: a sequence of them")
+    sized = type(tokens) in (list, tuple, array)  # what else has a length may be wrong about it
     try:
-        checked = array("i", tokens)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"input tokens are not token ids: {error}") from None
+        checked = array("i", tokens[: most + 1] if sized else islice(tokens, most + 1))  # type: ignore[index]
+    except Exception as error:
+        raise InvalidRequest(f"input tokens are not token ids: {_described(error)}") from error
+    if len(checked) > most:
+        found = str(len(tokens)) if sized else f"more than {most}"  # type: ignore[arg-type]
+        raise ContextExceeded(f"input has {found} tokens; allowed: {most}, which is all that can fit")
     if checked and not (min(checked) >= 0 and max(checked) < vocab_size):
         wrong = next(t for t in checked if not 0 <= t < vocab_size)
         raise InvalidRequest(f"input has token id {wrong}; allowed: 0 to {vocab_size - 1}")
     return checked
+
+
+def _described(error: Exception) -> str:
+    """What a caller's object raised, which may be an exception of its own."""
+    with suppress(Exception):
+        return f"{type(error).__name__}: {error}"
+    return type(error).__name__
