@@ -10,6 +10,9 @@ from pathlib import Path
 from tenuto.base.checks import real, seconds, whole
 from tenuto.base.errors import ConfigError
 
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+"""Bounds of a tenant's weight."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -20,6 +23,7 @@ class EngineConfig:
     is in flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for
     every `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill,
     rounded up to whole pages, and those that only save work hold at most `checkpoint_share` of each pool.
+    `tenant_weights` are tenants' shares of rows and of prefill tokens against each other, 1 for those not named.
     `draft_timeout` is in seconds since the draft last changed. A full recount, which may take several steps, begins
     every `audit_every` steps (0: only on demand)."""
 
@@ -33,6 +37,7 @@ class EngineConfig:
     aging_seconds: float = 10.0
     checkpoint_interval: int = 512
     checkpoint_share: float = 0.5
+    tenant_weights: tuple[tuple[str, float], ...] = ()
     draft_timeout: float = 60.0
     audit_every: int = 1000
 
@@ -59,6 +64,8 @@ class EngineConfig:
             if seconds(name, getattr(self, name), ConfigError) is None:
                 raise ConfigError(f"{name} is none; allowed: more than 0 seconds")
         real("checkpoint_share", self.checkpoint_share, 0, 1, ConfigError)
+        for tenant, weight in self.tenant_weights:
+            real(f"the weight of tenant {tenant!r}", weight, MIN_WEIGHT, MAX_WEIGHT, ConfigError)
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

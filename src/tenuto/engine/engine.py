@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
 
-import numpy as np
-
 from tenuto.base.checks import whole
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
@@ -31,9 +29,10 @@ from tenuto.memory.audit import AuditReport
 from tenuto.memory.memory import Memory, Shape
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
-from tenuto.sched.planner import Flight, Planner, Proposer
+from tenuto.sched.planner import Flight, Lacking, Planner, Proposal, Proposer
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
+from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
 from tenuto.session.registry import Registry
 from tenuto.session.session import Policy, Session, SessionState
@@ -80,11 +79,18 @@ class Engine:
         self.sessions = Registry(self.memory, clock, random, config.context_length, config.max_sessions)
         self._queue = WaitingQueue(config.aging_seconds)
         self._gate = TurnGate(self._queue, config.max_queued, vocab_size, text)
-        self.batch = Batch(self.memory, eos_ids, config.aging_seconds)
+        shares = Shares(dict(config.tenant_weights))
+        self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
         self.lifecycle = Lifecycle(self.memory, self.sessions, self._queue, self.batch, clock, config.draft_timeout)
         self.pressure = self.lifecycle.pressure
         self._admission = Admission(
-            self.memory, self.batch, self._queue, self.pressure, self.lifecycle.start, self.lifecycle.drop
+            self.memory,
+            self.batch,
+            self._queue,
+            self.pressure,
+            self.lifecycle.start,
+            self.lifecycle.pause,
+            self.lifecycle.drop,
         )
         self.suspects = Suspects()
         self._planner = Planner(self.memory, self.batch, self.suspects, config.token_budget, proposer, config.lookahead)
@@ -140,16 +146,40 @@ class Engine:
 
     def _plan(self) -> Flight | None:
         """Plan the next step; if memory is short, others yield first. `None` if nothing can run now."""
-        if not len(self.batch):
-            return None
-        proposal = self._planner.propose()
-        if proposal.short.any():
-            wanted = np.where(proposal.short > 0, self.memory.free() + proposal.short, 0)
-            self.pressure.relieve(wanted, may_preempt=True)
+        while len(self.batch):
             proposal = self._planner.propose()
-            if not len(proposal.rows) and not self._flights and proposal.short.any():
-                raise InvariantError(f"no running turn fits memory: {proposal.short.tolist()} units are lacking")
-        return self._planner.apply(proposal) if len(proposal.rows) else None
+            while proposal.lacking is not None and self._make_room(proposal.lacking):
+                proposal = self._planner.propose()
+            if len(proposal.rows):
+                return self._planner.apply(proposal)
+            if self._flights or not len(self.batch):
+                break
+            self._unstick(proposal)
+        return None
+
+    def _make_room(self, lacking: Lacking) -> bool:
+        """Have others yield to a running turn that has no room to go on: cached and idle state, and turns after it.
+        False if it has to wait, and then nobody yields."""
+        running = self.batch.running()
+        turn, kept = lacking.turn, running[: lacking.place + 1]
+        if (lacking.alone > self.pressure.room_beside([turn])).any():
+            self.lifecycle.preempt(turn)  # beside what its session keeps it never fits; from nothing it does
+            self.lifecycle.drop(turn.session)
+            return True
+        if (lacking.needed > self.pressure.room_beside(kept)).any():
+            return False
+        self.pressure.relieve(lambda: lacking.needed, kept, reversed(running[lacking.place + 1 :]))
+        return bool((lacking.needed <= self.memory.free()).all())
+
+    def _unstick(self, proposal: Proposal) -> None:
+        """No running turn has room, and nothing is in flight that could make some: the last yields, or if one is
+        singled out for failed steps, that one."""
+        if proposal.lacking is not None and self.suspects:
+            self.lifecycle.preempt(proposal.lacking.turn)
+        elif len(self.batch) > 1 or self.batch.running()[0].drafting:
+            self.lifecycle.preempt(self.batch.running()[-1])
+        else:
+            raise InvariantError(f"{self.batch.running()[0].name} runs alone, and does not fit memory")
 
     def _submit(self, planned: Flight) -> None:
         self.memory.step_submitted()
@@ -196,7 +226,7 @@ class Engine:
         for turn, reason in settled.ended:
             self.lifecycle.commit(turn, reason)
         for turn in settled.prefilled:
-            if turn.state is TurnState.DRAFTING:
+            if turn.drafting:
                 self.lifecycle.rest(turn)
             else:
                 self.lifecycle.commit(turn, EndReason.APPENDED)
@@ -277,7 +307,7 @@ class Engine:
         aborted."""
         session = self.sessions.get(session_id)
         turn = session.turn
-        if turn is not None and finish and turn.state is not TurnState.DRAFTING:
+        if turn is not None and finish and not turn.drafting:
             session.state = SessionState.CLOSING
             self.transitions["closing"] += 1
             return
@@ -325,7 +355,7 @@ class Engine:
         checked = self._read(tokens)
         session = self.sessions.get(session_id)
         session.require_open()
-        draft = session.turn if session.turn is not None and session.turn.state is TurnState.DRAFTING else None
+        draft = session.turn if session.turn is not None and session.turn.drafting else None
         if draft is None:
             session.require_idle("start a turn on")
         elif params.input_logprobs is not None:
@@ -370,7 +400,7 @@ class Engine:
         session = self.sessions.get(session_id)
         session.require_open()
         turn = session.turn
-        if turn is not None and turn.state is not TurnState.DRAFTING:
+        if turn is not None and not turn.drafting:
             session.require_idle("draft in")
         self._gate.allowed(session, len(session.history) + len(checked), 0)
         if turn is None:

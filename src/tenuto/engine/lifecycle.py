@@ -44,7 +44,7 @@ class Lifecycle:
         self._clock = clock
         self._draft_timeout = draft_timeout
         self.batch = batch
-        self.pressure = Pressure(memory, batch, self.preempt, self.drop)
+        self.pressure = Pressure(memory, self.preempt, self.drop)
         self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
         self.totals: Counter[str] = Counter()  # tokens of all ended turns, by field of `Usage`
         self.recomputed: Counter[str] = Counter()  # tokens that were computed and have to be again, by why
@@ -85,7 +85,7 @@ class Lifecycle:
 
     def start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
         """A waiting turn gets its row."""
-        if turn.state is not TurnState.DRAFTING:
+        if not turn.drafting:
             self.transitions["start" if turn.state is TurnState.QUEUED else "resume"] += 1
             turn.go("start")
             turn.started = True
@@ -97,7 +97,7 @@ class Lifecycle:
         if not turn.generates and settled and continues_from(turn) >= turn.last_position:  # nothing to compute
             for lease in slots:
                 lease.release(unused=True)
-            if turn.state is not TurnState.DRAFTING:
+            if not turn.drafting:
                 self.commit(turn, EndReason.APPENDED)
             return
         self.batch.add(turn, slots)
@@ -120,7 +120,7 @@ class Lifecycle:
         memory = turn.session.memory.turn
         if memory is not None:
             self.recomputed[why] += memory.computed - memory.start
-        if turn.state is TurnState.DRAFTING:
+        if turn.drafting:
             self.drop(turn.session)
             return
         self._leave_row(turn)
@@ -145,21 +145,39 @@ class Lifecycle:
         memory.truncate(position)
         if running:
             self.batch.add(turn, ())
-        elif turn.state is TurnState.DRAFTING:
+        elif turn.drafting:
             self._queue.push(turn)
 
+    def pause(self, turn: Turn) -> None:
+        """A running turn leaves its row to another and keeps its memory, as far as it is settled."""
+        memory = turn.session.memory.turn
+        if memory is None or turn.drafting:
+            self.preempt(turn)
+            return
+        position = memory.cut_to(memory.computed)
+        if position < memory.first_position:
+            self.preempt(turn)  # it relied on a checkpoint that a step in flight is to fill
+            return
+        self.recomputed["paused"] += memory.computed - position
+        self._leave_row(turn)
+        memory.truncate(position)
+        turn.pause()
+        self.transitions["pause"] += 1
+        self._queue.push(turn)
+        self.pressure.note(turn.session)
+
     def drop(self, session: Session, why: str = "pressure") -> None:
-        """The last rung of pressure: a draft keeps only its text, then a session without a running turn its tokens."""
-        turn, drafted = session.turn, False
+        """The last rung of pressure: a draft keeps only its text, a paused turn its tokens, and then a session without
+        a running turn likewise."""
+        turn = session.turn
         if turn is not None and session.memory.turn is not None:
             self._leave_row(turn)
             turn.release_memory()
-            drafted = turn.state is TurnState.DRAFTING
-        if not drafted:
+        else:
             session.memory.drop()
             session.memory.lost = why
         self.transitions[f"drop {turn.state.value if turn is not None else 'idle'}"] += 1
-        if turn is not None and turn.state is TurnState.DRAFTING:
+        if turn is not None and turn.drafting:
             self._queue.push(turn)  # computed again when there is room
         self.pressure.note(session)
 
@@ -247,7 +265,7 @@ class Lifecycle:
             self.close(session)
 
     def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:
-        drafting = turn.state is TurnState.DRAFTING
+        drafting = turn.drafting
         if timer is Timer.DRAFT:  # every change of the draft sets another
             return drafting and turn.changed + self._draft_timeout <= now
         return timer is Timer.TOTAL or not turn.started

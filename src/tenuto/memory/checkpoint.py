@@ -47,10 +47,10 @@ class Checkpoint:
     def leases(self) -> Iterator[Lease]:
         return (part for part in self.parts if part is not None)
 
-    def units(self, group: int) -> int:
-        """Units it holds in group `group`."""
+    def units_of(self, group: int) -> Sequence[int]:
+        """The units it holds in group `group`."""
         part = self.parts[group]
-        return 0 if part is None else len(part)
+        return () if part is None else part.units
 
     def count_now(self) -> None:
         """Who refers to it is about to change: an audit in progress counts its leases before."""

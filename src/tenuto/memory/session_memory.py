@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -45,12 +46,43 @@ class SessionMemory:
         if self.turn is not None:
             yield from self.turn.holders()
 
-    def units(self, group: int) -> int:
-        """Units the session cannot be rid of without losing its place: its checkpoints in the cache do not count."""
+    def essential_leases(self) -> Iterator[tuple[int, Lease]]:
+        """By group, what the session and its open turn cannot give up without losing their places. Checkpoints in the
+        cache are left out."""
+        for group, table in enumerate(self.tables):
+            if isinstance(table, FullTable):
+                yield group, table.base
+        kept = [self.checkpoints.needed]
+        if self.turn is not None:
+            kept += [self.turn.source, self.turn.checkpoints.needed]
+            yield from ((group, table.own) for group, table in enumerate(self.tables) if table.own is not None)
+        for checkpoint in kept:
+            if checkpoint is not None:
+                yield from ((group, part) for group, part in enumerate(checkpoint.parts) if part is not None)
+
+    def frees(self, group: int) -> bool:
+        """Whether units of `group` come free if the open turn, or else the session, gives up its memory, though others
+        keep what they share with it."""
         table = self.tables[group]
-        if isinstance(table, FullTable):
-            return len(table.base)
-        return self.checkpoints.needed.units(group) if self.checkpoints.needed is not None else 0
+        if self.turn is not None:
+            return table.own is not None and len(table.own) > 0
+        if isinstance(table, FullTable):  # who holds a page holds all before it
+            return len(table.base) > 0 and table.pool.counts[table.base.units[-1]] == 1
+        needed = self.checkpoints.needed
+        if needed is None or needed.references > 1:
+            return False
+        mine = Counter(unit for c in self._overlapping(needed, group) for unit in c.units_of(group))
+        return any(table.pool.counts[unit] == count for unit, count in mine.items())
+
+    def _overlapping(self, needed: Checkpoint, group: int) -> Iterator[Checkpoint]:
+        """`needed` and those before it that share units of `group` with it, as far as only this session refers to
+        them."""
+        units = set(needed.units_of(group))
+        for checkpoint in reversed(list(self.checkpoints)):
+            if not units.intersection(checkpoint.units_of(group)):
+                return
+            if checkpoint.references == 1:
+                yield checkpoint
 
     def resumable(self, target: int) -> int:
         """The highest resumable position at or below `target`. Changes nothing."""

@@ -80,16 +80,13 @@ class TurnMemory:
         yield from self.checkpoints
 
     def own_units(self) -> list[int]:
-        """Units of each group that it may write."""
-        return [len(t.own) if t.own is not None else 0 for t in self.session.tables]
-
-    def units(self) -> list[int]:
-        """Units of each group that the session does not hold anyway, cached checkpoints left out: an upper bound, for a
-        window's pages are counted by lease."""
-        kept = [c for c in self.checkpoints if c not in self.memory.cache]
-        if self.source is not None and self.source.position != self.session.computed:
-            kept.append(self.source)
-        return [n + sum(c.units(group) for c in kept) for group, n in enumerate(self.own_units())]
+        """Units of each group that admission has counted for it: those it may write, and what its checkpoint at the end
+        of the input holds."""
+        own = [len(t.own) if t.own is not None else 0 for t in self.session.tables]
+        if self._end_of_input is not None:
+            for group in self.memory.states:
+                own[group] += len(self._end_of_input.units_of(group))
+        return own
 
     @property
     def computed(self) -> int:
@@ -195,6 +192,14 @@ class TurnMemory:
             if rows.alternate[i, row] == NO_SLOT and state.spare:
                 rows.alternate[i, row] = state.spare.pop()
 
+    def left_checkpoint(self) -> None:
+        """The plan just made reads a slot that a checkpoint holds, and writes another: unless it is the one at the end of
+        the input, the checkpoint only saves work from now on."""
+        if self.checkpoints.needed is not self._end_of_input:
+            self.checkpoints.relax()
+        if self.memory.shape.double_buffered:
+            self.renew_alternate()
+
     # -- checkpoints
 
     def checkpoint(self, position: int) -> Checkpoint:
@@ -218,10 +223,8 @@ class TurnMemory:
         return int((rows.current if current else rows.alternate)[state, row])
 
     def mark(self, position: int, *, end_of_input: bool = False) -> None:
-        """Make a checkpoint at `position`, where the plan just applied ends; the row writes elsewhere.
-
-        Only now is the one before evictable: until a later step has been planned, its slot is where the turn reads.
-        """
+        """Make a checkpoint at `position`, where the plan just applied ends; the row writes elsewhere. Until a later step
+        has been planned it cannot be evicted: its slot is where the turn reads."""
         self.checkpoints.push(self.checkpoint(position))
         if end_of_input:
             self._end_of_input = self.checkpoints.needed

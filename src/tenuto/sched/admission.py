@@ -8,19 +8,26 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.groups import Kind
-from tenuto.memory.memory import Memory, session_units, state_slots
+from tenuto.memory.full import FullTable
+from tenuto.memory.memory import Memory, state_slots, turn_units
+from tenuto.memory.paged import PagedTable, pages_for
 from tenuto.memory.pool import Lease
 from tenuto.sched.batch import Batch, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import Turn
 
 Longs = npt.NDArray[np.int64]
 
 
 class Admission:
-    """Moves turns from the queue into rows while the worst case of their input fits beside what runs already."""
+    """Moves turns from the queue into rows while the worst case of their input fits beside what runs already.
+
+    The next is the first in the queue of the tenant with the fewest rows by its weight. For it others yield: running
+    turns of the same tenant if it has higher priority and outranks them, those of a tenant that even without them has
+    as many rows by weight as the waiting turn's will have, and drafts. Nobody yields to a draft.
+    """
 
     holder_name = "admission"
 
@@ -31,6 +38,7 @@ class Admission:
         queue: WaitingQueue,
         pressure: Pressure,
         start: Callable[[Turn, tuple[Lease, ...]], None],
+        pause: Callable[[Turn], None],
         drop: Callable[[Session], None],
     ) -> None:
         self._memory = memory
@@ -38,8 +46,9 @@ class Admission:
         self._queue = queue
         self._pressure = pressure
         self._start = start
+        self._pause = pause
         self._drop = drop
-        self._refused: tuple[int, int] | None = None  # the first turn, and departures, when room could not be made
+        self._refused: tuple[int, ...] | None = None  # what room could not be made for, as in `_make_room`
 
     def leases(self) -> list[Lease]:
         """Nothing between steps: what a pass reserves and does not use goes back at its end."""
@@ -47,28 +56,42 @@ class Admission:
 
     def admit(self) -> None:
         """Start waiting turns, in order, until the first that does not fit."""
-        while self._queue.first() is not None:
+        blocked = self._pass()
+        while blocked is not None and self._make_room(blocked):
             blocked = self._pass()
-            if blocked is None or not self._make_room(*blocked):
-                return
+        self._batch.crowded = blocked is not None
 
-    def _pass(self) -> tuple[Turn, Longs] | None:
-        """One pass over the queue with one reservation of state slots. Returns the turn in the way and what it
-        needs."""
+    def _next(self) -> Turn | None:
+        """The first in the queue of the tenant whose turn it is."""
+        shares, aging = self._batch.shares, self._queue.aging_seconds
+        heads = list(self._queue.heads())
+        if len(heads) < 2:
+            return heads[0] if heads else None
+        return min(
+            heads,
+            key=lambda turn: (
+                turn.drafting,
+                shares.next_load(turn),
+                shares.last_start(turn),
+                turn.rank(aging),
+            ),
+        )
+
+    def _pass(self) -> Turn | None:
+        """One pass over the queue with one reservation of state slots. Returns the turn in the way."""
         memory = self._memory
+        if not len(self._queue):
+            return None
         most = state_slots(memory.shape, generates=True)
         with memory.reserve_states(min(len(self._queue), memory.rows.free) * most, self) as slots:
-            pledged = self._pledged()
-            while (turn := self._queue.first()) is not None:
-                if not memory.rows.free:
-                    return turn, np.zeros(len(memory.pools), np.int64)
-                self._make_startable(turn)
+            pledged = self._pledged(self._batch.running())
+            while (turn := self._next()) is not None:
                 need = self._need(turn)
                 available = memory.free() - pledged
                 for i, group in enumerate(memory.states):
                     available[group] = len(slots[i])
-                if (need > available).any():
-                    return turn, need + pledged
+                if not memory.rows.free or (need > available).any():
+                    return turn
                 for group in memory.paged:
                     pledged[group] += need[group]
                 mine = tuple(
@@ -78,84 +101,91 @@ class Admission:
                 self._start(turn, mine)
         return None
 
-    def _make_room(self, turn: Turn, need: Longs) -> bool:
-        """Have others yield so that `turn` can start. False if it has to wait."""
-        memory, state = self._memory, (turn.number, self._batch.departures)
-        if len(self._batch) and self._refused == state:
+    # -- making room
+
+    def _make_room(self, turn: Turn) -> bool:
+        """Have others yield so that `turn` can start. False if it has to wait, and then nobody yields who would have
+        done so in vain."""
+        memory, running = self._memory, self._batch.running()
+        need = self._need(turn)
+        if turn.session.memory.computed and (need > self._pressure.room_beside([turn])).any():
+            self._drop(turn.session)  # beside what it keeps it would never fit; from nothing it does
+            return True
+        asked = turn.number, self._batch.departures, turn.session.memory.computed
+        if running and not turn.drafting and self._refused == asked:
             return False  # looked at again when a turn leaves its row: at worst that much later
-        while not memory.rows.free or (need > self._reclaimable(turn)).any():
-            if self._pressure.preempt_below(turn):
-                continue
-            kept = turn.session.memory
-            if not len(self._batch) and (kept.computed or kept.turn is not None):
-                self._drop(turn.session)  # from nothing it fits, or it would have been refused
-                return True
-            self._refused = state
+        kept = [other for other in running if not self._may_yield(other, turn)]
+        victims = [other for other in reversed(running) if other not in kept]
+        if not self._fits_beside(turn, need, kept) or (not memory.rows.free and not victims):
+            self._refused = asked
             return False
-        if turn.state is TurnState.DRAFTING and (need > memory.free()).any():
-            return False  # nobody yields to a draft
-        self._pressure.relieve(need, may_preempt=False, sparing=turn.session)
-        return bool((need <= memory.free()).all())
+        if not memory.rows.free:
+            self._pause(victims.pop(0))
+        self._pressure.relieve(
+            lambda: need + self._pledged(self._batch.running()), [turn, *kept], (v for v in victims if v in self._batch)
+        )
+        return bool((need + self._pledged(self._batch.running()) <= memory.free()).all())
 
-    def _reclaimable(self, turn: Turn) -> Longs:
-        """Units of each group that are not held by running turns, their sessions, or the session of `turn`."""
-        held = np.zeros(len(self._memory.pools), np.int64)
-        for session in [*(t.session for t in self._batch.running()), turn.session]:
-            for group in range(len(held)):
-                held[group] += session.memory.units(group)
-        for running in [*self._batch.running(), turn]:
-            memory = running.session.memory.turn
-            if memory is not None:
-                held += memory.units()
-        return np.array([p.capacity for p in self._memory.pools], np.int64) - held
+    def _fits_beside(self, turn: Turn, need: Longs, kept: list[Turn]) -> bool:
+        """Whether there is room for `turn` once all have yielded but the turns `kept`; for a draft, once cached
+        checkpoints have."""
+        if turn.drafting:
+            room = self._memory.free() + [self._memory.cache.reclaimable(g) for g in range(len(self._memory.pools))]
+            return bool((need + self._pledged(self._batch.running()) <= room).all())
+        return bool((need + self._pledged(kept) <= self._pressure.room_beside([turn, *kept])).all())
 
-    def _pledged(self) -> Longs:
+    def _may_yield(self, running: Turn, turn: Turn) -> bool:
+        """Whether a running turn yields its row and its memory to a waiting one."""
+        if turn.drafting:
+            return False
+        if running.drafting:
+            return True
+        if running.session.policy.tenant != turn.session.policy.tenant:
+            shares = self._batch.shares
+            return self._batch.load_before(running) >= shares.next_load(turn)
+        aging = self._queue.aging_seconds
+        return running.priority < turn.priority and turn.rank(aging) < running.rank(aging)
+
+    # -- what is needed
+
+    def _pledged(self, running: list[Turn]) -> Longs:
         """Pages that running turns will still acquire for tokens they know already, an upper bound, int64 [groups]."""
-        memory, rows, order = self._memory, self._memory.rows, self._batch.order()
+        memory, rows = self._memory, self._memory.rows
         pledged = np.zeros(len(memory.pools), np.int64)
+        order = np.array([self._batch.row_of(turn) for turn in running], np.int64)
         ends = np.minimum(rows.expected[order], rows.limit[order])
         for i, group in enumerate(memory.paged):
+            pages = np.maximum(-(-ends // memory.page_size) - rows.capacity[i, order] // memory.page_size, 0)
             if memory.spec.groups[group].kind is Kind.FULL:
-                pages = -(-ends // memory.page_size) - rows.capacity[i, order] // memory.page_size
-                pledged[group] = int(np.maximum(pages, 0).sum())
+                pledged[group] = int(pages.sum())
+                continue
+            for index in np.flatnonzero(pages).tolist():
+                turn_memory = running[index].session.memory.turn
+                most = turn_units(
+                    memory.spec.groups[group], memory.page_size, memory.shape, int(ends[index]), generates=True
+                )
+                own = turn_memory.own_units()[group] if turn_memory is not None else 0
+                pledged[group] += min(int(pages[index]), max(0, most - own))
         return pledged
 
     def _need(self, turn: Turn) -> Longs:
         """Units to acquire for the tokens it knows, an upper bound, int64 [groups]."""
-        need = np.array(
-            self._worst(turn, min(turn.length, max(1, turn.last_position)), generates=turn.generating), np.int64
-        )
-        if turn.session.memory.turn is not None:
-            need -= turn.session.memory.turn.own_units()
+        memory, kept = self._memory, turn.session.memory
+        end = min(turn.length, max(1, turn.last_position))
+        start = kept.resumable(start_target(turn))
+        need = np.array(memory.turn_units(end, generates=turn.generating), np.int64)
+        for group in memory.paged:
+            table = kept.tables[group]
+            if isinstance(table, PagedTable):
+                there = table.entries if kept.turn is not None else self._entries_at(table, start, kept.computed)
+                need[group] = min(need[group], pages_for(end, memory.page_size) - there)
+        if kept.turn is not None:
+            need[list(memory.states)] -= np.array(kept.turn.own_units(), np.int64)[list(memory.states)]
         return np.maximum(need, 0)
 
-    def _worst(self, turn: Turn, end: int, *, generates: bool) -> list[int]:
-        """The most units a group that the turn holds besides its session while it computes up to `end`."""
-        memory = self._memory
-        start = turn.session.memory.resumable(start_target(turn))
-        worst = memory.turn_units(end, generates=generates)
-        for group, spec in enumerate(memory.spec.groups):
-            if spec.kind is Kind.FULL:
-                worst[group] -= start // memory.page_size
-        return worst
-
-    def _make_startable(self, turn: Turn) -> None:
-        """If what its session keeps would leave no room for the turn's worst case in the empty pool, drop the session
-        to
-        its tokens: from nothing it fits, or it would have been refused."""
-        while not self._startable(turn):
-            self._drop(turn.session)
-
-    def _startable(self, turn: Turn) -> bool:
-        memory, kept = self._memory, turn.session.memory
-        if not kept.computed and kept.turn is None:
-            return True
-        start = kept.resumable(start_target(turn))
-        worst = self._worst(turn, max(1, turn.last_position), generates=turn.generates)
-        for group, (spec, pool) in enumerate(zip(memory.spec.groups, memory.pools, strict=True)):
-            other = (
-                0 if spec.kind is Kind.FULL or start == kept.computed else session_units(spec, memory.page_size, start)
-            )
-            if worst[group] + kept.units(group) + other > pool.capacity:
-                return False
-        return True
+    @staticmethod
+    def _entries_at(table: PagedTable, start: int, computed: int) -> int:
+        """Table entries that a turn need not acquire which starts at `start`: the page it lies in is copied if the
+        session may not write it in place."""
+        in_place = start == computed and isinstance(table, FullTable) and table.writable(start)
+        return pages_for(start, table.page_size) if in_place else start // table.page_size

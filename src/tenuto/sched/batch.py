@@ -14,8 +14,8 @@ from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import FAR
 from tenuto.memory.turn_memory import Taken, TurnMemory
-from tenuto.sched.queue import Rank, rank
-from tenuto.session.turn import Turn
+from tenuto.sched.shares import Shares, places
+from tenuto.session.turn import Rank, Turn
 
 NO_STOP = -1
 """Pads rows of `Batch.stop_ids`; no sampled token equals it."""
@@ -36,8 +36,9 @@ class Batch:
     Invariant: `turns[row]` is set exactly for rows taken, and its session's turn memory is attached to that row.
     """
 
-    def __init__(self, memory: Memory, eos_ids: tuple[int, ...], aging_seconds: float) -> None:
+    def __init__(self, memory: Memory, shares: Shares, eos_ids: tuple[int, ...], aging_seconds: float) -> None:
         self.memory = memory
+        self.shares = shares
         self.rows = memory.rows
         rows = memory.shape.max_running
         self.turns: npt.NDArray[np.object_] = np.full(rows, None, object)
@@ -48,10 +49,13 @@ class Batch:
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
         self._left: dict[Turn, None] = {}  # turns that left their row while steps in flight were computing them
         self.departures = 0  # turns that have left, ever
+        self.crowded = False  # a waiting turn lacks room; written by admission
         self._eos_ids = eos_ids
         self._aging = aging_seconds
         self._ranked: list[tuple[Rank, int]] = []  # (rank, row), sorted
+        self._running: list[Turn] = []  # in the order in which they run, as is the next
         self._order = np.zeros(0, np.int64)
+        self._places: dict[Turn, float] = {}  # rows by weight that a turn's tenant has up to and with it
         self._stale = False
         self._taken: list[tuple[int, Taken]] = []
         self._sampling: dict[int, RowSampling] = {}
@@ -59,24 +63,46 @@ class Batch:
     def __len__(self) -> int:
         return len(self._ranked)
 
+    def __contains__(self, turn: Turn) -> bool:
+        memory = turn.session.memory.turn
+        return memory is not None and memory.row >= 0 and self.turns[memory.row] is turn
+
     def order(self) -> npt.NDArray[np.int64]:
-        """Rows, int64 [running], the first to run first."""
+        """Rows, int64 [running], the first to run first: tenants take turns by weight, and within a tenant ranks count.
+        Drafts come last."""
         if self._stale:
-            self._order = np.array([row for _, row in self._ranked], np.int64)
-            self._stale = False
+            self._sort()
         return self._order
 
     def running(self) -> list[Turn]:
-        """Turns, the first to run first."""
-        return [self.turns[row] for _, row in self._ranked]
+        """Turns, the first to run first. Not to be changed."""
+        if self._stale:
+            self._sort()
+        return self._running
 
-    def last(self) -> Turn | None:
-        """The first to yield; `None` if there is at most one turn, which never does."""
-        return self.turns[self._ranked[-1][1]] if len(self._ranked) > 1 else None
+    def _sort(self) -> None:
+        turns = [self.turns[row] for _, row in self._ranked]
+        found = places(turns, self.shares)
+        self._places = dict(zip(turns, (load for _, load in found), strict=True))
+        order = list(range(len(turns)))
+        if not self.shares.single:
+            order.sort(key=lambda index: found[index])
+        self._running = [turns[index] for index in order]
+        self._order = np.array([self._ranked[index][1] for index in order], np.int64)
+        self._stale = False
 
-    def outranks(self, turn: Turn, other: Turn) -> bool:
-        """Whether `turn` runs before `other` and yields after it."""
-        return rank(turn, self._aging) < rank(other, self._aging)
+    def load_before(self, turn: Turn) -> float:
+        """Rows by weight that the running turn's tenant would still have if it and those after it yielded."""
+        if self._stale:
+            self._sort()
+        return self._places[turn] - 1 / self.shares.weight(turn)
+
+    def row_of(self, turn: Turn) -> int:
+        """The row of a running turn."""
+        memory = turn.session.memory.turn
+        if memory is None or memory.row < 0:
+            raise InvariantError(f"{turn.name} has no row")
+        return memory.row
 
     def add(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
         """Give the turn a row and its reserved state `slots`, and let it continue where its memory ends."""
@@ -89,7 +115,8 @@ class Batch:
         self._taken += [(row, taken) for taken in memory.attach(row)]
         self._fill(row, turn, memory)
         self.turns[row] = turn
-        insort(self._ranked, (rank(turn, self._aging), row))
+        insort(self._ranked, (turn.rank(self._aging), row))
+        self.shares.started(turn)
         self._stale = True
 
     def _fill(self, row: int, turn: Turn, memory: TurnMemory) -> None:
@@ -138,16 +165,17 @@ class Batch:
             while rows.mark[row] <= rows.scheduled[row]:
                 mark = int(rows.mark[row])
                 end_of_input = mark == turn.resume_position and bool(rows.samples[row])
-                if end_of_input or memory.spare_slot():
+                if end_of_input or (not self.crowded and memory.spare_slot()):
                     memory.mark(mark, end_of_input=end_of_input)
                 rows.mark[row] = self.next_mark(turn, mark)
 
     def remove(self, turn: Turn, row: int) -> None:
         """The turn has left `row` (its memory is detached or gone)."""
-        position = bisect_left(self._ranked, (rank(turn, self._aging), row))
+        position = bisect_left(self._ranked, (turn.rank(self._aging), row))
         if position == len(self._ranked) or self._ranked[position][1] != row:
             raise InvariantError(f"{turn.name} is not in row {row}, or its rank has changed since")
         del self._ranked[position]
+        self.shares.left(turn)
         self._stale = True
         self.turns[row] = None
         self._sampling.pop(row, None)

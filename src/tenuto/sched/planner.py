@@ -13,8 +13,9 @@ from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, InputScores, PageCopies, 
 from tenuto.memory.memory import Memory
 from tenuto.memory.paged import NO_PAGE, Growth
 from tenuto.sched.batch import Batch, News
+from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import Turn
 
 Longs = npt.NDArray[np.int64]
 
@@ -31,17 +32,28 @@ class Proposer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Lacking:
+    """A running turn, in place `place` of the order, has no room to go on: `needed`, int64 [groups], are the units that
+    it and those before it want to acquire, and `alone` those that it wants itself."""
+
+    turn: Turn
+    place: int
+    needed: Longs
+    alone: Longs
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, `needs` int64 [paged groups,
     n]
-    pages to acquire. `short[g]`: units group g lacks for everything that wants to run. `guesses`: lookahead by
-    index."""
+    pages to acquire. `lacking`: the first turn, drafts excluded, that is left out for want of pages. `guesses`:
+    lookahead by index."""
 
     rows: Longs
     starts: Longs
     counts: Longs
     needs: npt.NDArray[np.int64]
-    short: Longs
+    lacking: Lacking | None
     guesses: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -105,13 +117,14 @@ class Planner:
         if self._batch.scoring:
             self._limit_scoring(order, wanted)
         counts = self._divide(order, wanted)
-        needs, fits, short = self._fit(order, starts + counts)
+        needs, fits = self._fit(order, starts + counts)
+        lacking = self._lacking(order, needs, fits) if not fits.all() else None
         counts[~fits] = 0
         chosen = np.flatnonzero(counts)
         if len(chosen) == len(order):
-            proposal = Proposal(order, starts, counts, needs, short)
+            proposal = Proposal(order, starts, counts, needs, lacking)
         else:
-            proposal = Proposal(order[chosen], starts[chosen], counts[chosen], needs[:, chosen], short)
+            proposal = Proposal(order[chosen], starts[chosen], counts[chosen], needs[:, chosen], lacking)
         if self._proposer is not None:
             self._look_ahead(proposal, self._proposer)
         return proposal
@@ -123,41 +136,61 @@ class Planner:
         wanted[scoring] = np.minimum(wanted[scoring], max(1, MOST_SCORES // len(rows)))
 
     def _divide(self, order: Longs, wanted: Longs) -> Longs:
-        """Tokens for each row. Every decode gets its token; prefills of equal priority share what is left evenly, so a
-        short one is not held up by a long one; drafts get what nobody else wants."""
+        """Tokens for each row. Every decode gets its token; what is left prefills share, by the weights of their
+        tenants; drafts get what nobody else wants."""
         counts = np.minimum(wanted, 1)
         left = self._budget - int(counts.sum())
         prefills = np.flatnonzero(wanted > 1).tolist()
-        if not prefills:
-            return counts
         turns = self._batch.turns
-        classes: dict[tuple[bool, int], list[int]] = {}
-        for index in prefills:
-            turn: Turn = turns[order[index]]
-            classes.setdefault((turn.state is TurnState.DRAFTING, -turn.priority), []).append(index)
+        for drafting in (False, True):
+            tenants: dict[str, list[int]] = {}
+            for index in prefills:
+                turn: Turn = turns[order[index]]
+                if turn.drafting is drafting:
+                    tenants.setdefault(turn.session.policy.tenant, []).append(index)
+            wishes = {tenant: int(wanted[rows].sum()) - len(rows) for tenant, rows in tenants.items()}
+            weights = {tenant: self._batch.shares.weight(turns[order[rows[0]]]) for tenant, rows in tenants.items()}
+            for tenant, tokens in divide(left, wishes, weights).items():
+                self._share_out(tokens, tenants[tenant], order, wanted, counts)
+                left -= tokens
+        return counts
+
+    def _share_out(self, tokens: int, rows: list[int], order: Longs, wanted: Longs, counts: Longs) -> None:
+        """Add `tokens` to the counts of one tenant's prefills, `rows` as indices into `order`. Those of equal priority
+        share evenly, so a short one is not held up by a long one."""
+        turns = self._batch.turns
+        classes: dict[int, list[int]] = {}
+        for index in rows:
+            classes.setdefault(-turns[order[index]].priority, []).append(index)
         for key in sorted(classes):
             members = sorted(classes[key], key=lambda index: int(wanted[index]))
             for position, index in enumerate(members):
-                more = min(int(wanted[index]) - 1, -(-left // (len(members) - position)))
+                more = min(int(wanted[index]) - 1, -(-tokens // (len(members) - position)))
                 counts[index] += more
-                left -= more
-        return counts
+                tokens -= more
 
-    def _fit(self, order: Longs, ends: Longs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], Longs]:
-        """Pages each row needs to compute up to `ends`; which rows, in order, get them; what is lacking, a group
-        each."""
+    def _fit(self, order: Longs, ends: Longs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Pages each row needs to compute up to `ends`, and which rows, in order, get them."""
         memory, size = self._memory, self._memory.page_size
         fits = np.ones(len(order), np.bool_)
-        short = np.zeros(len(memory.pools), np.int64)
         needs = -(-ends // size) - memory.rows.capacity[:, order] // size
         np.maximum(needs, 0, out=needs)
         for i, group in enumerate(memory.paged):
             free = memory.pools[group].free
-            total = int(needs[i].sum())
-            if total > free:
+            if int(needs[i].sum()) > free:
                 fits &= (needs[i] == 0) | (np.cumsum(needs[i]) <= free)
-                short[group] = total - free
-        return needs, fits, short
+        return needs, fits
+
+    def _lacking(self, order: Longs, needs: npt.NDArray[np.int64], fits: npt.NDArray[np.bool_]) -> Lacking | None:
+        memory = self._memory
+        for place in np.flatnonzero(~fits).tolist():
+            turn: Turn = self._batch.turns[order[place]]
+            if not turn.drafting:
+                needed, alone = (np.zeros(len(memory.pools), np.int64) for _ in range(2))
+                needed[list(memory.paged)] = needs[:, : place + 1].sum(axis=1)
+                alone[list(memory.paged)] = needs[:, place]
+                return Lacking(turn, place, needed, alone)
+        return None
 
     def _look_ahead(self, proposal: Proposal, proposer: Proposer) -> None:
         """Add guesses to decodes, as far as tokens and pages are left over. A guess of the token still in flight, which
@@ -307,9 +340,8 @@ class Planner:
             moves.append(StateMoves(reads, writes))
         rows.alternate_at[chosen] = np.where(swapped & ~frozen & memory.shape.double_buffered, starts, -1)
         rows.frozen[chosen] = False
-        if memory.shape.double_buffered:
-            for row in chosen[frozen].tolist():
-                self._batch.turns[row].session.memory.turn.renew_alternate()
+        for row in chosen[frozen].tolist():
+            self._batch.turns[row].session.memory.turn.left_checkpoint()
         return tuple(moves)
 
 

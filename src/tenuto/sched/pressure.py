@@ -1,22 +1,23 @@
 """Who yields when memory is short: cached checkpoints, then drafts, idle sessions, waiting ones, and running turns
-last."""
+last. Nobody yields in vain."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from tenuto.base.groups import Kind
 from tenuto.memory.memory import Memory
-from tenuto.sched.batch import Batch
+from tenuto.memory.pool import Lease
 from tenuto.session.session import Session
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import Turn
 
 Longs = npt.NDArray[np.int64]
+Masks = tuple[npt.NDArray[np.bool_], ...]
+"""A flag a unit, for each group."""
 
 
 class Rung(IntEnum):
@@ -30,14 +31,12 @@ class Rung(IntEnum):
 class Pressure:
     """Knows every session that holds memory and has no running turn, and takes it from them when it is short.
 
-    Within a rung the lowest priority yields first, then whoever has been there longest.
+    Within a rung the lowest priority yields first, then whoever has been there longest. Whoever would give nothing of
+    what is short is passed over; if units are shared so that none gives any alone, all who share them yield.
     """
 
-    def __init__(
-        self, memory: Memory, batch: Batch, preempt: Callable[[Turn], None], drop: Callable[[Session], None]
-    ) -> None:
+    def __init__(self, memory: Memory, preempt: Callable[[Turn], None], drop: Callable[[Session], None]) -> None:
         self._memory = memory
-        self._batch = batch
         self._preempt = preempt
         self._drop = drop
         self._rungs: dict[tuple[Rung, int], OrderedDict[str, Session]] = {}
@@ -63,47 +62,86 @@ class Pressure:
             return None
         if turn is None:
             return Rung.IDLE, session.policy.priority
-        drafted = turn.state is TurnState.DRAFTING and memory.turn is not None
+        drafted = turn.drafting and memory.turn is not None
         return (Rung.DRAFT if drafted else Rung.WAITING), turn.priority
 
-    def relieve(self, needed: Longs, *, may_preempt: bool, sparing: Session | None = None) -> bool:
-        """Free units until `needed[g]` of each group g are free or will be when the step in flight settles. With
-        `may_preempt` running turns yield too, the last first, never the first. False if it could not be done."""
-        while True:
-            short = np.flatnonzero(
-                [n > p.free + p.limbo for n, p in zip(needed.tolist(), self._memory.pools, strict=True)]
-            )
-            if not len(short):
-                return True
-            kinds = {self._memory.spec.groups[g].kind for g in short.tolist()}
-            if kinds != {Kind.FULL} and self._memory.cache.evict():
-                self.yielded["checkpoint"] += 1
-            elif not self._drop_one(sparing) and not (may_preempt and self._preempt_last()):
-                return False
+    # -- what could come free
 
-    def _drop_one(self, sparing: Session | None) -> bool:
+    def room_beside(self, kept: Iterable[Turn]) -> Longs:
+        """Units of each group that are free once everyone but the turns `kept` and their sessions has yielded, int64
+        [groups]. What several of those hold is counted once."""
+        held = [int(mask.sum()) for mask in self._held_by(kept)]
+        return np.array([pool.capacity - n for pool, n in zip(self._memory.pools, held, strict=True)], np.int64)
+
+    def _held_by(self, turns: Iterable[Turn]) -> Masks:
+        """The units that these turns and their sessions cannot do without."""
+        held = tuple(np.zeros(pool.capacity, np.bool_) for pool in self._memory.pools)
+        for turn in turns:
+            for group, lease in turn.session.memory.essential_leases():
+                held[group][units_of(lease)] = True
+        return held
+
+    # -- making room
+
+    def relieve(self, needed: Callable[[], Longs], kept: Sequence[Turn], victims: Iterable[Turn]) -> None:
+        """Free units until `needed()` of each group are free, or will be when the steps in flight settle. Whoever
+        `kept` names keeps all, with its session; running turns yield in the order of `victims`. The caller has seen by
+        `room_beside` that there is enough."""
+        held, spared, running = self._held_by(kept), {turn.session.id for turn in kept}, iter(victims)
+        while short := self._short(needed()):
+            if self._memory.cache.evict_for(short):
+                self.yielded["checkpoint"] += 1
+            elif not (self._drop_one(short, spared) or self._drop_sharing(short, held, spared)):
+                victim = next(running, None)
+                if victim is None:
+                    return
+                self.yielded["running"] += 1
+                self._preempt(victim)
+
+    def _short(self, needed: Longs) -> list[int]:
+        pools = self._memory.pools
+        return [g for g, n in enumerate(needed.tolist()) if n > pools[g].free + pools[g].limbo]
+
+    def _droppable(self, spared: set[str]) -> Iterator[tuple[Rung, Session]]:
         for place in sorted(self._rungs):
-            for session in self._rungs[place].values():
-                if session is not sparing:
-                    self.yielded[place[0].name.lower()] += 1
-                    self._drop(session)
+            for session in list(self._rungs.get(place, ())):
+                if session not in spared and session in self._rungs.get(place, ()):
+                    yield place[0], self._rungs[place][session]
+
+    def _drop_one(self, short: Sequence[int], spared: set[str]) -> bool:
+        """Drop the first session that gives a unit which is short."""
+        for rung, session in self._droppable(spared):
+            if any(session.memory.frees(group) for group in short):
+                self._yield(rung, session)
+                return True
+        return False
+
+    def _drop_sharing(self, short: Sequence[int], held: Masks, spared: set[str]) -> bool:
+        """No session gives a unit by itself: take the first that shares one with others, of which nobody is `held`, and
+        drop those others with it until a unit comes free."""
+        family = tuple(np.zeros(pool.capacity, np.bool_) for pool in self._memory.pools)
+        for _, session in self._droppable(spared):
+            for group, lease in session.memory.essential_leases():
+                units = units_of(lease)
+                family[group][units[~held[group][units]]] = group in short
+            if any(family[group].any() for group in short):
+                break
+        unused = self._unused(short)
+        for rung, session in self._droppable(spared):
+            if any(family[group][units_of(lease)].any() for group, lease in session.memory.essential_leases()):
+                self._yield(rung, session)
+                if self._unused(short) > unused:
                     return True
         return False
 
-    def _preempt_last(self) -> bool:
-        victim = self._batch.last()
-        if victim is None:
-            return False
-        self.yielded["running"] += 1
-        self._preempt(victim)
-        return True
+    def _unused(self, groups: Sequence[int]) -> int:
+        return sum(self._memory.pools[group].free + self._memory.pools[group].limbo for group in groups)
 
-    def preempt_below(self, turn: Turn) -> bool:
-        """Make the last running turn yield to a waiting one, if that has higher priority and would run before it."""
-        running = self._batch.running()
-        if not running or not self._batch.outranks(turn, running[-1]):
-            return False
-        if running[-1].state is not TurnState.DRAFTING and running[-1].priority >= turn.priority:
-            return False
-        self._preempt(running[-1])
-        return True
+    def _yield(self, rung: Rung, session: Session) -> None:
+        self.yielded[rung.name.lower()] += 1
+        self._drop(session)
+
+
+def units_of(lease: Lease) -> npt.NDArray[np.int32]:
+    """The units of a lease, int32."""
+    return np.array(lease.units, np.int32)

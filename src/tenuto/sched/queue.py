@@ -1,36 +1,26 @@
-"""Turns that wait for a row: by priority, raised by waiting."""
+"""Turns that wait for a row: by tenant, and within a tenant by priority, raised by waiting."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from itertools import count
 
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import Rank, Turn
 
-DRAFT_PENALTY = 1e12
-"""Seconds by which a draft ranks behind every turn that someone waits for."""
-
-Rank = tuple[float, int]
-
-
-def rank(turn: Turn, aging_seconds: float) -> Rank:
-    """Sorts turns, waiting or running: the lower rank runs first and yields last.
-
-    A turn's effective priority is its priority plus one for every `aging_seconds` since it arrived. All turns age
-    alike, so the order of two turns never changes, and arrival minus `aging_seconds` times priority sorts them once and
-    for all."""
-    behind = DRAFT_PENALTY if turn.state is TurnState.DRAFTING else 0.0
-    return turn.arrival - turn.priority * aging_seconds + behind, turn.number
+Entry = tuple[Rank, int, Turn]
 
 
 class WaitingQueue:
-    """A heap of turns that want a row. Entries of turns that were removed or moved are skipped when they surface."""
+    """A heap a tenant of turns that want a row. Entries of turns that were removed or moved are skipped when they
+    surface."""
 
     def __init__(self, aging_seconds: float) -> None:
         self.aging_seconds = aging_seconds
-        self._heap: list[tuple[Rank, int, Turn]] = []
+        self._heaps: dict[str, list[Entry]] = {}  # by tenant; those without entries are not there
         self._live: dict[int, int] = {}  # turn number -> its live entry
         self._drafts: set[int] = set()
+        self._listed = 0  # entries of all heaps
         self._entries = count()
 
     def __len__(self) -> int:
@@ -38,7 +28,7 @@ class WaitingQueue:
 
     @property
     def submitted(self) -> int:
-        """How many of them are no drafts."""
+        """Waiting turns, excluding drafts."""
         return len(self._live) - len(self._drafts)
 
     def __contains__(self, turn: Turn) -> bool:
@@ -47,26 +37,40 @@ class WaitingQueue:
     def push(self, turn: Turn) -> None:
         """Queue it at its present rank."""
         entry = next(self._entries)
-        heapq.heappush(self._heap, (rank(turn, self.aging_seconds), entry, turn))
+        heap = self._heaps.setdefault(turn.session.policy.tenant, [])
+        heapq.heappush(heap, (turn.rank(self.aging_seconds), entry, turn))
+        self._listed += 1
         self._live[turn.number] = entry
-        if turn.state is TurnState.DRAFTING:
+        if turn.drafting:
             self._drafts.add(turn.number)
         else:
             self._drafts.discard(turn.number)
-        if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = [item for item in self._heap if self._live.get(item[2].number) == item[1]]
-            heapq.heapify(self._heap)
+        if self._listed > 2 * len(self._live) + 64:
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        live = {tenant: [item for item in heap if self._is_live(item)] for tenant, heap in self._heaps.items()}
+        self._heaps = {tenant: heap for tenant, heap in live.items() if heap}
+        for heap in self._heaps.values():
+            heapq.heapify(heap)
+        self._listed = sum(map(len, self._heaps.values()))
 
     def remove(self, turn: Turn) -> None:
         """It no longer waits."""
         self._live.pop(turn.number, None)
         self._drafts.discard(turn.number)
 
-    def first(self) -> Turn | None:
-        """The next to run, left in the queue."""
-        while self._heap:
-            _, entry, turn = self._heap[0]
-            if self._live.get(turn.number) == entry:
-                return turn
-            heapq.heappop(self._heap)
-        return None
+    def heads(self) -> Iterator[Turn]:
+        """The next to run of each tenant, left in the queue."""
+        for tenant, heap in list(self._heaps.items()):
+            while heap and not self._is_live(heap[0]):
+                heapq.heappop(heap)
+                self._listed -= 1
+            if heap:
+                yield heap[0][2]
+            else:
+                del self._heaps[tenant]
+
+    def _is_live(self, item: Entry) -> bool:
+        _, entry, turn = item
+        return self._live.get(turn.number) == entry

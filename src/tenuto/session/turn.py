@@ -44,6 +44,9 @@ class EndReason(Enum):
     FAILED = "failed"  # steps with it in them fail, also when it is alone in one
 
 
+Rank = tuple[bool, float, int]
+"""What `Turn.rank` sorts by."""
+
 TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
     "submit": (frozenset({TurnState.DRAFTING}), TurnState.QUEUED),
     "start": (frozenset({TurnState.QUEUED, TurnState.PREEMPTED}), TurnState.RUNNING),
@@ -194,13 +197,30 @@ class Turn:
         return f"turn {self.number} of {self.session.id}"
 
     @property
+    def drafting(self) -> bool:
+        return self.state is TurnState.DRAFTING
+
+    @property
+    def running(self) -> bool:
+        return self.state is TurnState.RUNNING
+
+    def rank(self, aging_seconds: float) -> Rank:
+        """Sorts turns of one tenant, waiting or running: the lower rank runs first and yields last. Drafts come after
+        every turn that someone waits for.
+
+        A turn's effective priority is its priority plus one for every `aging_seconds` since it arrived. All turns age
+        alike, so the order of two turns never changes, and arrival minus `aging_seconds` times priority sorts them once
+        and for all."""
+        return self.drafting, self.arrival - self.priority * aging_seconds, self.number
+
+    @property
     def generates(self) -> bool:
         return self.max_new_tokens > 0
 
     @property
     def generating(self) -> bool:
         """Whether it generates when it runs: a draft does not yet."""
-        return self.max_new_tokens > 0 and self.state is not TurnState.DRAFTING
+        return self.max_new_tokens > 0 and not self.drafting
 
     @property
     def prompt_length(self) -> int:
@@ -271,6 +291,10 @@ class Turn:
         """Lose what it acquired, keep its tokens, and queue again."""
         self.go("preempt")
         self.release_memory()
+
+    def pause(self) -> None:
+        """Leave the row and queue again; what it has acquired stays."""
+        self.go("preempt")
 
     def release_memory(self) -> None:
         """Give back everything it holds; its session's memory is untouched."""
