@@ -6,8 +6,8 @@ import argparse
 import sys
 import time
 
-from tests.sim.run import run_world, run_worlds
-from tests.sim.setting import large_world, small_world
+from tests.sim.run import any_world, run_world, run_worlds
+from tests.sim.setting import large_world
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     arguments = parser.parse_args()
     began = time.monotonic()
     if arguments.seed is not None:
-        config = large_world(arguments.seed) if arguments.large else small_world(arguments.seed)
+        config = large_world(arguments.seed) if arguments.large else any_world(arguments.seed)
         print(config)
         summary = run_world(config, arguments.steps, arguments.past)
     else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from tests.sim.actions import RandomWorld
 from tests.sim.found import Found
+from tests.sim.scenarios import Scenario, is_scenario, scenario_world
 from tests.sim.setting import MIXES, PRESSURES, WorldConfig, large_world, small_world
 
 Cell = tuple[str, str]
@@ -85,7 +86,7 @@ class Summary:
 def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) -> Summary:
     """One world from its seed to its end; rules in `ignored` may be broken."""
     summary = Summary()
-    world = RandomWorld(config, ignored)
+    world = Scenario(config, ignored) if config.story else RandomWorld(config, ignored)
     try:
         world.run(steps)
         world.finish()
@@ -93,14 +94,20 @@ def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) ->
         rule = error.rule if isinstance(error, Found) else type(error).__name__
         summary.failures[config.seed] = f"{rule} after {world.steps} steps\n{traceback.format_exc()}"
     summary.steps = world.steps
-    summary.counts[config.label] = Counter(world.engine.transitions)
+    if not config.story:
+        summary.counts[config.label] = Counter(world.engine.transitions)
     return summary
+
+
+def any_world(seed: int) -> WorldConfig:
+    """A small random world or, every few seeds, a scenario."""
+    return scenario_world(seed) if is_scenario(seed) else small_world(seed)
 
 
 def _run_seeds(seeds: list[int], steps: int, large: bool, ignored: Collection[str]) -> Summary:
     summary = Summary()
     for seed in seeds:
-        summary.add(run_world(large_world(seed) if large else small_world(seed), steps, ignored))
+        summary.add(run_world(large_world(seed) if large else any_world(seed), steps, ignored))
     return summary
 
 

@@ -23,7 +23,8 @@ PRESSURES = ("ample", "tight", "barely")
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """What a seed decides about its world. `look`: in what part of the steps memory is compared slot by slot."""
+    """What a seed decides about its world. `recount_every`: every so many steps, at random,
+    everything is recounted. `look`: in what part of the steps memory is compared slot by slot."""
 
     seed: int
     groups: tuple[GroupSpec, ...]
@@ -44,6 +45,7 @@ class WorldConfig:
     recount_every: int
     look: float
     text: bool = False
+    story: str = ""  # of a scenario
 
     @property
     def label(self) -> tuple[str, str]:
@@ -81,9 +83,9 @@ def small_world(seed: int) -> WorldConfig:
             units=(),
             checkpoint_share=rng.choice((0.0, 0.2, 0.5, 1.0)),
             interval=rng.choice((4, 8, 16, 512, rng.randint(1, 60))),
-            aging=rng.choice((5.0, 5.0, 0.5, 1e6)) if wide else 5.0,
+            aging=rng.choice((5.0, 5.0, 0.5, 1e9)) if wide else 5.0,
             fail_rate=rng.choice((0.0, 0.0, 0.02, 0.06)),
-            recount_every=1,
+            recount_every=2,
             look=1.0 if context <= 100 else 0.5,
             text=rng.random() < 0.3,
         ),

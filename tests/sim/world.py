@@ -44,6 +44,7 @@ class World:
         self.looking = True  # whether this step is compared slot by slot
         self.failed_at = -(10**9)  # the last step that failed
         self.failures = 0
+        self.ended_as: dict[int, EndReason] = {}  # how turns ended, by number
         self.asked: dict[int, int | None] = {}  # turns being aborted by an operation, and what is to be kept
         self.log = internals.Log()
         self.executor = CheckedExecutor(
@@ -162,7 +163,7 @@ class World:
         self.watch.after(report)
         if self.looking:
             self._slots.compare(self.executor._slots, self.engine, self.naive, self.turns)
-        if self.steps % self.config.recount_every == 0:
+        if self._chance.random() * self.config.recount_every < 1:
             self.audit()
         return report
 
@@ -217,7 +218,7 @@ class World:
             raise Found("ends", f"{turn!r} ended without a result")
         if (wrong := naive.check(turn.output)) is not None:
             self.found("output", f"{turn!r}: {wrong}")
-        reason = result.reason
+        reason = self.ended_as[turn.number] = result.reason
         if result.committed:
             self._check_commit(turn, naive, result, asked)
             output = turn.output[: result.kept]
@@ -302,6 +303,8 @@ class World:
                 break
             self.step()
         for _ in range(40):
+            if self.engine.idle:
+                break
             self.step()
         self.watch.drafts_are_computed()
         for sid in list(self.naive):
