@@ -180,7 +180,10 @@ class RandomWorld(MirroredWorld):
     def op_preempt(self) -> None:
         """A running turn loses its units, and then something happens to it before it can resume."""
         kept = self.rng.random() < 0.7
-        sid = self._pick(lambda s: s.has_running_turn and (not kept or s.memory.computed > 0))
+        sid = self._pick(lambda s: s.has_running_turn and s.turn.replaces and len(s.turn.output) > 1)  # type: ignore[union-attr]
+        again = sid is not None and self.rng.random() < 0.7
+        if not again:
+            sid = self._pick(lambda s: s.has_running_turn and (not kept or s.memory.computed > 0))
         if sid is None:
             return
         turn = self.engine.sessions.get(sid).turn
@@ -188,6 +191,9 @@ class RandomWorld(MirroredWorld):
         self.engine.lifecycle.preempt(turn)
         self.turns[turn.number].disturbed = True
         what = self.rng.random()
+        if again and what < 0.6:  # barge-in while the old output is in memory
+            self.abort(sid, self.rng.choice((1, 2, 5)))
+            return
         if kept and what < 0.8:
             self.engine.drop(sid)
         elif what < 0.45:

@@ -55,13 +55,18 @@ class CheckedExecutor(WitnessExecutor):
         self._needed = self._world.needed() if self._world.looking else None
         return super()._compute(plan)
 
+    def _check(self, group: int, slots: np.ndarray, what: str) -> None:
+        assert self._needed is not None
+        if (wrong := self._needed.written(group, slots)) is not None:
+            self._world.found("writes", f"group {group}: {what} writes {wrong}")
+
     def _copy_pages(self, plan: Plan) -> None:
         if self._needed is not None:
             size = self._spec.page_size
             for group, copy in zip(self._paged, plan.copies, strict=True):
                 if len(copy.targets):
                     slots = (copy.targets.astype(np.int64)[:, None] * size + np.arange(size)).ravel()
-                    self._needed.check(group, slots, f"a copy of step {plan.step}")
+                    self._check(group, slots, f"a copy of step {plan.step}")
         super()._copy_pages(plan)
 
     def _write(self, plan: Plan, rows, starts, counts, *rest) -> None:  # type: ignore[no-untyped-def]
@@ -70,7 +75,7 @@ class CheckedExecutor(WitnessExecutor):
             positions = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[owner]
             for i, group in enumerate(self._paged):
                 slots = self._tables[i][rows[owner], positions // size] * size + positions % size
-                self._needed.check(group, slots, f"step {plan.step}")
+                self._check(group, slots, f"step {plan.step}")
             for moves, group in zip(plan.states, self._states, strict=True):
-                self._needed.check(group, moves.writes.astype(np.int64), f"step {plan.step}")
+                self._check(group, moves.writes.astype(np.int64), f"step {plan.step}")
         super()._write(plan, rows, starts, counts, *rest)

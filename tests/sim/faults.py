@@ -25,7 +25,7 @@ from tenuto.session.turn import EndReason, Turn, TurnState
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """`owner.name` is `make(original)` for a while."""
     original = vars(owner)[name]
     setattr(owner, name, make(original))
@@ -49,7 +49,7 @@ def a_turn_that_did_not_fit_frees_its_sessions_state() -> Any:
 
         return admit_pass
 
-    return _replaced(Admission, "_pass", make)
+    return replaced(Admission, "_pass", make)
 
 
 def borrowed_memory_is_counted_twice() -> Any:
@@ -62,7 +62,7 @@ def borrowed_memory_is_counted_twice() -> Any:
 
         return leases
 
-    return _replaced(TurnMemory, "leases", make)
+    return replaced(TurnMemory, "leases", make)
 
 
 def reserved_slots_are_not_returned() -> Any:
@@ -77,7 +77,7 @@ def reserved_slots_are_not_returned() -> Any:
 
         return reserve
 
-    return _replaced(Pool, "reserve", make)
+    return replaced(Pool, "reserve", make)
 
 
 def an_aborted_turn_wipes_its_session() -> Any:
@@ -91,7 +91,7 @@ def an_aborted_turn_wipes_its_session() -> Any:
 
         return abort
 
-    return _replaced(Turn, "abort", make)
+    return replaced(Turn, "abort", make)
 
 
 def an_aborted_turn_overwrites_its_session() -> Any:
@@ -104,7 +104,7 @@ def an_aborted_turn_overwrites_its_session() -> Any:
 
         return abort
 
-    return _replaced(Turn, "abort", make)
+    return replaced(Turn, "abort", make)
 
 
 def a_rejected_turn_clears_the_live_ones_mark() -> Any:
@@ -120,7 +120,7 @@ def a_rejected_turn_clears_the_live_ones_mark() -> Any:
 
         return submit_turn
 
-    return _replaced(Engine, "_submit_turn", make)
+    return replaced(Engine, "_submit_turn", make)
 
 
 def a_preempted_turn_is_committed_as_history() -> Any:
@@ -133,7 +133,7 @@ def a_preempted_turn_is_committed_as_history() -> Any:
 
         return preempt
 
-    return _replaced(Turn, "preempt", make)
+    return replaced(Turn, "preempt", make)
 
 
 def a_turn_aborted_in_the_queue_is_committed() -> Any:
@@ -148,7 +148,7 @@ def a_turn_aborted_in_the_queue_is_committed() -> Any:
 
         return abort
 
-    return _replaced(Engine, "abort", make)
+    return replaced(Engine, "abort", make)
 
 
 def an_over_allocated_tail_loses_its_last_lease() -> Any:
@@ -163,12 +163,12 @@ def an_over_allocated_tail_loses_its_last_lease() -> Any:
 
         return commit
 
-    return _replaced(FullTable, "commit", make)
+    return replaced(FullTable, "commit", make)
 
 
 def a_partly_used_page_is_freed_under_committed_tokens() -> Any:
     """Cutting a sequence rounds down to whole pages."""
-    return _replaced(full, "pages_for", lambda original: lambda tokens, size: tokens // size)
+    return replaced(full, "pages_for", lambda original: lambda tokens, size: tokens // size)
 
 
 def an_idle_timeout_closes_a_session_whose_turn_runs() -> Any:
@@ -184,7 +184,7 @@ def an_idle_timeout_closes_a_session_whose_turn_runs() -> Any:
 
         return expired
 
-    return _replaced(Registry, "expired", make)
+    return replaced(Registry, "expired", make)
 
 
 def a_turn_without_tokens_takes_a_row() -> Any:
@@ -202,7 +202,7 @@ def a_turn_without_tokens_takes_a_row() -> Any:
 
         return start
 
-    return _replaced(Lifecycle, "start", make)
+    return replaced(Lifecycle, "start", make)
 
 
 def a_turn_may_be_longer_than_the_context() -> Any:
@@ -214,7 +214,7 @@ def a_turn_may_be_longer_than_the_context() -> Any:
 
         return allowed
 
-    return _replaced(TurnGate, "allowed", make)
+    return replaced(TurnGate, "allowed", make)
 
 
 def a_disconnect_leaves_a_zombie_turn() -> Any:
@@ -229,7 +229,7 @@ def a_disconnect_leaves_a_zombie_turn() -> Any:
 
         return abort
 
-    return _replaced(Lifecycle, "abort", make)
+    return replaced(Lifecycle, "abort", make)
 
 
 def a_source_is_evicted_between_match_and_use() -> Any:
@@ -244,7 +244,7 @@ def a_source_is_evicted_between_match_and_use() -> Any:
 
         return share_checkpoint
 
-    return _replaced(SessionMemory, "share_checkpoint", make)
+    return replaced(SessionMemory, "share_checkpoint", make)
 
 
 def a_page_has_two_owners_while_totals_balance() -> Any:
@@ -261,12 +261,12 @@ def a_page_has_two_owners_while_totals_balance() -> Any:
 
         return take
 
-    return _replaced(Pool, "_take", make)
+    return replaced(Pool, "_take", make)
 
 
 def a_wrong_guess_is_kept() -> Any:
     """Rejected lookahead does not cut memory back."""
-    return _replaced(Settler, "_cut_back", lambda original: lambda self, row, start, position: None)
+    return replaced(Settler, "_cut_back", lambda original: lambda self, row, start, position: None)
 
 
 def a_stale_result_is_taken() -> Any:
@@ -279,7 +279,7 @@ def a_stale_result_is_taken() -> Any:
 
         return give_back
 
-    return _replaced(Rows, "give_back", make)
+    return replaced(Rows, "give_back", make)
 
 
 def a_fork_writes_its_parents_page() -> Any:
@@ -291,7 +291,7 @@ def a_fork_writes_its_parents_page() -> Any:
 
         return may_write
 
-    return _replaced(FullTable, "_may_write", make)
+    return replaced(FullTable, "_may_write", make)
 
 
 FAULTS = (

@@ -21,6 +21,10 @@ from tenuto.session.session import Session
 from tenuto.session.turn import Turn, TurnState
 
 
+MOST_EVENTS = 2000
+"""Transitions within one step: far more than there are turns."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pages:
     """Positions [start, stop) are in `pages` of `group`, the first of which begins at position `first`."""
@@ -98,6 +102,8 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:
 
         def start(self, turn: Turn, *more: Any) -> None:
             state = turn.state
+            if len(log.events) > MOST_EVENTS:
+                raise InvariantError(f"a step does not end: {turn!r} is started after {len(log.events)} transitions")
             super().start(turn, *more)
             log.events.append(Event("start", turn, turn.session, state, ""))
 
@@ -313,6 +319,8 @@ def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one in
             require(held == sorted(set(held)), f"a turn's checkpoints at {held}")
             require(not held or turn.start < held[0], f"checkpoints at {held} of a turn from {turn.start}")
             require(not held or held[-1] <= reached, f"checkpoints at {held} of a turn at {reached}")
+            end = session.turn.resume_position if session.turn is not None else 0
+            require(all(p % size == 0 or p == end for p in held), f"checkpoints at {held}, page size {size}")
         for table in memory.tables:
             if isinstance(table, FullTable):
                 require(len(table.base) == -(-memory.computed // size), f"{len(table.base)} pages")

@@ -1,11 +1,7 @@
-"""Removes one call of release, share, transfer or truncate from the core, so that the simulator can show it is missed.
-
-`python -m tests.sim.mutants` lists the calls; `--run K` loads the core without call K and runs worlds until one fails.
-"""
+"""Removes one call of release, share, transfer or truncate from the core, so that the simulator can show it is missed."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.abc
 import importlib.machinery
@@ -120,37 +116,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(name, file, loader=_MutatingLoader(name, file, self._mutant))
 
 
-def run(mutant: Mutant, most_steps: int) -> int | None:
-    """Worlds without the mutant's call until one fails: the steps that took, or `None` if `most_steps` did not show it.
-    To be called in a fresh process."""
+def plant(mutant: Mutant) -> None:
+    """Load the core without the mutant's call, in a process of its own."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim.")]:
+        if name not in ("tests.sim.mutants", "tests.sim.proof"):
+            del sys.modules[name]
     sys.meta_path.insert(0, _Finder(mutant))
-    from tests.sim.run import run_world  # noqa: PLC0415 - the core must be loaded through the finder
-    from tests.sim.setting import small_world  # noqa: PLC0415 - likewise
-
-    steps = seed = 0
-    while steps < most_steps:
-        summary = run_world(small_world(seed), 150)
-        steps += summary.steps
-        seed += 1
-        if summary.failures:
-            return steps
-    return None
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sim.mutants", description=__doc__)
-    parser.add_argument("--run", type=int, help="the number of the call to remove")
-    parser.add_argument("--steps", type=int, default=20_000, help="how long the simulator has")
-    arguments = parser.parse_args()
-    mutants = find_mutants()
-    if arguments.run is None:
-        for number, mutant in enumerate(mutants):
-            print(number, mutant)
-        return 0
-    steps = run(mutants[arguments.run], arguments.steps)
-    print("survived" if steps is None else steps)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,7 @@ TOKEN_BYTES = (b"a", b"b", b"ab", b"c", b"\xc3", b"\xa9", b"", b"bca", b"\xe2\x8
 """What each token stands for: letters that make up stop strings, nothing, and parts of characters."""
 
 
-class Sequence_:
+class TokenRun:
     """Tokens, and the hash after each of them: `hashes[n]` is that of the first n."""
 
     __slots__ = ("hashes", "tokens")
@@ -43,9 +43,9 @@ class Sequence_:
         del self.tokens[position:]
         del self.hashes[position + 1 :]
 
-    def head(self, position: int) -> Sequence_:
+    def head(self, position: int) -> TokenRun:
         """A copy of the first `position` tokens."""
-        copy = Sequence_()
+        copy = TokenRun()
         copy.tokens, copy.hashes = self.tokens[:position], self.hashes[: position + 1]
         return copy
 
@@ -61,7 +61,7 @@ class NaiveSession:
     def __init__(self, policy: Policy, limit: int, now: float) -> None:
         self.policy = policy
         self.limit = limit
-        self.history = Sequence_()
+        self.history = TokenRun()
         self.records: list[tuple[int, int, int]] = []
         self.version = 0
         self.turn: NaiveTurn | None = None

@@ -56,6 +56,8 @@ class Scenario(MirroredWorld):
         return [self.rng.randrange(VOCAB) for _ in range(tokens)]
 
     def say(self, sid: str, tokens: list[int], most: int, **params: object) -> NaiveTurn:
+        """A turn of exactly `most` tokens; its input is cut to what fits."""
+        tokens = tokens[: max(1, self.longest - len(self.naive[sid].tokens) - most)]
         seed = Sampling(temperature=1.0, seed=self.rng.getrandbits(30))
         given = TurnParams(max_new_tokens=most, ignore_eos=True, sampling=seed, **params)  # type: ignore[arg-type]
         turn = self.submit(sid, tokens, given)
@@ -142,9 +144,13 @@ def editing(world: Scenario) -> None:
 def failing(world: Scenario) -> None:
     """A few steps fail: it costs those few steps, and nobody is computed again or held up for long."""
     rng, config = world.rng, world.config
-    turns = [world.say(world.opened(), world.text(rng.randint(1, 30)), rng.randint(20, 60)) for _ in range(config.running)]
+    turns = [
+        world.say(world.opened(), world.text(rng.randint(1, 30)), rng.randint(20, 60)) for _ in range(config.running)
+    ]
     needed = sum(turn.prompt + turn.most - 1 for turn in turns)
-    longest = max(turn.most for turn in turns) + sum(len(turn.input) for turn in turns) // config.budget + config.running
+    longest = (
+        max(turn.most for turn in turns) + sum(len(turn.input) for turn in turns) // config.budget + config.running
+    )
     began, failures = world.executor.tokens, rng.randint(1, 4)
     for _ in range(failures):
         for _ in range(rng.randint(1, 12)):
@@ -232,6 +238,11 @@ def outgrow(world: Scenario) -> None:
             needed += turn.prompt + 2
             turns.append(turn)
     world.play(20_000)
+    for _ in range(30):
+        if world.engine.idle:
+            break
+        world.step()
+    world.watch.drafts_are_computed()
     computed = sum(turn.computed for turn in turns)
     if computed > THRASHING * needed + 40:
         world.found("thrashing", f"{computed} tokens were computed, {needed} needed")
@@ -275,10 +286,15 @@ def alone(world: Scenario) -> None:
         turn = world.submit(sid, tokens, TurnParams(max_new_tokens=most, ignore_eos=True))
         if turn is None:
             return
-        for _ in range(rng.randint(1, 12)):
-            world.step()
+        for _ in range(rng.choice((1, 4, 12, 300))):
+            if turn.number in world.turns:
+                world.step()
         if turn.number in world.turns:
             world.abort(sid, 2 if turn.started else None)
+        if rng.random() < 0.4 and (child := world.fork(sid)) is not None:
+            if rng.random() < 0.3:
+                world.close(sid, finish=False)
+            sid = child
 
 
 def promotion(world: Scenario) -> None:
@@ -294,6 +310,40 @@ def promotion(world: Scenario) -> None:
         world.step()
     if (sid := world.open(Policy())) is not None:
         world.say(sid, world.text(rng.randint(1, pool * size * 3 // 4)), 1, priority=1)
+    world.play()
+
+
+def tails(world: Scenario) -> None:
+    """Sessions that share a partly filled page go on from it, are cut back onto it, and go on again."""
+    rng, config = world.rng, world.config
+    size = config.page_size
+    first = world.opened()
+    world.append(first, world.text(rng.randint(1, 2 * size)))
+    world.play()
+    for _ in range(rng.randint(4, 30)):
+        sids = [sid for sid, naive in world.naive.items() if naive.turn is None]
+        if not sids:
+            world.step()
+            continue
+        sid = rng.choice(sids)
+        length, what = len(world.naive[sid].tokens), rng.random()
+        if what < 0.25 and len(world.naive) < 6:
+            world.fork(sid, position=rng.choice((length, length, rng.randint(0, length))))
+        elif what < 0.45 and length + size < world.longest:
+            world.append(sid, world.text(rng.randint(1, 1 + size // 2)))
+        elif what < 0.65 and length + size < world.longest:
+            world.say(sid, world.text(rng.randint(1, 3)), rng.randint(1, 1 + size // 2))
+        elif what < 0.85:
+            world.rewind(sid, position=rng.randint(max(0, length - size), length))
+        elif world.naive[sid].records and world.naive[sid].records[-1][1] < length:
+            sampling = Sampling(temperature=1.0, seed=rng.getrandbits(30))
+            world.regenerate(sid, TurnParams(max_new_tokens=3, ignore_eos=True, sampling=sampling))
+            for _ in range(rng.randint(0, 3)):
+                world.step()
+            if world.naive[sid].turn is not None:
+                world.abort(sid, rng.choice((0, 0, 1)))
+        for _ in range(rng.choice((0, 1, 2))):
+            world.step()
     world.play()
 
 
@@ -330,10 +380,12 @@ EVERY = 4
 """Every so manieth world is a scenario."""
 STORIES: tuple[Callable[[Scenario], None], ...] = (
     typing,
+    tails,
     poisoned,
     families,
     outgrow,
     churn,
+    tails,
     failing,
     alone,
     promotion,
@@ -350,11 +402,11 @@ def scenario_world(seed: int) -> WorldConfig:
     """The setting of a scenario: memory is ample or tight as its story asks."""
     rng = Random(seed)
     story = STORIES[(seed // EVERY) % len(STORIES)]
-    ample = story in (typing, editing, failing, poisoned, shortened, churn)
+    ample = story in (tails, typing, editing, failing, poisoned, shortened, churn)
     pages_only = story in (outgrow, promotion, alone)
     mix = (Kind.FULL,) if pages_only and rng.random() < 0.7 else rng.choice(MIXES)
-    page_size = rng.choice((1, 2, 4, 4, 8))
-    running = rng.choice((4, 8, 12)) if story is not alone else rng.choice((1, 2))
+    page_size = rng.choice((1, 2, 4, 4, 8)) if story is not tails else rng.choice((3, 4, 8, 16, 32, 64))
+    running = rng.choice((4, 8, 12)) if story is not alone else 1
     context = rng.choice((200, 400)) if story is not alone else rng.choice((40, 80))
     config = WorldConfig(
         seed=seed,
@@ -387,4 +439,3 @@ def scenario_world(seed: int) -> WorldConfig:
         times = rng.choice((1.2, 2.0, 3.0))
         units = [max(n + 2, int(n * times)) for n in least]
     return replace(config, units=tuple(units))
-

@@ -13,7 +13,7 @@ from tenuto.engine.engine import Engine
 from tests.sim import internals
 from tests.sim.found import Found
 from tests.sim.internals import Pages, Slot
-from tests.sim.naive import NaiveSession, NaiveTurn, Sequence_
+from tests.sim.naive import NaiveSession, NaiveTurn, TokenRun
 
 Array = np.ndarray
 REFRESH = 64
@@ -50,7 +50,7 @@ class SlotChecker:
         self._resting = _Whole(empty, [np.zeros(0, np.uint64) for _ in range(groups)], empty)
         self._looked = 0
 
-    def _build(self, stamp: object, owner: str, pages: list[Pages], slots: list[Slot], sequence: Sequence_) -> _Part:
+    def _build(self, stamp: object, owner: str, pages: list[Pages], slots: list[Slot], sequence: TokenRun) -> _Part:
         part = _Part(stamp, owner, *([[] for _ in range(self._groups)] for _ in range(4)))  # type: ignore[arg-type]
         for entry in pages:
             if entry.stop <= entry.start:
@@ -151,13 +151,14 @@ class Needed:
         self._checker = checker
         self._moving = moving
 
-    def check(self, group: int, slots: Array, what: str) -> None:
-        """Raise if one of `slots`, which a step is about to write, is needed."""
+    def written(self, group: int, slots: Array) -> str | None:
+        """Which of `slots`, that a step is about to write, is needed by whom."""
         hit = self._masks[group][slots]
-        if hit.any():
-            slot = int(slots[np.flatnonzero(hit)[0]])
-            names = [part.owner for part in self._checker._owners(group, slot, self._moving)]
-            raise Found("writes", f"group {group}: {what} writes slot {slot}, which {names} need")
+        if not hit.any():
+            return None
+        slot = int(slots[np.flatnonzero(hit)[0]])
+        names = [part.owner for part in self._checker._owners(group, slot, self._moving)]
+        return f"slot {slot}, which {names} need"
 
 
 def _joined(arrays: list[Array], dtype: type) -> Array:

@@ -25,7 +25,7 @@ STARTS_WITHIN = 6
 """Steps in which the first in the queue starts once its worst case fits: one would do."""
 AFTER_FAILURE = 60
 """The same after a failed step: those who were in it may first have to show which of them makes steps fail."""
-OVERTAKEN = 4
+OVERTAKEN = 1
 """Turns that came later, of no higher priority, and start before a waiting one: none should."""
 
 
@@ -195,7 +195,7 @@ class Watch:
         cached = internals.cached_units(world.engine)
         budget = [int(world.config.checkpoint_share * n) for n in world.config.units]
         if any(n > most for n, most in zip(cached, budget, strict=True)):
-            world.found("cache", f"checkpoints that only save work hold {cached} units of {budget}")
+            world.found("budget", f"checkpoints that only save work hold {cached} units of {budget}")
         if not evicted:
             return
         each = [
@@ -228,6 +228,7 @@ class Watch:
                 for other in preempted:
                     if other is not None and other is not turn and other.priority >= turn.priority:
                         world.found("order", f"{other!r} was preempted for {turn!r}, of no higher priority")
+                preempted.clear()
                 self._overtake(turn)
 
     def _overtake(self, started: Turn) -> None:

@@ -162,7 +162,10 @@ class World:
             self.naive = {sid: naive for sid, naive in self.naive.items() if sid not in lost}
         self.watch.after(report)
         if self.looking:
-            self._slots.compare(self.executor._slots, self.engine, self.naive, self.turns)
+            try:
+                self._slots.compare(self.executor._slots, self.engine, self.naive, self.turns)
+            except Found as error:
+                self.found(error.rule, str(error))
         if self._chance.random() * self.config.recount_every < 1:
             self.audit()
         return report

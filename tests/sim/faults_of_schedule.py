@@ -1,0 +1,328 @@
+"""More planted faults: of limbo, of who waits and who yields, of drafts, of what is counted. See `faults`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tenuto.engine import engine as engine_module
+from tenuto.engine.engine import Engine
+from tenuto.engine.lifecycle import Lifecycle
+from tenuto.memory.checkpoint import CheckpointCache
+from tenuto.memory.memory import Shape
+from tenuto.memory.pool import Pool
+from tenuto.sched.admission import Admission
+from tenuto.sched.pressure import Pressure
+from tenuto.sched.queue import WaitingQueue
+from tenuto.sched.settle import Settler
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn, TurnState
+from tests.sim.faults import replaced
+
+
+def limbo_is_given_back_before_the_step_is_collected() -> Any:
+    """What a step in flight may still touch can be handed out."""
+
+    def make(original: Any) -> Any:
+        return lambda self, units, *, unused=False: original(self, units, unused=True)
+
+    return replaced(Pool, "_give_back", make)
+
+
+def a_preempted_turn_loses_its_age() -> Any:
+    """It waits behind all who have come since."""
+
+    def make(original: Any) -> Any:
+        def preempt(self: Lifecycle, turn: Turn, *more: Any) -> None:
+            original(self, turn, *more)
+            if turn.state is TurnState.PREEMPTED:
+                self._queue.remove(turn)
+                turn.arrival = self._clock.now() + 1e-6
+                self._queue.push(turn)
+
+        return preempt
+
+    return replaced(Lifecycle, "preempt", make)
+
+
+def preemption_does_not_ask_for_a_higher_priority() -> Any:
+    """Whoever has waited longer takes the row of another of the same priority."""
+
+    def make(original: Any) -> Any:
+        def preempt_below(self: Pressure, turn: Turn) -> bool:
+            running = self._batch.running()
+            if not running or turn.state is TurnState.DRAFTING:
+                return False
+            self._preempt(running[-1])
+            return True
+
+        return preempt_below
+
+    return replaced(Pressure, "preempt_below", make)
+
+
+def the_purge_of_timers_drops_live_ones() -> Any:
+    """When there are too many timers, those that still count go too."""
+    return replaced(Lifecycle, "_counts", lambda original: lambda self, *entry: False)
+
+
+def keep_delivered_keeps_everything() -> Any:
+    """Tokens whose text was held back are committed."""
+    return replaced(Turn, "delivered", lambda original: property(lambda self: len(self.output)))
+
+
+def late_input_scores_go_to_whoever_has_the_row() -> Any:
+    """Log-probabilities of input that come after their turn has left."""
+
+    def make(original: Any) -> Any:
+        def take(self: Settler, flight: Any, scores: Any, live: Any) -> None:
+            original(self, flight, scores, live | np.array([t is not None for t in self._batch.turns[flight.rows]]))
+
+        return take
+
+    return replaced(Settler, "_take_scores", make)
+
+
+def the_checkpoint_budget_is_the_whole_pool() -> Any:
+    """Checkpoints that only save work may fill every pool."""
+
+    def make(original: Any) -> Any:
+        def init(self: CheckpointCache, pools: Any, budget: Any) -> None:
+            original(self, pools, [pool.capacity for pool in pools])
+
+        return init
+
+    return replaced(CheckpointCache, "__init__", make)
+
+
+def spaced_checkpoints_are_not_aligned_to_pages() -> Any:
+    """They stand wherever the interval says."""
+
+    def make(original: Any) -> Any:
+        def of(config: Any, page_size: int) -> Shape:
+            return replace(original.__func__(config, page_size), checkpoint_interval=config.checkpoint_interval)
+
+        return staticmethod(of)
+
+    return replaced(Shape, "of", make)
+
+
+def admission_does_not_count_the_copy_of_the_tail() -> Any:
+    """The page that a shared, partly filled one is copied to is left out of the worst case."""
+
+    def make(original: Any) -> Any:
+        def worst(self: Admission, turn: Turn, end: int, *, generates: bool) -> list[int]:
+            found: list[int] = original(self, turn, end, generates=generates)
+            size, start = self._memory.page_size, turn.session.memory.computed
+            return [
+                max(0, n - (g.kind.value == "full" and start % size > 0))
+                for n, g in zip(found, self._memory.spec.groups, strict=True)
+            ]
+
+        return worst
+
+    return replaced(Admission, "_worst", make)
+
+
+def a_refused_turn_is_not_looked_at_again_while_others_run() -> Any:
+    """It waits until nobody runs, though room has come free."""
+
+    def make(original: Any) -> Any:
+        def make_room(self: Admission, turn: Turn, need: Any) -> bool:
+            if len(self._batch) and self._refused is not None and self._refused[0] == turn.number:
+                return False
+            return bool(original(self, turn, need))
+
+        return make_room
+
+    return replaced(Admission, "_make_room", make)
+
+
+def a_suspect_shares_steps() -> Any:
+    """A turn with which steps fail goes on failing others'."""
+    return replaced(Turn, "suspect", lambda original: property(lambda self: False))
+
+
+def preempted_work_is_not_counted() -> Any:
+    """`usage.computed` leaves out what a preemption threw away."""
+
+    def make(original: Any) -> Any:
+        def preempt(self: Lifecycle, turn: Turn, *more: Any) -> None:
+            before = turn.computed_tokens
+            original(self, turn, *more)
+            turn.computed_tokens = before
+
+        return preempt
+
+    return replaced(Lifecycle, "preempt", make)
+
+
+def a_fork_inherits_ephemeral() -> Any:
+    """The child of a one-shot session closes after its first turn."""
+
+    def make(original: Any) -> Any:
+        def fork(self: Engine, session_id: str, **options: Any) -> Session:
+            child: Session = original(self, session_id, **options)
+            child.policy = self.sessions.get(session_id).policy
+            return child
+
+        return fork
+
+    return replaced(Engine, "fork", make)
+
+
+def the_rebuilt_queue_is_empty() -> Any:
+    """When entries of the gone are thrown out of the heap, those of the waiting are too."""
+
+    def make(original: Any) -> Any:
+        def push(self: WaitingQueue, turn: Turn) -> None:
+            before = len(self._heap)
+            original(self, turn)
+            if len(self._heap) < before:
+                self._heap.clear()
+
+        return push
+
+    return replaced(WaitingQueue, "push", make)
+
+
+def _without(owner: Any, name: str, forgotten: Callable[[Any], tuple[Any, str]]) -> Any:
+    """`owner.name` runs while a method of another object does nothing."""
+
+    def make(original: Any) -> Any:
+        def operation(self: Any, *args: Any, **options: Any) -> Any:
+            target, method = forgotten(self)
+            setattr(target, method, lambda *_: None)
+            try:
+                return original(self, *args, **options)
+            finally:
+                delattr(target, method)
+
+        return operation
+
+    return replaced(owner, name, make)
+
+
+def a_rewind_does_not_note_the_length() -> Any:
+    """What the tenant has in its sessions is counted too high."""
+    return _without(Engine, "rewind", lambda engine: (engine.sessions, "note_length"))
+
+
+def a_forked_session_is_never_evictable() -> Any:
+    """Pressure does not know it, until it has a turn of its own."""
+    return _without(Engine, "fork", lambda engine: (engine.pressure, "note"))
+
+
+def a_resting_draft_is_never_evictable() -> Any:
+    """Pressure does not learn that it has left its row."""
+    return _without(Lifecycle, "rest", lambda lifecycle: (lifecycle.pressure, "note"))
+
+
+def a_dropped_draft_is_not_computed_again() -> Any:
+    """It does not return to the queue."""
+
+    def make(original: Any) -> Any:
+        def drop(self: Lifecycle, session: Session, *more: Any) -> None:
+            original(self, session, *more)
+            if session.turn is not None and session.turn.state is TurnState.DRAFTING:
+                self._queue.remove(session.turn)
+
+        return drop
+
+    return replaced(Lifecycle, "drop", make)
+
+
+def _taking_in(meanwhile: Callable[[Session], int]) -> Any:
+    def make(original: Any) -> Any:
+        def take_in(self: Session, turn: Turn, output: Any) -> None:
+            if self.memory.turn is not None:
+                original(self, turn, output)
+                return
+            cut = self.memory.truncate
+            self.memory.truncate = lambda target: cut(meanwhile(self))  # type: ignore[method-assign]
+            try:
+                original(self, turn, output)
+            finally:
+                del self.memory.truncate  # type: ignore[attr-defined]
+
+        return take_in
+
+    return replaced(Session, "take_in", make)
+
+
+def barge_in_of_a_preempted_turn_drops_the_session() -> Any:
+    """Its history has to be computed again."""
+    return _taking_in(lambda session: 0)
+
+
+def regenerate_after_a_preemption_keeps_memory_past_its_base() -> Any:
+    """The old output's memory stays under the new one."""
+    return _taking_in(lambda session: max(0, len(session.history) - 1))
+
+
+def a_row_cut_back_keeps_its_alternate_position() -> Any:
+    """After wrong guesses the alternate state slot is thought to hold what it does not."""
+
+    def make(original: Any) -> Any:
+        def cut_back(self: Settler, row: int, start: int, position: int) -> None:
+            kept = int(self._memory.rows.alternate_at[row])
+            original(self, row, start, position)
+            self._memory.rows.alternate_at[row] = kept
+
+        return cut_back
+
+    return replaced(Settler, "_cut_back", make)
+
+
+def admission_ignores_what_drafts_hold() -> Any:
+    """Room that drafts in rows have is thought to be free for the asking."""
+
+    def make(original: Any) -> Any:
+        def reclaimable(self: Admission, turn: Turn) -> Any:
+            running = self._batch.running
+            self._batch.running = lambda: [t for t in running() if t.state is not TurnState.DRAFTING]  # type: ignore[method-assign]
+            try:
+                return original(self, turn)
+            finally:
+                del self._batch.running  # type: ignore[attr-defined]
+
+        return reclaimable
+
+    return replaced(Admission, "_reclaimable", make)
+
+
+def the_audit_of_a_step_in_flight_looks_at_nothing() -> Any:
+    """A unit that a step touches may be free, and the audit is content."""
+    return replaced(
+        engine_module, "recount", lambda original: lambda memory, holders, in_flight=(): original(memory, holders)
+    )
+
+
+FAULTS_OF_SCHEDULE = (
+    limbo_is_given_back_before_the_step_is_collected,
+    a_preempted_turn_loses_its_age,
+    preemption_does_not_ask_for_a_higher_priority,
+    the_purge_of_timers_drops_live_ones,
+    keep_delivered_keeps_everything,
+    late_input_scores_go_to_whoever_has_the_row,
+    the_checkpoint_budget_is_the_whole_pool,
+    spaced_checkpoints_are_not_aligned_to_pages,
+    admission_does_not_count_the_copy_of_the_tail,
+    a_refused_turn_is_not_looked_at_again_while_others_run,
+    a_suspect_shares_steps,
+    preempted_work_is_not_counted,
+    a_fork_inherits_ephemeral,
+    the_rebuilt_queue_is_empty,
+    a_rewind_does_not_note_the_length,
+    a_forked_session_is_never_evictable,
+    a_resting_draft_is_never_evictable,
+    a_dropped_draft_is_not_computed_again,
+    barge_in_of_a_preempted_turn_drops_the_session,
+    regenerate_after_a_preemption_keeps_memory_past_its_base,
+    a_row_cut_back_keeps_its_alternate_position,
+    admission_ignores_what_drafts_hold,
+    the_audit_of_a_step_in_flight_looks_at_nothing,
+)

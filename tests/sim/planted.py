@@ -1,0 +1,36 @@
+"""`python -m tests.sim.planted N`: one process with what `proof` calls number N planted, until a world fails."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tests.sim import proof
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.planted", description=__doc__)
+    parser.add_argument("number", type=int)
+    parser.add_argument("--steps", type=int, default=proof.MOST_STEPS)
+    parser.add_argument("--first", type=int, nargs="*", default=())
+    parser.add_argument("--past", nargs="*", default=())
+    arguments = parser.parse_args()
+    proof.plant(arguments.number)
+    from tests.sim.run import any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
+
+    steps, others = 0, iter(range(10**9))
+    first = iter(arguments.first)
+    while steps < arguments.steps:
+        seed = next(first, None)
+        seed = next(others) if seed is None else seed
+        summary = run_world(any_world(seed), proof.WORLD_STEPS, arguments.past)
+        steps += summary.steps
+        for report in summary.failures.values():
+            print(f"{seed} {steps} {report.split(' after ', 1)[0]}")
+            return 0
+    print("survived")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

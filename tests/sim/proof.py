@@ -1,0 +1,98 @@
+"""Proves the simulator: with each planted fault, each slip and each removed call some world has to fail.
+
+`python -m tests.sim.proof` looks for all of them and prints what caught each, after how many steps; `--write` notes the
+seeds in `seeds.json`, so that the tests find them at once; `--only WORD` takes those whose names have it in them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.sim.faults import FAULTS
+from tests.sim.faults_of_schedule import FAULTS_OF_SCHEDULE
+from tests.sim.mutants import find_mutants
+from tests.sim.mutants import plant as plant_mutant
+from tests.sim.slips import SLIPS
+from tests.sim.slips import plant as plant_slip
+
+SEEDS = Path(__file__).with_name("seeds.json")
+WORLD_STEPS = 150
+MOST_STEPS = 40_000
+"""Something planted has to show within so many steps."""
+
+
+def names() -> list[str]:
+    """Everything that can be planted."""
+    faults = [f"fault {fault.__name__}" for fault in (*FAULTS, *FAULTS_OF_SCHEDULE)]
+    slips = [f"slip {slip}" for slip in SLIPS]
+    seen: dict[str, int] = {}
+    calls = []
+    for mutant in find_mutants():
+        text = f"call {mutant.module} {mutant.text}"
+        seen[text] = seen.get(text, 0) + 1
+        calls.append(text if seen[text] == 1 else f"{text} #{seen[text]}")
+    return [*faults, *slips, *calls]
+
+
+def plant(number: int) -> None:
+    """For good: in a fresh process, in which the core is not loaded yet if it is not a fault."""
+    faults = (*FAULTS, *FAULTS_OF_SCHEDULE)
+    if number < len(faults):
+        faults[number]().__enter__()
+    elif number < len(faults) + len(SLIPS):
+        plant_slip(SLIPS[number - len(faults)])
+    else:
+        plant_mutant(find_mutants()[number - len(faults) - len(SLIPS)])
+
+
+def look(number: int, most_steps: int, first: Sequence[int], past: Sequence[str]) -> str:
+    """Plant it and run worlds, those of seeds `first` before the others: seed, steps and what was found, or
+    "survived"."""
+    command = [sys.executable, "-m", "tests.sim.planted", str(number), "--steps", str(most_steps)]
+    command += ["--first", *map(str, first), "--past", *past]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    return finished.stdout.strip() or finished.stderr[-2000:]
+
+
+def known_seeds() -> dict[str, int]:
+    """Seeds of worlds that showed what was planted, by name."""
+    found: dict[str, int] = json.loads(SEEDS.read_text()) if SEEDS.exists() else {}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.proof", description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--steps", type=int, default=MOST_STEPS)
+    parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken")
+    arguments = parser.parse_args()
+    every, seeds = names(), known_seeds()
+    chosen = [number for number, name in enumerate(every) if arguments.only in name]
+    survivors = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        looks = [
+            pool.submit(look, n, arguments.steps, [seeds[every[n]]] if every[n] in seeds else [], arguments.past)
+            for n in chosen
+        ]
+        for number, outcome in zip(chosen, looks, strict=True):
+            result = outcome.result()
+            print(f"{result:<40}  {every[number]}", flush=True)
+            if result[:1].isdigit():
+                seeds[every[number]] = int(result.split()[0])
+            else:
+                survivors += 1
+    print(f"{len(chosen) - survivors} of {len(chosen)} were caught")
+    if arguments.write:
+        SEEDS.write_text(json.dumps(dict(sorted(seeds.items())), indent=0) + "\n")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

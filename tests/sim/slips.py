@@ -1,0 +1,119 @@
+"""Small slips planted all over the core, one at a time: a sign, an end, a note that is forgotten.
+
+Each replaces a piece of a module's source. A slip whose source is no longer there has to be adapted."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import tenuto
+
+SOURCE = Path(tenuto.__file__).parent
+
+
+@dataclass(frozen=True)
+class Slip:
+    """In `module` the first `old` becomes `new`."""
+
+    module: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.old.strip()}  ->  {self.new.strip() or 'nothing'}"
+
+
+SLIPS = (
+    Slip("memory.full", "self.base.truncate(pages_for(position, self", "self.base.truncate(pages_for(position + 1, self"),
+    Slip("memory.sliding", "max(0, position - self.window + 1)", "max(0, position - self.window + 2)"),
+    Slip("memory.paged", "position >= tail.floor", "position + 1 >= tail.floor"),
+    Slip("memory.paged", "tail.floor = max(self.tail.floor, position)", "tail.floor = max(self.tail.floor, position - 1)"),
+    Slip("memory.paged", "else start % self.page_size\n", "else max(0, start % self.page_size - 1)\n"),
+    Slip("memory.sliding", "self.first - self.released\n", "self.first - self.released + 1\n"),
+    Slip("memory.sliding", "low, high = self.first_entry(position)", "low, high = self.first_entry(position + 1)"),
+    Slip("memory.sliding", "self.first, self.released, self._copy_slots = pages", "self.first, _, self._copy_slots = pages"),
+    Slip("memory.state", "if slot not in self.opened.units else", "if slot in self.opened.units else"),
+    Slip("memory.turn_memory", "settle_checkpoints(self.start + 1, None)", "settle_checkpoints(self.start, None)"),
+    Slip("memory.turn_memory", "if p > source]", "if p >= source]"),
+    Slip("memory.turn_memory", "if c.position > position]:\n            self._release", "if c.position >= position]:\n            self._release"),
+    Slip("memory.session_memory", "if checkpoint.position >= target:", "if checkpoint.position > target:"),
+    Slip("memory.session_memory", "self.checkpoints[-1].position >= position", "self.checkpoints[-1].position > position"),
+    Slip("memory.session_memory", "min(target, self.computed)", "target"),
+    Slip("memory.checkpoint", "next(iter(self._entries))", "next(reversed(self._entries))"),
+    Slip("memory.memory", "self.page_size + 1 if full", "self.page_size if full"),
+    Slip("memory.rows", "self.mark[row] = FAR\n        self.alternate_at", "self.alternate_at"),
+    Slip("sched.queue", "turn.arrival - turn.priority", "turn.arrival + turn.priority"),
+    Slip("sched.queue", "+ behind, turn.number", "+ behind, -turn.number"),
+    Slip("sched.batch", "turn.last_position if generates", "turn.last_position + 1 if generates"),
+    Slip("sched.batch", "        self.stop_ids[row] = NO_STOP\n", ""),
+    Slip("sched.batch", "        self._sampling.pop(row, None)\n", ""),
+    Slip("sched.batch", "        self.scoring.discard(row)\n", ""),
+    Slip("sched.batch", "self._taken = [(r, taken) for r, taken in self._taken if r != row]", "pass"),
+    Slip("sched.batch", "if len(turn.output) < params.min_new_tokens", "if len(turn.output) <= params.min_new_tokens"),
+    Slip("sched.batch", "turn.prompt_length + params.min_new_tokens,", "turn.prompt_length + params.min_new_tokens - 1,"),
+    Slip("sched.batch", "spaced = (position // interval + 1) * interval", "spaced = (position // interval + 1) * interval - 1"),
+    Slip("sched.batch", "min(turn.base_length, turn.prompt_length - 1)", "min(turn.base_length, turn.prompt_length)"),
+    Slip("sched.settle", "start, start + 1 + accepted)", "start, start + 2 + accepted)"),
+    Slip("sched.settle", "rows.next_token[row] = sampled[accepted]", "rows.next_token[row] = sampled[0]"),
+    Slip("sched.settle", "full = rows.known[chosen] > rows", "full = rows.known[chosen] >= rows"),
+    Slip("sched.settle", 'side="right"', 'side="left"'),
+    Slip("sched.settle", "            at += part.stop - part.start", "                at += part.stop - part.start"),
+    Slip("sched.settle", "settled.ended.append((turn, EndReason.STOP))\n                return", "settled.ended.append((turn, EndReason.STOP))\n                break"),
+    Slip("sched.planner", "min(after + int(proposal.counts[index]), turn.prompt_length)", "min(after + int(proposal.counts[index]), turn.prompt_length - 1)"),
+    Slip("sched.planner", "(turn.state is TurnState.DRAFTING, -turn.priority)", "(turn.state is not TurnState.DRAFTING, -turn.priority)"),
+    Slip("sched.planner", "            rows.uncertain[chosen[list(proposal.guesses)]] = True\n", "            pass\n"),
+    Slip("sched.admission", "pages = -(-ends // memory.page_size) -", "pages = 0 * ends -"),
+    Slip("sched.pressure", "sorted(self._rungs)", "sorted(self._rungs, reverse=True)"),
+    Slip("engine.gate", "return room if wanted is None", "return room - 1 if wanted is None"),
+    Slip("engine.lifecycle", "timer is Timer.TOTAL or not turn.started", "not turn.started"),
+    Slip("engine.lifecycle", "turn.changed = self._clock.now()", "pass"),
+    Slip("engine.lifecycle", "if a != b), min(len(old), len(new)))", "if a != b), min(len(old), len(new))) + 1"),
+    Slip("engine.lifecycle", "        self._queue.remove(turn)\n        self._ended.append", "        self._ended.append"),
+    Slip("engine.lifecycle", "            if turn.cached < 0:\n", "            if True:\n"),
+    Slip("session.registry", "session.last_turn_end + ttl <= now", "ttl <= now"),
+    Slip("session.registry", " and not session.watched:", ":"),
+    Slip("session.registry", "use.tokens - session.counted", "use.tokens - 0 * session.counted"),
+    Slip("session.session", "min(last.input_end, position)", "last.input_end"),
+    Slip("session.turn", "self.params, self.arrival = params, now", "self.params = params"),
+    Slip("session.turn", "max(1, self.base_length) + len(self.input_scores)", "max(1, self.base_length + 1) + len(self.input_scores)"),
+    Slip("engine.text", "self._ends[0][0] <= self._delivered", "self._ends[0][0] < self._delivered"),
+    Slip("engine.text", "if self._tokens <= self._min_tokens", "if self._tokens < self._min_tokens"),
+)  # fmt: skip
+
+
+class _SlippingLoader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, slip: Slip) -> None:
+        super().__init__(name, path)
+        self._slip = slip
+
+    def exec_module(self, module: ModuleType) -> None:
+        source = Path(self.path).read_text()
+        if self._slip.old not in source:
+            raise ValueError(f"the source of this slip is gone: {self._slip}")
+        exec(compile(source.replace(self._slip.old, self._slip.new, 1), self.path, "exec"), vars(module))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, slip: Slip) -> None:
+        self._slip = slip
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None):
+        if name != f"tenuto.{self._slip.module}":
+            return None
+        file = str(SOURCE.joinpath(*name.split(".")[1:]).with_suffix(".py"))
+        return importlib.util.spec_from_file_location(name, file, loader=_SlippingLoader(name, file, self._slip))
+
+
+def plant(slip: Slip) -> None:
+    """Load the core with the slip, in a process that has not loaded it yet."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim.")]:
+        if name not in ("tests.sim.slips", "tests.sim.proof"):
+            del sys.modules[name]
+    sys.meta_path.insert(0, _Finder(slip))
