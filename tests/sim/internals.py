@@ -270,7 +270,7 @@ def bookkeeping(engine: Engine) -> dict[str, int]:
     return {
         "timers": len(engine.lifecycle._timers),
         "expiries": len(engine.sessions._expiries),
-        "queue": len(engine._queue._heap),
+        "queue": engine._queue._listed,
     }
 
 

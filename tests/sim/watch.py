@@ -42,6 +42,7 @@ class Watch:
         self._judged = False
         self._failures = 0  # steps that had failed before this one
         self._suspicion: tuple[int, set[Turn], str] | None = None  # who yielded, it seems in vain
+        self._needy: set[int] = set()  # numbers of the turns it may have been for
         world.log.would_fit = self._fits_with_its_session
 
     def healthy(self, turn: NaiveTurn) -> bool:
@@ -98,7 +99,8 @@ class Watch:
         starts = [i for i, e in enumerate(events) if e.kind == "start"]
         if self._suspicion is not None:
             step, names, message = self._suspicion
-            if any(events[i].turn not in names for i in starts) or self._failures != world.failures:
+            withdrawn = not self._needy.issubset(world.turns)
+            if any(events[i].turn not in names for i in starts) or self._failures != world.failures or withdrawn:
                 self._suspicion = None
             elif world.steps - step > 2 * world.config.overlap:
                 self._suspicion = None
@@ -116,6 +118,7 @@ class Watch:
             if not world.config.overlap:
                 world.found("in vain", message)
             elif self._suspicion is None:
+                self._needy = {turn.number for turn in (*world.waiting(), *world.engine.batch.running())}
                 self._suspicion = (world.steps, {e.turn for e in victims if e.turn is not None}, message)
         if not world.looking:
             return
@@ -226,7 +229,9 @@ class Watch:
                     world.found("dropped", f"{turn!r} fits, and its own session was dropped for it")
             elif event.kind == "start" and turn is not None and turn.state is not TurnState.DRAFTING:
                 for other in preempted:
-                    if other is not None and other is not turn and other.priority >= turn.priority:
+                    if other is None or other is turn or _tenant(other) != _tenant(turn):
+                        continue
+                    if other.priority >= turn.priority:
                         world.found("order", f"{other!r} was preempted for {turn!r}, of no higher priority")
                 preempted.clear()
                 self._overtake(turn)
@@ -238,7 +243,11 @@ class Watch:
             ahead.overtaken = 0
             for turn in world.waiting():
                 other = world.turns[turn.number]
-                if turn.failures or not (other.arrival < ahead.arrival and other.priority >= ahead.priority):
+                if (
+                    turn.failures
+                    or _tenant(turn) != _tenant(started)
+                    or not (other.arrival < ahead.arrival and other.priority >= ahead.priority)
+                ):
                     continue
                 other.overtaken += 1
                 if other.overtaken > OVERTAKEN and world.steps - world.failed_at > AFTER_FAILURE:
@@ -250,6 +259,9 @@ class Watch:
         waiting = world.waiting()
         if not waiting:
             self._first = (0, world.steps)
+            return
+        if len({_tenant(turn) for turn in (*waiting, *world.engine.batch.running())}) > 1:
+            self._first = (0, world.steps)  # whose turn it is depends on who has rows: see the story of shares
             return
         naive = min((world.turns[t.number] for t in waiting), key=lambda t: t.rank(world.config.aging))
         number, since = self._first
@@ -293,3 +305,7 @@ class Watch:
                     world.found(
                         "drafts", f"{turn!r} has {computed} of {turn.prompt_length} tokens computed; {room} free"
                     )
+
+
+def _tenant(turn: Turn) -> str:
+    return turn.session.policy.tenant

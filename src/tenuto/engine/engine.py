@@ -147,9 +147,10 @@ class Engine:
     def _plan(self) -> Flight | None:
         """Plan the next step; if memory is short, others yield first. `None` if nothing can run now."""
         while len(self.batch):
-            proposal = self._planner.propose()
-            while proposal.lacking is not None and self._make_room(proposal.lacking):
-                proposal = self._planner.propose()
+            proposal, made = self._planner.propose(), True
+            while proposal.lacking is not None and made:
+                made = self._make_room(proposal.lacking)
+                proposal = self._planner.propose()  # also if room is still to come: somebody may have yielded
             if len(proposal.rows):
                 return self._planner.apply(proposal)
             if self._flights or not len(self.batch):
