@@ -119,7 +119,8 @@ class Watch:
                 world.found("in vain", message)
             elif self._suspicion is None:
                 self._needy = {turn.number for turn in (*world.waiting(), *world.engine.batch.running())}
-                self._suspicion = (world.steps, {e.turn for e in victims if e.turn is not None}, message)
+                names = {e.turn for e in victims if e.turn is not None and (e.kind == "preempt" or e.turn.drafting)}
+                self._suspicion = (world.steps, names, message)
         if not world.looking:
             return
         for event in victims:

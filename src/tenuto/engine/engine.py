@@ -153,9 +153,8 @@ class Engine:
                 proposal = self._planner.propose()  # also if room is still to come: somebody may have yielded
             if len(proposal.rows):
                 return self._planner.apply(proposal)
-            if self._flights or not len(self.batch):
+            if self._flights or not self._unstick(proposal):
                 break
-            self._unstick(proposal)
         return None
 
     def _make_room(self, lacking: Lacking) -> bool:
@@ -164,23 +163,29 @@ class Engine:
         running = self.batch.running()
         turn, kept = lacking.turn, running[: lacking.place + 1]
         if (lacking.alone > self.pressure.room_beside([turn])).any():
-            self.lifecycle.preempt(turn)  # beside what its session keeps it never fits; from nothing it does
-            self.lifecycle.drop(turn.session)
+            if self._flights:
+                return False  # pages may leave its window when they settle
+            self.lifecycle.preempt(turn, "restart")  # beside what its session keeps it never fits; from nothing it does
+            self.lifecycle.drop(turn.session, "restart")
             return True
         if (lacking.needed > self.pressure.room_beside(kept)).any():
             return False
         self.pressure.relieve(lambda: lacking.needed, kept, reversed(running[lacking.place + 1 :]))
         return bool((lacking.needed <= self.memory.free()).all())
 
-    def _unstick(self, proposal: Proposal) -> None:
-        """No running turn has room, and nothing is in flight that could make some: the last yields, or if one is
-        singled out for failed steps, that one."""
+    def _unstick(self, proposal: Proposal) -> bool:
+        """No running turn has room, and nothing is in flight that could make some: have one yield. False if there are
+        only drafts, of which none would gain by it."""
+        running = self.batch.running()
         if proposal.lacking is not None and self.suspects:
-            self.lifecycle.preempt(proposal.lacking.turn)
-        elif len(self.batch) > 1 or self.batch.running()[0].drafting:
-            self.lifecycle.preempt(self.batch.running()[-1])
+            self.lifecycle.preempt(proposal.lacking.turn)  # singled out for failed steps
+        elif len(running) > 1:
+            self.lifecycle.preempt(running[-1])
+        elif running and not running[0].drafting:
+            raise InvariantError(f"{running[0].name} runs alone, and does not fit memory")
         else:
-            raise InvariantError(f"{self.batch.running()[0].name} runs alone, and does not fit memory")
+            return False
+        return True
 
     def _submit(self, planned: Flight) -> None:
         self.memory.step_submitted()

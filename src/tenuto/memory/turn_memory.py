@@ -193,8 +193,8 @@ class TurnMemory:
                 rows.alternate[i, row] = state.spare.pop()
 
     def left_checkpoint(self) -> None:
-        """The plan just made reads a slot that a checkpoint holds, and writes another: unless it is the one at the end of
-        the input, the checkpoint only saves work from now on."""
+        """The plan just made reads a slot that a checkpoint holds, and writes another: from now on the checkpoint only
+        saves work, unless it is the one at the end of the input."""
         if self.checkpoints.needed is not self._end_of_input:
             self.checkpoints.relax()
         if self.memory.shape.double_buffered:
@@ -223,8 +223,8 @@ class TurnMemory:
         return int((rows.current if current else rows.alternate)[state, row])
 
     def mark(self, position: int, *, end_of_input: bool = False) -> None:
-        """Make a checkpoint at `position`, where the plan just applied ends; the row writes elsewhere. Until a later step
-        has been planned it cannot be evicted: its slot is where the turn reads."""
+        """Make a checkpoint at `position`, where the plan just applied ends; the row writes elsewhere. Until a later
+        step has been planned it cannot be evicted: its slot is where the turn reads."""
         self.checkpoints.push(self.checkpoint(position))
         if end_of_input:
             self._end_of_input = self.checkpoints.needed

@@ -84,16 +84,13 @@ class Admission:
             return None
         most = state_slots(memory.shape, generates=True)
         with memory.reserve_states(min(len(self._queue), memory.rows.free) * most, self) as slots:
-            pledged = self._pledged(self._batch.running())
             while (turn := self._next()) is not None:
                 need = self._need(turn)
-                available = memory.free() - pledged
+                available = memory.free() - self._pledged(turn)
                 for i, group in enumerate(memory.states):
                     available[group] = len(slots[i])
                 if not memory.rows.free or (need > available).any():
                     return turn
-                for group in memory.paged:
-                    pledged[group] += need[group]
                 mine = tuple(
                     s.take(len(s) - int(need[g]), len(s), self) for s, g in zip(slots, memory.states, strict=True)
                 )
@@ -122,17 +119,19 @@ class Admission:
         if not memory.rows.free:
             self._pause(victims.pop(0))
         self._pressure.relieve(
-            lambda: need + self._pledged(self._batch.running()), [turn, *kept], (v for v in victims if v in self._batch)
+            lambda: need + self._pledged(turn),
+            [turn, *kept],
+            (victim for victim in victims if victim in self._batch),
         )
-        return bool((need + self._pledged(self._batch.running()) <= memory.free()).all())
+        return bool((need + self._pledged(turn) <= memory.free()).all())
 
     def _fits_beside(self, turn: Turn, need: Longs, kept: list[Turn]) -> bool:
         """Whether there is room for `turn` once all have yielded but the turns `kept`; for a draft, once cached
         checkpoints have."""
         if turn.drafting:
             room = self._memory.free() + [self._memory.cache.reclaimable(g) for g in range(len(self._memory.pools))]
-            return bool((need + self._pledged(self._batch.running()) <= room).all())
-        return bool((need + self._pledged(kept) <= self._pressure.room_beside([turn, *kept])).all())
+            return bool((need + self._pledged(turn) <= room).all())
+        return bool((need + self._pledged(turn) <= self._pressure.room_beside([turn, *kept])).all())
 
     def _may_yield(self, running: Turn, turn: Turn) -> bool:
         """Whether a running turn yields its row and its memory to a waiting one."""
@@ -148,9 +147,11 @@ class Admission:
 
     # -- what is needed
 
-    def _pledged(self, running: list[Turn]) -> Longs:
-        """Pages that running turns will still acquire for tokens they know already, an upper bound, int64 [groups]."""
+    def _pledged(self, turn: Turn) -> Longs:
+        """Pages that running turns, except those that would yield to `turn`, will still acquire for tokens they know
+        already, an upper bound, int64 [groups]."""
         memory, rows = self._memory, self._memory.rows
+        running = [other for other in self._batch.running() if not self._may_yield(other, turn)]
         pledged = np.zeros(len(memory.pools), np.int64)
         order = np.array([self._batch.row_of(turn) for turn in running], np.int64)
         ends = np.minimum(rows.expected[order], rows.limit[order])

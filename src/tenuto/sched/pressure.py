@@ -88,9 +88,11 @@ class Pressure:
         `kept` names keeps all, with its session; running turns yield in the order of `victims`. The caller has seen by
         `room_beside` that there is enough."""
         held, spared, running = self._held_by(kept), {turn.session.id for turn in kept}, iter(victims)
+        cache = self._memory.cache
         while short := self._short(needed()):
-            if self._memory.cache.evict_for(short):
-                self.yielded["checkpoint"] += 1
+            evicted = cache.evicted
+            if cache.evict_for(short):
+                self.yielded["checkpoint"] += cache.evicted - evicted
             elif not (self._drop_one(short, spared) or self._drop_sharing(short, held, spared)):
                 victim = next(running, None)
                 if victim is None:
@@ -126,13 +128,14 @@ class Pressure:
                 family[group][units[~held[group][units]]] = group in short
             if any(family[group].any() for group in short):
                 break
-        unused = self._unused(short)
+        dropped, unused = False, self._unused(short)
         for rung, session in self._droppable(spared):
             if any(family[group][units_of(lease)].any() for group, lease in session.memory.essential_leases()):
                 self._yield(rung, session)
+                dropped = True
                 if self._unused(short) > unused:
-                    return True
-        return False
+                    break
+        return dropped  # if nothing is free yet, cached checkpoints hold it too
 
     def _unused(self, groups: Sequence[int]) -> int:
         return sum(self._memory.pools[group].free + self._memory.pools[group].limbo for group in groups)
