@@ -20,7 +20,6 @@ from tenuto.memory.state import StateTable
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn, TurnState
 
-
 MOST_EVENTS = 2000
 """Transitions within one step: far more than there are turns."""
 

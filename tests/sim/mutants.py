@@ -1,4 +1,4 @@
-"""Removes one call of release, share, transfer or truncate from the core, so that the simulator can show it is missed."""
+"""Removes one call of release, share, transfer or truncate from the core: the simulator has to miss it."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def outgrow(world: Scenario) -> None:
         world.found("thrashing", f"{computed} tokens were computed, {needed} needed")
 
 
-def families(world: Scenario) -> None:
+def families(world: Scenario) -> None:  # noqa: C901 - one stretch of the story after the other
     """Many forks of one session beside others that share nothing; then somebody needs room."""
     rng, config = world.rng, world.config
     parent = world.told(rng.randint(config.context // 4, config.context // 2))
@@ -313,7 +313,7 @@ def promotion(world: Scenario) -> None:
     world.play()
 
 
-def tails(world: Scenario) -> None:
+def tails(world: Scenario) -> None:  # noqa: C901 - one stretch of the story after the other
     """Sessions that share a partly filled page go on from it, are cut back onto it, and go on again."""
     rng, config = world.rng, world.config
     size = config.page_size

@@ -71,9 +71,9 @@ class Watch:
         if not self._judged and not report.ended:
             self._judge()
         for sid, (session, computed) in self._idle.items():
-            if session.turn is None and sid in world.naive and session.memory.computed < computed:
-                if not self.yielded(session):
-                    world.found("kept memory", f"idle session {sid} lost memory without pressure")
+            lost = session.turn is None and sid in world.naive and session.memory.computed < computed
+            if lost and not self.yielded(session):
+                world.found("kept memory", f"idle session {sid} lost memory without pressure")
         self._check_cache()
         self._check_order()
         self._check_waiting()
@@ -87,7 +87,7 @@ class Watch:
 
     # -- yielding
 
-    def _judge(self) -> None:
+    def _judge(self) -> None:  # noqa: C901 - one rule after the other
         """Nobody yields in vain: of those who did, at least one could not have stayed, or one drop too many was made.
 
         Whoever yields last is needed if the others have yielded. So if each of them alone could have kept what it gave,
@@ -173,9 +173,9 @@ class Watch:
         """An idle session that kept its memory, ranks no higher, and would give something in every group."""
         for session in self._world.engine.sessions:
             memory = session.memory
-            if session.turn is None and memory.computed and session.policy.priority <= victim.policy.priority:
-                if session is not victim and all(internals.exclusive(session)):
-                    return session
+            idle = session is not victim and session.turn is None and memory.computed
+            if idle and session.policy.priority <= victim.policy.priority and all(internals.exclusive(session)):
+                return session
         return None
 
     def _fits_with_its_session(self, turn: Turn) -> bool:

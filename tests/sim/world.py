@@ -132,7 +132,7 @@ class World:
 
     # -- the loop
 
-    def step(self) -> StepReport:
+    def step(self) -> StepReport:  # noqa: C901 - one rule after the other
         """One step of the engine, and all that must hold after it."""
         now = self.clock.now()
         timeout = self.engine.config.draft_timeout
@@ -268,7 +268,9 @@ class World:
         if result.stop != stop:
             self.found("ends", f"{turn!r} says it was stopped by {result.stop!r}, not {stop!r}")
 
-    def _check_result(self, turn: Turn, naive: NaiveTurn, result: TurnResult) -> None:
+    def _check_result(  # noqa: C901, PLR0912 - one rule after the other
+        self, turn: Turn, naive: NaiveTurn, result: TurnResult
+    ) -> None:
         session, usage = naive.session, result.usage
         if turn.session.history != naive.session.tokens:
             self.found("history", f"{naive.sid}: history differs after {turn!r}")
@@ -299,7 +301,7 @@ class World:
             if text != wanted_text:
                 self.found("text", f"{turn!r} gave {text!r}, not {wanted_text!r}")
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: C901 - one rule after the other
         """Let every submitted turn end, close every session, and see that nothing is left."""
         for _ in range(PATIENCE):
             if not any(not turn.drafting for turn in self.turns.values()):
