@@ -17,7 +17,7 @@ from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import VOCAB, NaiveTurn
 from tests.sim.setting import MIXES, WorldConfig, engine_config, least_units
 
-THRASHING = 2.0
+THRASHING = 1.5
 """Turns that outgrow memory compute at most so many times what they need; without pressure it is once."""
 ISOLATED_WITHIN = 60
 """Steps from its first failure until a turn that makes steps fail has ended."""
@@ -112,6 +112,10 @@ def typing(world: Scenario) -> None:
         world.found(
             "typing", f"{naive.computed} tokens were computed for a draft that needed {needed}, in {edits} changes"
         )
+    world.rewind(sid, position=naive.base)
+    left = world.engine.sessions.get(sid).memory.computed
+    if left < had:
+        world.found("kept memory", f"rewound to where a turn began: {left} tokens are in memory, {had} were")
 
 
 def editing(world: Scenario) -> None:

@@ -72,7 +72,7 @@ def small_world(seed: int) -> WorldConfig:
             seed=seed,
             groups=tuple(groups),
             pressure=pressure,
-            overlap=(seed // 21) % 2,
+            overlap=(seed // 7) % 2,
             lookahead=rng.choice((0, 0, 3)),
             page_size=page_size,
             context=context,

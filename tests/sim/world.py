@@ -290,6 +290,8 @@ class World:
             self.found("cached", f"{turn!r}: {usage}")
         if turn.output_logprobs != naive.output_logprobs():
             self.found("logprobs", f"{turn!r}: {turn.output_logprobs}, not {naive.output_logprobs()}")
+        if naive.params.input_logprobs is None and turn.input_scores:
+            self.found("logprobs", f"{turn!r} got scores of its input and asked for none")
         if naive.params.input_logprobs is not None:
             scored, wanted = list(turn.input_logprobs), naive.input_logprobs()
             whole = bool(naive.output) or result.reason is EndReason.APPENDED
