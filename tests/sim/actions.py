@@ -83,7 +83,7 @@ class RandomWorld(MirroredWorld):
         stop: tuple[str, ...] = ()
         if self.config.text and rng.random() < 0.5:
             stop = tuple(rng.sample(("ab", "bb", "abca", "aé", "c", "bé", "ccc", "ca", "€"), rng.choice((1, 2, 3))))
-        scored = None if draft or rng.random() < 0.8 else rng.choice((0, 2))
+        scored = None if draft or rng.random() < 0.65 else rng.choice((0, 2))
         return TurnParams(
             max_new_tokens=most,
             sampling=Sampling(temperature=1.0, seed=rng.choice((0, rng.getrandbits(40), rng.getrandbits(40)))),

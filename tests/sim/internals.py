@@ -48,7 +48,8 @@ class Slot:
 @dataclass(slots=True)
 class Event:
     """A transition: "start", "preempt", "drop", as it happened within a step. `freed`: units that came free by it, a
-    group each. `fitted`: for a drop of a session whose own turn waits, whether that turn would have fitted."""
+    group each; `alone`: units that nobody else held before, and `shared`: whether there were others too. `fitted`: for
+    a drop of a session whose own turn waits, whether that turn would have fitted."""
 
     kind: str
     turn: Turn | None
@@ -57,6 +58,7 @@ class Event:
     why: str
     freed: tuple[int, ...] = ()
     alone: tuple[int, ...] = ()
+    shared: bool = False
     fitted: bool = False
 
 
@@ -83,7 +85,7 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:
                 return
             event = Event("preempt", turn, turn.session, turn.state, more[0] if more else "preempted")
             before = self._unused()
-            event.alone = exclusive(turn.session)
+            event.alone, event.shared = exclusive(turn.session), shares(turn.session)
             super().preempt(turn, *more)
             event.freed = tuple(b - a for a, b in zip(before, self._unused(), strict=True))
             log.events.append(event)
@@ -92,7 +94,7 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:
             turn = session.turn
             event = Event("drop", turn, session, turn.state if turn is not None else None, why)
             before = self._unused()
-            event.alone = exclusive(session)
+            event.alone, event.shared = exclusive(session), shares(session)
             if turn is not None and turn.state in (TurnState.QUEUED, TurnState.PREEMPTED):
                 event.fitted = log.would_fit is not None and log.would_fit(turn)
             super().drop(session, why)
@@ -130,6 +132,17 @@ def exclusive(session: Session) -> tuple[int, ...]:
     return tuple(
         sum(pool.counts[unit] == n for unit, n in counted.items()) for pool, counted in zip(pools, mine, strict=True)
     )
+
+
+def shares(session: Session) -> bool:
+    """Whether somebody else holds a unit of the session's too."""
+    mine: dict[tuple[int, int], int] = {}
+    for holder in session.memory.holders():
+        for lease in holder.leases():
+            for unit in lease.units:
+                mine[id(lease.pool), unit] = mine.get((id(lease.pool), unit), 0) + 1
+    pools = {id(pool): pool for pool in session.memory.memory.pools}
+    return any(pools[pool].counts[unit] != n for (pool, unit), n in mine.items())
 
 
 def needed_of_session(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:

@@ -361,7 +361,7 @@ def churn(world: Scenario) -> None:
         world.say(world.opened(), world.text(3), 3, queue_timeout=200.0)
     drafts = [world.opened(ttl=500.0)]
     world.draft(drafts[0], world.text(4))
-    busy = world.opened()
+    busy = world.opened(ttl=1e6)
     for number in range(rng.choice((300, 1500))):
         world.say(busy, [1], 1, timeout=1e6, queue_timeout=1e6)
         world.abort(busy, None)

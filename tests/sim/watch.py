@@ -87,7 +87,7 @@ class Watch:
 
     # -- yielding
 
-    def _judge(self) -> None:  # noqa: C901 - one rule after the other
+    def _judge(self) -> None:  # noqa: C901, PLR0912 - one rule after the other
         """Nobody yields in vain: of those who did, at least one could not have stayed, or one drop too many was made.
 
         Whoever yields last is needed if the others have yielded. So if each of them alone could have kept what it gave,
@@ -124,6 +124,9 @@ class Watch:
         if not world.looking:
             return
         for event in victims:
+            alone = event.kind == "drop" and any(event.freed) and not event.shared
+            if alone and (other := self._cheaper_victim(event)) is not None:
+                world.found("rungs", f"{event.session!r}, {event.state}, yielded {event.freed}; {other!r} could have")
             if event.kind == "drop" and event.turn is None and not any(event.freed) and not any(event.alone):
                 other = self._better_victim(event.session)
                 if other is not None:
@@ -168,6 +171,31 @@ class Watch:
                 ahead = -(-config.budget * (1 + config.overlap) // config.page_size) + 1
                 found.append(min(pages, 2 * window + ahead))
         return found
+
+    @staticmethod
+    def _rung(state: TurnState | None) -> int:
+        """Drafts yield first, then idle sessions, then waiting ones, running turns last."""
+        if state is None:
+            return 1
+        return {TurnState.DRAFTING: 0, TurnState.RUNNING: 3}.get(state, 2)
+
+    def _cheaper_victim(self, event: Event) -> Session | None:
+        """A session that kept all it has, should yield before the victim and would have given as much in every
+        group."""
+        engine, events = self._world.engine, self._world.log.events
+        victim = self._rung(event.state), (event.turn or event.session.policy).priority
+        waiting = self._world.waiting()
+        for session in engine.sessions:
+            turn = session.turn
+            if any(e.session is session for e in events) or (turn is not None and turn in waiting):
+                continue
+            rung = self._rung(turn.state if turn is not None else None)
+            if rung == 0 and session.memory.turn is None:
+                rung = 2  # a draft that keeps only its text yields what its session holds as one that waits
+            rank = rung, (turn or session.policy).priority
+            if rank < victim and all(a >= b for a, b in zip(internals.exclusive(session), event.freed, strict=True)):
+                return session
+        return None
 
     def _better_victim(self, victim: Session) -> Session | None:
         """An idle session that kept its memory, ranks no higher, and would give something in every group."""
