@@ -25,6 +25,7 @@ SEEDS = Path(__file__).with_name("seeds.json")
 WORLD_STEPS = 150
 MOST_STEPS = 40_000
 """Something planted has to show within so many steps."""
+_PLANTED: list[object] = []
 
 
 def names() -> list[str]:
@@ -44,7 +45,9 @@ def plant(number: int) -> None:
     """For good: in a fresh process, in which the core is not loaded yet if it is not a fault."""
     faults = (*FAULTS, *FAULTS_OF_SCHEDULE)
     if number < len(faults):
-        faults[number]().__enter__()
+        fault = faults[number]()
+        fault.__enter__()
+        _PLANTED.append(fault)  # one that nobody refers to would be undone
     elif number < len(faults) + len(SLIPS):
         plant_slip(SLIPS[number - len(faults)])
     else:
