@@ -109,7 +109,10 @@ class Watch:
             return
         if len(world.engine.batch) == world.config.running:  # for a row, not for memory
             victims = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
-        room = [n - len(starts) for n in self._room()]  # the copy of a tail is counted at worst
+        growing = (
+            2 * len(world.engine.batch) if world.config.overlap else 0
+        )  # pages taken before what yielded comes free
+        room = [n - len(starts) - growing for n in self._room()]  # the copy of a tail is counted at worst
         if any(any(e.freed) for e in victims) and all(
             all(n <= have for n, have in zip(e.freed, room, strict=True) if n) for e in victims
         ):
@@ -119,7 +122,7 @@ class Watch:
                 world.found("in vain", message)
             elif self._suspicion is None:
                 self._needy = {turn.number for turn in (*world.waiting(), *world.engine.batch.running())}
-                names = {e.turn for e in victims if e.turn is not None and (e.kind == "preempt" or e.turn.drafting)}
+                names = {e.turn for e in victims if e.turn is not None and e.kind == "preempt"}
                 self._suspicion = (world.steps, names, message)
         if not world.looking:
             return
