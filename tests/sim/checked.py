@@ -36,6 +36,9 @@ class CheckedExecutor(WitnessExecutor):
         super().submit(plan)
         world.watch.submitted()
 
+    def sequences(self, plan: Plan) -> list[int]:
+        return self.members[plan.step]
+
     def collect(self) -> StepResult:
         world, plan = self._world, self._flight[0].plan
         self.collecting = self.members.pop(plan.step)

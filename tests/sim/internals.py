@@ -13,6 +13,7 @@ from tenuto.base.errors import InvariantError
 from tenuto.engine import engine as engine_module
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.full import FullTable
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
@@ -124,7 +125,10 @@ def exclusive(session: Session) -> tuple[int, ...]:
     """Units of each group that would come free if everything of the session's were released."""
     pools = session.memory.memory.pools
     mine: list[dict[int, int]] = [{} for _ in pools]
-    for holder in session.memory.holders():
+    holders = list(session.memory.holders())
+    for holder in dict.fromkeys(holders):
+        if isinstance(holder, Checkpoint) and holder.references > holders.count(holder):
+            continue  # others refer to it
         for lease in holder.leases():
             counted = mine[pools.index(lease.pool)]
             for unit in lease.units:
@@ -309,7 +313,7 @@ def flight_touches_a_free_unit(engine: Engine) -> Iterator[bool]:
 
 def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one invariant after the other
     """What sessions and turns hold is what their positions need, no more and no less. Raises `InvariantError`."""
-    size, cache, rows = engine.memory.page_size, engine.memory.cache, engine.memory.rows
+    size, cache = engine.memory.page_size, engine.memory.cache
 
     def require(condition: object, what: str) -> None:
         if not condition:

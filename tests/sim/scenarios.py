@@ -168,7 +168,10 @@ def failing(world: Scenario) -> None:
         needed += 3
     steps = world.play()
     computed = world.executor.tokens - began
-    if computed > needed + (failures + 1) * (2 * config.budget + 2 * config.running):
+    again = 2 * config.budget + 2 * config.running
+    if any(group.kind is Kind.STATE for group in config.groups):  # a turn may go back to its checkpoint
+        again += sum(turn.prompt + turn.most for turn in turns) // 2
+    if computed > needed + (failures + 1) * again:
         world.found("failures", f"{failures} failed steps: {computed} tokens were computed, {needed} needed")
     if steps > longest + ISOLATED_WITHIN * 2:
         world.found("failures", f"{failures} failed steps: it took {steps} steps, {longest} would do")

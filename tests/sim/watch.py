@@ -196,7 +196,8 @@ class Watch:
             if rung == 0 and session.memory.turn is None:
                 rung = 2  # a draft that keeps only its text yields what its session holds as one that waits
             rank = rung, (turn or session.policy).priority
-            if rank < victim and all(a >= b for a, b in zip(internals.exclusive(session), event.freed, strict=True)):
+            gives = internals.exclusive(session) if session.memory.turn is None else session.memory.turn.own_units()
+            if rank < victim and all(a >= b for a, b in zip(gives, event.freed, strict=True)):
                 return session
         return None
 

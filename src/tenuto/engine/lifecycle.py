@@ -149,11 +149,15 @@ class Lifecycle:
             self._queue.push(turn)
 
     def pause(self, turn: Turn) -> None:
-        """A running turn leaves its row to another and keeps its memory, as far as it is settled."""
-        memory = turn.session.memory.turn
-        if memory is None or turn.drafting:
-            self.preempt(turn)
+        """A running turn, or a draft in a row, leaves its row to another and keeps its memory, a turn as far as that is
+        settled."""
+        if turn.drafting:
+            self.rest(turn)
+            self._queue.push(turn)
             return
+        memory = turn.session.memory.turn
+        if memory is None:
+            raise InvariantError(f"{turn.name} runs without memory")
         position = memory.cut_to(memory.computed)
         if position < memory.first_position:
             self.preempt(turn)  # it relied on a checkpoint that a step in flight is to fill
