@@ -17,7 +17,7 @@ from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import VOCAB, NaiveTurn
 from tests.sim.setting import MIXES, WorldConfig, engine_config, least_units
 
-THRASHING = 1.5
+THRASHING = 1.75
 """Turns that outgrow memory compute at most so many times what they need; without pressure it is once."""
 ISOLATED_WITHIN = 60
 """Steps from its first failure until a turn that makes steps fail has ended."""

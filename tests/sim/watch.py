@@ -105,7 +105,8 @@ class Watch:
             elif world.steps - step > 2 * world.config.overlap:
                 self._suspicion = None
                 world.found("in vain", message)
-        if not victims or self._failures != world.failures:
+        sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)  # its bounds say little
+        if not victims or self._failures != world.failures or sliding:
             return
         if len(world.engine.batch) == world.config.running:  # for a row, not for memory
             victims = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
@@ -296,7 +297,8 @@ class Watch:
         naive = min((world.turns[t.number] for t in waiting), key=lambda t: t.rank(world.config.aging))
         number, since = self._first
         turn = world.engine.sessions.get(naive.sid).turn
-        if naive.number != number or turn is None or not self.fits(turn):
+        waits_for_others = turn is not None and turn.preempted and len(world.engine.batch)  # who may grow before it
+        if naive.number != number or turn is None or waits_for_others or not self.fits(turn):
             self._first = (naive.number, world.steps)
             return
         patience = STARTS_WITHIN if world.steps - world.failed_at > AFTER_FAILURE else AFTER_FAILURE
@@ -320,7 +322,7 @@ class Watch:
     def drafts_are_computed(self) -> None:
         """At the end, with nothing else to do, every draft for which there is room has been computed."""
         world = self._world
-        if world.waiting() or world.steps - world.failed_at < AFTER_FAILURE:
+        if world.waiting() or len(world.engine.batch) or world.steps - world.failed_at < AFTER_FAILURE:
             return
         room = self._room()
         for session in world.engine.sessions:

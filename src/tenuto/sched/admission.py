@@ -39,7 +39,7 @@ class Admission:
         pressure: Pressure,
         start: Callable[[Turn, tuple[Lease, ...]], None],
         pause: Callable[[Turn], None],
-        drop: Callable[[Session], None],
+        drop: Callable[[Session, str], None],
     ) -> None:
         self._memory = memory
         self._batch = batch
@@ -89,7 +89,7 @@ class Admission:
                 available = memory.free() - self._pledged(turn)
                 for i, group in enumerate(memory.states):
                     available[group] = len(slots[i])
-                if not memory.rows.free or (need > available).any():
+                if not memory.rows.free or (need > available).any() or not self._can_stay(turn, need):
                     return turn
                 mine = tuple(
                     s.take(len(s) - int(need[g]), len(s), self) for s, g in zip(slots, memory.states, strict=True)
@@ -106,7 +106,7 @@ class Admission:
         memory, running = self._memory, self._batch.running()
         need = self._need(turn)
         if turn.session.memory.computed and (need > self._pressure.room_beside([turn])).any():
-            self._drop(turn.session)  # beside what it keeps it would never fit; from nothing it does
+            self._drop(turn.session, "restart")  # beside what it keeps it would never fit; from nothing it does
             return True
         asked = turn.number, self._batch.departures, turn.session.memory.computed
         if running and not turn.drafting and self._refused == asked:
@@ -131,7 +131,28 @@ class Admission:
         if turn.drafting:
             room = self._memory.free() + [self._memory.cache.reclaimable(g) for g in range(len(self._memory.pools))]
             return bool((need + self._pledged(turn) <= room).all())
-        return bool((need + self._pledged(turn) <= self._pressure.room_beside([turn, *kept])).all())
+        wanted = need + self._pledged(turn) + self._growth(turn, kept)
+        return bool((wanted <= self._pressure.room_beside([turn, *kept])).all())
+
+    def _can_stay(self, turn: Turn, need: Longs) -> bool:
+        """Whether a turn that has lost its memory once would not soon lose it again."""
+        kept = [other for other in self._batch.running() if not self._may_yield(other, turn)]
+        return not self._growth(turn, kept).any() or self._fits_beside(turn, need, kept)
+
+    def _growth(self, turn: Turn, kept: list[Turn]) -> Longs:
+        """Pages that `turn`, if it was preempted, and the running turns `kept` are expected to want besides, int64
+        [groups]: each goes on for as long as it has generated, if it may. So what is computed again is worth it."""
+        memory, growth = self._memory, np.zeros(len(self._memory.pools), np.int64)
+        if not turn.preempted or turn.session.memory.turn is not None or not kept:
+            return growth
+        pages = 0
+        for other in (turn, *kept):
+            end = min(other.length + len(other.output), max(other.length, other.last_position))
+            pages += pages_for(end, memory.page_size) - pages_for(other.length, memory.page_size)
+        for group in memory.paged:
+            if memory.spec.groups[group].kind is Kind.FULL:
+                growth[group] = pages
+        return growth
 
     def _may_yield(self, running: Turn, turn: Turn) -> bool:
         """Whether a running turn yields its row and its memory to a waiting one."""
@@ -149,12 +170,12 @@ class Admission:
 
     def _pledged(self, turn: Turn) -> Longs:
         """Pages that running turns, except those that would yield to `turn`, will still acquire for tokens they know
-        already, an upper bound, int64 [groups]."""
+        already and for those they generate until what is released now can be used, an upper bound, int64 [groups]."""
         memory, rows = self._memory, self._memory.rows
         running = [other for other in self._batch.running() if not self._may_yield(other, turn)]
         pledged = np.zeros(len(memory.pools), np.int64)
         order = np.array([self._batch.row_of(turn) for turn in running], np.int64)
-        ends = np.minimum(rows.expected[order], rows.limit[order])
+        ends = np.minimum(rows.expected[order] + 2 * memory.shape.overlap * rows.samples[order], rows.limit[order])
         for i, group in enumerate(memory.paged):
             pages = np.maximum(-(-ends // memory.page_size) - rows.capacity[i, order] // memory.page_size, 0)
             if memory.spec.groups[group].kind is Kind.FULL:

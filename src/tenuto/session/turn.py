@@ -204,6 +204,10 @@ class Turn:
     def running(self) -> bool:
         return self.state is TurnState.RUNNING
 
+    @property
+    def preempted(self) -> bool:
+        return self.state is TurnState.PREEMPTED
+
     def rank(self, aging_seconds: float) -> Rank:
         """Sorts turns of one tenant, waiting or running: the lower rank runs first and yields last. Drafts come after
         every turn that someone waits for.
