@@ -1,0 +1,153 @@
+"""What long input costs everyone else: `python -m bench.long_input [MODEL]`.
+
+A server runs as a process of its own. While 16 turns stream, a long chat message is sent, and the longest time between
+two pieces of any of the streams is taken, beside the longest of a quiet stretch. Memory is that of the engine process.
+The witness takes `STEP_SECONDS` a step, so that its streams are as even as those of a real model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+STREAMS = 16
+STEP_SECONDS = 0.004
+CONTEXT = {"witness": 8192, "smollm2": 2048}
+"""Tokens, by the model's name."""
+LONGEST_TOKEN = {"witness": 12, "smollm2": 81}
+"""Bytes. A text of so many for every token of the context may fit, for all that can be said without encoding it."""
+QUIET_SECONDS = 3.0
+WORDS = "the quick brown fox jumps over the lazy dog and "
+
+
+@contextmanager
+def server(model: str, context: int) -> Iterator[tuple[str, int]]:
+    """The address of a server, and its engine's process id, while the block runs."""
+    command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0"]
+    command += ["--model", model, "--context-length", str(context), "--log-level", "error"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = next(found[1] for line in process.stdout if (found := re.match(r"listening +(http://\S+)", line)))
+        yield url, int(httpx.get(f"{url}/v1/engine").json()["pid"])
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def resident(pid: int) -> float:
+    """MB of memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    return int(found[1]) / 1000 if found else float("nan")
+
+
+def chat(url: str, session: str, text: str) -> str:
+    """Send a message to a session of its own, and say what came of it."""
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=120)
+    body = {"input": [{"role": "user", "content": text}], "max_new_tokens": 1, "stream": False}
+    connection.request(
+        "POST", f"/v1/sessions/{session}/turns", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    answer = connection.getresponse()
+    said = json.loads(answer.read())
+    connection.close()
+    return f"{answer.status} {said['error']['code'] if 'error' in said else said['reason']}"
+
+
+class Streams:
+    """Turns that stream without end, and when their pieces came."""
+
+    def __init__(self, url: str) -> None:
+        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None))
+        self._latest = [0.0] * STREAMS
+        self._longest = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Streams:
+        self._tasks = [asyncio.ensure_future(self._follow(number)) for number in range(STREAMS)]
+        while not all(self._latest):
+            await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _follow(self, number: int) -> None:
+        while True:
+            session = (await self._client.post("/v1/sessions", json={})).json()["id"]
+            body = {"input": [number + 1], "ignore_eos": True}
+            async with self._client.stream("POST", f"/v1/sessions/{session}/turns", json=body) as response:
+                self._latest[number] = time.perf_counter()
+                async for _ in response.aiter_raw():
+                    now = time.perf_counter()
+                    self._longest = max(self._longest, now - self._latest[number])
+                    self._latest[number] = now
+            self._latest[number] = time.perf_counter()
+
+    async def longest_gap(self, work: Callable[[], str]) -> tuple[float, str]:
+        """Seconds between two pieces of a stream, at the most, while `work` is done in a thread; and what it says."""
+        now = time.perf_counter()
+        self._latest, self._longest = [max(now, latest) for latest in self._latest], 0.0
+        said = await asyncio.to_thread(work)
+        waited = time.perf_counter()
+        await asyncio.sleep(0.5)  # pieces that were held up are here
+        return max(self._longest, *(waited - latest for latest in self._latest)), said
+
+
+def text_of(url: str, size: int) -> str:
+    """Words, `size` bytes of them."""
+    return (WORDS * (size // len(WORDS) + 1))[:size]
+
+
+def fitting(url: str, context: int) -> str:
+    """A text that fills most of the context."""
+    probe = httpx.post(f"{url}/generate", json={"text": WORDS * 8, "sampling_params": {"max_new_tokens": 0}}, timeout=60)
+    each = probe.json()["meta_info"]["prompt_tokens"] / 8
+    return WORDS * int((context - 64) / each)
+
+
+async def run(model: str) -> None:
+    """Measure every length."""
+    name = model.partition(":")[0]
+    context = CONTEXT.get(name, 2048)
+    with server(model, context) as (url, pid):
+        cases = [("fits, and is accepted", fitting(url, context))]
+        cases += [(f"{size} MB, refused", text_of(url, size * 2**20)) for size in (8, 16, 31)]
+        cases += [("might fit, refused when encoded", "\u0416!x" * (context * LONGEST_TOKEN.get(name, 12) // 4 - 99))]
+        print(f"{model}, context {context}: {STREAMS} streams; engine {resident(pid):.0f} MB at first")
+        print(f"{'message':<38}{'longest gap, ms':>16}{'answered after, s':>19}{'engine, MB':>12}   answer")
+        async with Streams(url) as streams:
+            gap, _ = await streams.longest_gap(lambda: str(time.sleep(QUIET_SECONDS)))
+            print(f"{'none':<38}{1000 * gap:>16.0f}{'':>19}{resident(pid):>12.0f}")
+            for label, text in cases:
+                session = httpx.post(f"{url}/v1/sessions", json={}).json()["id"]
+                began = time.perf_counter()
+                gap, said = await streams.longest_gap(lambda text=text, session=session: chat(url, session, text))
+                took = time.perf_counter() - began - 0.5
+                await asyncio.sleep(1.0)
+                print(f"{label:<38}{1000 * gap:>16.0f}{took:>19.2f}{resident(pid):>12.0f}   {said}", flush=True)
+
+
+def main(model: str = f"witness:{STEP_SECONDS}") -> None:
+    """Print the table."""
+    asyncio.run(run(model))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
