@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 from urllib.parse import urlsplit
 
 import httpx
@@ -36,7 +37,7 @@ def server(model: str, context: int) -> Iterator[tuple[str, int]]:
     """The address of a server, and its engine's process id, while the block runs."""
     command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0"]
     command += ["--model", model, "--context-length", str(context), "--log-level", "error"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own command
     try:
         assert process.stdout is not None
         url = next(found[1] for line in process.stdout if (found := re.match(r"listening +(http://\S+)", line)))
@@ -71,12 +72,12 @@ class Streams:
     """Turns that stream without end, and when their pieces came."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None))
+        self._client = httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
         self._latest = [0.0] * STREAMS
         self._longest = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Streams:
+    async def __aenter__(self) -> Self:
         self._tasks = [asyncio.ensure_future(self._follow(number)) for number in range(STREAMS)]
         while not all(self._latest):
             await asyncio.sleep(0.01)
@@ -110,14 +111,16 @@ class Streams:
         return max(self._longest, *(waited - latest for latest in self._latest)), said
 
 
-def text_of(url: str, size: int) -> str:
+def text_of(size: int) -> str:
     """Words, `size` bytes of them."""
     return (WORDS * (size // len(WORDS) + 1))[:size]
 
 
 def fitting(url: str, context: int) -> str:
     """A text that fills most of the context."""
-    probe = httpx.post(f"{url}/generate", json={"text": WORDS * 8, "sampling_params": {"max_new_tokens": 0}}, timeout=60)
+    probe = httpx.post(
+        f"{url}/generate", json={"text": WORDS * 8, "sampling_params": {"max_new_tokens": 0}}, timeout=60
+    )
     each = probe.json()["meta_info"]["prompt_tokens"] / 8
     return WORDS * int((context - 64) / each)
 
@@ -128,7 +131,7 @@ async def run(model: str) -> None:
     context = CONTEXT.get(name, 2048)
     with server(model, context) as (url, pid):
         cases = [("fits, and is accepted", fitting(url, context))]
-        cases += [(f"{size} MB, refused", text_of(url, size * 2**20)) for size in (8, 16, 31)]
+        cases += [(f"{size} MB, refused", text_of(size * 2**20)) for size in (8, 16, 31)]
         cases += [("might fit, refused when encoded", "\u0416!x" * (context * LONGEST_TOKEN.get(name, 12) // 4 - 99))]
         print(f"{model}, context {context}: {STREAMS} streams; engine {resident(pid):.0f} MB at first")
         print(f"{'message':<38}{'longest gap, ms':>16}{'answered after, s':>19}{'engine, MB':>12}   answer")

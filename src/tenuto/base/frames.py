@@ -29,6 +29,8 @@ class FrameReader:
             end = start + _LENGTH.size + length
             if len(buffer) < end:
                 break
-            yield bytes(buffer[start + _LENGTH.size : end])
+            with memoryview(buffer) as whole, whole[start + _LENGTH.size : end] as part:
+                payload = bytes(part)
             start = end
+            yield payload
         del buffer[:start]

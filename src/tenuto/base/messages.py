@@ -87,7 +87,7 @@ class StartTurn(Request, frozen=True, kw_only=True):
     text, token ids or messages. `options`: fields of `TurnOptions`. `version`: the session's must be that.
     `keep_bos` false: a beginning-of-sequence token at the start of an input to a session with a history is dropped, if
     the tokenizer adds one by itself. `echo`: the ticket has the prompt's tokens and text. `markup`: control tokens that
-    are written out in a text are those tokens.
+    are written out in a text are those tokens. `name`: by which it can be withdrawn, unlike any other.
     """
 
     kind: str
@@ -100,15 +100,24 @@ class StartTurn(Request, frozen=True, kw_only=True):
     echo: bool = False
     most_tokens: int | None = None
     markup: bool = False
+    name: str = ""
 
 
 class Draft(Request, frozen=True, kw_only=True):
-    """Answer: `SessionView`."""
+    """Answer: `SessionView`. `name`: as of `StartTurn`."""
 
     session: str
     input: str | list[Any]
     version: int | None = None
     most_tokens: int | None = None
+    name: str = ""
+
+
+class Withdraw(Request, frozen=True, kw_only=True):
+    """Nobody waits any more for the `StartTurn` or `Draft` of this name: if its input is not in the engine yet, it is
+    refused, and otherwise nothing changes. Answer: whether it was still on its way."""
+
+    name: str
 
 
 class AbortTurn(Request, frozen=True, kw_only=True):
@@ -186,6 +195,7 @@ AnyRequest = (
     | ListTurns
     | StartTurn
     | Draft
+    | Withdraw
     | AbortTurn
     | Fork
     | Trim

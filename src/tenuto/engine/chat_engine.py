@@ -8,9 +8,10 @@ from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 from tenuto.base.checks import items, shown, whole
-from tenuto.base.errors import InvalidRequest, VersionMismatch
+from tenuto.base.errors import InvalidRequest, InvariantError, NotFound, VersionMismatch
 from tenuto.engine.chats import ChatLog
 from tenuto.engine.engine import Engine
+from tenuto.engine.rendering import Basis, Prepared, Renderer
 from tenuto.session.session import Policy, Session
 from tenuto.session.turn import Turn, TurnParams
 from tenuto.text.chat import ChatTemplate, Conversation
@@ -20,8 +21,11 @@ from tenuto.text.tokenizer import Tokenizer
 
 class ChatEngine:
     """Renders what turns are given against the history of their sessions, and has `engine` do the rest. As `engine`, it
-    belongs to one thread. Where an operation takes a `version`, it is refused with `VersionMismatch` unless the
-    session's is that.
+    belongs to one thread, except for `guess` and `prepare`. Where an operation takes a `version`, it is refused with
+    `VersionMismatch` unless the session's is that.
+
+    `turn` and `draft` render and begin in one go. Whoever must not hold the engine up meanwhile gets a `basis`, or
+    guesses one, prepares the input in another thread, and gives it to `begin` or `begin_draft`.
 
     Invariant: `_logs` has an entry for every session opened here.
     """
@@ -30,6 +34,7 @@ class ChatEngine:
         self.engine = engine
         self._template = template
         self._tokenizer = tokenizer
+        self._renderer = Renderer(template, tokenizer)
         self._logs: WeakKeyDictionary[Session, ChatLog] = WeakKeyDictionary()
 
     def session(self, session_id: str, version: int | None = None) -> Session:
@@ -40,33 +45,86 @@ class ChatEngine:
         return session
 
     def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
-        """As `Engine.open`; `system` is put before the first messages."""
-        log = ChatLog(self._template, self._tokenizer, system)
+        """As `Engine.open`; `system` is put before the first messages. Raises `ContextExceeded` if it alone would not
+        fit."""
+        log = ChatLog(self._template, system)
+        if system is not None and self._tokenizer is not None:
+            self._tokenizer.require_room(system.strip(), self.engine.config.context_length)
         session = self.engine.open(session_id, policy)
         self._logs[session] = log
         return session
+
+    # -- input in steps
+
+    def basis(self, session_id: str, version: int | None = None) -> Basis:
+        """What the session's next input is to be rendered against. Raises `NotFound`, `VersionMismatch`."""
+        session = self.session(session_id, version)
+        return self._logs[session].basis(session)
+
+    def guess(self, session_id: str) -> Basis | None:
+        """As `basis`, for any thread: what it returns may have changed meanwhile, or never have been so, and `begin`
+        will tell. `None` if there is nothing to go by."""
+        try:
+            return self.basis(session_id)
+        except (NotFound, LookupError):  # it changes while it is looked at
+            return None
+
+    def opening(self) -> Basis:
+        """What the input of an ephemeral session is rendered against. For any thread."""
+        return Basis(session="", room=self.engine.config.context_length)
+
+    def prepare(self, basis: Basis, prompt: Prompt, *, generate: bool) -> Prepared:
+        """For any thread; see `Renderer.prepare`."""
+        return self._renderer.prepare(basis, prompt, generate=generate)
+
+    def begin(
+        self,
+        session_id: str,
+        prepared: Prepared,
+        params: TurnParams,
+        *,
+        generate: bool = True,
+        version: int | None = None,
+    ) -> Turn | None:
+        """As `turn`. `None`, and nothing was done, if the input has to be prepared again: the session has changed."""
+        session = self.session(session_id, version)
+        log, start = self._logs[session], len(session.history)
+        if log.basis(session) != prepared.basis:
+            return None
+        if not generate:
+            params = replace(params, max_new_tokens=0)
+        turn = self.engine.submit(session_id, prepared.tokens, _with_stops(params, log, prepared.conversation))
+        log.note(start, len(prepared.tokens), prepared.conversation)
+        return turn
+
+    def begin_one_shot(self, prepared: Prepared, params: TurnParams, policy: Policy) -> Turn:
+        """As `one_shot`, of input that was prepared against `opening`."""
+        session = self.open(None, replace(policy, ephemeral=True))
+        try:
+            return _begun(self.begin(session.id, prepared, params, generate=params.max_new_tokens != 0))
+        except BaseException:
+            self.engine.close(session.id)
+            raise
+
+    def begin_draft(self, session_id: str, prepared: Prepared, version: int | None = None) -> Turn | None:
+        """As `draft`; see `begin`."""
+        if self.basis(session_id, version) != prepared.basis:
+            return None
+        return self.engine.draft(session_id, prepared.tokens)
+
+    # -- turns
 
     def turn(
         self, session_id: str, prompt: Prompt, params: TurnParams, *, generate: bool = True, version: int | None = None
     ) -> Turn:
         """A turn, or without `generate` a prefill-only one."""
-        session = self.session(session_id, version)
-        log, start = self._logs[session], len(session.history)
-        tokens, conversation = log.render(session, prompt, generate=generate)
-        if not generate:
-            params = replace(params, max_new_tokens=0)
-        turn = self.engine.submit(session_id, tokens, _with_stops(params, log, conversation))
-        log.note(start, len(tokens), conversation)
-        return turn
+        prepared = self.prepare(self.basis(session_id, version), prompt, generate=generate)
+        return _begun(self.begin(session_id, prepared, params, generate=generate))
 
     def one_shot(self, prompt: Prompt, params: TurnParams, policy: Policy) -> Turn:
         """The only turn of an ephemeral session."""
-        session = self.open(None, replace(policy, ephemeral=True))
-        try:
-            return self.turn(session.id, prompt, params, generate=params.max_new_tokens != 0)
-        except BaseException:
-            self.engine.close(session.id)
-            raise
+        prepared = self.prepare(self.opening(), prompt, generate=params.max_new_tokens != 0)
+        return self.begin_one_shot(prepared, params, policy)
 
     def regenerate(self, session_id: str, params: TurnParams, version: int | None = None) -> Turn:
         """See `Engine.regenerate`."""
@@ -76,8 +134,8 @@ class ChatEngine:
 
     def draft(self, session_id: str, prompt: Prompt, version: int | None = None) -> Turn:
         """See `Engine.draft`."""
-        session = self.session(session_id, version)
-        return self.engine.draft(session_id, self._logs[session].render(session, prompt, generate=False)[0])
+        prepared = self.prepare(self.basis(session_id, version), prompt, generate=False)
+        return _begun(self.begin_draft(session_id, prepared))
 
     def fork(
         self, session_id: str, *, turn: int | None = None, position: int | None = None, child: str | None = None
@@ -115,6 +173,13 @@ class ChatEngine:
             self.engine.close(trimmed.id)
             raise
         return trimmed
+
+
+def _begun(turn: Turn | None) -> Turn:
+    """A turn whose input was prepared against a session that nobody else could change meanwhile."""
+    if turn is None:
+        raise InvariantError("a session has changed between two operations of its engine's thread")
+    return turn
 
 
 def _with_stops(params: TurnParams, log: ChatLog, conversation: Conversation | None) -> TurnParams:

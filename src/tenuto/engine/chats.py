@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tenuto.base.checks import shown
-from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.base.errors import InvalidRequest
+from tenuto.engine.rendering import Basis
 from tenuto.session.session import Session
-from tenuto.text.chat import ChatTemplate, Conversation, Message, Rendered
-from tenuto.text.prompt import Prompt
-from tenuto.text.tokenizer import Tokenizer
+from tenuto.text.chat import ChatTemplate, Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +38,27 @@ class ChatLog:
     refers to, until the next turn at that place overwrites it. `regenerate` keeps a turn's start, and so its note.
     """
 
-    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer | None, system: str | None) -> None:
+    def __init__(self, template: ChatTemplate | None, system: str | None) -> None:
         """`system` opens the conversation. Raises `InvalidRequest` if there is no template for it."""
         if system is not None and not isinstance(system, str):
             raise InvalidRequest(f"system is {shown(system)}; allowed: text, or none")
         if system is not None and template is None:
             raise InvalidRequest("a system message needs a model with a chat template")
         self._template = template
-        self._tokenizer = tokenizer
         self.system = system
         self._turns: dict[int, _Turn] = {}  # by the turn's first position
 
-    def render(self, session: Session, prompt: Prompt, *, generate: bool) -> tuple[list[int], Conversation | None]:
-        """The tokens that append `prompt` to the session's history, and what the conversation then is. Raises
-        `InvalidRequest`, or `IllegalTransition` if the history is not one that messages can follow."""
-        if prompt.messages:
-            rendered = self._render(session, list(prompt.messages), generate=generate)
-            return rendered.tokens, rendered.conversation
-        if not session.history:
-            return self._opening_tokens(prompt), None
-        if not prompt.tokens and self._has_messages(session):
-            rendered = self._render(session, [], generate=generate)
-            return rendered.tokens, rendered.conversation
-        return list(prompt.tokens), None
+    def basis(self, session: Session) -> Basis:
+        """What the session's next input is rendered against."""
+        turn = self._turns.get(session.records[-1].start) if session.records else None
+        return Basis(
+            session=session.id,
+            room=session.context_left,
+            system=self.system,
+            last_token=session.history[-1] if session.history else None,
+            conversation=turn.conversation if turn is not None else None,
+            cut=turn is not None and len(session.history) < turn.input_end,
+        )
 
     def note(self, start: int, length: int, conversation: Conversation | None) -> None:
         """A turn with `length` input tokens starts at `start`; committed, it makes the conversation this."""
@@ -69,7 +66,7 @@ class ChatLog:
 
     def fork(self, position: int) -> ChatLog:
         """The log of a session with the first `position` tokens of this one."""
-        child = ChatLog(self._template, self._tokenizer, self.system)
+        child = ChatLog(self._template, self.system)
         child._turns = {start: turn for start, turn in self._turns.items() if start < position}
         return child
 
@@ -108,38 +105,3 @@ class ChatLog:
         """What the last turn made of the conversation; `None` if it was not made of messages."""
         turn = self._turns.get(session.records[-1].start) if session.records else None
         return turn.conversation if turn is not None else None
-
-    def _has_messages(self, session: Session) -> bool:
-        return self.of_last_turn(session) is not None
-
-    def _opening_tokens(self, prompt: Prompt) -> list[int]:
-        if self.system is not None and prompt.tokens:
-            raise InvalidRequest("the session has a system message; its first turn must be one of chat messages")
-        tokenizer = self._tokenizer
-        if prompt.text and tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None:
-            return [tokenizer.bos_id, *prompt.tokens]
-        return list(prompt.tokens)
-
-    def _render(self, session: Session, messages: list[Message], *, generate: bool) -> Rendered:
-        if self._template is None:
-            raise InvalidRequest("this model has no chat template; give text or token ids instead of messages")
-        if not session.history:
-            if self.system is not None and messages[0].role != "system":
-                messages.insert(0, Message("system", self.system))
-            return self._template.opening(messages, generate)
-        earlier = self._conversation(session)
-        return self._template.delta(earlier, messages, last_token=session.history[-1], generate=generate)
-
-    def _conversation(self, session: Session) -> Conversation:
-        turn = self._turns.get(session.records[-1].start)
-        if turn is None or turn.conversation is None:
-            raise IllegalTransition(
-                f"messages cannot follow in session {session.id}: its last turn was raw text or tokens; allowed: "
-                "rewind to a turn made of messages"
-            )
-        if len(session.history) < turn.input_end:
-            raise IllegalTransition(
-                f"messages cannot follow in session {session.id}: its history was cut inside a turn's input; allowed: "
-                "rewind to the end of a turn, or into its output"
-            )
-        return turn.conversation

@@ -20,6 +20,7 @@ from tenuto.session.turn import Turn, TurnResult
 log = logging.getLogger("tenuto.engine")
 
 T = TypeVar("T")
+MaybeTurn = TypeVar("MaybeTurn", Turn, Turn | None)
 
 IDLE_SECONDS = 0.1
 """With nothing to compute, how often the clock is looked at: deadlines and idle timeouts are this exact."""
@@ -74,16 +75,17 @@ class EngineLoop:
         self._post(_Command(work, future))
         return future
 
-    def start(self, work: Callable[[Engine], Turn], subscriber: Subscriber) -> Future[Turn]:
-        """As `call`, with work that opens a turn; `subscriber` then gets its events, or the error."""
+    def start(self, work: Callable[[Engine], MaybeTurn], subscriber: Subscriber) -> Future[MaybeTurn]:
+        """As `call`, with work that opens a turn, if it does; `subscriber` then gets its events, or the error."""
 
-        def start_turn(engine: Engine) -> Turn:
+        def start_turn(engine: Engine) -> MaybeTurn:
             try:
                 turn = work(engine)
             except TenutoError as error:
                 subscriber(error)
                 raise
-            self._subscriptions[turn.number] = _Subscription(turn, subscriber)
+            if turn is not None:
+                self._subscriptions[turn.number] = _Subscription(turn, subscriber)
             return turn
 
         return self.call(start_turn)

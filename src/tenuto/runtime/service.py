@@ -50,13 +50,16 @@ from tenuto.base.messages import (
     Trim,
     TurnUpdate,
     Updates,
+    Withdraw,
     WorkerSettings,
 )
 from tenuto.base.sampling import TokenLogprob
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop, TurnEvent
+from tenuto.engine.rendering import Basis, Prepared
 from tenuto.memory.audit import AuditReport
+from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.models import Model, build_engine, engine_config, load_model, server_budget
 from tenuto.session.options import TurnOptions, turn_params
 from tenuto.session.session import Policy, Session
@@ -70,7 +73,8 @@ MOST_LISTED = 1000
 
 class Service:
     """One engine, spoken to by messages. `handle` is called by one thread at a time, `send` in any; it must not
-    block."""
+    block. What is asked of a session is done in the order in which it was asked, except that input has to become tokens
+    first, and other requests may be done meanwhile."""
 
     def __init__(
         self, model: Model, config: EngineConfig, memory_bytes: int | None, send: Callable[[AnyReply], None]
@@ -84,10 +88,12 @@ class Service:
         self._updates: list[TurnUpdate] = []  # of the round; the engine's thread alone
         self._describe = self._describe_model(engine)
         self._loop = EngineLoop(engine, self._stopped, after_round=self._flush)
+        self._intake = Intake(self._chats, self._loop)
 
     def close(self) -> None:
         """Stop after the step in progress; turns that are open end with `EngineStopped`."""
         self._loop.close()
+        self._intake.close()
 
     def handle(self, request: Request) -> None:
         """Answer a request, now or later."""
@@ -116,6 +122,11 @@ class Service:
     def _do(self, request: Request, work: Callable[[Engine], Any]) -> None:
         """Have `work` done in the engine's thread, and answer with what it returns."""
         self._loop.call(work).add_done_callback(lambda done: self._reply(request.call, done))
+
+    def _reply_refusal(self, call: int, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._refuse(call, error)
 
     def _reply(self, call: int, done: Future[Any]) -> None:
         error = done.exception()
@@ -251,38 +262,59 @@ class Service:
     def _(self, request: StartTurn) -> None:
         if request.kind not in ("turn", "append", "regenerate"):
             raise InvalidRequest(f"kind is {request.kind!r}; allowed: turn, append, regenerate")
-        prompt = self._prompt(request)
         params = turn_params(cast("TurnOptions", request.options))
-
-        def work(engine: Engine) -> Turn:
-            self._check_use(engine, request.tenant, None, request.most_tokens)
-            return self._start(request, prompt, params)
-
-        def reply(done: Future[Turn]) -> None:
-            error = done.exception()
-            if error is not None:
-                self._refuse(request.call, error)
-            else:
-                self._answer(request.call, self._ticket(done.result(), echo=request.echo))
-
-        self._loop.start(work, _Outlet(request.call, self)).add_done_callback(reply)
-
-    def _start(self, request: StartTurn, prompt: Prompt, params: TurnParams) -> Turn:
-        if request.session is None:
-            return self._chats.one_shot(prompt, params, Policy(tenant=request.tenant))
+        outlet = _Outlet(request.call, self)
         if request.kind == "regenerate":
-            return self._chats.regenerate(request.session, params, request.version)
-        session = self._chats.session(request.session)
-        if not request.keep_bos and session.history:
-            prompt = self._without_bos(prompt)
-        generate = request.kind == "turn"
-        return self._chats.turn(request.session, prompt, params, generate=generate, version=request.version)
+            if request.session is None:
+                raise InvalidRequest("there is nothing to generate again; name a session")
+            started = self._loop.start(lambda engine: self._regenerate(engine, request, params), outlet)
+            started.add_done_callback(lambda done: self._reply_refusal(request.call, done))
+            return
+        self._intake.put(
+            Input(
+                name=request.name,
+                session=request.session,
+                size=size_of(request.input),
+                generate=params.max_new_tokens != 0 if request.session is None else request.kind == "turn",
+                basis=lambda engine: self._basis(engine, request, request.tenant),
+                parse=lambda basis: self._prompt(request, basis),
+                begin=lambda engine, prepared: self._begin(engine, request, params, prepared),
+                post=lambda work: self._loop.start(work, outlet),
+                reply=lambda turn: self._answer(request.call, self._ticket(turn, echo=request.echo)),
+                refuse=lambda error: self._refuse(request.call, error),
+            )
+        )
 
-    def _prompt(self, request: StartTurn) -> Prompt:
+    def _regenerate(self, engine: Engine, request: StartTurn, params: TurnParams) -> Turn:
+        assert request.session is not None
+        self._check_use(engine, request.tenant, None, request.most_tokens)
+        turn = self._chats.regenerate(request.session, params, request.version)
+        self._answer(request.call, self._ticket(turn, echo=request.echo))  # before anything that the turn brings
+        return turn
+
+    def _basis(self, engine: Engine, request: StartTurn | Draft, tenant: str | None = None) -> Basis:
+        if request.session is None:
+            return self._chats.opening()
+        basis = self._chats.basis(request.session, request.version)
+        tenant = engine.sessions.get(request.session).policy.tenant if tenant is None else tenant
+        self._check_use(engine, tenant, None, request.most_tokens)
+        return basis
+
+    def _begin(self, engine: Engine, request: StartTurn, params: TurnParams, prepared: Prepared) -> Turn | None:
+        self._check_use(engine, request.tenant, None, request.most_tokens)
+        if request.session is None:
+            return self._chats.begin_one_shot(prepared, params, Policy(tenant=request.tenant))
+        generate = request.kind == "turn"
+        return self._chats.begin(request.session, prepared, params, generate=generate, version=request.version)
+
+    def _prompt(self, request: StartTurn, basis: Basis) -> Prompt:
         tokenizer = self._model.tokenizer
         if request.markup and isinstance(request.input, str) and tokenizer is not None:
-            return Prompt(tokens=tuple(tokenizer.encode(request.input, special=True)), text=True)
-        return parse_input(request.input, tokenizer)
+            tokenizer.require_room(request.input, basis.room + 1)  # of which one may be left out
+            prompt = Prompt(tokens=tuple(tokenizer.encode(request.input, special=True)), text=True)
+        else:
+            prompt = parse_input(request.input, tokenizer, basis.room + 1)
+        return prompt if request.keep_bos or basis.empty else self._without_bos(prompt)
 
     def _without_bos(self, prompt: Prompt) -> Prompt:
         tokenizer = self._model.tokenizer
@@ -292,15 +324,28 @@ class Service:
 
     @_handle.register
     def _(self, request: Draft) -> None:
-        prompt = parse_input(request.input, self._model.tokenizer)
+        def begin(engine: Engine, prepared: Prepared) -> Turn | None:
+            self._basis(engine, request)
+            return self._chats.begin_draft(request.session, prepared, request.version)
 
-        def work(engine: Engine) -> SessionView:
-            session = self._chats.session(request.session, request.version)
-            self._check_use(engine, session.policy.tenant, None, request.most_tokens)
-            self._chats.draft(request.session, prompt)
-            return self._view(session)
+        self._intake.put(
+            Input(
+                name=request.name,
+                session=request.session,
+                size=size_of(request.input),
+                generate=False,
+                basis=lambda engine: self._basis(engine, request),
+                parse=lambda basis: parse_input(request.input, self._model.tokenizer, basis.room),
+                begin=begin,
+                post=self._loop.call,
+                reply=lambda turn: self._answer(request.call, self._view(turn.session)),
+                refuse=lambda error: self._refuse(request.call, error),
+            )
+        )
 
-        self._do(request, work)
+    @_handle.register
+    def _(self, request: Withdraw) -> None:
+        self._answer(request.call, self._intake.withdraw(request.name))
 
     @_handle.register
     def _(self, request: AbortTurn) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from queue import SimpleQueue
 
 import msgspec
@@ -20,6 +21,8 @@ from tenuto.base.messages import AnyReply, AnyRequest, Describe, Refusal, Worker
 from tenuto.runtime.service import Service, open_service
 
 RECEIVE_BYTES = 2**18
+
+_decoder = msgspec.msgpack.Decoder(AnyRequest)
 
 
 class Writer:
@@ -52,15 +55,9 @@ def run(connection: socket.socket) -> None:
     """Serve until the other side closes the connection."""
     writer, frames = Writer(connection), FrameReader()
     service: Service | None = None
-    decoder = msgspec.msgpack.Decoder(AnyRequest)
     try:
         while received := connection.recv(RECEIVE_BYTES):
-            for payload in frames.feed(received):
-                if service is None:
-                    service = open_service(msgspec.msgpack.decode(payload, type=WorkerSettings), writer.send)
-                    service.handle(Describe(call=0))
-                else:
-                    service.handle(decoder.decode(payload))
+            service = _obey(frames.feed(received), service, writer)
     except TenutoError as error:
         writer.send(Refusal(call=0, code=error.code, message=str(error)))
     except ConnectionError:  # as good as closed
@@ -69,6 +66,17 @@ def run(connection: socket.socket) -> None:
         if service is not None:
             service.close()
         writer.close()
+
+
+def _obey(payloads: Iterator[bytes], service: Service | None, writer: Writer) -> Service | None:
+    """Handle what has been received; nothing of it is held on to. The service, once the first message has made it."""
+    for payload in payloads:
+        if service is None:
+            service = open_service(msgspec.msgpack.decode(payload, type=WorkerSettings), writer.send)
+            service.handle(Describe(call=0))
+        else:
+            service.handle(_decoder.decode(payload))
+    return service
 
 
 def main() -> None:

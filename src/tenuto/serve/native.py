@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest, TenutoError
 from tenuto.base.messages import (
@@ -257,19 +259,28 @@ async def append(
 
 @router.put("/{session_id}/draft", responses=REFUSALS)
 async def draft(
-    edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewDraft, response: Response, if_match: IfMatch = None
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    body: NewDraft,
+    request: Request,
+    response: Response,
+    if_match: IfMatch = None,
 ) -> Session:
     """Give the whole text so far, again with every change: what stays the same is computed once. It is no history until
     a turn with it is started; a draft nobody changes is given up."""
-    view = await edge.link.call(
-        Draft(
-            session=inner_id(tenant, session_id),
-            input=_input(body.input),
-            version=_version(if_match),
-            most_tokens=tenant.limits.tokens,
-        ),
-        SessionView,
+    draft = Draft(
+        session=inner_id(tenant, session_id),
+        input=_input(body.input),
+        version=_version(if_match),
+        most_tokens=tenant.limits.tokens,
+        name=f"draft-{secrets.token_hex(12)}",
     )
+    try:
+        view = await while_connected(request, edge.link.call(draft, SessionView))
+    except ClientDisconnect:
+        edge.spawn(edge.desk.withdraw(draft.name))
+        raise
     return _session(edge, view, response)
 
 

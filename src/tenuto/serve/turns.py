@@ -24,7 +24,16 @@ from tenuto.base.errors import (
     TenutoError,
 )
 from tenuto.base.link import Link, TurnNews
-from tenuto.base.messages import AbortTurn, CloseSession, LogprobView, ResultView, StartTurn, Ticket, TurnUpdate
+from tenuto.base.messages import (
+    AbortTurn,
+    CloseSession,
+    LogprobView,
+    ResultView,
+    StartTurn,
+    Ticket,
+    TurnUpdate,
+    Withdraw,
+)
 
 MOST_REMEMBERED = 4096
 """Ended turns that are kept for readers who come back, and for repeated requests."""
@@ -70,7 +79,7 @@ class LiveTurn:
 
     def __init__(self, request: StartTurn, *, continues: bool) -> None:
         self.id = f"turn-{secrets.token_hex(12)}"
-        self.request = request
+        self.request = msgspec.structs.replace(request, name=self.id)
         self.continues = continues  # also when nobody reads
         self.updates: list[TurnUpdate] = []
         self.ticket: Ticket | None = None
@@ -451,4 +460,11 @@ class TurnDesk:
 
     async def _abort_quietly(self, turn: LiveTurn) -> None:
         with suppress(TenutoError):  # the session is gone, or the engine
+            if not turn.answered.is_set():
+                await self.withdraw(turn.id)
             await self.abort(turn)
+
+    async def withdraw(self, name: str) -> None:
+        """Nobody waits any more for what has this name; see `messages.Withdraw`."""
+        with suppress(TenutoError):
+            await self._link.call(Withdraw(name=name), bool)

@@ -119,10 +119,11 @@ class ChatTemplate:
         self.stop_ids = frozenset({*tokenizer.eos_ids, *([first] if isinstance(first, int) else [])})
         """The tokens that end an answer."""
 
-    def opening(self, messages: Sequence[Message], generate: bool = True) -> Rendered:
+    def opening(self, messages: Sequence[Message], generate: bool = True, room: int | None = None) -> Rendered:
         """The tokens of a session's first turn; nothing is to be put before them. With `generate` they end where the
         assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages,
-        or the template does not allow these."""
+        or the template does not allow these, and `ContextExceeded` if they are certainly more than `room`: then they
+        have been rendered, but not encoded."""
         if not messages:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
         system = messages[0].role == "system"
@@ -131,24 +132,31 @@ class ChatTemplate:
         later = Conversation(system=system, dialogue=False, role="system").then(messages, generate)
         guard = self._guard(messages)
         text = self._template.render(_protected(messages, guard), generate)
-        return Rendered(guard.encode(text if generate else self._unclosed(text, later)), later)
+        return Rendered(guard.encode(text if generate else self._unclosed(text, later), room), later)
 
     def delta(
-        self, earlier: Conversation, messages: Sequence[Message], *, last_token: int, generate: bool = True
+        self,
+        earlier: Conversation,
+        messages: Sequence[Message],
+        *,
+        last_token: int,
+        generate: bool = True,
+        room: int | None = None,
     ) -> Rendered:
         """The tokens that append `messages` to a history that is `earlier` and ends with `last_token`. They begin with
         what closes the last message; of that, an end-of-turn token which is already there is left out.
 
         Without messages, an answer that did not end is continued, which takes no tokens; after one that did, or after
         another role's message, the assistant is asked to speak. Raises `InvalidRequest` if the template does not allow
-        these messages here."""
+        these messages here, and `ContextExceeded` as `opening` does."""
         answering = earlier.role == "assistant"
         ended = answering and last_token in self.stop_ids
         if not messages and (not generate or (answering and not ended)):
             return Rendered([], earlier)
         later = earlier.then(messages, generate)
         text, guard = self._tail(earlier, messages, generate=generate)
-        tokens = guard.encode(text if generate else self._unclosed(text, later))
+        most = None if room is None else room + ended  # the one that is left out
+        tokens = guard.encode(text if generate else self._unclosed(text, later), most)
         if ended and tokens[:1] == [last_token]:
             del tokens[0]
         return Rendered(tokens, later)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.text.tokenizer import Tokenizer
+from tenuto.text.tokenizer import WINDOW, Tokenizer
 
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
@@ -19,6 +19,7 @@ class Markup:
         texts = sorted(tokenizer.control_texts)
         either = "|".join(map(re.escape, texts))
         self.starts = re.compile(f"(?={either})" if either else r"(?!)")
+        self.reach = max(map(len, texts), default=1)
         self.first_letters = sorted({text[0] for text in texts})
         self._heads = tuple({text[:cut] for text in texts for cut in range(1, len(text))})
         self._tails = tuple({text[cut:] for text in texts for cut in range(1, len(text))})
@@ -41,31 +42,57 @@ class Guard:
         """`texts` are all that goes into the rendering: the template's source and the messages. Raises
         `InvalidRequest` if they leave no private letter unused."""
         self._markup = markup
-        used = {letter for text in texts for letter in _PRIVATE.findall(text)}
+        used = {letter for text in texts for letter in _private_letters(text)}
         unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
         try:
             self.mark, self.filler = next(unused), next(unused)
             self._stand_ins = {letter: next(unused) for letter in markup.first_letters}
         except StopIteration:
             raise InvalidRequest("messages use all of Unicode's private use plane 15; allowed: a part of it") from None
-        self._letters = str.maketrans({stand_in: letter for letter, stand_in in self._stand_ins.items()})
 
     def protect(self, text: str) -> str:
         """`text` for the template."""
-        pieces, done = [], 0
-        for match in self._markup.starts.finditer(text):
+        return "".join(self._protected(text, at) for at in range(0, len(text), WINDOW))
+
+    def _protected(self, text: str, at: int) -> str:
+        """A window of `text`, from `at` on."""
+        pieces, done, end = [], at, min(at + WINDOW, len(text))
+        for match in self._markup.starts.finditer(text, at, end + self._markup.reach - 1):
             start = match.start()
+            if start >= end:
+                break
             pieces += [text[done:start], self._stand_ins[text[start]]]
             done = start + 1
-        return "".join([*pieces, text[done:]])
+        return "".join([*pieces, text[done:end]])
 
-    def encode(self, rendered: str) -> list[int]:
-        """The tokens of what the template made."""
+    def encode(self, rendered: str, room: int | None = None) -> list[int]:
+        """The tokens of what the template made. Raises `ContextExceeded`, without encoding it, if it certainly has more
+        than `room` tokens."""
         tokenizer = self._markup.tokenizer
+        if room is not None:
+            tokenizer.require_room(rendered, room, self._added_bytes(rendered))
         ids: list[int] = []
         for part in tokenizer.split_markup(rendered):
             if isinstance(part, int):
                 ids.append(part)
             else:
-                ids.extend(tokenizer.encode(part.translate(self._letters)))
+                ids.extend(tokenizer.encode(self._restored(part)))
         return ids
+
+    def _restored(self, text: str) -> str:
+        for letter, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in, letter)
+        return text
+
+    def _added_bytes(self, text: str) -> int:
+        """By how many bytes stand-ins make a text longer."""
+        return sum(
+            text.count(stand_in) * (len(stand_in.encode()) - len(letter.encode()))
+            for letter, stand_in in self._stand_ins.items()
+        )
+
+
+def _private_letters(text: str) -> set[str]:
+    if text.isascii():
+        return set()
+    return {letter for at in range(0, len(text), WINDOW) for letter in _PRIVATE.findall(text, at, at + WINDOW)}

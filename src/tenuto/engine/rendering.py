@@ -1,0 +1,88 @@
+"""A turn's input to tokens, against what its session has. Any thread may do this; it takes no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.text.chat import ChatTemplate, Conversation, Message, Rendered
+from tenuto.text.prompt import Prompt
+from tenuto.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """All that the rendering of a session's next input depends on: against equal ones it comes to the same tokens.
+    `room`: tokens that still fit, which only says what need not be encoded."""
+
+    session: str = field(compare=False)
+    room: int = field(compare=False)
+    system: str | None = None
+    """Opens the conversation."""
+    last_token: int | None = None
+    """Of the history; `None` if that is empty."""
+    conversation: Conversation | None = None
+    """What the last turn made of it; `None` if that was not made of messages."""
+    cut: bool = False
+    """The history ends inside the last turn's input."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no history."""
+        return self.last_token is None
+
+
+class Prepared(NamedTuple):
+    """Input as a turn takes it. `conversation`: what the turn makes of it; see `Basis`."""
+
+    basis: Basis
+    tokens: list[int]
+    conversation: Conversation | None
+
+
+class Renderer:
+    """Renders input with a model's template and tokenizer, if it has them."""
+
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer | None) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+
+    def prepare(self, basis: Basis, prompt: Prompt, *, generate: bool) -> Prepared:
+        """The tokens that append `prompt`. Raises `InvalidRequest`, `IllegalTransition` if the history is not one that
+        messages can follow, and `ContextExceeded` if it is clear that too little room is left."""
+        if prompt.messages or (not prompt.tokens and not basis.empty and basis.conversation is not None):
+            rendered = self._render(basis, list(prompt.messages), generate=generate)
+            return Prepared(basis, rendered.tokens, rendered.conversation)
+        if basis.empty:
+            return Prepared(basis, self._opening_tokens(basis, prompt), None)
+        return Prepared(basis, list(prompt.tokens), None)
+
+    def _opening_tokens(self, basis: Basis, prompt: Prompt) -> list[int]:
+        if basis.system is not None and prompt.tokens:
+            raise InvalidRequest("the session has a system message; its first turn must be one of chat messages")
+        tokenizer = self._tokenizer
+        if prompt.text and tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None:
+            return [tokenizer.bos_id, *prompt.tokens]
+        return list(prompt.tokens)
+
+    def _render(self, basis: Basis, messages: list[Message], *, generate: bool) -> Rendered:
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; give text or token ids instead of messages")
+        if basis.last_token is None:
+            if basis.system is not None and messages[0].role != "system":
+                messages.insert(0, Message("system", basis.system))
+            return self._template.opening(messages, generate, basis.room)
+        if basis.conversation is None:
+            raise IllegalTransition(
+                f"messages cannot follow in session {basis.session}: its last turn was raw text or tokens; allowed: "
+                "rewind to a turn made of messages"
+            )
+        if basis.cut:
+            raise IllegalTransition(
+                f"messages cannot follow in session {basis.session}: its history was cut inside a turn's input; "
+                "allowed: rewind to the end of a turn, or into its output"
+            )
+        return self._template.delta(
+            basis.conversation, messages, last_token=basis.last_token, generate=generate, room=basis.room
+        )

@@ -1,0 +1,200 @@
+"""Makes tokens of what requests bring, in threads of its own: the engine's thread goes on with its steps meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from tenuto.base.errors import EngineStopped, TenutoError, TurnAborted
+from tenuto.engine.chat_engine import ChatEngine
+from tenuto.engine.engine import Engine
+from tenuto.engine.loop import EngineLoop
+from tenuto.engine.rendering import Basis, Prepared
+from tenuto.runtime.heap import give_back
+from tenuto.session.turn import Turn
+from tenuto.text.prompt import Prompt
+
+log = logging.getLogger("tenuto.runtime")
+
+LONG_INPUT = 2**15
+"""Characters, or tokens, from which on input goes the slow way: with its like, so that short input need not wait for
+it, and only after the engine has said that its session would take it."""
+LARGE_INPUT = 2**18
+"""From which on memory is given back when it is done."""
+
+
+@dataclass(slots=True, eq=False)
+class Input:
+    """A request's input on its way into the engine. What it says of the engine's thread happens there, everything else
+    in one of the intake's.
+
+    `name`: by which it can be withdrawn. `session`: the engine's id, `None` for a session of its own. `size`: see
+    `size_of`. `basis` says what to prepare it against, in the engine's thread, and raises what the request is refused
+    for in any case. `parse` may use the room that a basis has. `begin` takes it in, in the engine's thread; `None` if
+    it has to be prepared again. `post` has that done, and `reply` and `refuse` say what came of it."""
+
+    name: str
+    session: str | None
+    size: int
+    generate: bool
+    basis: Callable[[Engine], Basis]
+    parse: Callable[[Basis], Prompt]
+    begin: Callable[[Engine, Prepared], Turn | None]
+    post: Callable[[Callable[[Engine], Turn | None]], Future[Turn | None]]
+    reply: Callable[[Turn], None]
+    refuse: Callable[[BaseException], None]
+    withdrawn: bool = field(default=False, init=False)
+
+
+class Intake:
+    """Takes input in, in the order in which it came as far as one session is concerned.
+
+    Invariant: `_pending` has how much input of each session is on its way, and in which lane; under `_lock`.
+    """
+
+    def __init__(self, chats: ChatEngine, loop: EngineLoop) -> None:
+        self._chats = chats
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._pending: dict[str, tuple[_Lane, int]] = {}
+        self._named: dict[str, Input] = {}
+        self._short, self._long = _Lane("short", self._take), _Lane("long", self._take)
+
+    def put(self, taken: Input) -> None:
+        """Take it in as soon as possible. For any thread."""
+        with self._lock:
+            lane = self._long if taken.size >= LONG_INPUT else self._short
+            if taken.session is not None:
+                lane, count = self._pending.get(taken.session, (lane, 0))
+                self._pending[taken.session] = lane, count + 1
+            if taken.name:
+                self._named[taken.name] = taken
+        lane.put(taken)
+
+    def withdraw(self, name: str) -> bool:
+        """Nobody wants this input any more: it is refused, unless it is in the engine by now. Whether there was any."""
+        with self._lock:
+            taken = self._named.get(name)
+        if taken is None:
+            return False
+        taken.withdrawn = True
+        return True
+
+    def close(self) -> None:
+        """Take in no more, and wait for what is being prepared."""
+        for lane in (self._short, self._long):
+            lane.close()
+
+    # -- in a lane's thread
+
+    def _take(self, taken: Input) -> None:
+        try:
+            self._require_engine()
+            _require_wanted(taken)
+            prepared = self._prepare(taken)
+            taken.post(lambda engine: self._begin(engine, taken, prepared)).add_done_callback(
+                lambda done: self._begun(taken, done)
+            )
+        except TenutoError as error:
+            self._end(taken)
+            taken.refuse(error)
+        except Exception as error:  # our mistake, and one request's
+            log.exception("input could not be taken in")
+            self._end(taken)
+            taken.refuse(error)
+
+    def _require_engine(self) -> None:
+        if self._loop.stopped is not None:
+            raise EngineStopped(self._loop.stopped)
+
+    def _prepare(self, taken: Input) -> Prepared:
+        """Short input is prepared against what its session seems to be; only if that does not go well, or it is long,
+        the engine is asked, which takes a step."""
+        basis = self._guess(taken)
+        while True:
+            sure = basis is None
+            if basis is None:
+                basis = self._loop.call(taken.basis).result()
+                _require_wanted(taken)
+            try:
+                return self._chats.prepare(basis, taken.parse(basis), generate=taken.generate)
+            except TenutoError:
+                if sure:
+                    raise
+            basis = None
+
+    def _guess(self, taken: Input) -> Basis | None:
+        if taken.session is None:
+            return self._chats.opening()
+        return self._chats.guess(taken.session) if taken.size < LONG_INPUT else None
+
+    # -- in the engine's thread
+
+    @staticmethod
+    def _begin(engine: Engine, taken: Input, prepared: Prepared) -> Turn | None:
+        _require_wanted(taken)
+        turn = taken.begin(engine, prepared)
+        if turn is not None:
+            taken.reply(turn)  # before anything that the turn brings
+        return turn
+
+    def _begun(self, taken: Input, done: Future[Turn | None]) -> None:
+        self._end(taken)
+        error = done.exception()
+        if error is not None:
+            taken.refuse(error)
+        elif done.result() is None:
+            self.put(taken)
+
+    def _end(self, taken: Input) -> None:
+        with self._lock:
+            self._named.pop(taken.name, None)
+            if taken.session is not None:
+                lane, count = self._pending.pop(taken.session)
+                if count > 1:
+                    self._pending[taken.session] = lane, count - 1
+
+
+class _Lane:
+    """A thread that takes one after the other."""
+
+    def __init__(self, name: str, take: Callable[[Input], None]) -> None:
+        self._waiting: SimpleQueue[Input | None] = SimpleQueue()
+        self._take = take
+        self._thread = threading.Thread(target=self._run, name=f"tenuto-intake-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, taken: Input) -> None:
+        self._waiting.put(taken)
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (taken := self._waiting.get()) is not None:
+            large = taken.size >= LARGE_INPUT
+            self._take(taken)
+            del taken  # the next may be long in coming
+            if large:
+                give_back()
+
+
+def size_of(given: str | list[Any]) -> int:
+    """Characters of text or messages, or token ids."""
+    if isinstance(given, str):
+        return len(given)
+    if given and isinstance(given[0], dict):
+        return sum(len(str(part.get("content", ""))) for part in given if isinstance(part, dict))
+    return len(given)
+
+
+def _require_wanted(taken: Input) -> None:
+    if taken.withdrawn:
+        raise TurnAborted("the turn was given up before it began")
