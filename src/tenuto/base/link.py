@@ -86,6 +86,7 @@ class Switchboard:
             return await future
         finally:
             self._waiting.pop(number, None)
+            del future  # an error that it has holds this frame, and so the request, until it is collected
 
     def take(self, reply: AnyReply) -> None:
         """The engine has said something."""

@@ -373,7 +373,7 @@ async def _begin(
     queue: bool,
     continues: bool = False,
 ) -> LiveTurn:
-    body = await digest_of(request)
+    body = await digest_of(request) if key is not None else b""
     starting = edge.start(tenant, start, queue=queue, continues=continues, key=key, body=body)
     return await while_connected(request, starting)
 

@@ -145,7 +145,7 @@ async def _begin(
     if body.session_id is None:
         starting = start_all(edge, tenant, starts, body.samples)
     else:
-        digest = await digest_of(request)
+        digest = await digest_of(request) if key is not None else b""
         starting = _in_session(edge, tenant, starts[0], key, digest)
     try:
         return await while_connected(request, starting)

@@ -153,7 +153,8 @@ class LiveTurn:
 
     def fail(self, error: TenutoError) -> None:
         """The turn has ended without a result."""
-        self.error = error
+        self.request = msgspec.structs.replace(self.request, input=[])
+        self.error = error.with_traceback(None)  # which holds the input, too
         self.answered.set()
         self._wake()
 
