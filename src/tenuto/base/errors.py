@@ -97,6 +97,27 @@ class TooLarge(TenutoError):
     status = 413
 
 
+class HeadersTooLarge(TenutoError):
+    """The headers of a request are larger or more than allowed."""
+
+    code = "headers_too_large"
+    status = 431
+
+
+class RequestTimeout(TenutoError):
+    """A request did not become whole in time."""
+
+    code = "request_timeout"
+    status = 408
+
+
+class ServerFull(TenutoError):
+    """The server has as many connections as it may have; try again later."""
+
+    code = "server_full"
+    status = 503
+
+
 class Unauthorized(TenutoError):
     """The request has no key, or one that is not known."""
 

@@ -142,6 +142,16 @@ def serve(
     ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long turns may go on after SIGTERM.")] = 5.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request.")] = 32 * 2**20,
+    max_connections: Annotated[int, typer.Option(min=1, help="The most open connections.")] = 4096,
+    header_seconds: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="How long a request's headers may take to come.")
+    ] = 10.0,
+    body_seconds: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="How long its body may; a second more for every KiB of it.")
+    ] = 30.0,
+    keep_alive_seconds: Annotated[
+        int, typer.Option(min=1, max=3600, help="How long a connection may be idle between requests.")
+    ] = 5,
     public_metrics: Annotated[bool, typer.Option(help="Show /metrics without an admin key.")] = False,
     overlap: Annotated[int, typer.Option(help="1: plan a step while the one before is computed.")] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
@@ -179,6 +189,10 @@ def serve(
         keys=read_keys(keys, api_key, admin_api_key),
         served_name=served_model_name,
         max_body_bytes=max_body_bytes,
+        max_connections=max_connections,
+        header_seconds=header_seconds,
+        body_seconds=body_seconds,
+        keep_alive_seconds=keep_alive_seconds,
         session_ttl=session_ttl,
         drain_seconds=drain_seconds,
         public_metrics=public_metrics,

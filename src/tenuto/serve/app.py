@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -16,9 +17,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tenuto.base.errors import InvalidRequest, TenutoError, TooLarge, Unauthorized
+from tenuto.base.errors import InvalidRequest, RequestTimeout, TenutoError, TooLarge, Unauthorized
 from tenuto.serve import admin, native, openai, sglang
 from tenuto.serve.edge import BROKEN, Edge, Failure
+from tenuto.serve.settings import BODY_BYTES_A_SECOND
 
 log = structlog.get_logger("tenuto.http")
 
@@ -92,7 +94,8 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         started, headers = time.perf_counter(), Headers(scope=scope)
-        exchange = _Exchange(receive, send, _request_id(headers), self._edge.settings.max_body_bytes)
+        settings = self._edge.settings
+        exchange = _Exchange(receive, send, _request_id(headers), settings.max_body_bytes, settings.body_seconds)
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
             try:
                 await self._answer(scope, headers, exchange)
@@ -110,7 +113,7 @@ class Envelope:
             if scope["method"] not in ("GET", "HEAD"):
                 self._edge.tenant(headers)  # whoever has no key is refused before a body is read
             await self._app(scope, exchange.receive, exchange.send)
-        except (TooLarge, Unauthorized) as error:
+        except (RequestTimeout, TooLarge, Unauthorized) as error:
             await exchange.refuse(scope, Failure.of(error))
         else:
             if exchange.excess is not None and not exchange.status:
@@ -127,16 +130,20 @@ class Envelope:
 
 class _Exchange:
     """A request's way in and its answer's way out. `status`: the answer's, 0 until it has begun. `excess`: set once the
-    body is larger than `most`; what the application makes of that is not sent."""
+    body is larger than `most`, or is not whole `seconds` after the request's beginning and one more for every
+    `BODY_BYTES_A_SECOND` of it; what the application makes of that is not sent."""
 
-    def __init__(self, receive: Receive, send: Send, request_id: str, most: int) -> None:
+    def __init__(self, receive: Receive, send: Send, request_id: str, most: int, seconds: float) -> None:
         self.request_id = request_id
         self.status = 0
-        self.excess: TooLarge | None = None
+        self.excess: TenutoError | None = None
         self._receive = receive
         self._send = send
         self._most = most
         self._received = 0
+        self._whole = False  # the body is
+        self._seconds = seconds
+        self._began = asyncio.get_running_loop().time()
 
     def expect(self, length: int) -> None:
         """Raises `TooLarge` if a body has so many bytes."""
@@ -145,10 +152,22 @@ class _Exchange:
             raise self.excess
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        message = await (self._receive() if self._whole else self._receive_body())
+        self._whole = not message.get("more_body", False)
         self._received += len(message.get("body", b""))
         self.expect(self._received)
         return message
+
+    async def _receive_body(self) -> Message:
+        allowed = self._seconds + self._received / BODY_BYTES_A_SECOND
+        try:
+            async with asyncio.timeout_at(self._began + allowed):
+                return await self._receive()
+        except TimeoutError:
+            self.excess = RequestTimeout(
+                f"the body was not whole after {allowed:.0f} seconds; {self._received} bytes came"
+            )
+            raise self.excess from None
 
     async def send(self, message: Message) -> None:
         if self.excess is not None and not self.status:

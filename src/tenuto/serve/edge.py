@@ -202,6 +202,8 @@ class Failure:
     def headers(self) -> dict[str, str]:
         if self.status in (429, 503):
             return {"retry-after": str(RETRY_SECONDS)}
+        if self.status == 408:
+            return {"connection": "close"}  # the rest may come at any time
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
 

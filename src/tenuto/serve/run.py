@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import cast
 
 import structlog
 import uvicorn
@@ -18,12 +21,17 @@ from tenuto.serve.app import build_app
 from tenuto.serve.edge import Edge
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
+from tenuto.serve.protocol import BoundedProtocol, ConnectionLimits
 from tenuto.serve.settings import ServeSettings
 
 log = structlog.get_logger("tenuto.server")
 
 CLOSING_SECONDS = 2.0
 """How long connections may take to end when their turns have."""
+
+
+OTHER_FILES = 64
+"""Open files that are no connections."""
 
 
 class _Server(uvicorn.Server):
@@ -41,6 +49,17 @@ def listen(settings: ServeSettings) -> socket.socket:
         return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error}") from error
+
+
+def _connections(wanted: int) -> int:
+    """How many connections the process may have files for, at most `wanted`: as its limit on open files allows, which
+    is raised if it can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - OTHER_FILES))
 
 
 async def serve(
@@ -64,8 +83,13 @@ async def _serve(
     ready: Callable[[ModelView, str], None],
 ) -> None:
     edge = Edge(link, model, settings, Metrics())
+    limits = ConnectionLimits(_connections(settings.max_connections), settings.header_seconds)
+    protocol = partial(BoundedProtocol, limits, lambda status: edge.metrics.request_ended("other", None, status))
     config = uvicorn.Config(
         build_app(edge),
+        http=cast("type[asyncio.Protocol]", protocol),
+        ws="none",
+        timeout_keep_alive=settings.keep_alive_seconds,
         log_config=None,
         access_log=False,
         lifespan="off",

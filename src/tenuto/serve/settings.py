@@ -15,6 +15,8 @@ import msgspec
 from tenuto.base.errors import ConfigError
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
+BODY_BYTES_A_SECOND = 1024
+"""The slowest that a body may come, after `ServeSettings.body_seconds`."""
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -120,8 +122,10 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """`drain_seconds`: how long turns may go on after SIGTERM before they are aborted. `max_body_bytes`: of a request.
-    `max_turns`: that have not ended, of all tenants. `session_ttl`: of sessions whose request names none, seconds.
-    `public_metrics`: to be seen without an admin key."""
+    `max_turns`: that have not ended, of all tenants. `max_connections`: that are open. `header_seconds`: until a
+    request's headers are whole. `body_seconds`: until its body is, and one more for every `BODY_BYTES_A_SECOND` of it.
+    `keep_alive_seconds`: between two requests of a connection. `session_ttl`: of sessions whose request names none,
+    seconds. `public_metrics`: to be seen without an admin key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -129,6 +133,10 @@ class ServeSettings:
     served_name: str | None = None
     max_body_bytes: int = 32 * 2**20
     max_turns: int = 2048
+    max_connections: int = 4096
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    keep_alive_seconds: int = 5
     session_ttl: float | None = None
     drain_seconds: float = 5.0
     public_metrics: bool = False

@@ -12,6 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tenuto.base.errors import TenutoError
+
 T = TypeVar("T")
 
 _json = msgspec.json.Encoder()
@@ -66,8 +68,9 @@ class EventStream(Response):
 
 
 async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    with suppress(TenutoError):  # a body that is too large, or does not end: as good as gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

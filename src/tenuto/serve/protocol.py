@@ -1,0 +1,169 @@
+"""HTTP connections, bounded before any request is whole: in number, and in the size, number and time of headers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
+from tenuto.serve.edge import Failure
+
+log = structlog.get_logger("tenuto.http")
+
+MOST_HEADER_BYTES = 2**16
+"""Of a request's line and headers, of what follows a body in chunks, and of what stands between two chunks."""
+MOST_HEADERS = 256
+SLICE_BYTES = 2**14
+"""How much is parsed before it is looked at what came of it."""
+REST_SECONDS = 5.0
+"""How long a client may go on sending a body that was answered already."""
+LINGER_SECONDS = 1.0
+"""How long a connection is still read from that was refused: closed at once, it might take the answer with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """`connections`: open ones. `header_seconds`: from when a connection opens, or the first byte of its next request
+    comes, until the request's headers are whole."""
+
+    connections: int
+    header_seconds: float
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol on httptools, which bounds none of this.
+
+    Invariant: `_timer` runs while a connection without an answer on its way owes us something: whole headers, or the
+    rest of a body that was answered. For a body that the application waits for, that does it.
+    """
+
+    def __init__(self, limits: ConnectionLimits, refused: Callable[[int], None], /, **uvicorn: Any) -> None:
+        """`refused` is told the status of whatever is refused here."""
+        super().__init__(**uvicorn)
+        self._limits = limits
+        self._refused = refused
+        self._timer: asyncio.TimerHandle | None = None
+        self._excess: TenutoError | None = None  # why the parser was stopped
+        self._ended = False  # refused; nothing that comes counts
+        self._begun = False  # something of a request has come that is not whole
+        self._in_body = False  # its headers have
+        self._around = 0  # bytes that came since it began, or since its last byte of body
+
+    @property
+    def _answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's is
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            self._refuse(ServerFull(f"{self._limits.connections} connections are open, the most allowed"))
+            transport.close()
+        else:
+            self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        for at in range(0, len(data), SLICE_BYTES):
+            if self._ended or self.transport.is_closing():
+                return
+            if not self._in_body and not self._answering:
+                self._await_headers()
+            self._begun = True
+            part = data[at : at + SLICE_BYTES]
+            self._around += len(part)
+            super().data_received(part)
+            if self._around > MOST_HEADER_BYTES:
+                self._refuse(HeadersTooLarge(f"the headers have more than {MOST_HEADER_BYTES} bytes, the most allowed"))
+
+    # -- called by the parser
+
+    def on_message_begin(self) -> None:
+        self._await_headers()
+        self._begun, self._around = True, 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MOST_HEADERS:
+            self._excess = HeadersTooLarge(f"there are more than {MOST_HEADERS} headers, the most allowed")
+            raise self._excess  # stops the parser
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_body, self._around = True, 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._around = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        self._begun, self._in_body, self._around = False, False, 0
+        super().on_message_complete()
+        if not self._answering:
+            self._await_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser was stopped, or cannot go on."""
+        self._refuse(self._excess if self._excess is not None else InvalidRequest(msg))
+
+    # -- time
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and not self._answering and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._close_after(REST_SECONDS)
+
+    def _await_headers(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._limits.header_seconds, self._headers_are_late)
+
+    def _headers_are_late(self) -> None:
+        self._timer = None
+        if self.flow.read_paused or self._answering:  # it may be us who do not read them
+            self._await_headers()
+        elif self._begun:
+            self._refuse(RequestTimeout(f"the headers were not whole after {self._limits.header_seconds:g} seconds"))
+        else:
+            self.transport.close()
+
+    def _close_after(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # -- the end
+
+    def _refuse(self, error: TenutoError) -> None:
+        """Answer with an error, unless another answer is on its way, and close the connection."""
+        if self._ended or self.transport.is_closing():
+            return
+        self._ended = True
+        if self._answering:
+            self.transport.close()
+            return
+        failure = Failure.of(error)
+        body = msgspec.json.encode(failure.body)
+        headers = {**failure.headers, "content-type": "application/json", "connection": "close"}
+        lines = [f"{name}: {value}\r\n" for name, value in {**headers, "content-length": len(body)}.items()]
+        self.transport.write(STATUS_LINE[failure.status] + "".join(lines).encode() + b"\r\n" + body)
+        self.transport.write_eof()
+        self._close_after(LINGER_SECONDS)
+        log.info("refused", status=failure.status, reason=failure.code)
+        self._refused(failure.status)
