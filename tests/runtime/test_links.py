@@ -24,6 +24,7 @@ from tenuto.base.messages import (
     ModelView,
     OpenSession,
     Request,
+    SessionPage,
     SessionView,
     StartTurn,
     Stats,
@@ -131,8 +132,8 @@ def test_many_calls_at_once_each_get_their_own_answer(play) -> None:
             *(link.start(turn(name, [n]), reader) for n, (name, reader) in enumerate(zip(names, readers, strict=True)))
         )
         await asyncio.gather(*(reader.ended.wait() for reader in readers))
-        listed = await link.call(ListSessions(tenant="t", limit=1000), list[SessionView])
-        assert {view.id: view.tokens for view in listed} == dict.fromkeys(names, 5)
+        listed = await link.call(ListSessions(tenant="t", limit=1000), SessionPage)
+        assert {view.id: view.tokens for view in listed.sessions} == dict.fromkeys(names, 5)
         stats = await link.call(GetStats(), Stats)
         assert (stats.sessions, stats.generated_tokens, stats.held_tokens) == (50, 200, {"t": 250})
 

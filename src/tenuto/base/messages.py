@@ -62,8 +62,8 @@ class GetSession(Request, frozen=True, kw_only=True):
 
 
 class ListSessions(Request, frozen=True, kw_only=True):
-    """Answer: list of `SessionView`: up to `limit` of `tenant` (`None`: of all), by id, those after `after`, in `state`
-    if given: open, closing, or a state of their turn (`idle`: none)."""
+    """Answer: `SessionPage`: up to `limit` of `tenant` (`None`: of all), by id, those after `after`, in `state` if
+    given: open, closing, or a state of their turn (`idle`: none)."""
 
     tenant: str | None
     after: str = ""
@@ -72,7 +72,7 @@ class ListSessions(Request, frozen=True, kw_only=True):
 
 
 class ListTurns(Request, frozen=True, kw_only=True):
-    """Answer: list of `RecordView`: committed turns from number `first` (1 is the oldest) on."""
+    """Answer: `RecordPage`: up to `limit` committed turns from number `first` (1 is the oldest) on."""
 
     session: str
     first: int = 1
@@ -252,6 +252,13 @@ class SessionView(View, frozen=True, kw_only=True):
     metadata: dict[str, str]
 
 
+class SessionPage(View, frozen=True, kw_only=True):
+    """Sessions by id. `more`: others follow; a page ends early if it becomes large, but has one if there is one."""
+
+    sessions: list[SessionView]
+    more: bool
+
+
 class RecordView(View, frozen=True, kw_only=True):
     """A committed turn; its tokens, and their text if there is a tokenizer."""
 
@@ -261,6 +268,13 @@ class RecordView(View, frozen=True, kw_only=True):
     output: list[int]
     input_text: str | None
     output_text: str | None
+
+
+class RecordPage(View, frozen=True, kw_only=True):
+    """Committed turns in order. `more`: as of `SessionPage`."""
+
+    records: list[RecordView]
+    more: bool
 
 
 class Ticket(View, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Makes tokens of what requests bring, in threads of its own: the engine's thread goes on with its steps meanwhile."""
+"""Makes tokens of what requests bring, while the engine's thread goes on with its steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from tenuto.text.prompt import Prompt
 
 log = logging.getLogger("tenuto.runtime")
 
+SHORT_INPUT = 2**12
+"""Characters, or tokens, up to which input is prepared by whoever puts it in: that takes a millisecond or two, and
+another thread might have to wait longer for its turn."""
 LONG_INPUT = 2**15
-"""Characters, or tokens, from which on input goes the slow way: with its like, so that short input need not wait for
+"""From which on it goes the slow way: with its like, so that short input need not wait for
 it, and only after the engine has said that its session would take it."""
 LARGE_INPUT = 2**18
 """From which on memory is given back when it is done."""
@@ -30,8 +33,7 @@ LARGE_INPUT = 2**18
 
 @dataclass(slots=True, eq=False)
 class Input:
-    """A request's input on its way into the engine. What it says of the engine's thread happens there, everything else
-    in one of the intake's.
+    """A request's input on its way into the engine.
 
     `name`: by which it can be withdrawn. `session`: the engine's id, `None` for a session of its own. `size`: see
     `size_of`. `basis` says what to prepare it against, in the engine's thread, and raises what the request is refused
@@ -49,6 +51,7 @@ class Input:
     reply: Callable[[Turn], None]
     refuse: Callable[[BaseException], None]
     withdrawn: bool = field(default=False, init=False)
+    lane: _Lane | None = field(default=None, init=False)  # that it is in, or comes from; written by the intake
 
 
 class Intake:
@@ -66,15 +69,36 @@ class Intake:
         self._short, self._long = _Lane("short", self._take), _Lane("long", self._take)
 
     def put(self, taken: Input) -> None:
-        """Take it in as soon as possible. For any thread."""
+        """Take it in as soon as possible. For any thread but the engine's."""
+        with self._lock:
+            waits = taken.session in self._pending
+        if taken.size > SHORT_INPUT or waits or not self._take_at_once(taken):
+            self._put(taken)
+
+    def _put(self, taken: Input) -> None:
         with self._lock:
             lane = self._long if taken.size >= LONG_INPUT else self._short
             if taken.session is not None:
                 lane, count = self._pending.get(taken.session, (lane, 0))
                 self._pending[taken.session] = lane, count + 1
+            taken.lane = lane
             if taken.name:
                 self._named[taken.name] = taken
         lane.put(taken)
+
+    def _take_at_once(self, taken: Input) -> bool:
+        """Whether it is on its way; it is not if there is anything to be asked or refused."""
+        basis = self._guess(taken)
+        if basis is None:
+            return False
+        try:
+            prepared = self._chats.prepare(basis, taken.parse(basis), generate=taken.generate)
+        except TenutoError:
+            if taken.session is None:
+                raise
+            return False
+        self._post(taken, prepared)
+        return True
 
     def withdraw(self, name: str) -> bool:
         """Nobody wants this input any more: it is refused, unless it is in the engine by now. Whether there was any."""
@@ -96,10 +120,7 @@ class Intake:
         try:
             self._require_engine()
             _require_wanted(taken)
-            prepared = self._prepare(taken)
-            taken.post(lambda engine: self._begin(engine, taken, prepared)).add_done_callback(
-                lambda done: self._begun(taken, done)
-            )
+            self._post(taken, self._prepare(taken))
         except TenutoError as error:
             self._end(taken)
             taken.refuse(error)
@@ -117,7 +138,7 @@ class Intake:
         the engine is asked, which takes a step."""
         basis = self._guess(taken)
         while True:
-            sure = basis is None
+            sure = basis is None or taken.session is None
             if basis is None:
                 basis = self._loop.call(taken.basis).result()
                 _require_wanted(taken)
@@ -127,6 +148,10 @@ class Intake:
                 if sure:
                     raise
             basis = None
+
+    def _post(self, taken: Input, prepared: Prepared) -> None:
+        posted = taken.post(lambda engine: self._begin(engine, taken, prepared))
+        posted.add_done_callback(lambda done: self._begun(taken, done))
 
     def _guess(self, taken: Input) -> Basis | None:
         if taken.session is None:
@@ -149,15 +174,17 @@ class Intake:
         if error is not None:
             taken.refuse(error)
         elif done.result() is None:
-            self.put(taken)
+            self._put(taken)
 
     def _end(self, taken: Input) -> None:
+        """It is in no lane any more, if it was in one."""
         with self._lock:
             self._named.pop(taken.name, None)
-            if taken.session is not None:
+            if taken.session is not None and taken.lane is not None:
                 lane, count = self._pending.pop(taken.session)
                 if count > 1:
                     self._pending[taken.session] = lane, count - 1
+            taken.lane = None
 
 
 class _Lane:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import singledispatchmethod
+from heapq import nsmallest
 from typing import Any, cast
 
 import msgspec
@@ -21,7 +23,6 @@ from tenuto.base.messages import (
     Answer,
     AnyReply,
     Audit,
-    AuditView,
     Candidate,
     CloseSession,
     Describe,
@@ -37,11 +38,12 @@ from tenuto.base.messages import (
     ModelView,
     OpenSession,
     PoolView,
+    RecordPage,
     RecordView,
     Refusal,
     Request,
-    ResultView,
     Rewind,
+    SessionPage,
     SessionView,
     StartTurn,
     Stats,
@@ -61,14 +63,20 @@ from tenuto.engine.rendering import Basis, Prepared
 from tenuto.memory.audit import AuditReport
 from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.models import Model, build_engine, engine_config, load_model, server_budget
+from tenuto.runtime.views import audit_view, bytes_of, first_page, held, result_view, turn_state
 from tenuto.session.options import TurnOptions, turn_params
-from tenuto.session.session import Policy, Session
-from tenuto.session.turn import Turn, TurnParams, TurnResult
+from tenuto.session.session import Policy, Session, TurnRecord
+from tenuto.session.turn import Turn, TurnParams
 from tenuto.text.prompt import Prompt, parse_input
 
 log = logging.getLogger("tenuto.runtime")
 
 MOST_LISTED = 1000
+"""Sessions or turns on one page."""
+PAGE_BYTES = 2**20
+"""At which a page of sessions ends."""
+PAGE_TOKENS = 2**16
+"""At which a page of turns ends."""
 
 
 class Service:
@@ -171,7 +179,7 @@ class Service:
     def _(self, request: ListSessions) -> None:
         limit = whole("limit", request.limit, 1, MOST_LISTED)
 
-        def work(engine: Engine) -> list[SessionView]:
+        def work(engine: Engine) -> SessionPage:
             found = (
                 session
                 for session in engine.sessions
@@ -179,9 +187,11 @@ class Service:
                 and session.id > request.after
                 and not session.policy.ephemeral
                 and HIDDEN not in session.id
-                and request.state in (None, session.state.value, _turn_state(session))
+                and request.state in (None, session.state.value, turn_state(session))
             )
-            return [self._view(session) for session in sorted(found, key=lambda session: session.id)[:limit]]
+            first = nsmallest(limit + 1, found, key=lambda session: session.id)
+            sessions = first_page(map(self._view, first), limit, PAGE_BYTES, bytes_of)
+            return SessionPage(sessions=sessions, more=len(sessions) < len(first))
 
         self._do(request, work)
 
@@ -189,34 +199,35 @@ class Service:
     def _(self, request: ListTurns) -> None:
         first, limit = whole("first", request.first, 1, 2**40), whole("limit", request.limit, 1, MOST_LISTED)
 
-        def work(_: Engine) -> list[tuple[int, int, list[int], list[int]]]:
+        def work(_: Engine) -> tuple[list[TurnRecord], array[int], bool]:
             session = self._chats.session(request.session)
-            history = session.history
-            return [
-                (first + i, r.start, history[r.start : r.input_end].tolist(), history[r.input_end : r.end].tolist())
-                for i, r in enumerate(session.records[first - 1 : first - 1 + limit])
-            ]
+            following = session.records[first - 1 : first - 1 + limit]
+            page = first_page(following, limit, PAGE_TOKENS, lambda record: record.end - record.start)
+            tokens = session.history[page[0].start : page[-1].end] if page else array("i")
+            return page, tokens, first - 1 + len(page) < len(session.records)
 
-        def reply(done: Future[list[tuple[int, int, list[int], list[int]]]]) -> None:
+        def reply(done: Future[tuple[list[TurnRecord], array[int], bool]]) -> None:
             if done.exception() is not None:
                 self._reply(request.call, done)
                 return
-            self._answer(
-                request.call,
-                [
-                    RecordView(
-                        number=number,
-                        start=start,
-                        input=given,
-                        output=output,
-                        input_text=self._text(given),
-                        output_text=self._text(output),
-                    )
-                    for number, start, given, output in done.result()
-                ],
-            )
+            page, tokens, more = done.result()
+            records = [self._record(first + i, record, page[0].start, tokens) for i, record in enumerate(page)]
+            self._answer(request.call, RecordPage(records=records, more=more))
 
         self._loop.call(work).add_done_callback(reply)
+
+    def _record(self, number: int, record: TurnRecord, at: int, tokens: array[int]) -> RecordView:
+        """A turn as it is shown; `tokens` are the history from `at` on."""
+        given = tokens[record.start - at : record.input_end - at].tolist()
+        output = tokens[record.input_end - at : record.end - at].tolist()
+        return RecordView(
+            number=number,
+            start=record.start,
+            input=given,
+            output=output,
+            input_text=self._text(given),
+            output_text=self._text(output),
+        )
 
     @_handle.register
     def _(self, request: Fork) -> None:
@@ -375,7 +386,7 @@ class Service:
             if done.exception() is not None:
                 self._reply(request.call, done)
             else:
-                self._answer(request.call, _audit_view(done.result()))
+                self._answer(request.call, audit_view(done.result()))
 
         self._loop.audit().add_done_callback(reply)
 
@@ -402,7 +413,7 @@ class Service:
                     list(event.tokens),
                     event.text,
                     event.delivered,
-                    _result_view(event.result) if event.result is not None else None,
+                    result_view(event.result) if event.result is not None else None,
                     [self._logprob(entry) for entry in event.logprobs] if event.logprobs else None,
                     [self._logprob(entry) if entry is not None else None for entry in event.input_logprobs]
                     if event.input_logprobs
@@ -441,7 +452,7 @@ class Service:
             priority=session.policy.priority,
             ttl=session.policy.ttl,
             idle_seconds=0.0 if session.turn is not None else engine.now() - session.last_turn_end,
-            memory=_held(engine, session),
+            memory=held(engine, session),
             metadata=dict(session.policy.metadata),
         )
 
@@ -529,52 +540,3 @@ class _Outlet:
 
 def _no_bytes(_: int) -> bytes:
     return b""
-
-
-def _held(engine: Engine, session: Session) -> dict[str, int]:
-    """Units of each group that the session and its turn hold; those that several leases name count once."""
-    units: dict[str, set[int]] = {pool.name: set() for pool in engine.memory.pools}
-    for holder in session.memory.holders():
-        for lease in holder.leases():
-            units[lease.pool.name].update(lease.units)
-    return {name: len(held) for name, held in units.items()}
-
-
-def _result_view(result: TurnResult) -> ResultView:
-    usage = result.usage
-    return ResultView(
-        reason=result.reason.value,
-        committed=result.committed,
-        version=result.version,
-        kept=result.kept,
-        prompt=usage.prompt,
-        cached=usage.cached,
-        generated=usage.generated,
-        computed=usage.computed,
-        max_new_tokens=result.max_new_tokens,
-        context_left=result.context_left,
-        stop=result.stop,
-    )
-
-
-def _audit_view(report: AuditReport) -> AuditView:
-    return AuditView(
-        summary=str(report),
-        pools=[
-            PoolView(
-                name=pool.name,
-                capacity=pool.capacity,
-                free=pool.free,
-                in_flight=pool.limbo,
-                leased=pool.leased,
-                by_holder=dict(pool.by_holder),
-            )
-            for pool in report.pools
-        ],
-        holders=report.holders,
-        leases=report.leases,
-    )
-
-
-def _turn_state(session: Session) -> str:
-    return session.turn.state.value if session.turn is not None else "idle"

@@ -20,8 +20,9 @@ from tenuto.base.messages import (
     ListSessions,
     ListTurns,
     OpenSession,
-    RecordView,
+    RecordPage,
     Rewind,
+    SessionPage,
     SessionView,
     StartTurn,
     Trim,
@@ -93,11 +94,11 @@ async def list_sessions(
     ] = None,
 ) -> SessionList:
     """Your sessions, by id."""
-    views = await edge.link.call(
-        ListSessions(tenant=tenant.name, after=inner_id(tenant, after), limit=limit, state=state), list[SessionView]
+    page = await edge.link.call(
+        ListSessions(tenant=tenant.name, after=inner_id(tenant, after), limit=limit, state=state), SessionPage
     )
-    following = outer_id(views[-1].id) if len(views) == limit else None
-    return SessionList(data=[_session(edge, view) for view in views], next=following)
+    following = outer_id(page.sessions[-1].id) if page.more else None
+    return SessionList(data=[_session(edge, view) for view in page.sessions], next=following)
 
 
 @router.get("/{session_id}", responses=REFUSALS)
@@ -130,9 +131,7 @@ async def list_turns(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> RecordList:
     """Its committed turns, with their tokens and texts."""
-    records = await edge.link.call(
-        ListTurns(session=inner_id(tenant, session_id), first=first, limit=limit), list[RecordView]
-    )
+    page = await edge.link.call(ListTurns(session=inner_id(tenant, session_id), first=first, limit=limit), RecordPage)
     data = [
         Record(
             number=record.number,
@@ -142,9 +141,9 @@ async def list_turns(
             input_text=record.input_text,
             output_text=record.output_text,
         )
-        for record in records
+        for record in page.records
     ]
-    return RecordList(data=data, next=first + limit if len(data) == limit else None)
+    return RecordList(data=data, next=first + len(data) if page.more else None)
 
 
 @router.post("/{session_id}/fork", status_code=201, responses=REFUSALS)

@@ -30,6 +30,10 @@ IdempotencyKey = Annotated[
 ]
 
 
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
 class Body(BaseModel):
     """What requests are made of: unknown fields and values of another type are refused."""
 
@@ -57,7 +61,11 @@ class NewSession(Body):
     ttl: float | None = Field(None, gt=0, le=1e9, description="Seconds without a turn until it is closed.")
     priority: int = Field(0, ge=-1000, le=1000, description="Of its turns; higher runs first.")
     max_tokens: int | None = Field(None, ge=1, description="Cap on its history, in tokens.")
-    metadata: dict[str, str] = Field(default_factory=dict, max_length=16, description="Noted with it, and shown.")
+    metadata: dict[MetadataKey, MetadataValue] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Noted with it, and shown: up to 16 entries, of 64 and 512 characters.",
+    )
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"system": "Be brief.", "ttl": 3600}]})
 
@@ -151,7 +159,8 @@ class Session(BaseModel):
 
 
 class SessionList(BaseModel):
-    """Sessions by id; `next`: what to give as `after` for the following ones."""
+    """Sessions by id, as many as were asked for, or as fit a page of a few megabytes; `next`: what to give as `after`
+    for the following ones."""
 
     data: list[Session]
     next: str | None
@@ -169,7 +178,8 @@ class Record(BaseModel):
 
 
 class RecordList(BaseModel):
-    """Committed turns, the oldest first."""
+    """Committed turns, the oldest first, as many as were asked for, or as fit a page of a few megabytes; `next`: what
+    to give as `first` for the following ones."""
 
     data: list[Record]
     next: int | None
@@ -221,9 +231,11 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         409: "Busy, taken, or not possible in this state",
         410: "The session is closing",
         412: "The session has another version",
+        408: "The body did not come in time",
         413: "The body is too large",
         422: "The idempotency key was used with another body",
         429: "As much as is allowed; see `Retry-After`",
+        431: "The headers are too large, or too many",
         500: "The server failed",
         504: "The turn waited for its session until its deadline",
         503: "There is no engine, or the server is ending; see `Retry-After`",

@@ -55,7 +55,9 @@ class Body(BaseModel):
 class NewSession(Body):
     """A session to be opened. A `streaming` one is only ever appended to; of others any request can be continued."""
 
-    capacity_of_str_len: int = Field(0, description="Noted with the session; its real limit is the context length.")
+    capacity_of_str_len: int = Field(
+        0, ge=-(2**63), lt=2**63, description="Noted with the session; its real limit is the context length."
+    )
     session_id: str | None = Field(None, pattern=ID_PATTERN, description="Made up by the server if not given.")
     streaming: bool | None = None
     timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds without a turn until it is closed.")
