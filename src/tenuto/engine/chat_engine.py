@@ -49,7 +49,7 @@ class ChatEngine:
         fit."""
         log = ChatLog(self._template, system)
         if system is not None and self._tokenizer is not None:
-            self._tokenizer.require_room(system.strip(), self.engine.config.context_length)
+            self.opening().room(generate=True).require(self._tokenizer.least_tokens(system.strip()))
         session = self.engine.open(session_id, policy)
         self._logs[session] = log
         return session
@@ -71,7 +71,7 @@ class ChatEngine:
 
     def opening(self) -> Basis:
         """What the input of an ephemeral session is rendered against. For any thread."""
-        return Basis(session="", room=self.engine.config.context_length)
+        return Basis(session="", history=0, limit=self.engine.config.context_length)
 
     def prepare(self, basis: Basis, prompt: Prompt, *, generate: bool) -> Prepared:
         """For any thread; see `Renderer.prepare`."""

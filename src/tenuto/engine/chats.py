@@ -53,7 +53,8 @@ class ChatLog:
         turn = self._turns.get(session.records[-1].start) if session.records else None
         return Basis(
             session=session.id,
-            room=session.context_left,
+            history=len(session.history),
+            limit=session.limit,
             system=self.system,
             last_token=session.history[-1] if session.history else None,
             conversation=turn.conversation if turn is not None else None,

@@ -8,16 +8,18 @@ from typing import NamedTuple
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.text.chat import ChatTemplate, Conversation, Message, Rendered
 from tenuto.text.prompt import Prompt
+from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
     """All that the rendering of a session's next input depends on: against equal ones it comes to the same tokens.
-    `room`: tokens that still fit, which only says what need not be encoded."""
+    `history` and `limit`, in tokens, only say what need not be encoded."""
 
     session: str = field(compare=False)
-    room: int = field(compare=False)
+    history: int = field(compare=False)
+    limit: int = field(compare=False)
     system: str | None = None
     """Opens the conversation."""
     last_token: int | None = None
@@ -31,6 +33,10 @@ class Basis:
     def empty(self) -> bool:
         """Whether there is no history."""
         return self.last_token is None
+
+    def room(self, *, generate: bool, spare: int = 0) -> Room:
+        """What is left for the input of a turn, or of a prefill-only one."""
+        return Room(self.history, self.limit - generate, self.limit, spare)
 
 
 class Prepared(NamedTuple):
@@ -69,10 +75,11 @@ class Renderer:
     def _render(self, basis: Basis, messages: list[Message], *, generate: bool) -> Rendered:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; give text or token ids instead of messages")
+        room = basis.room(generate=generate)
         if basis.last_token is None:
             if basis.system is not None and messages[0].role != "system":
                 messages.insert(0, Message("system", basis.system))
-            return self._template.opening(messages, generate, basis.room)
+            return self._template.opening(messages, generate, room)
         if basis.conversation is None:
             raise IllegalTransition(
                 f"messages cannot follow in session {basis.session}: its last turn was raw text or tokens; allowed: "
@@ -84,5 +91,5 @@ class Renderer:
                 "allowed: rewind to the end of a turn, or into its output"
             )
         return self._template.delta(
-            basis.conversation, messages, last_token=basis.last_token, generate=generate, room=basis.room
+            basis.conversation, messages, last_token=basis.last_token, generate=generate, room=room
         )

@@ -320,12 +320,14 @@ class Service:
 
     def _prompt(self, request: StartTurn, basis: Basis) -> Prompt:
         tokenizer = self._model.tokenizer
+        leaves_out = not request.keep_bos and not basis.empty
+        room = basis.room(generate=request.kind == "turn", spare=int(leaves_out))
         if request.markup and isinstance(request.input, str) and tokenizer is not None:
-            tokenizer.require_room(request.input, basis.room + 1)  # of which one may be left out
+            room.require(tokenizer.least_tokens(request.input))
             prompt = Prompt(tokens=tuple(tokenizer.encode(request.input, special=True)), text=True)
         else:
-            prompt = parse_input(request.input, tokenizer, basis.room + 1)
-        return prompt if request.keep_bos or basis.empty else self._without_bos(prompt)
+            prompt = parse_input(request.input, tokenizer, room)
+        return self._without_bos(prompt) if leaves_out else prompt
 
     def _without_bos(self, prompt: Prompt) -> Prompt:
         tokenizer = self._model.tokenizer
@@ -346,7 +348,7 @@ class Service:
                 size=size_of(request.input),
                 generate=False,
                 basis=lambda engine: self._basis(engine, request),
-                parse=lambda basis: parse_input(request.input, self._model.tokenizer, basis.room),
+                parse=lambda basis: parse_input(request.input, self._model.tokenizer, basis.room(generate=False)),
                 begin=begin,
                 post=self._loop.call,
                 reply=lambda turn: self._answer(request.call, self._view(turn.session)),

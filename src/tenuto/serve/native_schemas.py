@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from tenuto.serve.options import TurnOptions
+from tenuto.serve.options import Items, Messages, Object, TurnOptions, at_most
 
 ID_PATTERN = r"^[A-Za-z0-9._:-]{1,64}$"
 SessionId = Annotated[str, Path(pattern=ID_PATTERN, description="The session's id.")]
@@ -34,7 +34,7 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-class Body(BaseModel):
+class Body(Object):
     """What requests are made of: unknown fields and values of another type are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -48,7 +48,7 @@ class Message(Body):
 
 
 Input = Annotated[
-    str | list[int] | list[Message],
+    str | Items[int] | Messages[Message],
     Field(description="Text, token ids or chat messages. Empty continues where the history ends.", examples=["Hello"]),
 ]
 
@@ -61,9 +61,8 @@ class NewSession(Body):
     ttl: float | None = Field(None, gt=0, le=1e9, description="Seconds without a turn until it is closed.")
     priority: int = Field(0, ge=-1000, le=1000, description="Of its turns; higher runs first.")
     max_tokens: int | None = Field(None, ge=1, description="Cap on its history, in tokens.")
-    metadata: dict[MetadataKey, MetadataValue] = Field(
+    metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(
         default_factory=dict,
-        max_length=16,
         description="Noted with it, and shown: up to 16 entries, of 64 and 512 characters.",
     )
 
@@ -133,7 +132,7 @@ class NewFork(Position):
 class NewTrim(Body):
     """Which turns the new session has."""
 
-    turns: list[int] = Field(min_length=0, max_length=100_000, description="Their numbers, ascending.", examples=[[1]])
+    turns: Items[int] = Field(min_length=0, max_length=100_000, description="Their numbers, ascending.", examples=[[1]])
     id: NewId = None
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.serve.edge import random_seed
 from tenuto.serve.native_schemas import ID_PATTERN
-from tenuto.serve.options import TokenKey
+from tenuto.serve.options import MOST_MESSAGES, Items, LogitBias, Messages, Object, Prompts
 from tenuto.serve.samples import MOST_SAMPLES
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -54,7 +54,7 @@ NOT_THERE: dict[str, tuple[Any, ...]] = {
 """Fields that are known and not there, with the values that do not ask for anything."""
 
 
-class Body(BaseModel):
+class Body(Object):
     """An object of a request. Values of another type are refused, and fields by their name."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -76,7 +76,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """How a stream is written."""
 
-    not_there = {"continuous_usage_stats": _NONE}
+    not_there = dict.fromkeys(("continuous_usage_stats",), _NONE)
     ignored = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage of all choices.")
@@ -96,15 +96,15 @@ class Generation(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenKey, float] | None = Field(None, max_length=1024, description="By token id.")
+    logit_bias: LogitBias | None = Field(None, description="By token id.")
     seed: int | None = Field(None, description="Made up by the server if not given.")
-    stop: str | list[str] | None = Field(None, description="Strings that end the answer.")
+    stop: str | Items[str] | None = Field(None, description="Strings that end the answer.")
     priority: int | None = Field(None, ge=-1000, le=1000, description="Higher runs first.")
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="-1 and 0 keep all.")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0, le=2**40)
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    stop_token_ids: Items[TokenId] | None = Field(None, max_length=64)
     ignore_eos: bool | None = None
     queue_timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds until it must have begun.")
     timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds until it must have ended.")
@@ -166,7 +166,7 @@ _SAME = {
 class CompletionBody(Generation):
     """A text to be continued."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
+    prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of such.", examples=["Once upon a time"]
     )
     max_tokens: int | None = Field(None, ge=0, le=2**40, description="16 if not given.")
@@ -221,7 +221,7 @@ class ChatMessage(Body):
     not_there = dict.fromkeys(("annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls"), _NONE)
 
     role: str = Field(max_length=64, examples=["user"])
-    content: str | list[Part] = Field(examples=["Hello!"])
+    content: str | Messages[Part] = Field(examples=["Hello!"])
 
     def rendered(self) -> dict[str, str]:
         """The message as the engine takes it."""
@@ -236,11 +236,24 @@ class ChatMessage(Body):
 class ChatBody(Generation):
     """Messages to be answered."""
 
-    messages: list[ChatMessage] = Field(description="With `session_id`: only the new ones.")
+    messages: Messages[ChatMessage] = Field(description="With `session_id`: only the new ones.")
     max_tokens: int | None = Field(None, ge=1, le=2**40, description="As many as fit if not given.")
     max_completion_tokens: int | None = Field(None, ge=1, le=2**40, description="The same.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20, description="So many of the likeliest at every place.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_parts(cls, given: Any) -> Any:
+        """Raises `InvalidRequest` before any of them is looked at."""
+        messages = given.get("messages") if isinstance(given, dict) else None
+        contents = (
+            [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else ()
+        )
+        parts = sum(len(content) for content in contents if isinstance(content, list))
+        if parts > MOST_MESSAGES:
+            raise InvalidRequest(f"messages have {parts} parts of content; allowed: at most {MOST_MESSAGES}")
+        return given
 
     def check(self) -> None:
         super().check()

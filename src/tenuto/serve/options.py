@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.messages import LogprobView
+
+T = TypeVar("T")
+
+MOST_FIELDS = 128
+"""Of an object in a request."""
+MOST_MESSAGES = 10_000
+"""In one request, and parts of messages."""
+MOST_PROMPTS = 1024
+"""In one request."""
+
+Items = Annotated[list[T], Field(fail_fast=True, max_length=2**20)]
+"""A list of token ids, or whatever else takes little time to check. Of entries that are wrong the first is told: there
+may be many."""
+Messages = Annotated[list[T], Field(fail_fast=True, max_length=MOST_MESSAGES)]
+Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MOST_PROMPTS)]
+"""Prompts, or what is said of each."""
+
+
+def at_most(entries: int) -> BeforeValidator:
+    """For a field that is an object: its size is looked at before its entries are."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > entries:
+            raise ValueError(f"there are {len(given)} entries; allowed: at most {entries}")
+        return given
+
+    return BeforeValidator(check)
+
 
 TokenKey = Annotated[int, Field(strict=False)]
 """A token id as a key: JSON has only strings there."""
 
+LogitBias = Annotated[dict[TokenKey, float], at_most(1024)]
 
-class TurnOptions(BaseModel):
+
+class Object(BaseModel):
+    """An object in a request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        """Raises `InvalidRequest` before any field is looked at."""
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise InvalidRequest(f"an object has {len(given)} fields; allowed: at most {MOST_FIELDS}")
+        return given
+
+
+class TurnOptions(Object):
     """How a turn generates. What is not given is as the engine has it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -26,10 +69,10 @@ class TurnOptions(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenKey, float] | None = Field(None, max_length=1024, description="By token id.")
+    logit_bias: LogitBias | None = Field(None, description="By token id.")
     seed: int | None = Field(None, ge=0, lt=2**63, description="Made up by the server if not given.")
-    stop: str | list[str] | None = Field(None, description="Strings that end the turn.")
-    stop_ids: list[int] | None = Field(None, max_length=64, description="Token ids that do.")
+    stop: str | Items[str] | None = Field(None, description="Strings that end the turn.")
+    stop_ids: Items[int] | None = Field(None, max_length=64, description="Token ids that do.")
     ignore_eos: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20, description="Of output tokens, with so many of the likeliest.")
     input_logprobs: int | None = Field(None, ge=0, le=20, description="The same of the input.")

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.serve.edge import random_seed
 from tenuto.serve.native_schemas import ID_PATTERN
+from tenuto.serve.options import MOST_PROMPTS, Items, Object, Prompts, at_most
 from tenuto.serve.samples import MOST_SAMPLES
 
 GREEDY_BELOW = 1e-6
 """Temperatures below this are 0."""
-MOST_PROMPTS = 1024
-"""In one request."""
 IGNORED = frozenset(
     {
         "conversation_id",
@@ -33,14 +32,14 @@ IGNORED = frozenset(
 """Fields of `/generate` that change no answer here, whatever they say."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = list[TokenId]
+TokenIds = Items[TokenId]
 BiasKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON has only texts as keys
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
 StartLength = Annotated[int, Field(ge=-1, le=2**40)]
 TopNumber = Annotated[int, Field(ge=0, le=20)]
 
 
-class Body(BaseModel):
+class Body(Object):
     """What requests are made of. A field that is not there is refused by its name, unless it asks for nothing."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -99,8 +98,8 @@ class SamplingParams(Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[BiasKey, float] | None = Field(None, max_length=1024)
-    stop: str | list[str] | None = None
+    logit_bias: Annotated[dict[BiasKey, float], at_most(1024)] | None = None
+    stop: str | Items[str] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     sampling_seed: int | None = Field(None, ge=0, lt=2**63, description="Made up by the server if not given.")
@@ -157,18 +156,18 @@ class Item:
 class Generate(Body):
     """Prompts to be continued: one, or a list of them. What is not a list then holds for all."""
 
-    text: str | list[str] | None = None
-    input_ids: TokenIds | list[TokenIds] | None = None
-    sampling_params: SamplingParams | list[SamplingParams] | None = None
+    text: str | Prompts[str] | None = None
+    input_ids: TokenIds | Prompts[TokenIds] | None = None
+    sampling_params: SamplingParams | Prompts[SamplingParams] | None = None
     stream: bool | None = None
-    rid: Rid | list[Rid] | None = Field(
+    rid: Rid | Prompts[Rid] | None = Field(
         None, description="For several prompts, `_0`, `_1` and so on are put behind it."
     )
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: StartLength | list[StartLength] | None = None
-    top_logprobs_num: TopNumber | list[TopNumber] | None = None
+    return_logprob: bool | Prompts[bool] | None = None
+    logprob_start_len: StartLength | Prompts[StartLength] | None = None
+    top_logprobs_num: TopNumber | Prompts[TopNumber] | None = None
     return_text_in_logprobs: bool | None = None
-    session_params: SessionParams | list[SessionParams] | None = None
+    session_params: SessionParams | Prompts[SessionParams] | None = None
     priority: int | None = None
 
     @property

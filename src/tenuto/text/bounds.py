@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
-_SHRINKS = {"ByteLevel": 1, "NFC": 3, "NFD": 3, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
+_SHRINKS = {"ByteLevel": 1, "NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
 """By normalizer: to how small a part of its UTF-8 bytes it may reduce a text. Others may leave out any amount of it."""
+_IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))
+"""The bytes that text can have."""
+WINDOW = 2**16
+"""Characters of a long text that are looked at in one go: Python's lock is given to other threads in between."""
 _KEEPING = frozenset({"ByteLevel", "Digits", "Punctuation", "Split"})
 """Pre-tokenizers that only cut, unless told to remove what they find."""
 
 
-def most_bytes_per_token(backend: tokenizers.Tokenizer, longest: int) -> int | None:
-    """The most UTF-8 bytes of a text that one token of it can stand for, where `longest` is the longest token's own
-    bytes. `None` if that has no bound, as far as is known: parts of the tokenizer leave out text."""
+class TokenBound(NamedTuple):
+    """One token stands for at most `most_bytes` bytes of a text's UTF-8, those in `lost` not counted: the vocabulary
+    lacks them, and they come to nothing."""
+
+    most_bytes: int
+    lost: bytes
+
+    def least_tokens(self, text: str, spare: int) -> int:
+        """Of `text`, `spare` of its bytes not counted either."""
+        if text.isascii() and not self.lost:
+            size = len(text)
+        else:
+            windows = (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
+            size = sum(len(part.encode(errors="surrogatepass").translate(None, self.lost)) for part in windows)
+        return -(-max(0, size - spare) // self.most_bytes)
+
+
+def token_bound(backend: tokenizers.Tokenizer, longest: int, byte_letters: Mapping[int, str]) -> TokenBound | None:
+    """What bounds a token whose own bytes are at most `longest`. `byte_letters`: how the vocabulary writes each byte.
+    `None` if nothing does, as far as is known: parts of the tokenizer leave out text."""
     shrinks = _shrinks(backend.normalizer)
+    lost = _lost(backend, byte_letters)
     added = backend.get_added_tokens_decoder().values()
     if (
         shrinks is None
+        or lost is None
+        or (lost and shrinks > 1)  # which bytes are lost is then not to be seen in the text
         or not _keeps(backend.pre_tokenizer)
-        or not _has_every_byte(backend)
         or any(token.lstrip or token.rstrip for token in added)  # these swallow white space beside them
     ):
         return None
-    return longest * shrinks
+    return TokenBound(longest * shrinks, lost)
 
 
 def _parts(component: Any, several: str) -> Iterable[dict[str, Any]]:
@@ -60,12 +82,12 @@ def _keeps(pre_tokenizer: Any) -> bool:
     )
 
 
-def _has_every_byte(backend: tokenizers.Tokenizer) -> bool:
-    """Whether no byte is left out, or fused with others, because the vocabulary lacks it."""
+def _lost(backend: tokenizers.Tokenizer, byte_letters: Mapping[int, str]) -> bytes | None:
+    """The bytes that the vocabulary lacks. `None` if they are not all that is left out, or fused."""
     model = backend.model
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False
-    written = [*_parts(backend.normalizer, "normalizers"), *_parts(backend.pre_tokenizer, "pretokenizers")]
-    if not any(part["type"] == "ByteLevel" for part in written):
-        return False
-    return all(model.token_to_id(letter) is not None for letter in ByteLevel.alphabet())
+        return None
+    parts = [*_parts(backend.normalizer, "normalizers"), *_parts(backend.pre_tokenizer, "pretokenizers")]
+    if not any(part["type"] == "ByteLevel" for part in parts):
+        return None
+    return bytes(byte for byte in _IN_UTF8 if model.token_to_id(byte_letters[byte]) is None)

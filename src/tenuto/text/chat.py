@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tenuto.base.errors import InvalidRequest, ModelError, TenutoError
 from tenuto.text.guard import Guard, Markup
+from tenuto.text.room import Room
 from tenuto.text.template import Template
 from tenuto.text.tokenizer import Tokenizer
 
@@ -119,10 +120,10 @@ class ChatTemplate:
         self.stop_ids = frozenset({*tokenizer.eos_ids, *([first] if isinstance(first, int) else [])})
         """The tokens that end an answer."""
 
-    def opening(self, messages: Sequence[Message], generate: bool = True, room: int | None = None) -> Rendered:
+    def opening(self, messages: Sequence[Message], generate: bool = True, room: Room | None = None) -> Rendered:
         """The tokens of a session's first turn; nothing is to be put before them. With `generate` they end where the
         assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages,
-        or the template does not allow these, and `ContextExceeded` if they are certainly more than `room`: then they
+        or the template does not allow these, and `ContextExceeded` if they certainly do not fit into `room`: then they
         have been rendered, but not encoded."""
         if not messages:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
@@ -141,7 +142,7 @@ class ChatTemplate:
         *,
         last_token: int,
         generate: bool = True,
-        room: int | None = None,
+        room: Room | None = None,
     ) -> Rendered:
         """The tokens that append `messages` to a history that is `earlier` and ends with `last_token`. They begin with
         what closes the last message; of that, an end-of-turn token which is already there is left out.
@@ -155,8 +156,9 @@ class ChatTemplate:
             return Rendered([], earlier)
         later = earlier.then(messages, generate)
         text, guard = self._tail(earlier, messages, generate=generate)
-        most = None if room is None else room + ended  # the one that is left out
-        tokens = guard.encode(text if generate else self._unclosed(text, later), most)
+        if room is not None:
+            room = room._replace(spare=int(ended))
+        tokens = guard.encode(text if generate else self._unclosed(text, later), room)
         if ended and tokens[:1] == [last_token]:
             del tokens[0]
         return Rendered(tokens, later)

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.text.tokenizer import WINDOW, Tokenizer
+from tenuto.text.bounds import WINDOW
+from tenuto.text.room import Room
+from tenuto.text.tokenizer import Tokenizer
 
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
@@ -65,12 +67,12 @@ class Guard:
             done = start + 1
         return "".join([*pieces, text[done:end]])
 
-    def encode(self, rendered: str, room: int | None = None) -> list[int]:
-        """The tokens of what the template made. Raises `ContextExceeded`, without encoding it, if it certainly has more
-        than `room` tokens."""
+    def encode(self, rendered: str, room: Room | None = None) -> list[int]:
+        """The tokens of what the template made. Raises `ContextExceeded`, without encoding it, if it certainly does not
+        fit into `room`."""
         tokenizer = self._markup.tokenizer
         if room is not None:
-            tokenizer.require_room(rendered, room, self._added_bytes(rendered))
+            room.require(tokenizer.least_tokens(rendered, self._added_bytes(rendered)))
         ids: list[int] = []
         for part in tokenizer.split_markup(rendered):
             if isinstance(part, int):

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.base.checks import items, whole
-from tenuto.base.errors import ContextExceeded, InvalidRequest
+from tenuto.base.errors import InvalidRequest
 from tenuto.text.chat import Message
+from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer
 
 Input = str | Iterable[int] | Sequence[Mapping[str, str]]
@@ -23,18 +24,18 @@ class Prompt:
     text: bool = False
 
 
-def parse_input(given: Input, tokenizer: Tokenizer | None, room: int | None = None) -> Prompt:
+def parse_input(given: Input, tokenizer: Tokenizer | None, room: Room | None = None) -> Prompt:
     """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages, and `ContextExceeded` if it is text,
-    or token ids, and certainly more than `room` tokens; the text has not been encoded then."""
+    or token ids, and certainly does not fit into `room`; the text has not been encoded then."""
     if isinstance(given, str):
         if tokenizer is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none; give token ids")
         if room is not None:
-            tokenizer.require_room(given, room)
+            room.require(tokenizer.least_tokens(given))
         return Prompt(tokens=tuple(tokenizer.encode(given)), text=True)
     parts = items("input", given, "text, token ids, or a list of messages")
     if parts and isinstance(parts[0], Mapping):
         return Prompt(messages=tuple(Message.from_dict(part) for part in parts))
-    if room is not None and len(parts) > room:
-        raise ContextExceeded(f"the input has {len(parts)} tokens; {max(0, room)} more fit into the context")
+    if room is not None:
+        room.require(len(parts))
     return Prompt(tokens=tuple(whole("a token id of the input", part, 0, 2**31 - 1) for part in parts))

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
-from tenuto.base.errors import ContextExceeded, InvalidRequest, ModelError
-from tenuto.text.bounds import most_bytes_per_token
+from tenuto.base.errors import InvalidRequest, ModelError
+from tenuto.text.bounds import token_bound
 
 LONG_TEXT = 2048
 """Characters from which on a text is encoded without Python's lock, so that other threads go on meanwhile."""
-WINDOW = 2**16
-"""Characters of a long text that are looked at in one go: the lock is given to others in between."""
 
 
 class Tokenizer:
@@ -55,8 +53,9 @@ class Tokenizer:
         """Whether a prompt that is not rendered by a chat template must start with `bos_id`. `encode` never adds it."""
         self.chat_template = chat_template
         """The Jinja source that came with the model."""
-        self.most_bytes = most_bytes_per_token(backend, max(len(self.written_bytes(i)) for i in self._bytes))
-        """The most UTF-8 bytes that one token of a text or of markup can stand for; `None` if that has no bound."""
+        longest = max(len(self.written_bytes(i)) for i in self._bytes)
+        letters = {byte: letter for letter, byte in _byte_of_letter().items()}
+        self._bound = token_bound(backend, longest, letters)
         for i, text in self._control.items():
             if not self._control.keys().isdisjoint(self.encode(text)):
                 raise ModelError(f"token {i} is a control token, but the plain text {text!r} encodes to one")
@@ -89,20 +88,9 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str, spare: int = 0) -> int:
-        """How many tokens `text`, or markup, has at the least, `spare` of its bytes not counted. It is not
-        encoded."""
-        if self.most_bytes is None:
-            return 0
-        size = len(text)
-        if not text.isascii():
-            size = sum(len(text[at : at + WINDOW].encode(errors="surrogatepass")) for at in range(0, size, WINDOW))
-        return -(-max(0, size - spare) // self.most_bytes)
-
-    def require_room(self, text: str, room: int, spare: int = 0) -> None:
-        """Raises `ContextExceeded` if `text` certainly has more than `room` tokens; see `least_tokens`."""
-        least = self.least_tokens(text, spare)
-        if least > room:
-            raise ContextExceeded(f"the input has at least {least} tokens; {max(0, room)} more fit into the context")
+        """How many tokens `text`, or markup, has at the least, `spare` of its bytes not counted; found without encoding
+        it. 0 if nothing bounds what a token of this tokenizer can stand for."""
+        return self._bound.least_tokens(text, spare) if self._bound is not None else 0
 
     def split_markup(self, text: str) -> Iterator[int | str]:
         """The control tokens written out in `text`, as ids, and the plain text between them."""

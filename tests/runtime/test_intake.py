@@ -1,0 +1,321 @@
+"""Input on its way into the engine: what cannot fit is not encoded, what is holds nobody up, and what nobody waits for
+any more starts nothing. Encodings are counted, and held, where they happen."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from tenuto.base.errors import ContextExceeded, NotFound, TenutoError, TurnAborted, VersionMismatch
+from tenuto.base.link import TurnNews
+from tenuto.base.messages import (
+    Audit,
+    AuditView,
+    CloseSession,
+    Draft,
+    GetSession,
+    GetStats,
+    OpenSession,
+    Rewind,
+    SessionView,
+    StartTurn,
+    Stats,
+    Ticket,
+    TurnUpdate,
+    Withdraw,
+    WorkerSettings,
+)
+from tenuto.runtime.intake import LARGE_INPUT, LONG_INPUT, SHORT_INPUT
+from tenuto.runtime.local import LocalLink
+from tenuto.serve.turns import TurnDesk
+from tenuto.text.tokenizer import Tokenizer
+
+CONTEXT = 400_000
+SETTINGS = WorkerSettings(model="witness", config={"context_length": CONTEXT})
+LONGEST = len("<|im_start|>")
+"""Bytes of the witness's longest token."""
+SECONDS = 60
+
+
+class Encoder:
+    """Stands before `Tokenizer.encode`: notes the length of texts and in which thread they are encoded. Once `hold` was
+    called, long texts wait until `release`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, str]] = []
+        self.held = threading.Event()  # one waits
+        self._may_go = threading.Event()
+        self._may_go.set()
+        encode = Tokenizer.encode
+
+        def noted(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
+            self.seen.append((len(text), threading.current_thread().name))
+            if len(text) >= LONG_INPUT and not self._may_go.is_set():
+                self.held.set()
+                assert self._may_go.wait(SECONDS)
+            return encode(tokenizer, text, special)
+
+        patch.setattr(Tokenizer, "encode", noted)
+
+    def hold(self) -> None:
+        self.held.clear()
+        self._may_go.clear()
+
+    def release(self) -> None:
+        self._may_go.set()
+
+    def lengths(self) -> list[int]:
+        """Of the texts that are not merely a template's."""
+        return [length for length, _ in self.seen if length > 30]
+
+
+@pytest.fixture
+def encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Encoder]:
+    encoder = Encoder(monkeypatch)
+    yield encoder
+    encoder.release()
+
+
+def play(story: Callable[[LocalLink], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        link = LocalLink(SETTINGS)
+        try:
+            async with asyncio.timeout(SECONDS):
+                await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+                await story(link)
+            assert "every unit accounted for" in (await link.call(Audit(), AuditView)).summary
+        finally:
+            await link.close()
+
+    asyncio.run(whole())
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.ticket: Ticket | None = None
+        self.ended = asyncio.Event()
+
+    def __call__(self, news: TurnNews) -> None:
+        if isinstance(news, Ticket):
+            self.ticket = news
+        elif not isinstance(news, TurnUpdate) or news.result is not None:
+            self.ended.set()
+
+
+def said(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def turn(given: str | list[Any], session: str | None = "t/s", **rest: Any) -> StartTurn:
+    return StartTurn(kind="turn", tenant="t", session=session, input=given, options={"max_new_tokens": 1}, **rest)
+
+
+async def ended(link: LocalLink, request: StartTurn) -> Ticket:
+    """The ticket of a turn that has been started, and has ended."""
+    reader = Reader()
+    await link.start(request, reader)
+    await reader.ended.wait()
+    assert reader.ticket is not None
+    return reader.ticket
+
+
+async def waiting(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, SECONDS)
+
+
+TOO_LONG = "x" * (LONGEST * (CONTEXT + 3))
+
+
+@pytest.mark.parametrize("given", [TOO_LONG, said(TOO_LONG), said("x" * 99) + said(TOO_LONG), [1] * (CONTEXT + 9)])
+def test_what_cannot_fit_is_refused_and_never_encoded(encoder: Encoder, given: str | list[Any]) -> None:
+    async def story(link: LocalLink) -> None:
+        for request in (turn(given), turn(given, None), turn(given, markup=True), turn(given, None, markup=True)):
+            with pytest.raises(ContextExceeded):
+                await link.start(request, Reader())
+        with pytest.raises(ContextExceeded):
+            await link.call(Draft(session="t/s", input=given), SessionView)
+        view = await link.call(GetSession(session="t/s"), SessionView)
+        assert (view.version, view.turn) == (0, None)
+        await ended(link, turn(said("x")))
+
+    play(story)
+    assert encoder.lengths() == []
+
+
+def test_what_is_left_of_a_context_counts(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        await ended(link, turn([1] * (CONTEXT - 1000)))
+        encoder.seen.clear()
+        with pytest.raises(ContextExceeded):
+            await link.start(turn("x" * LONGEST * 1001), Reader())
+        assert encoder.lengths() == []
+        with pytest.raises(ContextExceeded):
+            await link.start(turn("x" * LONGEST * 900), Reader())
+        assert encoder.lengths()  # it might have fitted
+        await link.call(Rewind(session="t/s", turn=0), SessionView)
+        await ended(link, turn("x" * LONGEST * 1001))
+
+    play(story)
+
+
+def test_a_system_message_that_cannot_fit_opens_no_session(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        with pytest.raises(ContextExceeded):
+            await link.call(OpenSession(session="t/big", tenant="t", system=TOO_LONG), SessionView)
+        with pytest.raises(NotFound):
+            await link.call(GetSession(session="t/big"), SessionView)
+
+    play(story)
+    assert encoder.lengths() == []
+
+
+@pytest.mark.parametrize("length", [50, SHORT_INPUT + 1, LONG_INPUT + 1, LARGE_INPUT + 1])
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_input_is_encoded_outside_the_engines_thread(encoder: Encoder, length: int, *, as_messages: bool) -> None:
+    async def story(link: LocalLink) -> None:
+        text = "x" * length
+        given: str | list[Any] = said(text) if as_messages else text
+        for session in ("t/s", None):
+            assert (await ended(link, turn(given, session))).prompt_tokens >= length
+        await link.call(Rewind(session="t/s", turn=0), SessionView)
+        await link.call(Draft(session="t/s", input=given), SessionView)
+
+    play(story)
+    assert len(encoder.lengths()) == 3
+    assert "tenuto-engine" not in {thread for _, thread in encoder.seen}
+
+
+def test_others_go_on_while_long_input_is_encoded(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        encoder.hold()
+        long = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT))))
+        await waiting(encoder.held)
+        await link.call(OpenSession(session="t/other", tenant="t"), SessionView)
+        for text in ("hello", "a word " * 900):
+            assert (await ended(link, turn(said(text[:SHORT_INPUT]), "t/other"))).prompt_tokens > 5
+        assert not long.done()
+        encoder.release()
+        assert (await long).prompt_tokens > LONG_INPUT
+
+    play(story)
+
+
+def test_input_is_prepared_again_if_its_session_changes_meanwhile(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        opening, first = said("x" * LONG_INPUT), said("first")
+        alone = (await ended(link, turn(opening, None))).prompt_tokens
+        await ended(link, turn(first))
+        encoder.hold()
+        starting = asyncio.ensure_future(ended(link, turn(opening)))
+        await waiting(encoder.held)
+        await link.call(Rewind(session="t/s", turn=0), SessionView)
+        encoder.release()
+        ticket = await starting
+        assert (ticket.history, ticket.prompt_tokens) == (0, alone)  # as an opening, not as what follows a message
+        await ended(link, turn(said("and then?")))
+
+    play(story)
+
+
+def test_a_version_that_has_passed_while_input_was_prepared_refuses_it(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        await ended(link, turn(said("first")))
+        encoder.hold()
+        starting = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT), version=1)))
+        await waiting(encoder.held)
+        await link.call(Rewind(session="t/s", turn=0), SessionView)
+        encoder.release()
+        with pytest.raises(VersionMismatch):
+            await starting
+        assert (await link.call(GetSession(session="t/s"), SessionView)).version == 2
+
+    play(story)
+
+
+def test_a_session_that_is_closed_while_input_is_prepared_refuses_it(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        encoder.hold()
+        starting = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT))))
+        await waiting(encoder.held)
+        await link.call(CloseSession(session="t/s"), type(None))
+        encoder.release()
+        with pytest.raises(NotFound):
+            await starting
+
+    play(story)
+
+
+def test_what_is_refused_anyway_is_refused_before_long_input_is_encoded(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        long = said("x" * LONG_INPUT)
+        for request in (turn(long, "t/nowhere"), turn(long, version=7), turn(long, most_tokens=0)):
+            with pytest.raises(TenutoError):
+                await link.start(request, Reader())
+
+    play(story)
+    assert encoder.lengths() == []
+
+
+def test_input_that_is_withdrawn_starts_no_turn_and_is_not_encoded_if_it_was_not_yet(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        encoder.hold()
+        names = ["first", "second"]
+        requests = [turn("x" * LONG_INPUT, None, name=name) for name in names]
+        starting = [asyncio.ensure_future(link.start(request, Reader())) for request in requests]
+        await waiting(encoder.held)
+        for name in names:
+            assert await link.call(Withdraw(name=name), bool)
+        encoder.release()
+        for start in starting:
+            with pytest.raises(TurnAborted):
+                await start
+        assert not await link.call(Withdraw(name="first"), bool)
+        stats = await link.call(GetStats(), Stats)
+        assert (stats.sessions, stats.transitions.get("submit", 0)) == (1, 0)
+
+    play(story)
+    assert encoder.lengths() == [LONG_INPUT]
+
+
+def test_a_client_that_goes_while_its_input_is_prepared_leaves_no_turn(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        desk = TurnDesk(link)
+        encoder.hold()
+        starting = asyncio.ensure_future(desk.start(turn("x" * LONG_INPUT)))
+        await waiting(encoder.held)
+        starting.cancel()
+        with suppress(asyncio.CancelledError):
+            await starting
+        while desk.open_turns() and not any(live.leaving for live in desk.open_turns()):
+            await asyncio.sleep(0.01)
+        await link.call(GetStats(), Stats)  # what was sent before is known now
+        encoder.release()
+        while desk.open_turns():
+            await asyncio.sleep(0.01)
+        stats = await link.call(GetStats(), Stats)
+        assert (stats.generated_tokens, stats.prompt_tokens, stats.steps) == (0, 0, stats.steps)
+        assert (await link.call(GetSession(session="t/s"), SessionView)).turn is None
+        assert desk.open.total() == 0
+
+    play(story)
+
+
+def test_input_of_one_session_keeps_its_order(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        encoder.hold()
+        long = asyncio.ensure_future(link.call(Draft(session="t/s", input="x" * LONG_INPUT), SessionView))
+        await waiting(encoder.held)
+        short = asyncio.ensure_future(link.call(Draft(session="t/s", input="yy"), SessionView))
+        await link.call(GetStats(), Stats)
+        assert not short.done()
+        encoder.release()
+        await asyncio.gather(long, short)
+        assert (await ended(link, turn("yy"))).prompt_tokens == 2
+
+    play(story)
+    assert [length for length, _ in encoder.seen if length in (2, LONG_INPUT)] == [LONG_INPUT, 2, 2]
