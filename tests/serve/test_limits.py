@@ -1,0 +1,336 @@
+"""Requests that are too large, too many, or never end: each is bounded, and refused in the manner of the interfaces,
+over real connections to a real server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, Self
+
+import httpx
+import pytest
+
+from tenuto.runtime.views import first_page
+from tests.serve.server import Server, serving
+from tests.serve.test_native import refusal, turn
+
+CONNECTIONS = 8
+SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def hurried() -> Iterator[Server]:
+    """A server with little patience and few connections."""
+    options = {
+        "--header-seconds": 0.5,
+        "--body-seconds": 0.5,
+        "--keep-alive-seconds": 1,
+        "--max-connections": CONNECTIONS,
+    }
+    arguments = [str(part) for option in options.items() for part in option]
+    with serving("--model", "witness", "--context-length", "4096", *arguments) as server:
+        yield server
+        server.audit()
+
+
+class Raw:
+    """A connection on which anything can be sent."""
+
+    def __init__(self, server: Server) -> None:
+        url = httpx.URL(server.url)
+        self._socket = socket.create_connection((url.host, url.port or 0), timeout=SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def answer(self) -> tuple[int, str | None]:
+        """Status and code of what is answered until the server closes the connection; 0 if it closes without."""
+        received = b""
+        with suppress(ConnectionError):
+            while part := self._socket.recv(2**16):
+                received += part
+        return self.parsed(received)
+
+    def answer_of(self, length: int) -> bytes:
+        """The first `length` bytes of what is answered."""
+        received = b""
+        while len(received) < length and (part := self._socket.recv(length - len(received))):
+            received += part
+        return received
+
+    @staticmethod
+    def parsed(received: bytes) -> tuple[int, str | None]:
+        head, _, body = received.partition(b"\r\n\r\n")
+        if not head:
+            return 0, None
+        return int(head.split()[1]), json.loads(body)["error"]["code"] if body.startswith(b"{") else None
+
+    def send_until_answered(self, start: bytes, part: bytes) -> tuple[int, str | None]:
+        """Send without end; what is answered in spite of it."""
+        received, sent = b"", 0
+        with suppress(ConnectionError):
+            self.send(start)
+            self._socket.settimeout(0.05)
+            while sent < 2**28:
+                with suppress(TimeoutError):
+                    self._socket.sendall(part)
+                    sent += len(part)
+                with suppress(TimeoutError):
+                    received += (got := self._socket.recv(2**16))
+                    if not got:
+                        break
+        assert sent < 2**28, "it takes whatever is sent"
+        return self.parsed(received)
+
+
+START = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST /v1/sessions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+# -- headers
+
+
+@pytest.mark.parametrize(
+    ("start", "part"),
+    [
+        (START + b"x: ", b"y" * 8192),
+        (START, b"x: y\r\n" * 2000),
+        (START + b"x", b"x" * 8192),
+        (b"GET /", b"y" * 8192),
+        (START, b"x: " + b"y" * 500 + b"\r\n"),
+    ],
+    ids=["a value", "many", "a name", "a path", "many long ones"],
+)
+def test_headers_without_end_are_refused(witness: Server, start: bytes, part: bytes) -> None:
+    with Raw(witness) as connection:
+        status, code = connection.send_until_answered(start, part)
+    assert (status, code) in ((431, "headers_too_large"), (400, "invalid_request"))
+    assert status == 431 or start.endswith(b"\nx")
+
+
+def test_half_a_million_headers_are_refused_and_as_many_as_are_usual_are_not(witness: Server) -> None:
+    with Raw(witness) as connection:
+        assert connection.send_until_answered(START, b"a:b\r\n" * 10_000) == (431, "headers_too_large")
+    many = b"".join(b"x-%d: %s\r\n" % (n, b"y" * 100) for n in range(200))
+    with Raw(witness) as connection:
+        connection.send(START + many + b"Connection: close\r\n\r\n")
+        assert connection.answer()[0] == 200
+
+
+def test_what_follows_a_body_in_chunks_is_bounded_like_headers(witness: Server) -> None:
+    start = POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    for part in (b"x: " + b"y" * 500 + b"\r\n", b"y" * 8192):
+        with Raw(witness) as connection:
+            connection.send_until_answered(start + (b"" if part.startswith(b"x") else b"x: "), part)
+    with Raw(witness) as connection:
+        connection.send_until_answered(POST + b"Transfer-Encoding: chunked\r\n\r\n1;", b"y" * 8192)
+
+
+def test_headers_that_never_end_are_timed_out(hurried: Server) -> None:
+    for sent in (START, b"G", b"\r\n", b"GET / HTTP/1.1\r\nx: "):
+        with Raw(hurried) as connection:
+            connection.send(sent)
+            assert connection.answer() == (408, "request_timeout")
+    with Raw(hurried) as connection:  # also if they go on
+        assert connection.send_until_answered(START, b"x: y\r\n") in (
+            (408, "request_timeout"),
+            (431, "headers_too_large"),
+        )
+    with Raw(hurried) as connection:  # also those of a second request
+        connection.send(START + b"\r\n")
+        first = connection.answer_of(20)
+        connection.send(START)
+        assert b" 200 " in first
+        assert b" 408 " in b"".join(iter(lambda: connection.answer_of(2**12), b""))
+
+
+def test_a_connection_on_which_nothing_is_asked_is_closed(hurried: Server) -> None:
+    with Raw(hurried) as connection:
+        assert connection.answer() == (0, None)
+    with Raw(hurried) as connection:
+        connection.send(START + b"\r\n")
+        assert connection.answer()[0] == 200  # and then it is closed
+
+
+# -- bodies
+
+
+def test_a_body_that_does_not_come_is_timed_out(hurried: Server) -> None:
+    for framing in (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"):
+        with Raw(hurried) as connection:
+            connection.send(POST + framing)
+            assert connection.answer() == (408, "request_timeout")
+
+
+def test_a_body_that_comes_in_drops_is_timed_out(hurried: Server) -> None:
+    with Raw(hurried) as connection:
+        connection.send(POST + b"Content-Length: 100000\r\n\r\n")
+        with suppress(ConnectionError):
+            for _ in range(2000):
+                connection.send(b" ")
+                time.sleep(0.01)
+        assert connection.answer() in ((408, "request_timeout"), (0, None))  # the end may take the answer with it
+    assert any('"status": 408' in line or "status=408" in line for line in settled(hurried, "408"))
+
+
+def settled(server: Server, mark: str) -> list[str]:
+    """What the server has logged, once it has `mark`."""
+    while not any(mark in line for line in server.lines):
+        time.sleep(0.02)
+    return list(server.lines)
+
+
+def test_a_slow_body_that_keeps_coming_is_taken(hurried: Server) -> None:
+    def parts() -> Iterator[bytes]:
+        yield b'{"id": "slow", "system": null'
+        for _ in range(4):
+            time.sleep(0.3)
+            yield b" " * 4096
+        yield b"}"
+
+    with hurried.client() as http:
+        answer = http.post("/v1/sessions", content=parts(), headers={"content-type": "application/json"})
+        assert answer.status_code == 201
+        assert turn(http, "/v1/sessions/slow", input=[1])["version"] == 1
+
+
+def test_who_goes_on_sending_what_was_refused_is_cut_off(hurried: Server) -> None:
+    with Raw(hurried) as connection:
+        status, _ = connection.send_until_answered(
+            b"POST /v1/nothing HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"400\r\n" + b" " * 1024 + b"\r\n",
+        )
+        assert status in (404, 413)
+
+
+# -- connections
+
+
+def test_no_more_connections_are_open_than_may_be(hurried: Server) -> None:
+    with ExitStack() as stack:
+        for _ in range(CONNECTIONS):
+            connection = stack.enter_context(Raw(hurried))
+            connection.send(POST + b"Content-Length: 9\r\n\r\n" + b" " * 8)
+        with Raw(hurried) as one_more:
+            assert one_more.answer() == (503, "server_full")
+    with hurried.client() as http:
+        wait_for(lambda: http.get("/health").status_code == 200)
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    for _ in range(500):
+        with suppress(httpx.TransportError):
+            if what():
+                return
+        time.sleep(0.02)
+    pytest.fail("it does not come")
+
+
+# -- what sessions note, and how they are listed
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {f"k{n}": "v" for n in range(17)},
+        {"k" * 65: "v"},
+        {"k": "v" * 513},
+        {f"k{n}": 1 for n in range(100_000)},
+        {"k": "v" * 20_000_000},
+    ],
+    ids=["entries", "key", "value", "many wrong ones", "a large one"],
+)
+def test_metadata_is_bounded(http: httpx.Client, metadata: dict[str, Any]) -> None:
+    answer = http.post("/v1/sessions", json={"id": "noted", "metadata": metadata})
+    assert refusal(answer) == (400, "invalid_request")
+    assert "metadata" in answer.json()["error"]["message"]
+    assert len(answer.content) < 2000
+    assert refusal(http.get("/v1/sessions/noted")) == (404, "not_found")
+
+
+def test_a_listing_ends_a_page_when_it_is_large_and_goes_on_at_the_next(http: httpx.Client) -> None:
+    metadata = {f"{n:064}": "ж" * 512 for n in range(16)}
+    names = [f"large-{n:03}" for n in range(120)]
+    for name in names:
+        assert http.post("/v1/sessions", json={"id": name, "metadata": metadata}).status_code == 201
+    found, after, pages = [], "large-", 0
+    while after is not None and after.startswith("large-"):
+        answer = http.get("/v1/sessions", params={"limit": 1000, "after": after})
+        assert len(answer.content) < 2**21
+        found += [entry["id"] for entry in answer.json()["data"] if entry["id"].startswith("large-")]
+        after, pages = answer.json()["next"], pages + 1
+    assert found == names
+    assert pages > 1
+    for name in names:
+        http.delete(f"/v1/sessions/{name}")
+
+
+def test_a_page_has_one_entry_however_large_and_no_more_than_fit() -> None:
+    assert first_page([900, 1, 1], 10, 100, int) == [900]
+    assert first_page([50, 50, 1], 10, 100, int) == [50, 50]
+    assert first_page([1, 1, 1], 2, 100, int) == [1, 1]
+    assert first_page([], 2, 100, int) == []
+
+
+# -- many things in one request
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/sessions/s/turns", {"input": [{}] * 200_000}),
+        ("/v1/sessions/s/turns", {"input": [1] * 200_000 + ["x"]}),
+        ("/v1/sessions/s/turns", {"input": [{"role": "user", "content": ""}] * 10_001}),
+        ("/v1/sessions/s/turns", {f"field{n}": 1 for n in range(100_000)}),
+        ("/v1/sessions/s/turns", {"input": "x", "logit_bias": {str(n): "x" for n in range(100_000)}}),
+        ("/v1/chat/completions", {"model": "witness", "messages": [{}] * 200_000}),
+        (
+            "/v1/chat/completions",
+            {
+                "model": "witness",
+                "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 9_000}] * 20,
+            },
+        ),
+        ("/v1/completions", {"model": "witness", "prompt": [[]] * 200_000}),
+        ("/generate", {"text": "x", "sampling_params": [{}] * 200_000}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(list(value)[:3]),
+)
+def test_of_a_hundred_thousand_mistakes_a_few_are_told(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] in ("invalid_request", "context_exceeded")
+    assert len(answer.content) < 3000
+
+
+def test_a_message_that_cannot_fit_is_refused_by_every_interface_as_before(http: httpx.Client) -> None:
+    text = "x" * 1_000_000
+    http.post("/v1/sessions", json={"id": "whole"})
+    before = turn(http, "/v1/sessions/whole", input=[{"role": "user", "content": "x"}])
+    chat = {"model": "witness", "messages": [{"role": "user", "content": text}]}
+    said = [{"role": "user", "content": text}]
+    for path, body, code in (
+        ("/v1/sessions/whole/turns", {"input": text}, "context_exceeded"),
+        ("/v1/sessions/whole/turns", {"input": said}, "context_exceeded"),
+        ("/v1/sessions/whole/append", {"input": said}, "context_exceeded"),
+        ("/v1/chat/completions", chat, "context_length_exceeded"),
+        ("/v1/chat/completions", {**chat, "stream": True}, "context_length_exceeded"),
+        ("/v1/chat/completions", {**chat, "session_id": "fresh"}, "context_length_exceeded"),
+        ("/v1/completions", {"model": "witness", "prompt": text}, "context_length_exceeded"),
+        ("/generate", {"text": text}, "context_exceeded"),
+    ):
+        assert refusal(http.post(path, json=body)) == (400, code), path
+    assert refusal(http.put("/v1/sessions/whole/draft", json={"input": text})) == (400, "context_exceeded")
+    assert refusal(http.post("/v1/sessions", json={"system": text})) == (400, "context_exceeded")
+    assert refusal(http.get("/v1/sessions/fresh")) == (404, "not_found")
+    after = turn(http, "/v1/sessions/whole", input=[{"role": "user", "content": "y"}])
+    assert after["version"] == before["version"] + 1
