@@ -29,6 +29,7 @@ def hurried() -> Iterator[Server]:
         "--body-seconds": 0.5,
         "--keep-alive-seconds": 1,
         "--max-connections": CONNECTIONS,
+        "--max-bodies-bytes": 1_000_000,
     }
     arguments = [str(part) for option in options.items() for part in option]
     with serving("--model", "witness", "--context-length", "4096", *arguments) as server:
@@ -94,6 +95,9 @@ class Raw:
 
 START = b"GET /health HTTP/1.1\r\nHost: a\r\n"
 POST = b"POST /v1/sessions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+JSON = {"content-type": "application/json"}
 
 
 # -- headers
@@ -210,6 +214,21 @@ def test_who_goes_on_sending_what_was_refused_is_cut_off(hurried: Server) -> Non
             b"400\r\n" + b" " * 1024 + b"\r\n",
         )
         assert status in (404, 413)
+
+
+def test_the_bodies_of_all_requests_together_are_bounded(hurried: Server) -> None:
+    start = POST + b"Content-Length: 900000\r\n\r\n"
+    with Raw(hurried) as first:
+        first.send(start + b" " * 800_000)  # and has minutes for the rest
+        answers = []
+        while (429, "overloaded") not in answers:
+            with Raw(hurried) as another:
+                another.send(start + b" " * 800_000)
+                another.send(b"{" + b" " * 99_999)
+                answers.append(another.answer())
+            assert set(answers) <= {(429, "overloaded"), (400, "invalid_request")}
+    with hurried.client() as http:
+        wait_for(lambda: http.post("/v1/sessions", content=b" " * 900_000 + b"{}", headers=JSON).status_code == 201)
 
 
 # -- connections

@@ -142,6 +142,7 @@ def serve(
     ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long turns may go on after SIGTERM.")] = 5.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request.")] = 32 * 2**20,
+    max_bodies_bytes: Annotated[int, typer.Option(min=1, help="Of all requests that are not over.")] = 2**30,
     max_connections: Annotated[int, typer.Option(min=1, help="The most open connections.")] = 4096,
     header_seconds: Annotated[
         float, typer.Option(min=0.1, max=3600, help="How long a request's headers may take to come.")
@@ -189,6 +190,7 @@ def serve(
         keys=read_keys(keys, api_key, admin_api_key),
         served_name=served_model_name,
         max_body_bytes=max_body_bytes,
+        max_bodies_bytes=max_bodies_bytes,
         max_connections=max_connections,
         header_seconds=header_seconds,
         body_seconds=body_seconds,

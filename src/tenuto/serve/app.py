@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tenuto.base.errors import InvalidRequest, RequestTimeout, TenutoError, TooLarge, Unauthorized
+from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
 from tenuto.serve import admin, native, openai, sglang
 from tenuto.serve.edge import BROKEN, Edge, Failure
 from tenuto.serve.settings import BODY_BYTES_A_SECOND
@@ -83,7 +83,7 @@ async def _gone(_: Request, _error: Exception) -> Response:
 
 
 class Envelope:
-    """Around every request: an id, a limit on the body, a line in the log. Plain ASGI: it costs nothing an event."""
+    """Around every request: an id, limits on the body, a line in the log. Plain ASGI: it costs nothing an event."""
 
     def __init__(self, app: ASGIApp, edge: Edge) -> None:
         self._app = app
@@ -94,8 +94,7 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         started, headers = time.perf_counter(), Headers(scope=scope)
-        settings = self._edge.settings
-        exchange = _Exchange(receive, send, _request_id(headers), settings.max_body_bytes, settings.body_seconds)
+        exchange = _Exchange(receive, send, _request_id(headers), self._edge)
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
             try:
                 await self._answer(scope, headers, exchange)
@@ -105,6 +104,7 @@ class Envelope:
                     raise  # the answer has begun: all that is left is to break the connection
                 await exchange.refuse(scope, Failure(500, "internal_error", BROKEN))
             finally:
+                exchange.forget()
                 self._note(scope, exchange.status, time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, headers: Headers, exchange: _Exchange) -> None:
@@ -113,7 +113,7 @@ class Envelope:
             if scope["method"] not in ("GET", "HEAD"):
                 self._edge.tenant(headers)  # whoever has no key is refused before a body is read
             await self._app(scope, exchange.receive, exchange.send)
-        except (RequestTimeout, TooLarge, Unauthorized) as error:
+        except (Overloaded, RequestTimeout, TooLarge, Unauthorized) as error:
             await exchange.refuse(scope, Failure.of(error))
         else:
             if exchange.excess is not None and not exchange.status:
@@ -130,36 +130,48 @@ class Envelope:
 
 class _Exchange:
     """A request's way in and its answer's way out. `status`: the answer's, 0 until it has begun. `excess`: set once the
-    body is larger than `most`, or is not whole `seconds` after the request's beginning and one more for every
-    `BODY_BYTES_A_SECOND` of it; what the application makes of that is not sent."""
+    body is larger, or later, than the edge's settings allow; what the application makes of that is not sent. Whoever
+    makes one calls `forget` in the end."""
 
-    def __init__(self, receive: Receive, send: Send, request_id: str, most: int, seconds: float) -> None:
+    def __init__(self, receive: Receive, send: Send, request_id: str, edge: Edge) -> None:
         self.request_id = request_id
         self.status = 0
         self.excess: TenutoError | None = None
         self._receive = receive
         self._send = send
-        self._most = most
+        self._edge = edge
         self._received = 0
         self._whole = False  # the body is
-        self._seconds = seconds
         self._began = asyncio.get_running_loop().time()
 
     def expect(self, length: int) -> None:
-        """Raises `TooLarge` if a body has so many bytes."""
-        if length > self._most:
-            self.excess = TooLarge(f"the body has more than {self._most} bytes, the most allowed")
+        """Raises `TooLarge` if a body has so many bytes, and `Overloaded` if all bodies together have too many."""
+        most, together = self._edge.settings.max_body_bytes, self._edge.settings.max_bodies_bytes
+        if length > most:
+            self.excess = TooLarge(f"the body has more than {most} bytes, the most allowed")
+        elif self._edge.body_bytes > together:
+            self.excess = Overloaded(
+                f"the bodies of all requests have {together} bytes, the most allowed; try again later"
+            )
+        if self.excess is not None:
             raise self.excess
+
+    def forget(self) -> None:
+        """The request is over, and its body is held no longer."""
+        self._edge.body_bytes -= self._received
+        self._received = 0
 
     async def receive(self) -> Message:
         message = await (self._receive() if self._whole else self._receive_body())
         self._whole = not message.get("more_body", False)
-        self._received += len(message.get("body", b""))
+        size = len(message.get("body", b""))
+        self._received += size
+        self._edge.body_bytes += size
         self.expect(self._received)
         return message
 
     async def _receive_body(self) -> Message:
-        allowed = self._seconds + self._received / BODY_BYTES_A_SECOND
+        allowed = self._edge.settings.body_seconds + self._received / BODY_BYTES_A_SECOND
         try:
             async with asyncio.timeout_at(self._began + allowed):
                 return await self._receive()

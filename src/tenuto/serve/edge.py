@@ -42,6 +42,7 @@ class Edge:
         self.metrics = metrics
         self.draining = False
         self.hurried = False  # turns are not waited for when draining
+        self.body_bytes = 0  # of all requests that are not over; written by the envelope
         self.started = time.time()
         self.desk.on_update.append(metrics.turn_updated)
         self.desk.on_end.append(metrics.turn_ended)

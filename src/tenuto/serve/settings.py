@@ -121,7 +121,8 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """`drain_seconds`: how long turns may go on after SIGTERM before they are aborted. `max_body_bytes`: of a request.
+    """`drain_seconds`: how long turns may go on after SIGTERM before they are aborted. `max_body_bytes`: of a request;
+    `max_bodies_bytes`: of all that are not over.
     `max_turns`: that have not ended, of all tenants. `max_connections`: that are open. `header_seconds`: until a
     request's headers are whole. `body_seconds`: until its body is, and one more for every `BODY_BYTES_A_SECOND` of it.
     `keep_alive_seconds`: between two requests of a connection. `session_ttl`: of sessions whose request names none,
@@ -132,6 +133,7 @@ class ServeSettings:
     keys: Keys = field(default_factory=Keys)
     served_name: str | None = None
     max_body_bytes: int = 32 * 2**20
+    max_bodies_bytes: int = 2**30
     max_turns: int = 2048
     max_connections: int = 4096
     header_seconds: float = 10.0
