@@ -22,7 +22,7 @@ from tenuto.base.messages import GetStats, Request, Stats, WorkerSettings
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tests.serve.server import Server, serving
-from tests.serve.test_native import LONG, events, refusal, turn
+from tests.serve.test_native import LONG, events, turn
 
 STATES = ("free", "in_flight", "leased")
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -123,23 +123,19 @@ def test_odd_requests_make_no_new_series(http: httpx.Client) -> None:
     assert len(after - before) <= 2
 
 
-def test_a_server_without_its_engine_says_so_and_still_shows_its_metrics() -> None:
-    with serving("--model", "witness") as server, server.client() as http:
-        turn_path = f"/v1/sessions/{http.post('/v1/sessions', json={}).json()['id']}"
-        turn(http, turn_path, input=[1])
-        os.kill(server.engine_pid, signal.SIGKILL)
-        for _ in range(200):
-            samples = scraped(http)
-            if value(samples, "engine_up") == 0:
-                break
-            time.sleep(0.05)
-        assert value(samples, "engine_up") == 0
-        assert value(samples, "turns_ended_total", reason="length", committed="true") == 1
-        for path in ("/health", "/v1/engine", "/audit", "/v1/sessions"):
-            answer = http.get(path)
-            assert answer.status_code == 503, path
-        assert refusal(answer) == (503, "engine_stopped")
-        assert answer.headers["retry-after"]
+def test_the_metrics_of_a_server_whose_engine_has_died_say_so() -> None:
+    async def scrape() -> str:
+        link = await ProcessLink.open(WorkerSettings(model="witness"))
+        metrics = Metrics()
+        assert b"tenuto_engine_up 1.0" in await metrics.text(link, "witness", 0)
+        os.kill(link.pid, signal.SIGKILL)
+        await asyncio.wait_for(link.ended(), 20)
+        text = (await metrics.text(link, "witness", 0)).decode()
+        await link.close()
+        return text
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert "tenuto_engine_up 0.0" in runner.run(scrape())
 
 
 def test_whoever_asks_while_the_engine_dies_is_told_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,7 +13,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 
+from tenuto.base.messages import WorkerSettings
+from tenuto.serve.app import build_app
+from tenuto.serve.edge import Edge
+from tenuto.serve.metrics import Metrics
+from tenuto.serve.process import ProcessLink
+from tenuto.serve.settings import ServeSettings
 from tests.serve.server import END_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal
 
@@ -76,11 +84,18 @@ def test_a_turn_that_ends_in_time_is_committed_before_the_server_ends() -> None:
         assert server.process.wait(END_SECONDS) == 0
 
 
-def test_a_killed_engine_is_reported_to_everyone_and_leaves_no_zombie() -> None:
-    with serving(*WITNESS) as server, ThreadPoolExecutor(4) as pool:
+def test_a_killed_engine_is_reported_to_everyone_and_its_server_exits_with_status_70() -> None:
+    with serving(*WITNESS) as server, ThreadPoolExecutor(8) as pool, server.client() as http:
         begun = [threading.Event() for _ in range(3)]
         streams = [pool.submit(follow, server, f"s{n}", begun[n]) for n in range(3)]
         assert all(event.wait(20) for event in begun)
+        line = [pool.submit(http.post, "/v1/sessions/s0/turns", json={**LONG, "if_busy": "queue"}) for _ in range(2)]
+        while "tenuto_turns_in_line 2.0" not in http.get("/metrics").text:
+            time.sleep(0.02)
+        whole = {"model": "witness", "prompt": "a", "max_tokens": 90_000}
+        asked = pool.submit(http.post, "/v1/completions", json=whole)
+        while http.get("/metrics").text.count("tenuto_turns_running 4.0") == 0:
+            time.sleep(0.02)
         engine = server.engine_pid
         os.kill(engine, signal.SIGKILL)
         for stream in streams:
@@ -88,17 +103,59 @@ def test_a_killed_engine_is_reported_to_everyone_and_leaves_no_zombie() -> None:
             assert name == "error"
             assert data["error"]["code"] == "engine_stopped"  # type: ignore[index]
             assert "SIGKILL" in json.dumps(data)
-        assert gone(engine)
-        for method, path, body in (
-            ("POST", "/v1/sessions", {}),
-            ("GET", "/v1/sessions/s0", None),
-            ("POST", "/v1/sessions/s0/turns", LONG),
-            ("GET", "/v1/engine", None),
-        ):
-            answer = httpx.request(method, server.url + path, json=body)
+        for future in (*line, asked):
+            answer = future.result()
             assert refusal(answer) == (503, "engine_stopped")
+            assert "SIGKILL" in answer.text
             assert answer.headers["retry-after"]
-        assert server.stop() == 0
+        assert server.process.wait(END_SECONDS) == 70
+        assert gone(engine)
+    assert server.lines[-1] == "tenuto: the engine process was killed by SIGKILL\n"
+
+
+def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
+    """Asked in this process, where it does not end."""
+
+    async def ask_everything() -> dict[str, int]:
+        link = await ProcessLink.open(WorkerSettings(model="witness"))
+        edge = Edge(link, link.model, ServeSettings(), Metrics())
+        transport = httpx.ASGITransport(build_app(edge))
+        answers: dict[str, int] = {}
+        async with httpx.AsyncClient(transport=transport, base_url="http://edge") as http:
+            assert (await http.get("/v1/models")).status_code == 200
+            described = (await http.get("/openapi.json")).json()["paths"]
+            os.kill(link.pid, signal.SIGKILL)
+            async with asyncio.timeout(END_SECONDS):
+                await link.ended()
+            for path, methods in described.items():
+                for method in methods:
+                    place = path.replace("{session_id}", "s").replace("{turn_id}", "turn-" + 24 * "0")
+                    answer = await http.request(method, place, json=BODIES.get(path, {}))
+                    answers[f"{method} {path}"] = answer.status_code
+                    if answer.status_code == 503 and answer.content:
+                        assert refusal(answer) == (503, "engine_stopped")
+                        assert answer.headers["retry-after"]
+            assert "tenuto_engine_up 0.0" in (await http.get("/metrics")).text
+        await link.close()
+        return answers
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        answers = runner.run(ask_everything())
+    other = {place: status for place, status in answers.items() if status != 503}
+    of_turns = ("get /v1/sessions/{session_id}/turns/{turn_id}", "get /v1/sessions/{session_id}/turns/{turn_id}/events")
+    assert other == {"get /metrics": 200, **dict.fromkeys(of_turns, 404)}  # what it knows without an engine
+
+
+BODIES: dict[str, dict[str, object]] = {
+    "/v1/completions": {"model": "witness", "prompt": "a"},
+    "/v1/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
+    "/v1/sessions/{session_id}/draft": {"input": "a"},
+    "/v1/sessions/{session_id}/trim": {"turns": [1]},
+    "/generate": {"text": "a"},
+    "/abort_request": {"abort_all": True},
+    "/open_session": {"capacity_of_str_len": 1},
+    "/close_session": {"session_id": "s"},
+}
 
 
 def test_an_engine_whose_server_is_killed_ends_by_itself() -> None:

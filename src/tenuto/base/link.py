@@ -47,6 +47,10 @@ class Link(Protocol):
         cancelled: the turn would start all the same."""
         ...
 
+    async def ended(self) -> None:
+        """Wait until there is no engine any more, and everyone who waits for it has been told."""
+        ...
+
     async def close(self) -> None:
         """Stop the engine and wait for that."""
         ...
@@ -57,6 +61,7 @@ class Switchboard:
 
     def __init__(self, send: Callable[[Request], None]) -> None:
         self.stopped: str | None = None
+        self._ended = asyncio.Event()
         self._send = send
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -75,6 +80,10 @@ class Switchboard:
         except TenutoError:
             self._streams.pop(number, None)
             raise
+
+    async def ended(self) -> None:
+        """See `Link.ended`."""
+        await self._ended.wait()
 
     async def _ask(self, request: Request, number: int) -> msgspec.Raw:
         if self.stopped is not None:
@@ -114,6 +123,7 @@ class Switchboard:
             self._resolve(number, EngineStopped(reason))
         for number in list(self._streams):
             self._update(number, EngineStopped(reason), ended=True)
+        self._ended.set()
 
     def _resolve(self, number: int, outcome: Any) -> bool:
         future = self._waiting.pop(number, None)

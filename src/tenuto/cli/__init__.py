@@ -141,6 +141,9 @@ def serve(
         float | None, typer.Option(min=0.001, help="Seconds an idle session stays open if its request names none.")
     ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long turns may go on after SIGTERM.")] = 5.0,
+    unread_seconds: Annotated[
+        float, typer.Option(min=0.1, help="A client that reads nothing of its answer for so long counts as gone.")
+    ] = 30.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request.")] = 32 * 2**20,
     max_bodies_bytes: Annotated[int, typer.Option(min=1, help="Of all requests that are not over.")] = 2**30,
     max_connections: Annotated[int, typer.Option(min=1, help="The most open connections.")] = 4096,
@@ -161,6 +164,9 @@ def serve(
     ] = True,
 ) -> None:
     """Serve sessions over HTTP: natively, and to clients of OpenAI's and SGLang's interfaces.
+
+    The exit status is 0 after SIGTERM or Ctrl-C, 1 if the server cannot start, and 70 if the engine process has ended
+    by itself: a supervisor should start the server again.
 
     \b
     Examples:
@@ -197,6 +203,7 @@ def serve(
         keep_alive_seconds=keep_alive_seconds,
         session_ttl=session_ttl,
         drain_seconds=drain_seconds,
+        unread_seconds=unread_seconds,
         public_metrics=public_metrics,
     )
     run_server(worker, settings, log_level)

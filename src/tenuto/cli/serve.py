@@ -7,17 +7,25 @@ import asyncio
 import typer
 import uvloop
 
+from tenuto.base.errors import EngineStopped
 from tenuto.base.messages import ModelView, WorkerSettings
 from tenuto.serve.logs import configure_logs
 from tenuto.serve.run import serve
 from tenuto.serve.settings import ServeSettings
 
+ENGINE_ENDED = 70
+"""The exit status if the engine process has ended by itself: what is needed is a new start."""
+
 
 def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) -> None:
-    """Serve until told to end. Raises `ConfigError`, `ModelError`, `EngineStopped`."""
+    """Serve until told to end. Raises `ConfigError`, `ModelError`."""
     configure_logs(log_level)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(worker, settings, _show))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(worker, settings, _show))
+    except EngineStopped as error:
+        typer.echo(f"tenuto: {error}", err=True)
+        raise typer.Exit(ENGINE_ENDED) from None
 
 
 def _show(model: ModelView, address: str) -> None:

@@ -31,6 +31,9 @@ class LocalLink:
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
         await self._board.start(request, deliver)
 
+    async def ended(self) -> None:
+        await self._board.ended()
+
     async def close(self) -> None:
         await asyncio.to_thread(self._service.close)
         self._board.stop("the engine was closed")

@@ -48,12 +48,14 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 @router.get("/models", responses=REFUSALS)
 async def list_models(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     """The one model that is served."""
+    edge.require_engine()
     return {"object": "list", "data": [_model(edge)]}
 
 
 @router.get("/models/{model_id:path}", responses=REFUSALS)
 async def get_model(edge: EdgeOf, _: Caller, model_id: str) -> dict[str, Any]:
     """The model of that name."""
+    edge.require_engine()
     _check_model(edge, model_id)
     return _model(edge)
 

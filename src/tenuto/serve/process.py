@@ -74,6 +74,9 @@ class ProcessLink(asyncio.Protocol):
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
         await self._board.start(request, deliver)
 
+    async def ended(self) -> None:
+        await self._board.ended()
+
     async def close(self) -> None:
         """Close the socket, on which the child ends by itself, and see that it does."""
         self._transport.close()

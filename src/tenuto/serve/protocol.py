@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 import structlog
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
 from tenuto.serve.edge import Failure
+from tenuto.serve.unread import Connection
 
 log = structlog.get_logger("tenuto.http")
 
@@ -36,7 +37,7 @@ class ConnectionLimits:
     header_seconds: float
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class BoundedProtocol(Connection):
     """uvicorn's protocol on httptools, which bounds none of this.
 
     Invariant: `_timer` runs while a connection without an answer on its way owes us something: whole headers, or the

@@ -14,7 +14,7 @@ from typing import cast
 import structlog
 import uvicorn
 
-from tenuto.base.errors import ConfigError
+from tenuto.base.errors import ConfigError, EngineStopped
 from tenuto.base.link import Link
 from tenuto.base.messages import ModelView, WorkerSettings
 from tenuto.serve.app import build_app
@@ -23,6 +23,7 @@ from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tenuto.serve.protocol import BoundedProtocol, ConnectionLimits
 from tenuto.serve.settings import ServeSettings
+from tenuto.serve.unread import SEND_BUFFER_BYTES, UnreadConnections
 
 log = structlog.get_logger("tenuto.server")
 
@@ -46,9 +47,11 @@ def listen(settings: ServeSettings) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises `ConfigError`."""
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error}") from error
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
+    return listening
 
 
 def _connections(wanted: int) -> int:
@@ -66,7 +69,7 @@ async def serve(
     worker: WorkerSettings, settings: ServeSettings, ready: Callable[[ModelView, str], None] = lambda *_: None
 ) -> None:
     """Serve until SIGTERM or SIGINT. `ready` is told of the model and the address once requests are taken. Raises
-    `ModelError`, `ConfigError`, `EngineStopped`."""
+    `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends by itself: by then everyone has been told."""
     with listen(settings) as listening:
         link = await ProcessLink.open(worker)
         try:
@@ -106,10 +109,19 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    watching = asyncio.ensure_future(
+        UnreadConnections(server.server_state.connections, settings.unread_seconds).watch()
+    )
     host, port = listening.getsockname()[:2]
     ready(model, f"http://{host if ':' not in host else f'[{host}]'}:{port}")
-    await asyncio.wait({serving, asyncio.ensure_future(ending.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    ends = {serving, asyncio.ensure_future(ending.wait()), asyncio.ensure_future(link.ended())}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     log.info("ending", open_turns=len(edge.desk.open_turns()))
-    await edge.drain()
+    if link.stopped is None:
+        await edge.drain()
     server.should_exit = True
     await serving
+    for task in (watching, *ends):
+        task.cancel()
+    if link.stopped is not None:
+        raise EngineStopped(link.stopped)

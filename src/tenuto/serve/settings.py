@@ -121,12 +121,12 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """`drain_seconds`: how long turns may go on after SIGTERM before they are aborted. `max_body_bytes`: of a request;
-    `max_bodies_bytes`: of all that are not over.
-    `max_turns`: that have not ended, of all tenants. `max_connections`: that are open. `header_seconds`: until a
-    request's headers are whole. `body_seconds`: until its body is, and one more for every `BODY_BYTES_A_SECOND` of it.
-    `keep_alive_seconds`: between two requests of a connection. `session_ttl`: of sessions whose request names none,
-    seconds. `public_metrics`: to be seen without an admin key."""
+    """`drain_seconds`: how long turns may go on after SIGTERM before they are aborted. `unread_seconds`: how long a
+    client may read nothing of its answer until it counts as gone. `max_body_bytes`: of a request; `max_bodies_bytes`:
+    of all that are not over. `max_turns`: that have not ended, of all tenants. `max_connections`: that are open.
+    `header_seconds`: until a request's headers are whole. `body_seconds`: until its body is, and one more for every
+    `BODY_BYTES_A_SECOND` of it. `keep_alive_seconds`: between two requests of a connection. `session_ttl`: of sessions
+    whose request names none, seconds. `public_metrics`: to be seen without an admin key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -141,6 +141,7 @@ class ServeSettings:
     keep_alive_seconds: int = 5
     session_ttl: float | None = None
     drain_seconds: float = 5.0
+    unread_seconds: float = 30.0
     public_metrics: bool = False
 
     def __post_init__(self) -> None:

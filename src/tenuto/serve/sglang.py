@@ -94,8 +94,9 @@ async def generate(edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: Gen
 
 
 @router.post("/abort_request", response_class=Response, responses=REFUSALS)
-async def abort_request(requests: RequestsOf, tenant: Caller, body: Abort) -> Response:
+async def abort_request(edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: Abort) -> Response:
     """End requests: those of one id, or all that are yours. What does not exist is ended already."""
+    edge.require_engine()
     if body.abort_all:
         await requests.abort_all(tenant)
     elif body.rid:
@@ -289,6 +290,7 @@ async def _probe(edge: Edge) -> bool:
 @router.get("/model_info", responses=REFUSALS)
 async def model_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     """The model."""
+    edge.require_engine()
     return {
         "model_path": edge.model.path or edge.model.model,
         "tokenizer_path": edge.model.path or edge.model.model,

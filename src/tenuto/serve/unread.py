@@ -1,0 +1,84 @@
+"""Clients that do not read: their turns hold rows that others wait for, and what is written for them fills memory."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import sys
+import termios
+from collections.abc import Collection
+from typing import Any
+
+import structlog
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+log = structlog.get_logger("tenuto.http")
+
+CHECKS = 4
+"""How often a connection is looked at within the time that its client has."""
+SEND_BUFFER_BYTES = 2**18
+"""What the system is asked to hold of an answer that is not read. Left to itself it takes megabytes, and it would be
+long before anybody noticed."""
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection. `resumed`: how often its buffers have emptied after they were full."""
+
+    resumed = 0
+
+    def resume_writing(self) -> None:
+        self.resumed += 1
+        super().resume_writing()
+
+
+class UnreadConnections:
+    """Breaks connections whose buffers are full, or that are to be closed, while their client reads nothing for some
+    time. For whatever writes to one, and for its turn, that is a disconnect like any other.
+
+    Invariant: nothing is written to the connections in `_waiting` as long as they have not `resumed`, so what is still
+    to be read of their answers only shrinks.
+    """
+
+    def __init__(self, connections: Collection[Any], seconds: float) -> None:
+        """`connections`: a server's, as they come and go. `seconds`: how long a client may leave what it was sent."""
+        self._connections = connections
+        self._seconds = seconds
+        self._waiting: dict[Connection, tuple[int, int, int]] = {}  # resumed, bytes left, checks without progress
+
+    async def watch(self) -> None:
+        """Check until cancelled."""
+        while True:
+            await asyncio.sleep(self._seconds / CHECKS)
+            self.check()
+
+    def check(self) -> None:
+        """Look at every connection; break those that show no progress for the `CHECKS`th time in a row."""
+        waiting: dict[Connection, tuple[int, int, int]] = {}
+        for connection in list(self._connections):
+            transport = connection.transport
+            if not (connection.flow.write_paused or transport.is_closing()):
+                continue
+            resumed, left = connection.resumed, bytes_left(transport)
+            before = self._waiting.get(connection)
+            idle = before[2] + 1 if before is not None and before[:2] == (resumed, left) else 0
+            if idle < CHECKS:
+                waiting[connection] = resumed, left, idle
+                continue
+            log.info("client does not read", seconds=self._seconds, bytes_left=left)
+            transport.abort()
+        self._waiting = waiting
+
+
+def bytes_left(transport: asyncio.WriteTransport) -> int:
+    """Bytes that were written and have not arrived: in our buffer, and in the system's if it says so, as Linux does.
+    Elsewhere progress shows later, when our own buffer shrinks."""
+    left = transport.get_write_buffer_size()
+    descriptor = transport.get_extra_info("socket").fileno()
+    try:
+        queued = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
+    except (
+        OSError,
+        ValueError,
+    ):  # another system, or the connection has just been lost: our own buffer shrinks, too, if later
+        return left
+    return left + int.from_bytes(queued, sys.byteorder)
