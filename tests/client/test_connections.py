@@ -253,3 +253,46 @@ def test_a_client_loads_no_model_code(witness: Server) -> None:
         "sys.exit(bool({'torch', 'tenuto.engine', 'tenuto.exec', 'fastapi'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sessions_without_a_name_close_with_their_client_and_others_stay(remote: tenuto.RemoteEngine) -> None:
+    with tenuto.connect(str(remote._core.connection._http.base_url)) as engine:
+        plain, named = engine.session(), engine.session("named", ttl=600)
+        plain.append([1])
+        named.append([1])
+        made = [plain.fork(), named.fork(), named.trim([1]), named.fork(session_id="named-fork")]
+        running = plain.turn([2], ignore_eos=True)
+        next(running.tokens())
+        engine.attach("named")
+        assert len(remote.sessions()) == 6
+        made[0].close()
+        assert len(engine._core.connection.leftovers) == 3
+    assert [info.session_id for info in remote.sessions()] == ["named", "named-fork"]
+
+
+def test_more_sessions_than_are_deleted_at_once_close_with_their_client(remote: tenuto.RemoteEngine) -> None:
+    async def open_many() -> None:
+        async with tenuto.connect_async(str(remote._core.connection._http.base_url)) as engine:
+            await asyncio.gather(*(engine.session() for _ in range(100)))
+            await engine.session("kept")
+            assert len(await engine.sessions()) == 101
+
+    asyncio.run(open_many())
+    assert [info.session_id for info in remote.sessions()] == ["kept"]
+
+
+def test_sessions_of_a_client_that_nobody_has_any_more_close(remote: tenuto.RemoteEngine, witness: Server) -> None:
+    session = tenuto.connect(witness.url).session()
+    gc.collect()
+    assert [info.session_id for info in remote.sessions()] == [session.id]  # which holds its client
+    del session
+    gc.collect()
+    eventually(lambda: remote.sessions() == [])
+
+
+def test_sessions_of_a_client_that_dies_have_a_limit(remote: tenuto.RemoteEngine, witness: Server) -> None:
+    code = f"import os, tenuto; tenuto.connect({witness.url!r}).session(); os._exit(0)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    (left,) = remote.sessions()
+    with witness.client() as http:
+        assert http.get(f"/v1/sessions/{left.session_id}").json()["ttl"] == 86_400

@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.server import Server
+from tenuto.base.errors import ConfigError
+from tenuto.serve.settings import read_ttl
+from tests.serve.server import Server, serving
 
 LONG = {"input": [1, 2, 3], "max_new_tokens": 3000, "ignore_eos": True}
 
@@ -85,6 +87,31 @@ def test_an_idle_session_closes_itself_after_its_ttl(http: httpx.Client) -> None
             return
         time.sleep(0.05)
     pytest.fail("it is still there")
+
+
+@pytest.mark.parametrize(
+    ("option", "named", "made_up"),
+    [(None, 86_400, 86_400), ("600", 600, 600), ("0", None, 86_400), ("none", None, 86_400)],
+)
+def test_sessions_whose_request_names_no_ttl_have_the_servers(
+    option: str | None, named: float | None, made_up: float
+) -> None:
+    arguments = () if option is None else ("--session-ttl", option)
+    with serving("--model", "witness", *arguments) as server, server.client() as http:
+        assert http.post("/v1/sessions", json={"id": "named"}).json()["ttl"] == named
+        assert http.post("/v1/sessions", json={}).json()["ttl"] == made_up
+        assert http.post("/v1/sessions", json={"id": "own", "ttl": 5}).json()["ttl"] == 5
+        completion = {"model": "witness", "prompt": "a", "max_tokens": 1, "session_id": "completed"}
+        assert http.post("/v1/completions", json=completion).status_code == 200
+        assert http.get("/v1/sessions/completed").json()["ttl"] == named
+        made = http.post("/open_session", json={"capacity_of_str_len": 1, "streaming": True}).json()
+        assert http.get(f"/v1/sessions/{made}").json()["ttl"] == made_up
+
+
+@pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", "1e10"])
+def test_an_odd_session_ttl_is_refused_before_the_server_starts(text: str) -> None:
+    with pytest.raises(ConfigError, match="session_ttl"):
+        read_ttl(text)
 
 
 # -- turns

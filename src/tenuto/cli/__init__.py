@@ -138,8 +138,13 @@ def serve(
     max_queued_requests: Annotated[int, typer.Option(help="The most turns that wait for a step.")] = 10_000,
     max_sessions: Annotated[int, typer.Option(help="The most open sessions.")] = 100_000,
     session_ttl: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds an idle session stays open if its request names none.")
-    ] = None,
+        str,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long a session without a turn stays open if its request does not say; 0 or none: for ever if its"
+            " client has named it, else for a day.",
+        ),
+    ] = "86400",
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long turns may go on after SIGTERM.")] = 5.0,
     unread_seconds: Annotated[
         float, typer.Option(min=0.1, help="A client that reads nothing of its answer for so long counts as gone.")
@@ -176,7 +181,7 @@ def serve(
     """
     from tenuto.base.messages import WorkerSettings  # noqa: PLC0415 - see the module's docstring
     from tenuto.cli.serve import run_server  # noqa: PLC0415
-    from tenuto.serve.settings import ServeSettings, read_keys  # noqa: PLC0415
+    from tenuto.serve.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415
 
     config = {
         "token_budget": chunked_prefill_size,
@@ -201,7 +206,7 @@ def serve(
         header_seconds=header_seconds,
         body_seconds=body_seconds,
         keep_alive_seconds=keep_alive_seconds,
-        session_ttl=session_ttl,
+        session_ttl=read_ttl(session_ttl),
         drain_seconds=drain_seconds,
         unread_seconds=unread_seconds,
         public_metrics=public_metrics,

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -21,7 +21,9 @@ CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 2.0
 """How long a connection is kept for the next request: less than servers keep it, so that none is found closed."""
 END_SECONDS = 5.0
-"""How long requests may take to end when the connection is closed."""
+"""How long requests may take to end when the connection is closed, and how long what it leaves to be deleted."""
+MOST_DELETIONS = 32
+"""Of them, at the same time."""
 
 
 class Connection:
@@ -35,10 +37,13 @@ class Connection:
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # turns take as long as they take
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS),
         )
+        self.leftovers: set[str] = set()  # paths that are deleted at the end; for its own thread
         self._loop = asyncio.new_event_loop()
         self._stopped = False
         self._lock = threading.RLock()  # reentrant: a finalizer may stop it in the middle of anything
-        self._thread = threading.Thread(target=_run, args=(self._loop, self._http), name="tenuto-client", daemon=True)
+        self._thread = threading.Thread(
+            target=_run, args=(self._loop, self._http, self.leftovers), name="tenuto-client", daemon=True
+        )
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -110,20 +115,33 @@ def _typed_errors() -> Iterator[None]:
         raise Disconnected(f"the connection to the server broke: {str(error) or type(error).__name__}") from error
 
 
-def _run(loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient) -> None:
+def _run(loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, leftovers: set[str]) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
     finally:
-        loop.run_until_complete(_end(http))
+        loop.run_until_complete(_end(http, leftovers))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
 
-async def _end(http: httpx.AsyncClient) -> None:
+async def _end(http: httpx.AsyncClient, leftovers: set[str]) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=END_SECONDS)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(END_SECONDS):
+            await _delete(http, leftovers)
     await http.aclose()
+
+
+async def _delete(http: httpx.AsyncClient, paths: set[str]) -> None:
+    """Each path, as far as the server can be reached."""
+
+    async def work() -> None:
+        while paths:
+            await http.delete(paths.pop())
+
+    await asyncio.gather(*(work() for _ in range(MOST_DELETIONS)), return_exceptions=True)

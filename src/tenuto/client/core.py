@@ -45,20 +45,27 @@ class ServerCore:
             "priority": policy.priority,
             "max_tokens": policy.max_tokens,
         }
-        return self.connection.call(self._session("POST", "/v1/sessions", body))
+        return self.connection.call(self._opened("/v1/sessions", body))
 
     def attach(self, session_id: str) -> Future[SessionCore]:
         if not isinstance(session_id, str):
             raise InvalidRequest(f"a session's id is {shown(session_id)}; allowed: text")
-        return self.connection.call(self._session("GET", session_path(session_id)))
 
-    async def _session(self, method: str, path: str, body: dict[str, Any] | None = None) -> SessionCore:
-        view = await self.connection.ask(method, path, body)
-        return SessionCore(self, view["id"])
+        async def ask() -> SessionCore:
+            return SessionCore(self, (await self.connection.ask("GET", session_path(session_id)))["id"])
+
+        return self.connection.call(ask())
+
+    async def _opened(self, path: str, body: dict[str, Any]) -> SessionCore:
+        """A new session. One that was not given a name is closed with the connection."""
+        session_id = (await self.connection.ask("POST", path, body))["id"]
+        if body["id"] is None:
+            self.connection.leftovers.add(session_path(session_id))
+        return SessionCore(self, session_id)
 
     def new(self, session_id: str, action: str, body: dict[str, Any]) -> Future[SessionCore]:
         """A session made of another."""
-        return self.connection.call(self._session("POST", f"{session_path(session_id)}/{action}", body))
+        return self.connection.call(self._opened(f"{session_path(session_id)}/{action}", body))
 
     def generate(self, given: Input, options: RemoteOptions, deliver: Deliver) -> TurnReader:
         """The only turn of a session that is closed at its end."""
@@ -158,6 +165,7 @@ class SessionCore:
     def close(self, *, finish: bool) -> Future[None]:
         async def ask() -> None:
             await self._connection.ask("DELETE", self._path, finish="true" if finish else "false")
+            self._connection.leftovers.discard(self._path)
 
         return self._connection.call(ask())
 

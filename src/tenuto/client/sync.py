@@ -55,8 +55,8 @@ class RemoteEngine:
         priority: int = 0,
         max_tokens: int | None = None,
     ) -> RemoteSession:
-        """See `Engine.session`. It stays open when the client goes; `attach` finds it again. Raises `LimitReached`,
-        too."""
+        """See `Engine.session`; without `ttl` the server's own counts. With a name it stays open when the client goes,
+        and `attach` finds it again; without one it closes with the client. Raises `LimitReached`, too."""
         policy = Policy(priority, ttl, max_tokens)
         return RemoteSession(self, self._core.open(session_id, system, policy).result())
 
@@ -78,7 +78,8 @@ class RemoteEngine:
         return self._core.audit().result()
 
     def close(self) -> None:
-        """Close the connection. Turns still open raise `EngineStopped` at their readers; sessions stay."""
+        """Close the connection, and the sessions, forks and trims that were opened here without a name. Turns still
+        open raise `EngineStopped` at their readers."""
         self._closer.detach()
         self._core.connection.close()
 

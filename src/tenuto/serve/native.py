@@ -70,7 +70,7 @@ async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response:
             tenant=tenant.name,
             system=body.system,
             priority=body.priority,
-            ttl=body.ttl if body.ttl is not None else edge.settings.session_ttl,
+            ttl=edge.settings.ttl(body.ttl, named=body.id is not None),
             max_tokens=body.max_tokens,
             metadata=body.metadata,
             most_sessions=tenant.limits.sessions,

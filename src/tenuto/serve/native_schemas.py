@@ -58,7 +58,9 @@ class NewSession(Body):
 
     id: NewId = None
     system: str | None = Field(None, description="A system message, put before the first messages.")
-    ttl: float | None = Field(None, gt=0, le=1e9, description="Seconds without a turn until it is closed.")
+    ttl: float | None = Field(
+        None, gt=0, le=1e9, description="Seconds without a turn until it is closed; by default as the server has it."
+    )
     priority: int = Field(0, ge=-1000, le=1000, description="Of its turns; higher runs first.")
     max_tokens: int | None = Field(None, ge=1, description="Cap on its history, in tokens.")
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(

@@ -177,7 +177,7 @@ async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
     opening = OpenSession(
         session=session,
         tenant=tenant.name,
-        ttl=edge.settings.session_ttl,
+        ttl=edge.settings.ttl(None, named=True),
         most_sessions=tenant.limits.sessions,
         most_tokens=tenant.limits.tokens,
     )

@@ -12,11 +12,15 @@ from typing import Annotated
 
 import msgspec
 
+from tenuto.base.checks import seconds, shown
 from tenuto.base.errors import ConfigError
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
 BODY_BYTES_A_SECOND = 1024
 """The slowest that a body may come, after `ServeSettings.body_seconds`."""
+DAY = 86_400.0
+"""Seconds. Idle sessions cost little, as their memory is the first to go; a day leaves room for any break in a
+conversation."""
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -119,6 +123,16 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
     return Keys.of(entries)
 
 
+def read_ttl(text: str) -> float | None:
+    """Seconds; `None` for "0" and "none". Raises `ConfigError`."""
+    if text.strip().lower() == "none":
+        return None
+    try:
+        return seconds("session_ttl", float(text), ConfigError) if float(text) else None
+    except ValueError:
+        raise ConfigError(f"session_ttl is {shown(text)}; allowed: seconds, or 0 or none to have no limit") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """`drain_seconds`: how long turns may go on after SIGTERM before they are aborted. `unread_seconds`: how long a
@@ -126,7 +140,7 @@ class ServeSettings:
     of all that are not over. `max_turns`: that have not ended, of all tenants. `max_connections`: that are open.
     `header_seconds`: until a request's headers are whole. `body_seconds`: until its body is, and one more for every
     `BODY_BYTES_A_SECOND` of it. `keep_alive_seconds`: between two requests of a connection. `session_ttl`: of sessions
-    whose request names none, seconds. `public_metrics`: to be seen without an admin key."""
+    whose request names none, seconds; `None` for never. `public_metrics`: to be seen without an admin key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -139,7 +153,7 @@ class ServeSettings:
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     keep_alive_seconds: int = 5
-    session_ttl: float | None = None
+    session_ttl: float | None = DAY
     drain_seconds: float = 5.0
     unread_seconds: float = 30.0
     public_metrics: bool = False
@@ -149,6 +163,13 @@ class ServeSettings:
             raise ConfigError(
                 f"host is {self.host}, which others can reach; allowed without an API key: 127.0.0.1, ::1, localhost"
             )
+
+    def ttl(self, asked: float | None, *, named: bool) -> float | None:
+        """Of a session whose request asks for `asked`. An id that the server has made up is lost with its client, so
+        such a session does not stay for ever, whatever the settings say."""
+        if asked is not None:
+            return asked
+        return self.session_ttl if self.session_ttl is not None or named else DAY
 
 
 def _is_loopback(host: str) -> bool:

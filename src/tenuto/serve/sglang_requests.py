@@ -79,7 +79,7 @@ class Requests:
         taken = InvalidRequest(f"session {name!r} is open already")
         if key in self._sessions:
             raise taken
-        timeout = body.timeout if body.timeout is not None else self._edge.settings.session_ttl
+        timeout = self._edge.settings.ttl(body.timeout, named=body.session_id is not None)
         if not body.streaming:
             with suppress(NotFound):
                 await self._edge.link.call(GetSession(session=inner), SessionView)

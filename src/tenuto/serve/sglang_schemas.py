@@ -59,7 +59,9 @@ class NewSession(Body):
     )
     session_id: str | None = Field(None, pattern=ID_PATTERN, description="Made up by the server if not given.")
     streaming: bool | None = None
-    timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds without a turn until it is closed.")
+    timeout: float | None = Field(
+        None, gt=0, le=1e9, description="Seconds without a turn until it is closed; by default as the server has it."
+    )
 
 
 class OldSession(Body):
