@@ -132,6 +132,12 @@ def test_a_trimmed_session_has_the_turns_that_were_chosen(remote: tenuto.RemoteE
         session.trim("all")
 
 
+def test_what_no_session_is_called_is_not_found(remote: tenuto.RemoteEngine) -> None:
+    for name in ("", ".", "..", "../..", "a/b", "?", "#", "%2e", "é"):
+        with pytest.raises((NotFound, InvalidRequest)):
+            remote.attach(name)
+
+
 def test_sessions_are_listed_and_histories_read_over_several_pages(
     remote: tenuto.RemoteEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +297,7 @@ def test_sessions_of_a_client_that_nobody_has_any_more_close(remote: tenuto.Remo
 
 
 def test_sessions_of_a_client_that_dies_have_a_limit(remote: tenuto.RemoteEngine, witness: Server) -> None:
-    code = f"import os, tenuto; tenuto.connect({witness.url!r}).session(); os._exit(0)"
+    code = f"import os, tenuto; kept = tenuto.connect({witness.url!r}).session(); os._exit(0)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     (left,) = remote.sessions()
     with witness.client() as http:

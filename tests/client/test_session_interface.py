@@ -249,6 +249,8 @@ def test_an_odd_session_or_fork_is_refused_and_opens_none(engine: AnyEngine) -> 
         lambda: session.fork(turn="first"),  # type: ignore[arg-type]
         lambda: session.fork(turn=7),
         lambda: session.rewind(position=1),
+        lambda: engine.session(".."),
+        lambda: session.fork(session_id="."),
     ):
         with pytest.raises(InvalidRequest):
             wrong()

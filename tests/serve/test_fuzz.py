@@ -6,6 +6,7 @@ import json
 import socket
 import zlib
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -178,6 +179,44 @@ def test_no_header_makes_the_server_fail(fuzzed: httpx.Client) -> None:
             fuzzed.post("/v1/sessions", json={"id": "fuzzed"})
 
     refused_or_served()
+
+
+IDS = st.one_of(
+    st.text(st.characters(categories=["L", "N", "P", "S", "Zs"]), max_size=70),
+    st.text("ab.:_-~/%?#", max_size=5),
+    st.sampled_from([".", "..", "...", "./a", "a/..", "%2e", "%2E%2e", "turns", "fuzzed", "a" * 64, "." * 65, "a\n"]),
+)
+OPENERS = {
+    "/v1/sessions": {"id": ...},
+    "/v1/sessions/fuzzed/fork": {"id": ...},
+    "/v1/sessions/fuzzed/trim": {"turns": [], "id": ...},
+    "/v1/completions": {"model": "witness", "prompt": [1], "max_tokens": 1, "session_id": ...},
+    "/open_session": {"session_id": ..., "capacity_of_str_len": 1, "streaming": True},
+}
+
+
+def test_a_session_that_can_be_opened_can_be_read_used_and_closed(fuzzed: httpx.Client) -> None:
+    opened: set[str] = set()
+
+    @settings(BOUNDED, max_examples=300)
+    @given(st.sampled_from(list(OPENERS)), IDS)
+    def reachable(opener: str, name: str) -> None:
+        body = {field: name if value is ... else value for field, value in OPENERS[opener].items()}
+        answer = fuzzed.post(opener, json=body)
+        assert answer.status_code in (200, 201, 400, 409), answer.text
+        if name in (".", ".."):
+            assert answer.status_code == 400
+        if answer.status_code >= 400 or name == "fuzzed":
+            return
+        opened.add(name)
+        path = f"/v1/sessions/{quote(name, safe='')}"
+        assert fuzzed.get(path).json()["id"] == name
+        assert fuzzed.post(f"{path}/append", json={"input": [1]}).status_code == 200
+        assert name in [session["id"] for session in fuzzed.get("/v1/sessions").json()["data"]]
+        assert fuzzed.delete(path).status_code == 204
+
+    reachable()
+    assert len(opened) > 20
 
 
 @pytest.mark.parametrize(

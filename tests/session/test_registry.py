@@ -54,6 +54,14 @@ def test_an_id_nobody_could_print_is_refused(session_id: str) -> None:
         Office().registry.open(session_id, Policy())
 
 
+@pytest.mark.parametrize("session_id", [".", "..", "a/..", "./a", "a/./b"])
+def test_an_id_that_no_url_can_have_is_refused(session_id: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"not '\.' or '\.\.'"):
+        Office().registry.open(session_id, Policy())
+    for similar in ("...", "a..", "..a", "a/.../b"):
+        Office().registry.open(similar, Policy())
+
+
 def test_an_id_is_taken_until_its_session_closes() -> None:
     office = Office()
     session = office.registry.open("s", Policy())

@@ -178,5 +178,7 @@ class Feed:
 
 
 def session_path(session_id: str) -> str:
-    """Of a session."""
+    """Of a session. Raises `NotFound` for what no session is called."""
+    if session_id in ("", ".", ".."):  # in a URL these would be something else
+        raise NotFound(f"there is no session {session_id!r}")
     return f"/v1/sessions/{quote(session_id, safe='')}"

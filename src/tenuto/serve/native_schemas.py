@@ -9,11 +9,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tenuto.serve.options import Items, Messages, Object, TurnOptions, at_most
 
-ID_PATTERN = r"^[A-Za-z0-9._:-]{1,64}$"
-SessionId = Annotated[str, Path(pattern=ID_PATTERN, description="The session's id.")]
+ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
+"""Of a session's id: whatever needs no quoting in a URL. Clients leave `.` and `..` out of URLs, so they are no ids."""
+ID_LENGTH = 64
+SessionId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The session's id.")]
 TurnId = Annotated[str, Path(pattern=r"^turn-[0-9a-f]{24}$", description="The turn's id.")]
 NewId = Annotated[
-    str | None, Field(pattern=ID_PATTERN, description="Made up by the server if not given; taken ones are refused.")
+    str | None,
+    Field(
+        pattern=ID_PATTERN,
+        max_length=ID_LENGTH,
+        description="Made up by the server if not given; taken ones are refused.",
+    ),
 ]
 IfMatch = Annotated[
     str | None,

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.serve.edge import random_seed
-from tenuto.serve.native_schemas import ID_PATTERN
+from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.options import MOST_MESSAGES, Items, LogitBias, Messages, Object, Prompts
 from tenuto.serve.samples import MOST_SAMPLES
 
@@ -111,6 +111,7 @@ class Generation(Body):
     session_id: str | None = Field(
         None,
         pattern=ID_PATTERN,
+        max_length=ID_LENGTH,
         description="The request is a turn of this session, which is opened if there is none: only what is new is sent."
         " The answer has the session's `version`.",
     )

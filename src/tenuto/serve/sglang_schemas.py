@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.serve.edge import random_seed
-from tenuto.serve.native_schemas import ID_PATTERN
+from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.options import MOST_PROMPTS, Items, Object, Prompts, at_most
 from tenuto.serve.samples import MOST_SAMPLES
 
@@ -57,7 +57,9 @@ class NewSession(Body):
     capacity_of_str_len: int = Field(
         0, ge=-(2**63), lt=2**63, description="Noted with the session; its real limit is the context length."
     )
-    session_id: str | None = Field(None, pattern=ID_PATTERN, description="Made up by the server if not given.")
+    session_id: str | None = Field(
+        None, pattern=ID_PATTERN, max_length=ID_LENGTH, description="Made up by the server if not given."
+    )
     streaming: bool | None = None
     timeout: float | None = Field(
         None, gt=0, le=1e9, description="Seconds without a turn until it is closed; by default as the server has it."
@@ -67,7 +69,7 @@ class NewSession(Body):
 class OldSession(Body):
     """A session to be closed."""
 
-    session_id: str = Field(pattern=ID_PATTERN)
+    session_id: str = Field(pattern=ID_PATTERN, max_length=ID_LENGTH)
 
 
 class Abort(Body):

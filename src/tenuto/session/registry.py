@@ -17,6 +17,8 @@ from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.session.session import Policy, Session, SessionState
 
 MAX_ID_LENGTH = 128
+UNREACHABLE = frozenset({".", ".."})
+"""Clients take these for parts of a path and leave them out of URLs, so no session may be called that."""
 
 
 @dataclass(slots=True)
@@ -65,6 +67,10 @@ class Registry:
         if type(session_id) is not str or not session_id.isprintable() or not 0 < len(session_id) <= MAX_ID_LENGTH:
             raise InvalidRequest(
                 f"session id is {shown(session_id)}; allowed: 1 to {MAX_ID_LENGTH} printable characters"
+            )
+        if not UNREACHABLE.isdisjoint(session_id.split("/")):
+            raise InvalidRequest(
+                f"session id is {shown(session_id)}; allowed: ids that are not '.' or '..' and have no such part"
             )
         if session_id in self._sessions:
             raise AlreadyExists(f"session {session_id!r} is open already")
