@@ -132,6 +132,15 @@ def test_a_trimmed_session_has_the_turns_that_were_chosen(remote: tenuto.RemoteE
         session.trim("all")
 
 
+def test_a_servers_refusal_names_its_option_as_one_in_this_process_does(remote: tenuto.RemoteEngine) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        remote.session().turn([10**6])
+    assert refused.value.param == "input"
+    with pytest.raises(InvalidRequest) as refused:
+        remote.session().turn([1], temperature=-1)
+    assert refused.value.param == "temperature"
+
+
 def test_what_no_session_is_called_is_not_found(remote: tenuto.RemoteEngine) -> None:
     for name in ("", ".", "..", "../..", "a/b", "?", "#", "%2e", "é"):
         with pytest.raises((NotFound, InvalidRequest)):

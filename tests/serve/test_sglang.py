@@ -286,7 +286,6 @@ def test_if_one_of_a_batch_cannot_start_none_is_left(http: httpx.Client) -> None
     ],
 )
 def test_malformed_requests_are_refused(http: httpx.Client, body: Any) -> None:
-    assert http.post("/generate", content=json.dumps(body)).status_code in (400, 422)
     status, _ = refusal(http.post("/generate", content=json.dumps(body), headers={"content-type": "application/json"}))
     assert status == 400
 

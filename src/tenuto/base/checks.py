@@ -20,7 +20,7 @@ def whole(name: str, value: object, low: int, high: int, error: type[TenutoError
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or not low <= number <= high:
-        raise error(f"{name} is {shown(value)}; allowed: a whole number from {low} to {high}")
+        raise error(f"{name} is {shown(value)}; allowed: a whole number from {low} to {high}", param=_param(name))
     return number
 
 
@@ -28,7 +28,7 @@ def real(name: str, value: object, low: float, high: float, error: type[TenutoEr
     """`value` as a number in [low, high]. Raises `error`."""
     number = _float(value)
     if number is None or not low <= number <= high:
-        raise error(f"{name} is {shown(value)}; allowed: a number from {low:g} to {high:g}")
+        raise error(f"{name} is {shown(value)}; allowed: a number from {low:g} to {high:g}", param=_param(name))
     return number
 
 
@@ -38,7 +38,8 @@ def seconds(name: str, value: object, error: type[TenutoError] = InvalidRequest)
         return None
     number = _float(value)
     if number is None or not 0 < number <= MOST_SECONDS:
-        raise error(f"{name} is {shown(value)}; allowed: more than 0 and at most {MOST_SECONDS:g} seconds, or none")
+        allowed = f"more than 0 and at most {MOST_SECONDS:g} seconds, or none"
+        raise error(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
     return number
 
 
@@ -47,7 +48,12 @@ def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping) and isinstance(value, Iterable):
         with suppress(TypeError):  # an array without dimensions says that it is iterable, and is not
             return tuple(value)
-    raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}")
+    raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
+
+
+def _param(name: str) -> str | None:
+    """An option by its name; a description of a part of one is not its name."""
+    return name if name.isidentifier() else None
 
 
 def _float(value: object) -> float | None:

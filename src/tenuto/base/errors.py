@@ -8,10 +8,15 @@ from __future__ import annotations
 
 
 class TenutoError(Exception):
-    """Base of the errors meant for the caller: what was wrong and what is allowed. Raising one changed nothing."""
+    """Base of the errors meant for the caller: what was wrong and what is allowed. Raising one changed nothing.
+    `param`: the field or option that it is about, if it is about one."""
 
     code = "error"
     status = 500
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class InvalidRequest(TenutoError):
@@ -116,6 +121,13 @@ class ServerFull(TenutoError):
 
     code = "server_full"
     status = 503
+
+
+class UnsupportedMediaType(TenutoError):
+    """The body of a request is not declared as what it has to be."""
+
+    code = "unsupported_media_type"
+    status = 415
 
 
 class Unauthorized(TenutoError):

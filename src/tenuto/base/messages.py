@@ -385,6 +385,7 @@ class Refusal(Message, frozen=True, kw_only=True):
     call: int
     code: str
     message: str
+    param: str | None = None
 
 
 class Updates(Message, frozen=True, kw_only=True):
@@ -414,4 +415,4 @@ _ERRORS = _by_code(TenutoError)
 
 def error_of(refusal: Refusal) -> TenutoError:
     """The error that was refused with, to be raised on this side."""
-    return _ERRORS.get(refusal.code, TenutoError)(refusal.message)
+    return _ERRORS.get(refusal.code, TenutoError)(refusal.message, param=refusal.param)

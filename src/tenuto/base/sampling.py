@@ -49,14 +49,18 @@ class Sampling:
         real("temperature", self.temperature, 0, 1e6)
         whole("top_k", self.top_k, 0, 2**31 - 1)
         if not real("top_p", self.top_p, 0, 1):
-            raise InvalidRequest("top_p is 0; allowed: 0 < top_p <= 1")
+            raise InvalidRequest("top_p is 0; allowed: 0 < top_p <= 1", param="top_p")
         whole("seed", self.seed, 0, 2**63 - 1)
         real("min_p", self.min_p, 0, 1)
         real("repetition_penalty", self.repetition_penalty, 0.01, 100)
         real("presence_penalty", self.presence_penalty, -2, 2)
         real("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.logit_bias != ():
-            _check_bias(self.logit_bias)
+            try:
+                _check_bias(self.logit_bias)
+            except InvalidRequest as error:
+                error.param = "logit_bias"
+                raise
 
     @property
     def greedy(self) -> bool:

@@ -109,12 +109,13 @@ def error_from(status: int, content: bytes) -> TenutoError:
         said = msgspec.json.decode(content, type=_Refused).error
     except msgspec.DecodeError:
         return TenutoError(f"the server answered with status {status} and no reason; is it one of Tenuto's?")
-    return error_of(Refusal(call=0, code=str(said.code), message=said.message))
+    return error_of(Refusal(call=0, code=str(said.code), message=said.message, param=said.param))
 
 
 class _Said(msgspec.Struct):
     message: str
     code: str | int | None = None
+    param: str | None = None
 
 
 class _Refused(msgspec.Struct):

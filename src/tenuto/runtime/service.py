@@ -125,7 +125,8 @@ class Service:
     def _refuse(self, call: int, error: BaseException) -> None:
         code = error.code if isinstance(error, TenutoError) else TenutoError.code
         text = str(error) if isinstance(error, TenutoError) else f"{type(error).__name__}: {error}"
-        self._send(Refusal(call=call, code=code, message=text))
+        param = error.param if isinstance(error, TenutoError) else None
+        self._send(Refusal(call=call, code=code, message=text, param=param))
 
     def _do(self, request: Request, work: Callable[[Engine], Any]) -> None:
         """Have `work` done in the engine's thread, and answer with what it returns."""

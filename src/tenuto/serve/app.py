@@ -20,12 +20,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
 from tenuto.serve import admin, native, openai, sglang
 from tenuto.serve.edge import BROKEN, Edge, Failure
+from tenuto.serve.invalid import refusal_of
 from tenuto.serve.settings import BODY_BYTES_A_SECOND
 
 log = structlog.get_logger("tenuto.http")
 
 CLIENT_GONE = 499
 """The status under which a request is logged whose client did not wait for the answer."""
+UNREADABLE = (
+    "the body is not JSON that can be read: it is not UTF-8, nested too deeply, or has a number of too many digits"
+)
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -60,17 +64,16 @@ async def _refused(_: Request, error: Exception) -> Response:
     return failure_response(Failure.of(error))
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    problems = []
-    for problem in error.errors()[:8]:
-        place = ".".join(str(part) for part in problem["loc"] if part != "body")
-        problems.append(f"{place}: {problem['msg']}" if place else str(problem["msg"]))
-    return failure_response(Failure(InvalidRequest.status, InvalidRequest.code, "; ".join(problems)))
+    refusal = refusal_of(error.errors(), error.body, request.headers.get("content-type"))
+    return failure_response(Failure.of(refusal))
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 400:
+        return failure_response(Failure(400, InvalidRequest.code, UNREADABLE))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{error.detail}: {request.method} {request.url.path[:200]}; /docs lists what there is"
     response = failure_response(Failure(error.status_code, code, message))

@@ -177,6 +177,7 @@ class Failure:
     status: int
     code: str
     message: str
+    param: str | None = None
 
     @staticmethod
     def of(error: TenutoError) -> Failure:
@@ -187,7 +188,7 @@ class Failure:
             message = message.partition(":")[0]
         elif error.status == 500:
             message = BROKEN
-        return Failure(error.status, error.code, message)
+        return Failure(error.status, error.code, message, error.param)
 
     @property
     def kind(self) -> str:
@@ -196,7 +197,7 @@ class Failure:
 
     @property
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property

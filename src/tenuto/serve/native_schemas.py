@@ -44,7 +44,7 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 class Body(Object):
     """What requests are made of: unknown fields and values of another type are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Message(Body):
@@ -241,6 +241,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         412: "The session has another version",
         408: "The body did not come in time",
         413: "The body is too large",
+        415: "The body is not declared as JSON",
         422: "The idempotency key was used with another body",
         429: "As much as is allowed; see `Retry-After`",
         431: "The headers are too large, or too many",

@@ -74,7 +74,7 @@ def _model(edge: Edge) -> dict[str, Any]:
 
 def _check_model(edge: Edge, name: str) -> None:
     if name != edge.served_name:
-        raise ModelNotFound(f"there is no model {name[:200]!r}; allowed: {edge.served_name!r}")
+        raise ModelNotFound(f"there is no model {name[:200]!r}; allowed: {edge.served_name!r}", param="model")
 
 
 # -- completions
@@ -152,7 +152,10 @@ async def _begin(
     try:
         return await while_connected(request, starting)
     except ContextExceeded as error:
-        raise ContextLengthExceeded(str(error)) from None
+        raise ContextLengthExceeded(str(error), param=body.text_field) from None
+    except TenutoError as error:
+        error.param = body.param(error.param)
+        raise
 
 
 async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: str | None, digest: bytes) -> list[Samples]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.serve.edge import random_seed
+from tenuto.serve.invalid import unsupported
 from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.options import MOST_MESSAGES, Items, LogitBias, Messages, Object, Prompts
 from tenuto.serve.samples import MOST_SAMPLES
@@ -54,22 +55,25 @@ NOT_THERE: dict[str, tuple[Any, ...]] = {
 """Fields that are known and not there, with the values that do not ask for anything."""
 
 
+ROLES = ("system", "developer", "user", "assistant")
+"""Of messages; the first two are one."""
+
+
 class Body(Object):
     """An object of a request. Values of another type are refused, and fields by their name."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
     not_there: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, given: Any) -> Any:
-        """Raises `Unsupported`."""
         if not isinstance(given, dict):
             return given
         for name, harmless in cls.not_there.items():
             if name in given and not any(given[name] == value for value in harmless):
-                raise Unsupported(f"{name} is {shown(given[name])}; it is not supported, allowed: to leave it out")
+                raise unsupported(name, f"is {shown(given[name])}; it is not supported, allowed: to leave it out")
         return {name: value for name, value in given.items() if name not in cls.ignored and name not in cls.not_there}
 
 
@@ -116,6 +120,9 @@ class Generation(Body):
         " The answer has the session's `version`.",
     )
 
+    text_field: ClassVar[str]
+    """What the text to go on from is called."""
+
     @property
     def samples(self) -> int:
         """Answers to each prompt."""
@@ -129,9 +136,14 @@ class Generation(Body):
     def check(self) -> None:
         """Raises `InvalidRequest` for fields that do not go together."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options without stream; allowed: only with stream true")
+            said = "stream_options without stream; allowed: only with stream true"
+            raise InvalidRequest(said, param="stream_options")
         if self.session_id is not None and self.samples > 1:
-            raise InvalidRequest(f"n is {self.n}; allowed with session_id: 1, or fork the session")
+            raise InvalidRequest(f"n is {self.n}; allowed with session_id: 1, or fork the session", param="n")
+
+    def param(self, option: str | None) -> str | None:
+        """The field that an option of the engine's comes from."""
+        return {**_FIELDS, "input": self.text_field}.get(option or "", option)
 
     def engine_options(self) -> dict[str, Any]:
         """What was given, by the engine's names; what was not is as OpenAI has it."""
@@ -147,6 +159,8 @@ class Generation(Body):
         return given
 
 
+_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
+"""Fields by the engine's name of the option, where they differ."""
 _SAME = {
     "frequency_penalty",
     "ignore_eos",
@@ -167,6 +181,7 @@ _SAME = {
 class CompletionBody(Generation):
     """A text to be continued."""
 
+    text_field = "prompt"
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of such.", examples=["Once upon a time"]
     )
@@ -184,9 +199,10 @@ class CompletionBody(Generation):
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.samples):
-            raise Unsupported(f"best_of is {self.best_of}; allowed: n, which is {self.samples}")
+            raise Unsupported(f"best_of is {self.best_of}; allowed: n, which is {self.samples}", param="best_of")
         if self.session_id is not None and (len(self.prompts) > 1 or self.echo):
-            raise InvalidRequest("session_id with several prompts or echo; allowed: one prompt, without echo")
+            said = "session_id with several prompts or echo; allowed: one prompt, without echo"
+            raise InvalidRequest(said, param="session_id")
 
     def engine_options(self) -> dict[str, Any]:
         given = super().engine_options()
@@ -211,7 +227,7 @@ class Part(Body):
     def _only_text(cls, given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else None
         if isinstance(kind, str) and kind != "text":
-            raise Unsupported(f"content of type {shown(kind)} is not supported; allowed: text")
+            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: 'text'")
         return given
 
 
@@ -224,12 +240,15 @@ class ChatMessage(Body):
     role: str = Field(max_length=64, examples=["user"])
     content: str | Messages[Part] = Field(examples=["Hello!"])
 
+    @field_validator("role")
+    @classmethod
+    def _known(cls, role: str) -> str:
+        if role not in ROLES:
+            raise unsupported("", f"is {shown(role)}; that is not supported, allowed: {', '.join(ROLES)}")
+        return role
+
     def rendered(self) -> dict[str, str]:
         """The message as the engine takes it."""
-        if self.role not in ("system", "developer", "user", "assistant"):
-            raise Unsupported(
-                f"messages of role {shown(self.role)} are not supported; allowed: system, user, assistant"
-            )
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -237,6 +256,7 @@ class ChatMessage(Body):
 class ChatBody(Generation):
     """Messages to be answered."""
 
+    text_field = "messages"
     messages: Messages[ChatMessage] = Field(description="With `session_id`: only the new ones.")
     max_tokens: int | None = Field(None, ge=1, le=2**40, description="As many as fit if not given.")
     max_completion_tokens: int | None = Field(None, ge=1, le=2**40, description="The same.")
@@ -259,9 +279,11 @@ class ChatBody(Generation):
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs without logprobs; allowed: only with logprobs true")
+            said = "top_logprobs without logprobs; allowed: only with logprobs true"
+            raise InvalidRequest(said, param="top_logprobs")
         if not self.messages and self.session_id is None:
-            raise InvalidRequest("there are no messages; allowed: at least one, or a session_id")
+            said = "there are no messages; allowed: at least one, or a session_id"
+            raise InvalidRequest(said, param="messages")
 
     def engine_options(self) -> dict[str, Any]:
         given = super().engine_options()

@@ -58,7 +58,7 @@ class Object(BaseModel):
 class TurnOptions(Object):
     """How a turn generates. What is not given is as the engine has it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     max_new_tokens: int | None = Field(None, ge=0, le=2**40, description="As many as fit if not given.")
     min_new_tokens: int | None = Field(None, ge=0, le=2**40, description="Before so many, nothing ends the turn.")

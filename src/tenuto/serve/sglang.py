@@ -81,7 +81,11 @@ async def close_session(requests: RequestsOf, tenant: Caller, body: OldSession) 
 @router.put("/generate", response_model=None, responses=REFUSALS | STREAMED)
 async def generate(edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: Generate, request: Request) -> Response:
     """Continue text or tokens, one or several, by themselves or in a session."""
-    running = await while_connected(request, requests.start(tenant, body.items()))
+    try:
+        running = await while_connected(request, requests.start(tenant, body.items()))
+    except TenutoError as error:
+        error.param = body.param(error.param)
+        raise
     several = len(running) > 1 or body.several
     if body.stream:
         return EventStream(_events(edge, running, several=several), lambda: requests.leave(running))

@@ -8,9 +8,9 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, Field
 
-from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.serve.edge import random_seed
+from tenuto.serve.invalid import unsupported
 from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.options import MOST_PROMPTS, Items, Object, Prompts, at_most
 from tenuto.serve.samples import MOST_SAMPLES
@@ -42,13 +42,12 @@ TopNumber = Annotated[int, Field(ge=0, le=20)]
 class Body(Object):
     """What requests are made of. A field that is not there is refused by its name, unless it asks for nothing."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     def model_post_init(self, _: Any, /) -> None:
-        """Raises `Unsupported`."""
         for name, value in (self.model_extra or {}).items():
             if value not in (None, False, "", [], {}) and name not in IGNORED:
-                raise Unsupported(f"{shown(name)} is not supported; leave it out")
+                raise unsupported(name, "is not supported; leave it out")
 
 
 class NewSession(Body):
@@ -119,7 +118,7 @@ class SamplingParams(Body):
         given = {name: getattr(self, name) for name in ("max_new_tokens", *same, "logit_bias", "stop", "ignore_eos")}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.top_k == 0:
-            raise InvalidRequest("top_k is 0; allowed: -1 for all, or at least 1")
+            raise InvalidRequest("top_k is 0; allowed: -1 for all, or at least 1", param="top_k")
         if self.top_k not in (None, -1):
             options["top_k"] = self.top_k
         if self.stop_token_ids:
@@ -179,6 +178,14 @@ class Generate(Body):
         """Whether the answer is a list."""
         ids = self.input_ids
         return isinstance(self.text, list) or bool(ids and isinstance(ids[0], list))
+
+    def param(self, option: str | None) -> str | None:
+        """The field that an option of the engine's comes from."""
+        if option == "input":
+            return "text" if self.text is not None else "input_ids"
+        name = {"stop_ids": "stop_token_ids", "seed": "sampling_seed"}.get(option or "", option)
+        inner = name in SamplingParams.model_fields and isinstance(self.sampling_params, SamplingParams)
+        return f"sampling_params.{name}" if inner else name
 
     def items(self) -> list[Item]:
         """Raises `InvalidRequest` if the parts do not fit together."""
@@ -244,7 +251,9 @@ class Generate(Body):
         if session is None or session.id is None:
             return Item(rid, family, part, options, None, n, look)
         if n > 1:
-            raise Unsupported(f"n is {n}; allowed in a session: 1; continue one request several times instead")
+            raise Unsupported(
+                f"n is {n}; allowed in a session: 1; continue one request several times instead", param="n"
+            )
         return Item(rid, family, part, options, session, 1, look)
 
 
@@ -253,5 +262,6 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:
-        raise InvalidRequest(f"{name} has {len(given)} entries; allowed: one for each of the {count} prompts")
+        allowed = f"one for each of the {count} prompts"
+        raise InvalidRequest(f"{name} has {len(given)} entries; allowed: {allowed}", param=name)
     return given

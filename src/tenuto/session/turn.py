@@ -98,11 +98,13 @@ class TurnParams:
         if self.input_logprobs is not None:
             whole("input_logprobs", self.input_logprobs, 0, MAX_LOGPROBS)
         if len(self.stop_ids) > MAX_STOP_IDS:
-            raise InvalidRequest(f"there are {len(self.stop_ids)} stop_ids; allowed: at most {MAX_STOP_IDS}")
+            raise InvalidRequest(
+                f"there are {len(self.stop_ids)} stop_ids; allowed: at most {MAX_STOP_IDS}", param="stop_ids"
+            )
         for token in self.stop_ids:
             whole("a stop id", token, 0, 2**31 - 1)
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos is {shown(self.ignore_eos)}; allowed: true or false")
+            raise InvalidRequest(f"ignore_eos is {shown(self.ignore_eos)}; allowed: true or false", param="ignore_eos")
         if self.priority is not None:
             whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         seconds("queue_timeout", self.queue_timeout)
@@ -344,7 +346,7 @@ def as_tokens(tokens: Iterable[int], vocab_size: int, most: int) -> array[int]:
         raise ContextExceeded(f"input has {found} tokens; allowed: {most}, which is all that can fit")
     if checked and not (min(checked) >= 0 and max(checked) < vocab_size):
         wrong = next(t for t in checked if not 0 <= t < vocab_size)
-        raise InvalidRequest(f"input has token id {wrong}; allowed: 0 to {vocab_size - 1}")
+        raise InvalidRequest(f"input has token id {wrong}; allowed: 0 to {vocab_size - 1}", param="input")
     return checked
 
 

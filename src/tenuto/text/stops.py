@@ -102,11 +102,15 @@ def _automaton(stop_strings: Sequence[str]) -> list[_State]:
 
 def _check(stop_strings: Sequence[str]) -> None:
     if isinstance(stop_strings, str):
-        raise InvalidRequest("stop strings are one string; expected a list of strings")
+        raise InvalidRequest("stop strings are one string; expected a list of strings", param="stop")
     if len(stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"there are {len(stop_strings)} stop strings; allowed: at most {MAX_STOP_STRINGS}")
+        raise InvalidRequest(
+            f"there are {len(stop_strings)} stop strings; allowed: at most {MAX_STOP_STRINGS}", param="stop"
+        )
     for stop in stop_strings:
         if not isinstance(stop, str):
-            raise InvalidRequest(f"a stop string is a {type(stop).__name__}; allowed: text")
+            raise InvalidRequest(f"a stop string is a {type(stop).__name__}; allowed: text", param="stop")
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-            raise InvalidRequest(f"a stop string has {len(stop)} characters; allowed: 1 to {MAX_STOP_LENGTH}")
+            raise InvalidRequest(
+                f"a stop string has {len(stop)} characters; allowed: 1 to {MAX_STOP_LENGTH}", param="stop"
+            )

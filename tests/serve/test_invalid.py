@@ -1,0 +1,323 @@
+"""Refusals of what is malformed: they name the field as the request does, and say what is allowed there."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from openai import OpenAI
+
+from tests.serve.server import Server
+
+COMPLETION: dict[str, Any] = {"model": "witness", "prompt": [1], "max_tokens": 1}
+CHAT: dict[str, Any] = {"model": "witness", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+GENERATE: dict[str, Any] = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+PLACES: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/generate": GENERATE,
+    "/v1/sessions": {"id": "invalid"},
+    "/v1/sessions/invalid/turns": {"input": [1], "max_new_tokens": 1, "stream": False},
+    "/v1/sessions/invalid/append": {"input": [1]},
+    "/v1/sessions/invalid/abort": {"keep": 1},
+    "/v1/sessions/invalid/trim": {"turns": []},
+    "/open_session": {"capacity_of_str_len": 1},
+    "/abort_request": {"rid": "a"},
+}
+OF_PYTHON = re.compile(
+    r"Input should|instance of|list\[|dict\[|constrained|function-|literal|nullable|Extra inputs|Field "
+)
+"""Words that a user has not written and need not know."""
+
+
+@pytest.fixture(autouse=True)
+def session(http: httpx.Client) -> None:
+    http.post("/v1/sessions", json={"id": "invalid"})  # or it is there already
+
+
+def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+# -- which field, and what is allowed
+
+
+PART = {"type": "text", "text": "a"}
+PROMPTS = "prompt should be a string, a list of integers, a list of strings, or a list of lists of integers"
+INPUTS = "input should be a string, a list of integers, or a list of messages"
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/v1/completions", {"prompt": 5}, "prompt", PROMPTS),
+    ("/v1/completions", {"prompt": [1, "a"]}, "prompt[1]", "prompt[1] should be an integer"),
+    ("/v1/completions", {"prompt": ["a", 1]}, "prompt[1]", "prompt[1] should be a string"),
+    ("/v1/completions", {"prompt": [[1], [2, "a"]]}, "prompt[1][1]", "prompt[1][1] should be an integer"),
+    ("/v1/completions", {"prompt": [5.5]}, "prompt[0]", "prompt[0] should be an integer, a string, or a list"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt[0]", "prompt[0] should be greater than or equal to 0"),
+    ("/v1/completions", {"stop": 5}, "stop", "stop should be a string or a list of strings"),
+    ("/v1/completions", {"stop": ["a", 5]}, "stop[1]", "stop[1] should be a string"),
+    ("/v1/completions", {"temperature": "hot"}, "temperature", "temperature should be a number"),
+    ("/v1/completions", {"temperature": -1}, "temperature", "temperature should be greater than or equal to 0"),
+    ("/v1/completions", {"colour": "red"}, "colour", "colour is not a field that is known here"),
+    ("/v1/completions", {"a b": 1}, '["a b"]', '["a b"] is not a field that is known here'),
+    ("/v1/completions", {"logit_bias": {"a": 1}}, "logit_bias.a", "logit_bias.a is a key that should be an integer"),
+    ("/v1/completions", {"logit_bias": {"5": "a"}}, 'logit_bias["5"]', 'logit_bias["5"] should be a number'),
+    ("/v1/completions", {"session_id": ".."}, "session_id", "'.' or '..'"),
+    ("/v1/chat/completions", {"messages": "a"}, "messages", "messages should be a list"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user"}]},
+        "messages[0].content",
+        "messages[0].content is required",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [CHAT["messages"][0], {"role": "user", "content": {"str": 1}}]},
+        "messages[1].content",
+        "messages[1].content should be a string or a list of parts",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [PART, {"type": "text"}]}]},
+        "messages[0].content[1].text",
+        "messages[0].content[1].text is required",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [PART, {"type": "image_url"}]}]},
+        "messages[0].content[1].type",
+        "messages[0].content[1].type is 'image_url'; that is not supported, allowed: 'text'",
+    ),
+    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": ""}]}, "messages[0].role", "not supported"),
+    ("/v1/chat/completions", {"tools": [{}]}, "tools", "tools is [{}]; it is not supported"),
+    ("/v1/chat/completions", {"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
+    ("/generate", {"input_ids": None, "text": 5}, "text", "text should be a string or a list of strings"),
+    ("/generate", {"sampling_params": {"n": "a"}}, "sampling_params.n", "sampling_params.n should be an integer"),
+    (
+        "/generate",
+        {"sampling_params": [{"n": "a"}]},
+        "sampling_params[0].n",
+        "sampling_params[0].n should be an integer",
+    ),
+    ("/generate", {"sampling_params": 5}, "sampling_params", "should be an object or a list of objects"),
+    ("/generate", {"sampling_params": {"regex": "a"}}, "sampling_params.regex", "regex is not supported"),
+    ("/generate", {"lora_path": "a"}, "lora_path", "lora_path is not supported"),
+    ("/v1/sessions/invalid/turns", {"input": 5}, "input", INPUTS),
+    ("/v1/sessions/invalid/turns", {"input": [{"role": "user"}]}, "input[0].content", "input[0].content is required"),
+    ("/v1/sessions/invalid/turns", {"input": [1, {"role": "a"}]}, "input[1]", "input[1] should be an integer"),
+    ("/v1/sessions/invalid/turns", {"if_busy": "wait"}, "if_busy", "if_busy should be 'reject' or 'queue'"),
+    ("/v1/sessions/invalid/abort", {"keep": "most"}, "keep", "'none', 'delivered' or 'all', or an integer"),
+    ("/v1/sessions", {"id": "a/b"}, "id", "id should be 1 to 64 letters, digits, '.', '_', ':' and '-'"),
+    ("/v1/sessions", {"metadata": {"a": 1}}, "metadata.a", "metadata.a should be a string"),
+]
+
+
+@pytest.mark.parametrize(("path", "change", "param", "said"), WRONG)
+def test_a_refusal_names_the_field_as_it_was_written_and_says_what_is_allowed(
+    http: httpx.Client, path: str, change: dict[str, Any], param: str, said: str
+) -> None:
+    error = error_of(http.post(path, json={**PLACES[path], **change}))
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert said in error["message"]
+    assert not OF_PYTHON.search(error["message"])
+    supported = "not supported" not in error["message"]
+    assert error["code"] == ("invalid_request" if supported else "unsupported")
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        ("/v1/completions", {"prompt": [10**6]}, "prompt"),
+        ("/v1/completions", {"prompt": [1] * 5000}, "prompt"),
+        ("/v1/completions", {"max_tokens": 1, "min_tokens": 2}, "min_tokens"),
+        ("/v1/completions", {"logit_bias": {"5": 1e9}}, "logit_bias"),
+        ("/v1/completions", {"best_of": 3}, "best_of"),
+        ("/v1/completions", {"model": "other"}, "model"),
+        ("/v1/completions", {"n": 2, "session_id": "a"}, "n"),
+        ("/v1/completions", {"stream_options": {}}, "stream_options"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 9000}]}, "messages"),
+        ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
+        ("/generate", {"sampling_params": {"top_p": 5.0}}, "sampling_params.top_p"),
+        ("/generate", {"sampling_params": {"top_k": 0}}, "sampling_params.top_k"),
+        ("/generate", {"input_ids": [10**6]}, "input_ids"),
+        ("/v1/sessions/invalid/turns", {"min_new_tokens": 5}, "min_new_tokens"),
+        ("/v1/sessions/invalid/turns", {"input": [10**6]}, "input"),
+    ],
+)
+def test_what_only_the_engine_can_refuse_names_its_field_too(
+    http: httpx.Client, path: str, change: dict[str, Any], param: str
+) -> None:
+    answer = http.post(path, json={**PLACES[path], **change})
+    assert error_of(answer, answer.status_code)["param"] == param
+    assert answer.status_code in (400, 404)
+
+
+def test_openais_client_is_told_which_field_was_wrong(witness: Server) -> None:
+    with OpenAI(base_url=f"{witness.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="witness", messages=[{"role": "user", "content": 5}])  # type: ignore[typeddict-item]
+        assert refused.value.param == "messages[0].content"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.completions.create(model="other", prompt="a")
+        assert unknown.value.param == "model"
+
+
+def test_parameters_of_other_places_are_named_with_their_place(http: httpx.Client) -> None:
+    for answer, said in (
+        (http.get("/v1/sessions?limit=0"), "query parameter limit should be greater than or equal to 1"),
+        (http.get("/v1/sessions/a%20b"), "path parameter session_id should be 1 to 64 letters"),
+        (
+            http.get(f"/v1/sessions/invalid/turns/turn-{'0' * 24}/events", headers={"last-event-id": "a"}),
+            "header parameter last-event-id should be an integer",
+        ),
+    ):
+        error = error_of(answer)
+        assert said in error["message"]
+        assert error["param"] in said
+
+
+# -- bodies that are not what they should be
+
+
+@pytest.mark.parametrize("path", list(PLACES))
+def test_a_body_that_is_not_declared_as_json_is_refused_by_its_content_type(http: httpx.Client, path: str) -> None:
+    content = json.dumps(PLACES[path]).encode()
+    for declared in ("text/plain", "application/x-www-form-urlencoded", "application/jsonp", "json", "\xff"):
+        error = error_of(http.post(path, content=content, headers={b"content-type": declared.encode("latin-1")}), 415)
+        assert error["code"] == "unsupported_media_type"
+        assert error["message"] == f"the body's content-type is {declared!a}; allowed: application/json"
+    error = error_of(http.post(path, content=content), 415)
+    assert error["message"] == "the body's content-type is not given; allowed: application/json"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "the body is empty; allowed: a JSON object"),
+        (b"[]", "the body should be an object"),
+        (b'"a"', "the body should be an object"),
+        (b'{"a": 1,}', "the body is not JSON: .* at character 8"),
+        (b"{'a': 1}", "the body is not JSON: .* at character 1"),
+        (b'{"a": "\xff"}', "the body is not JSON that can be read"),
+        (b"[" * 100_000, "the body is not JSON that can be read"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "the body is not JSON that can be read"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused_as_such(http: httpx.Client, content: bytes, said: str) -> None:
+    for path in ("/v1/completions", "/generate", "/v1/sessions"):
+        error = error_of(http.post(path, content=content, headers={"content-type": "application/json"}))
+        assert re.match(said, error["message"]), error["message"]
+        assert (error["code"], error["param"]) == ("invalid_request", None)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", "temperature"),
+        ("/v1/chat/completions", "top_p"),
+        ("/generate", "sampling_params.frequency_penalty"),
+        ("/generate", "sampling_params.min_p"),
+        ("/v1/sessions", "ttl"),
+        ("/v1/sessions/invalid/turns", "repetition_penalty"),
+        ("/v1/sessions/invalid/append", "timeout"),
+        ("/open_session", "timeout"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_by_their_field(
+    http: httpx.Client, path: str, field: str, number: str
+) -> None:
+    outer, _, inner = field.partition(".")
+    body = json.dumps({**PLACES[path], outer: {inner: "?"} if inner else "?"}).replace('"?"', number)
+    error = error_of(http.post(path, content=body, headers={"content-type": "application/json"}))
+    assert (error["param"], error["message"]) == (field, f"{field} should be a finite number")
+
+
+def test_a_bias_that_is_not_finite_is_refused_by_its_field(http: httpx.Client) -> None:
+    for path in ("/v1/completions", "/v1/sessions/invalid/turns"):
+        body = json.dumps({**PLACES[path], "logit_bias": {"5": float("nan")}})
+        error = error_of(http.post(path, content=body, headers={"content-type": "application/json"}))
+        assert error["param"] == 'logit_bias["5"]'
+
+
+# -- whatever a client sends
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats()
+    | st.sampled_from(["", "a", "list[int]", "é"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "str", "list[Part]", "n", "0"]), inner)
+    ),
+    max_leaves=6,
+)
+FIELDS = (
+    *(
+        "input",
+        "prompt",
+        "messages",
+        "text",
+        "input_ids",
+        "sampling_params",
+        "session_params",
+        "stop",
+        "stop_ids",
+        "rid",
+    ),
+    *("keep", "logit_bias", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream_options", "temperature"),
+    *("metadata", "turns", "seed", "id", "session_id"),
+)
+
+
+def reached(body: Any, param: str) -> bool:
+    """Whether a field, as refusals write it, leads to a value of the body, or to a key that an object of it lacks."""
+    steps = re.findall(r"\[(\d+)\]|\[(\"(?:[^\"\\]|\\.)*\")\]|\.?([^.\[\]]+)", param)
+    for number, (index, quoted, name) in enumerate(steps):
+        last = number == len(steps) - 1
+        if index and isinstance(body, list) and int(index) < len(body):
+            body = body[int(index)]
+            continue
+        key = json.loads(quoted) if quoted else name
+        if not index and isinstance(body, dict) and (key in body or last):
+            body = body.get(key)
+            continue
+        return False
+    return True
+
+
+def test_no_refusal_speaks_of_what_the_request_does_not_have(http: httpx.Client) -> None:
+    refused = 0
+
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @given(st.sampled_from(list(PLACES)), st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=2))
+    @example("/v1/chat/completions", {"messages": [{"role": "user", "content": {"str": 1}}]})
+    @example("/v1/chat/completions", {"messages": [{"role": "user", "content": {"list[Part]": 1}}]})
+    @example("/generate", {"sampling_params": [{"stop": {}}]})
+    def in_plain_words(path: str, fields: dict[str, Any]) -> None:
+        nonlocal refused
+        body = {**PLACES[path], **fields, "max_new_tokens": 1} if path.endswith("turns") else {**PLACES[path], **fields}
+        answer = http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+        if answer.status_code < 400:
+            return
+        refused += 1
+        error = error_of(answer, answer.status_code)
+        assert answer.status_code < 500, answer.text
+        said = error["message"].replace("list[int]'", "").replace('["list[Part]"]', "")  # its own words
+        assert not OF_PYTHON.search(said), said
+        if error["param"] is not None and "[" in error["param"]:
+            assert reached(body, error["param"]), (error["param"], body)
+
+    in_plain_words()
+    assert refused > 100
