@@ -188,7 +188,7 @@ IDS = st.one_of(
 )
 OPENERS = {
     "/v1/sessions": {"id": ...},
-    "/v1/sessions/fuzzed/fork": {"id": ...},
+    "/v1/sessions/fuzzed/fork": {"turn": 0, "id": ...},
     "/v1/sessions/fuzzed/trim": {"turns": [], "id": ...},
     "/v1/completions": {"model": "witness", "prompt": [1], "max_tokens": 1, "session_id": ...},
     "/open_session": {"session_id": ..., "capacity_of_str_len": 1, "streaming": True},

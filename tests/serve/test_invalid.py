@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import openai
@@ -12,7 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
+from tenuto.base.errors import TenutoError
+from tenuto.serve.invalid import refusal_of
 from tests.serve.server import Server
 
 COMPLETION: dict[str, Any] = {"model": "witness", "prompt": [1], "max_tokens": 1}
@@ -248,6 +251,60 @@ def test_a_bias_that_is_not_finite_is_refused_by_its_field(http: httpx.Client) -
         assert error["param"] == 'logit_bias["5"]'
 
 
+# -- of fields that may be one of several things
+
+
+def refused(model: type[BaseModel], body: dict[str, Any]) -> TenutoError:
+    with pytest.raises(ValidationError) as error:
+        model.model_validate(body)
+    return refusal_of([{**one, "loc": ("body", *one["loc"])} for one in error.value.errors()], body, None)
+
+
+class Entry(BaseModel):
+    value: int | list[int]
+
+
+def no_more(value: list[Any]) -> list[Any]:
+    if len(value) > 2:
+        raise ValueError(f"there are {len(value)} entries; allowed: at most 2")
+    return value
+
+
+class Holder(BaseModel):
+    field: str | list[int] | Annotated[list[str], Field(max_length=2)] | list[Entry] = ""
+    checked: Annotated[list[int], AfterValidator(no_more)] = []
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (["a", "b", "c"], "field should have at most 2 items, not 3"),
+        ([1, 2, "a"], "field[2] should be an integer"),
+        (["a", 2], "field[1] should be a string"),
+        ([{"value": 1}, {"value": "a"}], "field[1].value should be an integer or a list of integers"),
+        ([{"value": 1}, {"value": [1, "a"]}], "field[1].value[1] should be an integer"),
+        ([{"value": 1}, {}], "field[1].value is required"),
+        ([None], "field[0] should be an integer, a string, or an object"),
+        (None, "field should be a string, a list of integers, a list of strings, or a list of objects"),
+    ],
+)
+def test_a_value_is_held_to_what_it_was_meant_for(value: Any, said: str) -> None:
+    error = refused(Holder, {"field": value})
+    assert (str(error), error.param) == (said, said.split(maxsplit=1)[0])
+
+
+def test_a_check_of_ones_own_is_told_in_its_own_words() -> None:
+    assert str(refused(Holder, {"checked": [1, 2, 3]})) == (
+        "checked is refused: there are 3 entries; allowed: at most 2"
+    )
+
+
+def test_many_problems_are_not_all_told() -> None:
+    said = str(refused(Holder, {"checked": ["a"] * 100_000}))
+    assert said.count("should be an integer") == 8
+    assert said.endswith("; and 992 more")
+
+
 # -- whatever a client sends
 
 
@@ -298,7 +355,7 @@ def reached(body: Any, param: str) -> bool:
 
 
 def test_no_refusal_speaks_of_what_the_request_does_not_have(http: httpx.Client) -> None:
-    refused = 0
+    refusals = 0
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None)
     @given(st.sampled_from(list(PLACES)), st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=2))
@@ -306,12 +363,12 @@ def test_no_refusal_speaks_of_what_the_request_does_not_have(http: httpx.Client)
     @example("/v1/chat/completions", {"messages": [{"role": "user", "content": {"list[Part]": 1}}]})
     @example("/generate", {"sampling_params": [{"stop": {}}]})
     def in_plain_words(path: str, fields: dict[str, Any]) -> None:
-        nonlocal refused
+        nonlocal refusals
         body = {**PLACES[path], **fields, "max_new_tokens": 1} if path.endswith("turns") else {**PLACES[path], **fields}
         answer = http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
         if answer.status_code < 400:
             return
-        refused += 1
+        refusals += 1
         error = error_of(answer, answer.status_code)
         assert answer.status_code < 500, answer.text
         said = error["message"].replace("list[int]'", "").replace('["list[Part]"]', "")  # its own words
@@ -320,4 +377,4 @@ def test_no_refusal_speaks_of_what_the_request_does_not_have(http: httpx.Client)
             assert reached(body, error["param"]), (error["param"], body)
 
     in_plain_words()
-    assert refused > 100
+    assert refusals > 100

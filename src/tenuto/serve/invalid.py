@@ -19,6 +19,8 @@ from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 
 MOST_SHOWN = 8
 """Problems in one message."""
+MOST_READ = 1000
+"""Of Pydantic's errors: those of a large body can be very many."""
 UNSUPPORTED = "unsupported"
 """The type of problem that `unsupported` makes."""
 
@@ -70,6 +72,7 @@ class Problem:
     said: str
     wanted: str | None = None
     unsupported: bool = False
+    of_length: bool = False
 
 
 def refusal_of(errors: Sequence[Any], body: Any, content_type: str | None) -> TenutoError:
@@ -84,7 +87,8 @@ def refusal_of(errors: Sequence[Any], body: Any, content_type: str | None) -> Te
             return UnsupportedMediaType(f"the body's content-type is {given}; allowed: application/json")
         if tuple(error["loc"]) == ("body",) and error["type"] == "missing":
             return InvalidRequest("the body is empty; allowed: a JSON object")
-    problems = []
+    problems: list[tuple[str, Problem]] = []
+    errors = errors[:MOST_READ]
     for kind in dict.fromkeys(error["loc"][0] for error in errors):
         found = [_problem(error, body) for error in errors if error["loc"][0] == kind]
         problems += [(kind, problem) for problem in _resolved(found)]
@@ -126,7 +130,8 @@ def _problem(error: Mapping[str, Any], body: Any) -> Problem:
     if of_key:
         return Problem(tuple(place), tuple(branches), f"is a key that should be {wanted or 'another'}")
     said = f"should be {wanted}" if wanted else _said(error, context)
-    return Problem(tuple(place), tuple(branches), said, wanted, error["type"] == UNSUPPORTED)
+    of_length = error["type"] in ("too_long", "too_short")
+    return Problem(tuple(place), tuple(branches), said, wanted, error["type"] == UNSUPPORTED, of_length)
 
 
 def _said(error: Mapping[str, Any], context: Mapping[str, Any]) -> str:
@@ -138,6 +143,8 @@ def _said(error: Mapping[str, Any], context: Mapping[str, Any]) -> str:
             return "is not a field that is known here"
         case "string_pattern_mismatch" if context["pattern"] == ID_PATTERN:
             return f"should be 1 to {ID_LENGTH} letters, digits, '.', '_', ':' and '-', and not '.' or '..'"
+        case "value_error":
+            return f"is refused: {context['error']}"
         case kind if kind == UNSUPPORTED:
             return str(context["said"])
     text = str(error["msg"]).replace(" after validation", "")
@@ -178,9 +185,11 @@ def _of_union(branches: list[list[Problem]]) -> list[Problem]:
     return [Problem(meant[0][0].place, (), f"should be {either}", either)]
 
 
-def _distance(problem: Problem) -> tuple[tuple[int, ...], bool]:
-    """How far a value fits: up to where, and whether it is at least of the right kind there."""
-    return tuple(part if isinstance(part, int) else 0 for part in problem.place), problem.wanted is None
+def _distance(problem: Problem) -> tuple[tuple[float, ...], bool]:
+    """How far a value fits: up to where, and whether it is of the right kind there. The entries of a list of a wrong
+    length are not looked at; it counts for more than a list whose first entry is of another kind."""
+    place = tuple(part if isinstance(part, int) else 0 for part in problem.place)
+    return (*place, 0.5) if problem.of_length else place, problem.wanted is None
 
 
 def _either(wanted: Sequence[str]) -> str:
