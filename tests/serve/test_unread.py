@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from tenuto.serve.unread import CHECKS, SEND_BUFFER_BYTES, Connection, UnreadConnections
-from tests.serve.server import Server, serving
+from tests.serve.server import END_SECONDS, Server, serving
 from tests.serve.test_native import turn
 
 CONTEXT = 400_000
@@ -147,6 +149,28 @@ def test_a_turn_that_is_to_continue_without_readers_does_so_without_one_that_doe
     aborted = http.post("/v1/sessions/going-on/abort", json={"keep": 7}).json()
     assert (aborted["committed"], aborted["kept"]) == (True, 7)
     http.delete("/v1/sessions/going-on")
+
+
+@pytest.mark.parametrize("how", ["told to end", "without its engine"])
+def test_a_server_that_ends_does_not_wait_for_those_who_do_not_read(how: str) -> None:
+    arguments = ("--context-length", str(CONTEXT), "--drain-seconds", "0")
+    with serving("--model", "witness", *arguments) as server, server.client() as http:
+        http.post("/v1/sessions", json={"id": "silent"}).raise_for_status()
+        with asked(server, "/v1/sessions/silent/turns", ENDLESS) as silent:
+            eventually(lambda: said(http, "silent") > 5000)  # a megabyte of events, more than buffers hold
+            if how == "told to end":
+                assert server.stop() == 0
+            else:
+                os.kill(server.engine_pid, signal.SIGKILL)
+                assert server.process.wait(END_SECONDS) == 70
+            assert is_broken(silent)
+    assert not [line for line in server.lines if "Traceback" in line or "graceful" in line]
+
+
+def said(http: httpx.Client, session: str) -> int:
+    """Tokens of its open turn."""
+    turn_id = http.get(f"/v1/sessions/{session}").json()["turn_id"]
+    return len(http.get(f"/v1/sessions/{session}/turns/{turn_id}").json()["tokens"]) if turn_id else 0
 
 
 # -- what counts as reading, checked by hand

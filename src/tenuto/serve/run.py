@@ -109,9 +109,8 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-    watching = asyncio.ensure_future(
-        UnreadConnections(server.server_state.connections, settings.unread_seconds).watch()
-    )
+    unread = UnreadConnections(server.server_state.connections, settings.unread_seconds)
+    watching = asyncio.ensure_future(unread.watch())
     host, port = listening.getsockname()[:2]
     ready(model, f"http://{host if ':' not in host else f'[{host}]'}:{port}")
     ends = {serving, asyncio.ensure_future(ending.wait()), asyncio.ensure_future(link.ended())}
@@ -120,6 +119,8 @@ async def _serve(
     if link.stopped is None:
         await edge.drain()
     server.should_exit = True
+    await asyncio.wait({serving}, timeout=CLOSING_SECONDS / 2)
+    unread.give_up()
     await serving
     for task in (watching, *ends):
         task.cancel()

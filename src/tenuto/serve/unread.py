@@ -16,15 +16,21 @@ log = structlog.get_logger("tenuto.http")
 
 CHECKS = 4
 """How often a connection is looked at within the time that its client has."""
-SEND_BUFFER_BYTES = 2**18
-"""What the system is asked to hold of an answer that is not read. Left to itself it takes megabytes, and it would be
-long before anybody noticed."""
+SEND_BUFFER_BYTES = 2**16
+"""What the system is asked to hold of an answer that is not read; Linux takes twice that. Left to itself it takes
+megabytes, and as nobody notices before they are full, a turn would hold its row all that time."""
+WRITE_BUFFER_BYTES = 2**14
+"""What we hold besides before whatever writes has to wait."""
 
 
 class Connection(HttpToolsProtocol):
     """A client's connection. `resumed`: how often its buffers have emptied after they were full."""
 
     resumed = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's is
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
     def resume_writing(self) -> None:
         self.resumed += 1
@@ -56,7 +62,7 @@ class UnreadConnections:
         waiting: dict[Connection, tuple[int, int, int]] = {}
         for connection in list(self._connections):
             transport = connection.transport
-            if not (connection.flow.write_paused or transport.is_closing()):
+            if not _may_be_unread(connection):
                 continue
             resumed, left = connection.resumed, bytes_left(transport)
             before = self._waiting.get(connection)
@@ -67,6 +73,17 @@ class UnreadConnections:
             log.info("client does not read", seconds=self._seconds, bytes_left=left)
             transport.abort()
         self._waiting = waiting
+
+    def give_up(self) -> None:
+        """The server ends, and waits no longer for those whose buffers are full."""
+        for connection in list(self._connections):
+            if _may_be_unread(connection):
+                connection.transport.abort()
+
+
+def _may_be_unread(connection: Connection) -> bool:
+    """Whether nothing more is written to it until its client has read."""
+    return connection.flow.write_paused or connection.transport.is_closing()
 
 
 def bytes_left(transport: asyncio.WriteTransport) -> int:
