@@ -236,7 +236,7 @@ def test_a_plain_id_of_the_clients_own_is_kept(http: httpx.Client, witness: Serv
 
 
 def test_the_id_is_also_on_refusals(http: httpx.Client, witness: Server) -> None:
-    for method, path, status in (("GET", "/none", 404), ("PUT", "/v1/sessions", 405), ("POST", "/v1/sessions", 400)):
+    for method, path, status in (("GET", "/none", 404), ("PUT", "/v1/sessions", 405), ("POST", "/v1/sessions", 415)):
         answer = http.request(method, path, content=b"{")
         assert answer.status_code == status
         assert logged(witness, answer.headers["x-request-id"])["status"] == status
