@@ -59,7 +59,7 @@ def run(connection: socket.socket) -> None:
         while received := connection.recv(RECEIVE_BYTES):
             service = _obey(frames.feed(received), service, writer)
     except TenutoError as error:
-        writer.send(Refusal(call=0, code=error.code, message=str(error)))
+        writer.send(Refusal(call=0, code=error.code, message=str(error), param=error.param))
     except ConnectionError:  # as good as closed
         pass
     finally:

@@ -273,7 +273,9 @@ class ChatBody(Generation):
         )
         parts = sum(len(content) for content in contents if isinstance(content, list))
         if parts > MOST_MESSAGES:
-            raise InvalidRequest(f"messages have {parts} parts of content; allowed: at most {MOST_MESSAGES}")
+            raise InvalidRequest(
+                f"messages have {parts} parts of content; allowed: at most {MOST_MESSAGES}", param="messages"
+            )
         return given
 
     def check(self) -> None:

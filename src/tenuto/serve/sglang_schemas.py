@@ -195,7 +195,7 @@ class Generate(Body):
         inputs: list[Any] = given if self.several else [given]
         count = len(inputs)
         if not 1 <= count <= MOST_PROMPTS:
-            raise InvalidRequest(f"there are {count} prompts; allowed: 1 to {MOST_PROMPTS}")
+            raise InvalidRequest(f"there are {count} prompts; allowed: 1 to {MOST_PROMPTS}", param="input")
         family = self.rid if isinstance(self.rid, str) else uuid4().hex
         names = self.rid if isinstance(self.rid, list) else None
         if names is None:
