@@ -8,8 +8,8 @@ from tenuto.base.errors import EngineStopped, InvariantError
 from tenuto.engine import auditor
 from tenuto.memory.audit import AuditReport
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, every_mix
+from tests.sim.actions import RandomWorld
 from tests.sim.setting import small_world
-from tests.sim.world import World
 
 
 def parked(sessions: int, **config: object) -> Stage:
@@ -117,7 +117,7 @@ def test_no_cycle_reports_a_miscount_that_is_none(visits: int, monkeypatch: pyte
     monkeypatch.setattr(auditor, "VISITS_A_STEP", visits)
     cycles = 0
     for seed in range(42):
-        world = World(small_world(seed))
+        world = RandomWorld(small_world(seed))
         world.engine.auditor._every = 1
         world.run(40)
         world.finish()

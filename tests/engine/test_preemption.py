@@ -199,8 +199,8 @@ def test_a_row_taken_again_does_not_learn_the_pages_of_the_turn_before() -> None
     fit = planner._fit
 
     def leave_out(order, ends):
-        needs, fits, short = fit(order, ends)
-        return needs, fits & (stage.engine.batch.turns[order] != turn), short
+        needs, fits = fit(order, ends)
+        return needs, fits & (stage.engine.batch.turns[order] != turn)
 
     planner._fit = leave_out
     stage.executor._fail = lambda: True

@@ -138,8 +138,7 @@ def fail_once(executor: TorchExecutor, driver: Driver, patch: pytest.MonkeyPatch
     with patch.context() as patched:
         patched.setattr(executor, "_forward", forward)
         executor.submit(driver.plan([(1, text(3), 1)]))
-        assert executor._in_flight is not None
-        executor._in_flight.exception()
+        executor._in_flight[-1].exception()
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError, MemoryError])
@@ -165,12 +164,39 @@ def test_our_own_mistake_in_a_step_comes_out_as_it_is(
         executor.collect()
 
 
-def test_at_most_one_step_is_in_flight(executor: TorchExecutor, driver: Driver) -> None:
+def test_at_most_two_steps_are_in_flight_and_they_are_collected_in_order(
+    executor: TorchExecutor, driver: Driver
+) -> None:
     with pytest.raises(InvariantError, match="no step in flight"):
         executor.collect()
     executor.submit(driver.plan([(0, text(4), 1)]))
-    with pytest.raises(InvariantError, match="another is in flight"):
-        executor.submit(driver.plan([(1, text(4), 1)]))
+    executor.submit(driver.plan([(1, text(4), 1), (2, text(5), 1)]))
+    with pytest.raises(InvariantError, match="two others are in flight"):
+        executor.submit(driver.plan([(3, text(4), 1)]))
+    assert [len(executor.collect().tokens) for _ in range(2)] == [1, 2]
+    with pytest.raises(InvariantError, match="no step in flight"):
+        executor.collect()
+
+
+def test_a_step_submitted_behind_another_reads_the_token_that_one_samples(
+    executor: TorchExecutor, driver: Driver
+) -> None:
+    expected = continuation(driver, 0, text(6), 3)
+    executor.submit(driver.plan([(1, text(6), 1)]))
+    executor.submit(driver.plan([(1, [PREVIOUS_SAMPLE], 1)]))
+    said = executor.collect().tokens.tolist()
+    executor.submit(driver.plan([(1, [PREVIOUS_SAMPLE], 1)]))
+    said += executor.collect().tokens.tolist() + executor.collect().tokens.tolist()
+    assert said == expected
+
+
+def test_a_step_submitted_behind_one_that_fails_is_collected_all_the_same(
+    executor: TorchExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(executor, driver, monkeypatch, RuntimeError("told to fail"))
+    executor.submit(driver.plan([(0, text(4), 1)]))
+    with pytest.raises(StepFailed, match="told to fail"):
+        executor.collect()
     assert len(executor.collect().tokens) == 1
 
 

@@ -126,7 +126,8 @@ def plant_free(pool: Pool, unit: int) -> None:
 
 
 def plant_limbo(pool: Pool, unit: int) -> None:
-    pool._limbo.append(unit)
+    pool.step_submitted()
+    pool._limbo[-1].append(unit)
 
 
 def plant_leak(pool: Pool, unit: int) -> None:

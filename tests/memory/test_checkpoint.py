@@ -140,7 +140,7 @@ def test_a_reference_more_or_less_than_there_are_is_found() -> None:
 def test_a_checkpoint_names_its_position_and_who_made_it() -> None:
     made = Shelf().add(10, pages=3)
     assert made.holder_name == "checkpoint 10 of session s"
-    assert (made.units(0), made.units(1)) == (3, 1)
+    assert (len(made.units_of(0)), len(made.units_of(1))) == (3, 1)
 
 
 steps = st.lists(st.tuples(st.sampled_from(["push", "cut", "evict", "fork"]), st.integers(0, 9)), max_size=40)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tenuto.base.errors import InvariantError
 from tenuto.memory.memory import Memory
 from tenuto.sched.planner import Planner
+from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import Suspects
-from tenuto.session.turn import TurnState
+from tenuto.session.session import Policy
 from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix, every_overlap
 from tests.memory.scribe import make_shape, make_spec
 
@@ -26,15 +27,20 @@ rows = st.lists(st.tuples(wishes, st.integers(0, 2), st.booleans()), max_size=8)
 
 def divide(wants: list[Row], budget: int) -> list[int]:
     """What the planner gives each of `wants`."""
-    turns = np.array([SimpleNamespace(state=_state(draft), priority=p) for _, p, draft in wants], object)
+    return divide_among_tenants([(row, "") for row in wants], budget, {})
+
+
+def divide_among_tenants(wants: list[tuple[Row, str]], budget: int, weights: dict[str, float]) -> list[int]:
+    """The same for rows of several tenants."""
+    turns = [
+        SimpleNamespace(drafting=draft, priority=priority, session=SimpleNamespace(policy=Policy(tenant=tenant)))
+        for (_, priority, draft), tenant in wants
+    ]
     memory = Memory(make_spec([FULL]), [50], make_shape())
-    planner = Planner(memory, SimpleNamespace(turns=turns), Suspects(), budget, None, 0)  # type: ignore[arg-type]
-    wanted = np.array([wanted for wanted, _, _ in wants], np.int64)
+    batch = SimpleNamespace(turns=np.array(turns, object), shares=Shares(weights))
+    planner = Planner(memory, batch, Suspects(), budget, None, 0)  # type: ignore[arg-type]
+    wanted = np.array([wanted for (wanted, _, _), _ in wants], np.int64)
     return planner._divide(np.arange(len(wants)), wanted).tolist()
-
-
-def _state(draft: bool) -> TurnState:
-    return TurnState.DRAFTING if draft else TurnState.RUNNING
 
 
 def divide_one_by_one(wants: list[Row], budget: int) -> list[int]:
@@ -76,6 +82,34 @@ def test_a_draft_gets_more_than_one_token_only_when_nobody_else_wants_more(wants
     counts = divide(wants, budget)
     if any(count > 1 and draft for count, (_, _, draft) in zip(counts, wants, strict=True)):
         assert all(count == wanted for count, (wanted, _, draft) in zip(counts, wants, strict=True) if not draft)
+
+
+tenant_rows = st.lists(st.tuples(st.tuples(wishes, st.integers(0, 2), st.booleans()), st.sampled_from("abc")), max_size=8)
+weights = st.fixed_dictionaries({tenant: st.sampled_from([0.5, 1.0, 2.0, 5.0]) for tenant in "abc"})
+
+
+@given(tenant_rows, weights, st.integers(9, 80))
+def test_what_one_tenant_leaves_of_the_budget_the_others_take(wants, weights, budget: int) -> None:
+    counts = divide_among_tenants(wants, budget, weights)
+    assert sum(counts) == min(budget, sum(wanted for (wanted, _, _), _ in wants))
+    assert all(bool(count) == bool(row[0]) for count, (row, _) in zip(counts, wants, strict=True))
+    assert all(0 <= count <= row[0] for count, (row, _) in zip(counts, wants, strict=True))
+
+
+@given(tenant_rows, weights, st.integers(9, 80))
+def test_a_tenant_that_wants_more_has_got_its_share_by_weight(wants, weights, budget: int) -> None:
+    """But for a token each to round up, besides the one that every row gets."""
+    counts = divide_among_tenants(wants, budget, weights)
+    got = {tenant: 0 for tenant in "abc"}
+    hungry = set()
+    for count, ((wanted, _, draft), tenant) in zip(counts, wants, strict=True):
+        if not draft:
+            got[tenant] += max(0, count - 1)
+            if count < wanted:
+                hungry.add(tenant)
+    for tenant in hungry:
+        for other in got:
+            assert got[tenant] / weights[tenant] >= (got[other] - 3) / weights[other] - 1e-9
 
 
 def test_a_short_prefill_is_done_in_one_step_beside_long_ones() -> None:
@@ -137,7 +171,9 @@ def test_a_proposal_changes_nothing(mix) -> None:
     for name, array in before.items():
         assert (array == getattr(rows, name)).all(), f"proposing moved {name}"
     assert (engine.memory.touched, engine.batch._taken) == (touched, news)
-    assert all((getattr(first, n) == getattr(second, n)).all() for n in ("rows", "starts", "counts", "needs", "short"))
+    assert all((getattr(first, n) == getattr(second, n)).all() for n in ("rows", "starts", "counts", "needs"))
+    assert first.lacking is None
+    assert second.lacking is None
 
 
 def test_a_proposal_that_no_longer_fits_is_refused_before_any_pool_changes() -> None:
@@ -168,8 +204,12 @@ def test_what_does_not_fit_memory_is_left_out_and_what_lacks_is_told(prompts: li
     pool = engine.memory.pools[0]
     pool.acquire(pool.free - free, SimpleNamespace(holder_name="others"))
     proposal = engine._planner.propose()
-    needed, wanted = int(proposal.needs.sum()), int(whole.needs.sum())
-    assert needed <= free
-    assert proposal.short.tolist() == [max(0, wanted - free)]
-    assert len(proposal.rows) == len(whole.rows) or wanted > free
+    needs = whole.needs[0].tolist()
+    first = next((place for place, n in enumerate(needs) if n and sum(needs[: place + 1]) > free), None)
+    assert int(proposal.needs.sum()) <= free
+    assert (proposal.lacking is None) == (first is None) == (len(proposal.rows) == len(whole.rows))
+    if first is not None:
+        lacking = proposal.lacking
+        assert (lacking.turn, lacking.place) == (engine.batch.running()[first], first)
+        assert (lacking.needed.tolist(), lacking.alone.tolist()) == ([sum(needs[: first + 1])], [needs[first]])
     assert set(proposal.rows) == set(whole.rows[: len(proposal.rows)])  # in running order

@@ -11,12 +11,18 @@ from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix
 
 
 def squeeze(engine: Engine, group: int = 0, *, may_preempt: bool = True) -> bool:
-    """Ask for one unit more than there is."""
-    wanted = np.zeros(len(engine.memory.pools), np.int64)
-    wanted[group] = engine.memory.pools[group].free + engine.memory.pools[group].limbo + 1
-    done = engine.pressure.relieve(wanted, may_preempt=may_preempt)
+    """Ask for one unit more than there is, for the turn that runs first. False if nobody may give it, and nobody has
+    yielded."""
+    pool, wanted = engine.memory.pools[group], np.zeros(len(engine.memory.pools), np.int64)
+    wanted[group] = pool.free + pool.limbo + 1
+    running = engine.batch.running()
+    kept = running[:1] if may_preempt else running
+    if (wanted > engine.pressure.room_beside(kept)).any():
+        return False
+    engine.pressure.relieve(lambda: wanted, kept, reversed(running[len(kept) :]))
     engine.audit()
-    return done
+    assert pool.free + pool.limbo >= wanted[group]
+    return True
 
 
 def crowd(mix=(FULL,)) -> Stage:
@@ -112,7 +118,7 @@ def test_what_is_in_limbo_counts_as_coming() -> None:
     engine.memory.step_submitted()
     engine.drop("idle")
     assert pool.limbo > 0
-    assert engine.pressure.relieve(np.array([pool.free + pool.limbo]), may_preempt=True)
+    engine.pressure.relieve(lambda: np.array([pool.free + pool.limbo]), [], iter(()))
     assert not engine.pressure.yielded
     engine.memory.step_settled()
 
@@ -120,11 +126,12 @@ def test_what_is_in_limbo_counts_as_coming() -> None:
 @every_mix
 def test_a_session_spared_is_not_dropped(mix) -> None:
     stage = Stage(mix)
-    spared = stage.told("spared")
-    stage.told("other")
-    wanted = np.array([pool.capacity for pool in stage.engine.memory.pools])
-    assert not stage.engine.pressure.relieve(wanted, may_preempt=True, sparing=spared)
-    assert (spared.memory.computed, stage.engine.sessions.get("other").memory.computed) == (35, 0)
+    spared, other = stage.told("spared"), stage.told("other")
+    turn = stage.say("spared", [1], 5)
+    room = stage.engine.pressure.room_beside([turn])
+    stage.engine.pressure.relieve(lambda: room, [turn], iter(()))
+    assert (spared.memory.computed, other.memory.computed) == (35, 0)
+    assert (stage.engine.memory.free() == room).all()
 
 
 @pytest.mark.parametrize("empty", ["new", "dropped", "closed"])

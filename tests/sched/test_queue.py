@@ -8,24 +8,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.sched.queue import WaitingQueue, rank
+from tenuto.sched.queue import WaitingQueue
+from tenuto.session.session import Policy
 from tenuto.session.turn import Turn, TurnParams, TurnState
 from tests.session.test_turn import make_session
 
 AGING = 10.0
 SESSION = make_session()
+SESSIONS = {name: make_session(Policy(tenant=name)) for name in "abc"}
+"""A session of each tenant."""
 
 
-def make_turn(number: int, priority: int = 0, arrival: float = 0.0, *, draft: bool = False) -> Turn:
-    turn = Turn(number, SESSION, 0, TurnParams(priority=priority), arrival)
+def make_turn(
+    number: int, priority: int = 0, arrival: float = 0.0, *, draft: bool = False, tenant: str | None = None
+) -> Turn:
+    turn = Turn(number, SESSIONS[tenant] if tenant is not None else SESSION, 0, TurnParams(priority=priority), arrival)
     if draft:
         turn.state = TurnState.DRAFTING
     return turn
 
 
+def first(queue: WaitingQueue) -> Turn | None:
+    """The next to run; all are of one tenant."""
+    return next(queue.heads(), None)
+
+
 def drain(queue: WaitingQueue) -> list[int]:
     numbers = []
-    while (turn := queue.first()) is not None:
+    while (turn := first(queue)) is not None:
         numbers.append(turn.number)
         queue.remove(turn)
     return numbers
@@ -65,12 +75,12 @@ def test_the_queue_is_a_sorted_list_whatever_is_pushed_moved_and_removed(events:
         elif event == "remove":
             queue.remove(turn)
             naive.discard(which)
-        first = min((rank(turns[n], AGING) for n in naive), default=None)
-        found = queue.first()
-        assert (None if found is None else rank(found, AGING)) == first
+        least = min((turns[n].rank(AGING) for n in naive), default=None)
+        found = first(queue)
+        assert (None if found is None else found.rank(AGING)) == least
         assert len(queue) == len(naive)
         assert all((turns[n] in queue) == (n in naive) for n in range(6))
-    assert drain(queue) == sorted(naive, key=lambda n: rank(turns[n], AGING))
+    assert drain(queue) == sorted(naive, key=lambda n: turns[n].rank(AGING))
 
 
 def test_of_equal_turns_the_one_that_came_first_goes_first() -> None:
@@ -101,11 +111,39 @@ def test_a_draft_that_is_submitted_moves_ahead_of_other_drafts() -> None:
 def test_looking_at_the_first_does_not_take_it() -> None:
     queue = WaitingQueue(AGING)
     queue.push(make_turn(1))
-    assert queue.first() is queue.first()
+    assert first(queue) is first(queue)
     assert len(queue) == 1
 
 
 def test_removing_what_does_not_wait_does_nothing() -> None:
     queue = WaitingQueue(AGING)
     queue.remove(make_turn(1))
-    assert (len(queue), queue.first()) == (0, None)
+    assert (len(queue), first(queue)) == (0, None)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["push", "remove"]), st.integers(0, 8), st.integers(-2, 2)), max_size=40))
+def test_the_heads_are_the_next_of_each_tenant(events: list[tuple[str, int, int]]) -> None:
+    queue, naive = WaitingQueue(AGING), set()
+    turns = [make_turn(n, tenant="abc"[n % 3]) for n in range(9)]
+    for event, which, priority in events:
+        if event == "push":
+            turns[which].priority = priority
+            queue.push(turns[which])
+            naive.add(which)
+        else:
+            queue.remove(turns[which])
+            naive.discard(which)
+        expected = [min((turns[n].rank(AGING) for n in naive if n % 3 == i), default=None) for i in range(3)]
+        found = {turn.session.policy.tenant: turn.rank(AGING) for turn in queue.heads()}
+        assert [found.get(tenant) for tenant in "abc"] == expected
+
+
+def test_a_queue_forgets_tenants_and_turns_that_no_longer_wait() -> None:
+    queue = WaitingQueue(AGING)
+    for number in range(1000):
+        turn = make_turn(number, tenant="abc"[number % 3])
+        queue.push(turn)
+        queue.remove(turn)
+    assert queue._listed <= 64 + 1
+    assert list(queue.heads()) == []
+    assert (queue._heaps, queue._listed) == ({}, 0)
