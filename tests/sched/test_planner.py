@@ -84,7 +84,9 @@ def test_a_draft_gets_more_than_one_token_only_when_nobody_else_wants_more(wants
         assert all(count == wanted for count, (wanted, _, draft) in zip(counts, wants, strict=True) if not draft)
 
 
-tenant_rows = st.lists(st.tuples(st.tuples(wishes, st.integers(0, 2), st.booleans()), st.sampled_from("abc")), max_size=8)
+tenant_rows = st.lists(
+    st.tuples(st.tuples(wishes, st.integers(0, 2), st.booleans()), st.sampled_from("abc")), max_size=8
+)
 weights = st.fixed_dictionaries({tenant: st.sampled_from([0.5, 1.0, 2.0, 5.0]) for tenant in "abc"})
 
 
@@ -100,7 +102,7 @@ def test_what_one_tenant_leaves_of_the_budget_the_others_take(wants, weights, bu
 def test_a_tenant_that_wants_more_has_got_its_share_by_weight(wants, weights, budget: int) -> None:
     """But for a token each to round up, besides the one that every row gets."""
     counts = divide_among_tenants(wants, budget, weights)
-    got = {tenant: 0 for tenant in "abc"}
+    got = dict.fromkeys("abc", 0)
     hungry = set()
     for count, ((wanted, _, draft), tenant) in zip(counts, wants, strict=True):
         if not draft:
