@@ -55,9 +55,11 @@ def test_a_shell_example_of_the_readme_runs(example: str, server: Server) -> Non
 def test_the_key_file_of_the_readme_is_one(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(examples("toml")[0])
-    tenant = read_keys(path, None, None).tenant("test")
+    keys = read_keys(path, None, None)
+    tenant = keys.tenant("test")
     assert tenant is not None
     assert (tenant.name, tenant.limits.turns) == ("acme", 32)
+    assert keys.weights == (("acme", 2),)
 
 
 def test_the_readme_names_targets_and_commands_that_exist() -> None:

@@ -347,6 +347,11 @@ def test_a_server_that_may_not_listen_says_so_in_a_line() -> None:
         "[[keys]]\ntenant = 'a'\nkey = 'secret'\nadmn = true",
         "[[keys]]\ntenant = 'a'\nkey = 'secret'\nlimits = { turns = -1 }",
         "[[keys]]\ntenant = 'a'\nkey = 'secret'\nlimits = { turns = 'many' }",
+        "[[keys]]\ntenant = 'a'\nkey = 'secret'\nweight = 0",
+        "[[keys]]\ntenant = 'a'\nkey = 'secret'\nweight = 101",
+        "[[keys]]\ntenant = 'a'\nkey = 'secret'\nweight = nan",
+        "[[keys]]\ntenant = 'a'\nkey = 'secret'\nweight = 'much'",
+        "[[keys]]\ntenant = 'a'\nkey = 'secret'\nweight = 1\n[[keys]]\ntenant = 'a'\nkey = 'other'\nweight = 2",
         "[[keys]]\ntenant = 'a'\nkey = 'secret'\n[[keys]]\ntenant = 'b'\nkey = 'secret'",
     ],
 )

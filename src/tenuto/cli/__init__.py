@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -183,7 +183,9 @@ def serve(
     from tenuto.cli.serve import run_server  # noqa: PLC0415
     from tenuto.serve.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415
 
-    config = {
+    held = read_keys(keys, api_key, admin_api_key)
+    config: dict[str, Any] = {
+        "tenant_weights": held.weights,
         "token_budget": chunked_prefill_size,
         "max_running": max_running_requests,
         "max_queued": max_queued_requests,
@@ -198,7 +200,7 @@ def serve(
     settings = ServeSettings(
         host=host,
         port=port,
-        keys=read_keys(keys, api_key, admin_api_key),
+        keys=held,
         served_name=served_model_name,
         max_body_bytes=max_body_bytes,
         max_bodies_bytes=max_bodies_bytes,

@@ -9,7 +9,7 @@ from random import SystemRandom
 from time import sleep
 from typing import Any
 
-from tenuto.base.checks import real, whole
+from tenuto.base.checks import real, shown, whole
 from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.errors import ConfigError
@@ -88,12 +88,22 @@ def engine_config(model: Model, given: dict[str, Any]) -> EngineConfig:
         raise ConfigError(f"unknown engine options {sorted(unknown)}; allowed: {sorted(known)}")
     if "context_length" not in given:
         given = {**given, "context_length": min(EngineConfig().context_length, model.max_context)}
+    if "tenant_weights" in given:
+        given = {**given, "tenant_weights": _pairs(given["tenant_weights"])}
     config = EngineConfig(**given)
     if config.context_length > model.max_context:
         raise ConfigError(
             f"context_length is {config.context_length}; allowed: at most the model's {model.max_context} tokens"
         )
     return config
+
+
+def _pairs(weights: Any) -> tuple[tuple[str, float], ...]:
+    """Tenants' weights, from lists as messages have them, too. Raises `ConfigError`."""
+    try:
+        return tuple((tenant, weight) for tenant, weight in weights)
+    except (TypeError, ValueError):
+        raise ConfigError(f"tenant_weights is {shown(weights)}; allowed: pairs of a tenant and its weight") from None
 
 
 def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None) -> Engine:

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import msgspec
 
-from tenuto.base.checks import seconds, shown
+from tenuto.base.checks import real, seconds, shown
+from tenuto.base.config import MAX_WEIGHT, MIN_WEIGHT
 from tenuto.base.errors import ConfigError
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
@@ -37,12 +38,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of a key file: `key` itself, or its `sha256` in hex, so that the file holds no secret."""
+    """An entry of a key file: `key` itself, or its `sha256` in hex, so that the file holds no secret. `weight`: its
+    tenant's share of rows and prefill tokens against other tenants'; 1 if no entry of the tenant says."""
 
     tenant: str
     key: str | None = None
     sha256: str | None = None
     admin: bool = False
+    weight: float | None = None
     limits: Limits = Limits()
 
 
@@ -61,9 +64,11 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Who holds which key. Without any, everyone is the one tenant, who may do everything."""
+    """Who holds which key. Without any, everyone is the one tenant, who may do everything. `weights`: of tenants, as
+    `EngineConfig.tenant_weights`."""
 
     by_digest: dict[bytes, Tenant] = field(default_factory=dict)
+    weights: tuple[tuple[str, float], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.by_digest)
@@ -83,7 +88,7 @@ class Keys:
             if digest in found:
                 raise ConfigError(f"two entries have the same key; one is that of tenant {entry.tenant!r}")
             found[digest] = Tenant(_tenant_name(entry.tenant), entry.admin, entry.limits)
-        return Keys(found)
+        return Keys(found, _weights(entries))
 
 
 def _digest(entry: KeySettings) -> bytes:
@@ -98,6 +103,20 @@ def _digest(entry: KeySettings) -> bytes:
     if not re.fullmatch(r"[!-~]+", key):
         raise ConfigError(f"the key of tenant {entry.tenant!r} cannot be sent; allowed: visible ASCII, no spaces")
     return sha256(key.encode()).digest()
+
+
+def _weights(entries: list[KeySettings]) -> tuple[tuple[str, float], ...]:
+    found: dict[str, float] = {}
+    for entry in entries:
+        if entry.weight is None:
+            continue
+        weight = real(f"the weight of tenant {entry.tenant!r}", entry.weight, MIN_WEIGHT, MAX_WEIGHT, ConfigError)
+        if found.setdefault(entry.tenant, weight) != weight:
+            raise ConfigError(
+                f"tenant {entry.tenant!r} has weights {found[entry.tenant]:g} and {weight:g}; allowed: one, in any of"
+                " its entries"
+            )
+    return tuple(found.items())
 
 
 def _tenant_name(name: str) -> str:
