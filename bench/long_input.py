@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Self
 from urllib.parse import urlsplit
 
 import httpx
+
+from bench.server import resident, server
 
 STREAMS = 16
 STEP_SECONDS = 0.004
@@ -30,28 +28,6 @@ LONGEST_TOKEN = {"witness": 12, "smollm2": 81}
 """Bytes. A text of so many for every token of the context may fit, for all that can be said without encoding it."""
 QUIET_SECONDS = 3.0
 WORDS = "the quick brown fox jumps over the lazy dog and "
-
-
-@contextmanager
-def server(model: str, context: int) -> Iterator[tuple[str, int]]:
-    """The address of a server, and its engine's process id, while the block runs."""
-    command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0"]
-    command += ["--model", model, "--context-length", str(context), "--log-level", "error"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own command
-    try:
-        assert process.stdout is not None
-        url = next(found[1] for line in process.stdout if (found := re.match(r"listening +(http://\S+)", line)))
-        yield url, int(httpx.get(f"{url}/v1/engine").json()["pid"])
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def resident(pid: int) -> float:
-    """MB of memory of a process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    found = re.search(r"VmRSS:\s+(\d+) kB", status)
-    return int(found[1]) / 1000 if found else float("nan")
 
 
 def chat(url: str, session: str, text: str) -> str:
@@ -129,7 +105,8 @@ async def run(model: str) -> None:
     """Measure every length."""
     name = model.partition(":")[0]
     context = CONTEXT.get(name, 2048)
-    with server(model, context) as (url, pid):
+    with server(model, context) as running:
+        url, pid = running.url, running.engine
         cases = [("fits, and is accepted", fitting(url, context))]
         cases += [(f"{size} MB, refused", text_of(size * 2**20)) for size in (8, 16, 31)]
         cases += [("might fit, refused when encoded", "\u0416!x" * (context * LONGEST_TOKEN.get(name, 12) // 4 - 99))]
