@@ -196,16 +196,17 @@ def test_a_row_taken_again_does_not_learn_the_pages_of_the_turn_before() -> None
     turn = stage.say("b", [4, 5, 6], 5)
     history = list(turn.session.history)
     planner = stage.engine._planner
-    fit = planner._fit
+    fit, lacking = planner._fit, planner._lacking
 
     def leave_out(order, ends):
         needs, fits = fit(order, ends)
         return needs, fits & (stage.engine.batch.turns[order] != turn)
 
-    planner._fit = leave_out
+    planner._fit, planner._lacking = leave_out, lambda *_: None
     stage.executor._fail = lambda: True
     stage.step()
-    planner._fit, stage.executor._fail = fit, lambda: False
+    planner._fit, planner._lacking = fit, lacking
+    stage.executor._fail = lambda: False
     assert turn in stage.engine.batch.running()
     stage.play()
     assert list(turn.output) == continuation([*history, 4, 5, 6], 5)
