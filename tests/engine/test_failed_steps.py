@@ -1,0 +1,180 @@
+"""A failed step is repeated in place, and bisection finds the turns that make steps fail: they slow down nobody long."""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.base.plan import Plan
+from tenuto.sched.suspects import MAX_FAILURES
+from tenuto.session.turn import EndReason, Turn, TurnState
+from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
+
+
+class Poison:
+    """Makes every step fail that computes the token at position `strikes[turn]` of a turn, or one after it."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.strikes: dict[Turn, int] = {}
+        self.failed: list[list[Turn]] = []  # the turns of each failed step that made suspects
+        self.parts = 0  # steps planned for suspects alone
+        self._stage = stage
+        self._ends: dict[int, dict[Turn, int]] = {}  # by step, where it ends for each turn
+        self._submit, self._step_failed = stage.executor.submit, stage.engine.suspects.step_failed
+        stage.executor.submit = self._submitting  # type: ignore[method-assign]
+        stage.engine.suspects.step_failed = self._failing  # type: ignore[method-assign]
+        stage.executor._fail = self._strikes
+
+    def _submitting(self, plan: Plan) -> None:
+        engine = self._stage.engine
+        self.parts += bool(engine.suspects.rows())
+        turns = engine.batch.turns[plan.rows].tolist()
+        self._ends[plan.step] = dict(zip(turns, (plan.starts + plan.counts).tolist(), strict=True))
+        self._submit(plan)
+
+    def _failing(self, turns, *, alone: bool) -> None:
+        self.failed.append(list(turns))
+        self._step_failed(turns, alone=alone)
+
+    def _strikes(self) -> bool:
+        ends = self._ends[self._stage.executor.collecting.step]
+        return any(end > self.strikes.get(turn, end) for turn, end in ends.items())
+
+
+@settings(max_examples=60)
+@given(data=st.data(), n=st.integers(1, 12), overlap=st.integers(0, 1))
+@pytest.mark.parametrize("mix", [(FULL,), (FULL, SLIDING, STATE)], ids=["full", "all"])
+def test_k_poisoned_turns_among_n_cost_no_more_failed_steps_than_bisection_takes(mix, data, n: int, overlap) -> None:
+    poisoned = data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=min(n, 4)))
+    stage = Stage(mix, units=600, max_running=12, token_budget=32, overlap=overlap, recount=False)
+    poison, turns, prompts = Poison(stage), [], []
+    for i in range(n):
+        stage.open(f"s{i}")
+        prompts.append(count_from(i, data.draw(st.integers(1, 40))))
+        turns.append(stage.say(f"s{i}", prompts[i], 8))
+        if i in poisoned:
+            poison.strikes[turns[i]] = data.draw(st.integers(0, len(prompts[i]) + 5))
+        for _ in range(data.draw(st.integers(0, 2))):
+            stage.step()
+    stage.play()
+    stage.engine.audit()
+    most = len(poisoned) * (ceil(log2(n)) + MAX_FAILURES)
+    assert len(poison.failed) <= most
+    assert poison.parts <= most * 2 * (1 + overlap)  # those that failed, and as many that did not
+    for i, turn in enumerate(turns):
+        if i in poisoned:
+            assert turn.result.reason is EndReason.FAILED
+        else:
+            assert list(turn.output) == continuation(prompts[i], 8)
+
+
+@every_overlap
+def test_a_poisoned_turn_that_arrives_among_many_holds_them_up_for_a_few_steps(overlap: int) -> None:
+    """Known fault: one request that fails every step it is in made twelve others take nine times as long."""
+
+    def steps(poisoned: bool) -> tuple[int, EndReason | None]:
+        stage = Stage(units=4000, context_length=2000, max_running=16, token_budget=256, overlap=overlap, recount=False)
+        poison, turns = Poison(stage), []
+        for i in range(12):
+            stage.open(f"s{i}")
+            turns.append(stage.say(f"s{i}", [i] * 20, 100))
+        for _ in range(50):
+            stage.step()
+        stage.open("p")
+        late = stage.say("p", [5], 5)
+        if poisoned:
+            poison.strikes[late] = 0
+        stage.until(lambda: all(turn.result for turn in turns))
+        assert all(list(turn.output) == continuation([i] * 20, 100) for i, turn in enumerate(turns))
+        return stage.engine.steps, late.result.reason if late.result else None
+
+    well, _ = steps(poisoned=False)
+    ill, reason = steps(poisoned=True)
+    assert reason is EndReason.FAILED
+    assert ill - well <= 2 * (ceil(log2(13)) + MAX_FAILURES) * (1 + overlap)
+
+
+def test_two_failed_steps_leave_nobody_running_alone_and_nothing_old_is_computed_again() -> None:
+    """Known fault: after two failed steps everybody was run alone, seven times as long."""
+
+    def run(failing: tuple[int, ...]) -> tuple[int, int]:
+        stage = Stage(units=4000, context_length=2000, max_running=16, token_budget=128, failing=failing, recount=False)
+        turns = []
+        for i in range(12):
+            stage.open(f"s{i}")
+            turns.append(stage.say(f"s{i}", count_from(i, 600), 60))
+        stage.play()
+        assert stage.engine.transitions["step failed"] == len(failing)
+        assert stage.engine.transitions["preempt"] == 0
+        return stage.engine.steps, sum(turn.computed_tokens for turn in turns)
+
+    (steps, tokens), (steps_failing, tokens_failing) = run(()), run((70, 75))
+    assert steps_failing - steps <= 2 * 2  # each is repeated as two halves
+    assert tokens_failing - tokens <= 2 * 128
+
+
+def test_a_draft_that_failed_far_along_and_is_then_shortened_is_no_suspect_for_ever() -> None:
+    """Known fault: what it had failed at lay behind its new end, so it ran alone for its whole life."""
+    stage = Stage(units=600, context_length=2000, max_running=8, token_budget=64, failing=(12, 13))
+    stage.open("d")
+    stage.engine.draft("d", count_from(1, 1000))
+    stage.until(lambda: stage.engine.transitions["step failed"] == 2)
+    draft = stage.engine.sessions.get("d").turn
+    assert (draft.failures, draft.failed_at) == (2, 12 * 64)
+    stage.engine.draft("d", [5] * 4)
+    turn = stage.say("d", [5] * 4, 100)
+    others = []
+    for i in range(4):
+        stage.open(f"o{i}")
+        others.append(stage.say(f"o{i}", [1, 2, 3], 5))
+    stage.until(lambda: all(other.result for other in others), most=10)
+    assert not stage.engine.suspects
+    assert turn.failures == 0
+
+
+@every_mix
+def test_a_failed_step_voids_the_one_after_it_and_only_its_own_turns_are_suspects(mix) -> None:
+    stage = Stage(mix, overlap=1)
+    poison = Poison(stage)
+    for name in ("a", "b", "c"):
+        stage.open(name)
+    first, second = (stage.say(name, count_from(3, 12), 8) for name in ("a", "b"))
+    stage.step()  # the step that will fail is in flight
+    late = stage.say("c", [1, 2, 3], 8)
+    poison.strikes[first] = 0
+    stage.step()  # one with the late turn is in flight when it fails
+    assert poison.failed == [[first, second]]
+    assert late in stage.engine.batch
+    assert late not in stage.engine.suspects
+    assert late.session.memory.turn.computed == 0
+    assert late.failures == 0
+    stage.play()
+    assert first.result.reason is EndReason.FAILED
+    assert list(second.output) == continuation(count_from(3, 12), 8)
+    assert list(late.output) == continuation([1, 2, 3], 8)
+
+
+@every_mix
+@every_overlap
+def test_a_step_that_fails_computes_its_own_tokens_again_and_no_others(mix, overlap: int) -> None:
+    def cost(failing: tuple[int, ...]) -> int:
+        stage = Stage(mix, overlap=overlap, failing=failing, checkpoint_interval=16)
+        stage.open()
+        return stage.cost(lambda: stage.say("s", count_from(1, 150), 4))
+
+    assert cost((6,)) - cost(()) <= 16 * (1 + overlap)  # of one turn, the step's and its successor's
+
+
+@every_mix
+@every_overlap
+def test_a_turn_that_fails_keeps_its_row_and_says_the_same(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap, failing=(4,))
+    stage.open()
+    turn = stage.say("s", count_from(1, 20), 12)
+    stage.until(lambda: stage.engine.transitions["step failed"])
+    assert (turn.state, stage.engine.transitions["preempt"]) == (TurnState.RUNNING, 0)
+    stage.play()
+    assert list(turn.output) == continuation(count_from(1, 20), 12)

@@ -1,0 +1,113 @@
+"""With overlap two steps are in flight: the next is submitted before the one before is collected."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
+
+
+def recorded(stage: Stage) -> list[str]:
+    """What the executor is asked from now on, in order."""
+    events: list[str] = []
+    submit, collect = stage.executor.submit, stage.executor.collect
+
+    def submitting(plan) -> None:
+        events.append("submit")
+        submit(plan)
+
+    def collecting():
+        events.append("collect")
+        return collect()
+
+    stage.executor.submit, stage.executor.collect = submitting, collecting
+    return events
+
+
+@every_mix
+def test_the_next_step_is_submitted_before_the_one_before_is_collected(mix) -> None:
+    stage = Stage(mix, overlap=1)
+    stage.open()
+    events = recorded(stage)
+    stage.say("s", count_from(1, 40), 10)
+    stage.step()
+    assert events == ["submit"]
+    for _ in range(8):
+        stage.step()
+    assert events == ["submit"] + ["submit", "collect"] * 8
+    stage.play()
+    assert events.count("submit") == events.count("collect")
+
+
+def test_without_overlap_a_step_is_collected_before_the_next_is_submitted() -> None:
+    stage = Stage(overlap=0)
+    stage.open()
+    events = recorded(stage)
+    stage.say("s", count_from(1, 40), 10)
+    stage.play()
+    assert events == ["submit", "collect"] * len(stage.executor.plans)
+
+
+@every_mix
+@every_overlap
+def test_a_stop_is_found_while_the_next_step_is_in_flight_whose_result_is_dropped(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap)
+    session = stage.open()
+    said = continuation(count_from(1, 20), 10)
+    stop = said[6]
+    turn = stage.say("s", count_from(1, 20), 10, stop_ids=(stop,))
+    stage.play()
+    kept = said[: said.index(stop) + 1]
+    assert list(session.history) == [*count_from(1, 20), *kept]
+    assert (turn.stop, session.memory.computed) == (stop, len(session.history) - 1)
+    assert turn.computed_tokens == len(session.history) - 1 + overlap  # the one after the stop was in flight
+    expected = continuation([*session.history, 7], 4)
+    following = stage.say("s", [7], 4)
+    stage.play()
+    assert list(following.output) == expected
+
+
+@every_mix
+@every_overlap
+def test_what_is_released_is_free_again_when_the_steps_in_flight_then_have_settled_and_not_before(mix, overlap) -> None:
+    stage = Stage(mix, overlap=overlap)
+    for name in ("a", "b"):
+        stage.open(name)
+        stage.say(name, count_from(len(name), 30), 60)
+    for _ in range(12):
+        stage.step()
+    pools = stage.engine.memory.pools
+    before = [pool.free for pool in pools]
+    stage.engine.abort("a")
+    released = [pool.limbo for pool in pools]
+    if overlap:
+        assert [pool.free for pool in pools] == before
+        assert all(released)
+        stage.step()  # the step that was in flight settles; one that began after the abort is in flight
+    assert [pool.limbo for pool in pools] == [0] * len(pools)
+    assert all(now > then for now, then in zip([pool.free for pool in pools], before, strict=True))
+    stage.engine.audit()
+
+
+def test_a_unit_waits_in_limbo_for_every_step_that_was_in_flight_when_it_was_released() -> None:
+    stage = Stage()
+    stage.told("s", 40, 1)
+    memory, pool = stage.engine.memory, stage.engine.memory.pools[0]
+    free = pool.free
+    memory.step_submitted()
+    memory.step_submitted()
+    stage.engine.drop("s")
+    assert (pool.limbo, pool.free) == (10, free)
+    memory.step_settled()
+    assert (pool.limbo, pool.free) == (10, free)
+    stage.engine.audit()
+    memory.step_settled()
+    assert (pool.limbo, pool.free) == (0, free + 10)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_idle_engine_has_nothing_in_flight(overlap: int) -> None:
+    stage = Stage(overlap=overlap)
+    stage.told()
+    assert not stage.engine._flights
+    assert not stage.step().worked
