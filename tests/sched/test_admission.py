@@ -174,3 +174,53 @@ def test_a_turn_is_pledged_the_pages_of_its_input_before_it_has_computed_them() 
     taken = pool.acquire(3, SimpleNamespace(holder_name="nobody"))
     taken.release()
     stage.play()
+
+
+@pytest.mark.parametrize(("units", "context_length"), [(20, 200), (21, 80), (20, 80)])
+@pytest.mark.parametrize("output", [None, 5])
+def test_a_turn_that_may_fill_the_pool_computes_nothing_of_its_history_again(units, context_length, output) -> None:
+    """Known fault: its worst case was counted to the last token the pool could ever hold, and its session dropped."""
+    stage = Stage(units=units, context_length=context_length, max_running=2)
+    stage.told("s", 30, 9)
+    turn = stage.say("s", [1, 2], output)
+    stage.step()
+    assert (turn.state, turn.cached) == (TurnState.RUNNING, 38)
+    assert not stage.engine.lifecycle.recomputed
+    expected = continuation(turn.tokens(0, turn.prompt_length), turn.max_new_tokens)
+    stage.play()
+    assert list(turn.output) == expected
+
+
+def test_nobody_yields_to_a_turn_that_then_cannot_start() -> None:
+    """Known fault: a turn of lower priority was preempted, and the one it yielded to did not fit all the same."""
+    stage = Stage(units=100, context_length=400, max_running=8, token_budget=64)
+    for name in "abt":
+        stage.open(name)
+    first = stage.say("a", count_from(1, 196), 100, priority=2)
+    stage.until(lambda: first.output)
+    second = stage.say("b", count_from(2, 60), 40)
+    stage.until(lambda: len(second.output) >= 10)
+    waiting = stage.say("t", count_from(3, 300), 1, priority=1)
+    while not second.result:
+        stage.step()
+        assert second.state is not TurnState.PREEMPTED
+        assert waiting.state is TurnState.QUEUED
+    stage.play()
+    assert waiting.result.committed
+    assert stage.engine.transitions["preempt"] == 0
+
+
+@every_overlap
+def test_a_checkpoint_that_only_saves_work_keeps_nobody_from_starting(overlap: int) -> None:
+    """Known fault: a long prefill made checkpoints of every slot there was, and the next turn waited for its end."""
+    stage = Stage((STATE,), units=6, context_length=2000, overlap=overlap, checkpoint_interval=16)
+    for name in "ab":
+        stage.open(name)
+    long = stage.say("a", count_from(1, 1000), 20)
+    for _ in range(4):
+        stage.step()
+    turn = stage.say("b", [1, 2, 3], 5)
+    stage.until(lambda: turn.state is TurnState.RUNNING, most=2 + overlap)
+    assert not long.output
+    stage.play()
+    assert list(turn.output) == continuation([1, 2, 3], 5)

@@ -7,7 +7,7 @@ import pytest
 
 from tenuto.engine.engine import Engine
 from tenuto.session.turn import TurnState
-from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix
+from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix
 
 
 def squeeze(engine: Engine, group: int = 0, *, may_preempt: bool = True) -> bool:
@@ -144,3 +144,91 @@ def test_sessions_that_hold_nothing_have_nothing_to_yield(empty: str) -> None:
         stage.engine.close("s")
     assert not squeeze(stage.engine)
     assert not stage.engine.pressure.yielded
+
+
+def dropped(stage: Stage) -> list[str]:
+    """Sessions with a history and nothing in memory."""
+    return [s.id for s in stage.engine.sessions if s.history and not s.memory.computed and s.turn is None]
+
+
+def test_only_sessions_that_give_something_back_yield() -> None:
+    """Known fault: forks that own nothing were dropped one after the other, their parent too, to free two pages."""
+    stage = Stage(units=150, context_length=600, token_budget=64)
+    stage.told("p", tokens=400, output=1)
+    for i in range(20):
+        stage.engine.fork("p", child=f"c{i}")
+    stage.told("z", tokens=100, output=1)
+    stage.open("n")
+    turn = stage.say("n", count_from(77, 104), 5)
+    stage.step()
+    assert turn.state is TurnState.RUNNING
+    assert (dropped(stage), dict(stage.engine.pressure.yielded)) == (["z"], {"idle": 1})
+
+
+def test_a_family_that_shares_what_is_needed_yields_together_and_nobody_else_does() -> None:
+    stage = Stage(units=150, context_length=600, token_budget=64)
+    stage.told("p", tokens=400, output=1)
+    for i in range(3):
+        stage.engine.fork("p", child=f"c{i}")
+    stage.open("n")
+    turn = stage.say("n", count_from(77, 200), 5)
+    stage.told("small", tokens=4, output=1, priority=5)
+    assert turn.state is TurnState.RUNNING or turn.result
+    assert sorted(dropped(stage)) == ["c0", "c1", "c2", "p"]
+    stage.play()
+    assert list(turn.output) == continuation(count_from(77, 200), 5)
+
+
+def test_a_family_of_which_one_is_running_keeps_what_it_shares() -> None:
+    stage = Stage(units=150, context_length=600, token_budget=64)
+    stage.told("p", tokens=400, output=1)
+    stage.engine.fork("p", child="c")
+    running = stage.say("c", [1], 60)
+    stage.until(lambda: running.output)
+    stage.open("n")
+    turn = stage.say("n", count_from(77, 240), 5)
+    while not running.result:
+        stage.step()
+        assert not dropped(stage)
+    assert turn.state is TurnState.QUEUED
+    stage.play()
+    assert list(turn.output) == continuation(count_from(77, 240), 5)
+
+
+@pytest.mark.parametrize("units", range(85, 106, 4))
+def test_the_last_in_order_that_lacks_room_waits_and_takes_down_nobody_before_it(units: int) -> None:
+    """Known fault: what the last lacked was taken from turns before it, and then it yielded itself."""
+    stage = Stage(units=units, max_running=8, token_budget=32)
+    turns = []
+    for i in range(4):
+        stage.open(f"d{i}")
+        turns.append(stage.say(f"d{i}", count_from(i, 8), 80))
+        stage.step()
+    stage.open("last")
+    last = stage.say("last", count_from(4, 120), 40)
+    while last.result is None:
+        held = last.state is TurnState.RUNNING and last.session.memory.turn.own_units()[0] > 0
+        stage.step()
+        if held and last.state is TurnState.RUNNING:
+            assert all(turn.state is not TurnState.PREEMPTED for turn in turns)
+    assert list(last.output) == continuation(count_from(4, 120), 40)
+
+
+def test_room_beside_running_forks_is_counted_once_however_many_share_it() -> None:
+    """Known fault: their common pages were counted for each, so a turn that fitted waited until they had ended."""
+    stage = Stage(units=150, context_length=600, max_running=16, token_budget=128)
+    stage.told("p", tokens=200, output=1)
+    stage.told("z", tokens=240, output=1)
+    forks = []
+    for i in range(4):
+        stage.engine.fork("p", child=f"c{i}")
+        forks.append(stage.say(f"c{i}", [i] * 8, 100))
+    stage.until(lambda: all(len(turn.output) >= 4 for turn in forks))
+    stage.open("n")
+    turn = stage.say("n", count_from(7, 300), 4)
+    stage.step()
+    assert turn.state is TurnState.RUNNING
+    assert dropped(stage) == ["z"]
+    assert stage.engine.transitions["preempt"] == 0
+    stage.play()
+    assert list(turn.output) == continuation(count_from(7, 300), 4)

@@ -1,0 +1,22 @@
+"""Checkpoints that sessions share are counted, and evicted, once."""
+
+from __future__ import annotations
+
+from tests.engine.stage import FULL, STATE, Stage
+
+
+def test_forks_refer_to_their_parents_checkpoints_and_evict_nobody_elses() -> None:
+    """Known fault: each fork counted them again, and the cache gave up those of others though slots were free."""
+    config = {"context_length": 4000, "token_budget": 256, "checkpoint_interval": 64}
+    stage = Stage((FULL, STATE), units=1500, recount=False, **config)
+    others = [stage.told(f"s{i}", 500, 1) for i in range(4)]
+    stage.told("prompt", 1000, 1)
+    cache, slots = stage.engine.memory.cache, stage.engine.memory.pools[1]
+    before = len(cache), slots.leased, [len(session.memory.checkpoints) for session in others]
+    forks = [stage.engine.fork("prompt", child=f"c{i}") for i in range(60)]
+    stage.step()
+    after = len(cache), slots.leased, [len(session.memory.checkpoints) for session in others]
+    assert before == after
+    assert cache.evicted == 0
+    assert all(len(fork.memory.checkpoints) == 16 for fork in forks)
+    stage.engine.audit()
