@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.engine.engine import DELIVERED
-from tenuto.session.turn import EndReason, TurnState
+from tenuto.session.turn import EndReason, TurnParams, TurnState
 from tests.engine.stage import FULL, STATES, Stage, continuation, count_from, every_mix, every_overlap
 
 
@@ -206,3 +206,23 @@ def test_a_turn_refused_beside_a_live_one_leaves_it_alone() -> None:
         assert turn.session.turn is turn
     stage.play()
     assert turn.result.committed
+
+
+@every_mix
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_a_preempted_regeneration_that_is_stopped_keeps_the_new_output_and_not_the_old(mix, keep: int) -> None:
+    stage = Stage(mix)
+    session = stage.told("s", 10, 8)
+    old = list(session.history)
+    turn = stage.engine.regenerate(
+        "s", TurnParams(max_new_tokens=8, min_new_tokens=6, stop_ids=tuple(old[10:12]))
+    )  # so that it says something else
+    stage.until(lambda: len(turn.output) >= 4)
+    assert list(turn.output) != old[10 : 10 + len(turn.output)]
+    stage.engine.lifecycle.preempt(turn)
+    stage.engine.abort("s", keep)
+    assert list(session.history) == [*old[:10], *turn.output[:keep]]
+    expected = continuation([*session.history, 5], 4)
+    following = stage.say("s", [5], 4)
+    stage.play()
+    assert list(following.output) == expected

@@ -18,5 +18,7 @@ def test_forks_refer_to_their_parents_checkpoints_and_evict_nobody_elses() -> No
     after = len(cache), slots.leased, [len(session.memory.checkpoints) for session in others]
     assert before == after
     assert cache.evicted == 0
-    assert all(len(fork.memory.checkpoints) == 16 for fork in forks)
+    parent = list(stage.engine.sessions.get("prompt").memory.checkpoints)
+    assert len(parent) > 10
+    assert all(list(fork.memory.checkpoints) == parent for fork in forks)
     stage.engine.audit()

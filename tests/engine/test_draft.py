@@ -216,7 +216,9 @@ def test_a_draft_typed_on_between_every_step_makes_progress_and_computes_each_to
         progress.append(session.memory.turn.computed)
     caught_up = progress.index(max(p for p in progress if p < 36 + 200))
     assert progress[1 + overlap : caught_up] == list(range(35 + 16, 36 + 200, 16))[: caught_up - 1 - overlap]
-    assert all(later > earlier for earlier, later in zip(progress[1 + overlap :], progress[2 + overlap :], strict=False))
+    assert all(
+        later > earlier for earlier, later in zip(progress[1 + overlap :], progress[2 + overlap :], strict=False)
+    )
     stage.play()
     assert stage.computed_since(before) == 1 + 200 + 59 - 1  # the last of the history, and all but the last one typed
     whole = text + count_from(9, 59)

@@ -1,4 +1,4 @@
-"""A failed step is repeated in place, and bisection finds the turns that make steps fail: they slow down nobody long."""
+"""A failed step is repeated in place, and bisection finds the turns that cause it: they slow down nobody long."""
 
 from __future__ import annotations
 

@@ -210,3 +210,23 @@ def test_a_row_taken_again_does_not_learn_the_pages_of_the_turn_before() -> None
     assert turn in stage.engine.batch.running()
     stage.play()
     assert list(turn.output) == continuation([*history, 4, 5, 6], 5)
+
+
+@pytest.mark.parametrize("fraction", [0.7, 0.5, 0.35])
+@pytest.mark.parametrize("prompt", [16, 64])
+def test_decodes_that_outgrow_memory_compute_at_most_twice_what_they_need(fraction: float, prompt: int) -> None:
+    """Turns that started beside each other and outgrow the pool yield, the last first, and each seldom."""
+    turns_at_once, output = 16, 100
+    units = int(turns_at_once * -(-(prompt + output) // 4) * fraction)
+    stage = Stage(units=units, max_running=16, token_budget=64, context_length=200, recount=False)
+    turns = []
+    for i in range(turns_at_once):
+        stage.open(f"s{i}")
+        turns.append(stage.say(f"s{i}", count_from(i, prompt), output))
+    stage.play()
+    needed = turns_at_once * (prompt + output - 1)
+    computed = sum(turn.computed_tokens for turn in turns)
+    assert needed < computed <= 2 * needed
+    assert computed - needed == stage.engine.lifecycle.recomputed["preempted"]
+    for i, turn in enumerate(turns):
+        assert list(turn.output) == continuation(count_from(i, prompt), output)

@@ -1,4 +1,4 @@
-"""Tenants share rows and tokens by weight; what one leaves the others take, and who leaves a row for it loses nothing."""
+"""Tenants share rows and tokens by weight; what one leaves the others take, and pausing loses nothing."""
 
 from __future__ import annotations
 
@@ -101,13 +101,17 @@ def test_tokens_of_prefills_are_divided_between_tenants_by_weight_and_none_is_le
 def test_when_there_are_more_tenants_than_rows_they_take_turns(tenants: int) -> None:
     stage = Stage(max_running=3)
     turns = {f"t{i}": submit(stage, f"t{i}", 4, output=2) for i in range(tenants)}
-    seen: list[str] = []
-    started: set[Turn] = set()
-    while not stage.engine.idle:
-        stage.step()
-        new = [t for some in turns.values() for t in some if t.started and t not in started]
-        started.update(new)
-        seen += [t.session.policy.tenant for t in sorted(new, key=lambda t: t.number)]
-    for end in range(1, len(seen) + 1):
-        starts = [Counter(seen[:end])[tenant] for tenant in turns]
-        assert max(starts) - min(starts) <= 1 + (end % tenants != 0 and end < len(seen))
+    order: list[str] = []
+    add = stage.engine.batch.add
+
+    def adding(turn: Turn, slots) -> None:
+        order.append(turn.session.policy.tenant)
+        add(turn, slots)
+
+    stage.engine.batch.add = adding
+    stage.play()
+    assert len(order) == 4 * tenants
+    assert all(turn.result.committed for some in turns.values() for turn in some)
+    for end in range(1, len(order) + 1):
+        starts = [Counter(order[:end])[tenant] for tenant in turns]
+        assert max(starts) - min(starts) <= 1
