@@ -6,7 +6,7 @@ planted from outside, on classes, and undone at the end."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from tenuto.engine.engine import Engine
@@ -16,7 +16,6 @@ from tenuto.memory import full, paged
 from tenuto.memory.full import FullTable
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.rows import Rows
-from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.admission import Admission
 from tenuto.sched.settle import Settler
@@ -35,16 +34,24 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, original)
 
 
+@contextmanager
+def together(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+    """All of them."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 def a_turn_that_did_not_fit_frees_its_sessions_state() -> Any:
     """Rejected by admission, it releases the state slot its session holds: a double free later."""
 
     def make(original: Any) -> Any:
         def admit_pass(self: Admission) -> Any:
             blocked = original(self)
-            if blocked is not None:
-                for checkpoint in blocked[0].session.memory.checkpoints[-1:]:
-                    for lease in checkpoint.leases():
-                        lease.pool._give_back(lease.units)
+            kept = blocked.session.memory.checkpoints.needed if blocked is not None else None
+            for lease in kept.leases() if kept is not None else ():
+                lease.pool._give_back(lease.units)
             return blocked
 
         return admit_pass
@@ -235,16 +242,27 @@ def a_disconnect_leaves_a_zombie_turn() -> Any:
 def a_source_is_evicted_between_match_and_use() -> Any:
     """A turn reads its session's checkpoint without pinning it, and the cache may evict it."""
 
-    def make(original: Any) -> Any:
-        def share_checkpoint(self: SessionMemory, position: int, owner: Any) -> Any:
-            shared = original(self, position, owner)
-            if shared is not None and isinstance(owner, TurnMemory):
-                self.memory.cache.unpin(shared)
-            return shared
+    def begin(original: Any) -> Any:
+        def init(self: TurnMemory, *args: Any) -> None:
+            original(self, *args)
+            self.loose = self.source  # type: ignore[attr-defined]
+            if self.source is not None:
+                self.memory.cache.unpin(self.source)
 
-        return share_checkpoint
+        return init
 
-    return replaced(SessionMemory, "share_checkpoint", make)
+    def end(original: Any) -> Any:
+        def ending(self: TurnMemory, *args: Any) -> Any:
+            loose, self.loose = self.loose, None  # type: ignore[attr-defined]
+            if loose is not None:
+                self.memory.cache.require(loose)
+            return original(self, *args)
+
+        return ending
+
+    return together(
+        replaced(TurnMemory, "__init__", begin), *(replaced(TurnMemory, n, end) for n in ("commit", "abort", "truncate"))
+    )
 
 
 def a_page_has_two_owners_while_totals_balance() -> Any:
@@ -284,14 +302,7 @@ def a_stale_result_is_taken() -> Any:
 
 def a_fork_writes_its_parents_page() -> Any:
     """The child takes the tail along."""
-
-    def make(original: Any) -> Any:
-        def may_write(self: FullTable, position: int) -> bool:
-            return True
-
-        return may_write
-
-    return replaced(FullTable, "_may_write", make)
+    return replaced(FullTable, "writable", lambda original: lambda self, position: True)
 
 
 FAULTS = (

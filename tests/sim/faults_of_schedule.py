@@ -8,19 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.engine import engine as engine_module
+from tenuto.engine.auditor import Auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.checkpoint import CheckpointCache
 from tenuto.memory.memory import Shape
+from tenuto.memory.paged import pages_for
 from tenuto.memory.pool import Pool
 from tenuto.sched.admission import Admission
-from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
+from tenuto.sched.suspects import Suspects
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn, TurnState
-from tests.sim.faults import replaced
+from tests.sim.faults import replaced, together
 
 
 def limbo_is_given_back_before_the_step_is_collected() -> Any:
@@ -36,32 +37,30 @@ def a_preempted_turn_loses_its_age() -> Any:
     """It waits behind all who have come since."""
 
     def make(original: Any) -> Any:
-        def preempt(self: Lifecycle, turn: Turn, *more: Any) -> None:
+        def leave(self: Lifecycle, turn: Turn, *more: Any) -> None:
             original(self, turn, *more)
             if turn.state is TurnState.PREEMPTED:
                 self._queue.remove(turn)
                 turn.arrival = self._clock.now() + 1e-6
                 self._queue.push(turn)
 
-        return preempt
+        return leave
 
-    return replaced(Lifecycle, "preempt", make)
+    return together(replaced(Lifecycle, "preempt", make), replaced(Lifecycle, "pause", make))
 
 
 def preemption_does_not_ask_for_a_higher_priority() -> Any:
     """Whoever has waited longer takes the row of another of the same priority."""
 
     def make(original: Any) -> Any:
-        def preempt_below(self: Pressure, turn: Turn) -> bool:
-            running = self._batch.running()
-            if not running or turn.state is TurnState.DRAFTING:
-                return False
-            self._preempt(running[-1])
-            return True
+        def may_yield(self: Admission, running: Turn, turn: Turn) -> bool:
+            aging = self._queue.aging_seconds
+            same = running.session.policy.tenant == turn.session.policy.tenant
+            return bool(original(self, running, turn)) or (same and turn.rank(aging) < running.rank(aging))
 
-        return preempt_below
+        return may_yield
 
-    return replaced(Pressure, "preempt_below", make)
+    return replaced(Admission, "_may_yield", make)
 
 
 def the_purge_of_timers_drops_live_ones() -> Any:
@@ -112,29 +111,21 @@ def spaced_checkpoints_are_not_aligned_to_pages() -> Any:
 
 def admission_does_not_count_the_copy_of_the_tail() -> Any:
     """The page that a shared, partly filled one is copied to is left out of the worst case."""
-
-    def make(original: Any) -> Any:
-        def worst(self: Admission, turn: Turn, end: int, *, generates: bool) -> list[int]:
-            found: list[int] = original(self, turn, end, generates=generates)
-            size, start = self._memory.page_size, turn.session.memory.computed
-            return [
-                max(0, n - (g.kind.value == "full" and start % size > 0))
-                for n, g in zip(found, self._memory.spec.groups, strict=True)
-            ]
-
-        return worst
-
-    return replaced(Admission, "_worst", make)
+    return replaced(
+        Admission,
+        "_entries_at",
+        lambda original: staticmethod(lambda table, start, computed: pages_for(start, table.page_size)),
+    )
 
 
 def a_refused_turn_is_not_looked_at_again_while_others_run() -> Any:
     """It waits until nobody runs, though room has come free."""
 
     def make(original: Any) -> Any:
-        def make_room(self: Admission, turn: Turn, need: Any) -> bool:
+        def make_room(self: Admission, turn: Turn) -> bool:
             if len(self._batch) and self._refused is not None and self._refused[0] == turn.number:
                 return False
-            return bool(original(self, turn, need))
+            return bool(original(self, turn))
 
         return make_room
 
@@ -143,7 +134,25 @@ def a_refused_turn_is_not_looked_at_again_while_others_run() -> Any:
 
 def a_suspect_shares_steps() -> Any:
     """A turn with which steps fail goes on failing others'."""
-    return replaced(Turn, "suspect", lambda original: property(lambda self: False))
+    return replaced(Suspects, "rows", lambda original: lambda self: [])
+
+
+def bisection_never_splits() -> Any:
+    """Those of a failed step stay suspects together."""
+
+    def make(original: Any) -> Any:
+        def step_failed(self: Suspects, turns: Any, *, alone: bool) -> None:
+            original(self, turns, alone=alone)
+            self._groups = [[turn for group in self._groups for turn in group]] if self._groups else []
+
+        return step_failed
+
+    return replaced(Suspects, "step_failed", make)
+
+
+def suspects_are_never_cleared() -> Any:
+    """A turn that has come past where it failed still shares no step."""
+    return replaced(Suspects, "step_succeeded", lambda original: Suspects._tidy)
 
 
 def preempted_work_is_not_counted() -> Any:
@@ -175,18 +184,15 @@ def a_fork_inherits_ephemeral() -> Any:
 
 
 def the_rebuilt_queue_is_empty() -> Any:
-    """When entries of the gone are thrown out of the heap, those of the waiting are too."""
+    """When entries of the gone are thrown out of the heaps, those of the waiting are too."""
 
     def make(original: Any) -> Any:
-        def push(self: WaitingQueue, turn: Turn) -> None:
-            before = len(self._heap)
-            original(self, turn)
-            if len(self._heap) < before:
-                self._heap.clear()
+        def rebuild(self: WaitingQueue) -> None:
+            self._heaps, self._listed = {}, 0
 
-        return push
+        return rebuild
 
-    return replaced(WaitingQueue, "push", make)
+    return replaced(WaitingQueue, "_rebuild", make)
 
 
 def _without(owner: Any, name: str, forgotten: Callable[[Any], tuple[Any, str]]) -> Any:
@@ -278,27 +284,21 @@ def a_row_cut_back_keeps_its_alternate_position() -> Any:
 
 
 def admission_ignores_what_drafts_hold() -> Any:
-    """Room that drafts in rows have is thought to be free for the asking."""
+    """Room that others have, drafts or not, is thought to be free for a draft's asking."""
 
     def make(original: Any) -> Any:
-        def reclaimable(self: Admission, turn: Turn) -> Any:
-            running = self._batch.running
-            self._batch.running = lambda: [t for t in running() if t.state is not TurnState.DRAFTING]  # type: ignore[method-assign]
-            try:
-                return original(self, turn)
-            finally:
-                del self._batch.running  # type: ignore[attr-defined]
+        def fits_beside(self: Admission, turn: Turn, need: Any, kept: Any) -> bool:
+            kept = [other for other in kept if not other.drafting]
+            return bool((need + self._pledged(turn) <= self._pressure.room_beside([turn, *kept])).all())
 
-        return reclaimable
+        return fits_beside
 
-    return replaced(Admission, "_reclaimable", make)
+    return replaced(Admission, "_fits_beside", make)
 
 
 def the_audit_of_a_step_in_flight_looks_at_nothing() -> Any:
     """A unit that a step touches may be free, and the audit is content."""
-    return replaced(
-        engine_module, "recount", lambda original: lambda memory, holders, in_flight=(): original(memory, holders)
-    )
+    return replaced(Auditor, "_touched", lambda original: lambda self, flights: [])
 
 
 FAULTS_OF_SCHEDULE = (
@@ -313,6 +313,8 @@ FAULTS_OF_SCHEDULE = (
     admission_does_not_count_the_copy_of_the_tail,
     a_refused_turn_is_not_looked_at_again_while_others_run,
     a_suspect_shares_steps,
+    bisection_never_splits,
+    suspects_are_never_cleared,
     preempted_work_is_not_counted,
     a_fork_inherits_ephemeral,
     the_rebuilt_queue_is_empty,

@@ -1,4 +1,4 @@
-"""Removes one call of release, share, transfer or truncate from the core: the simulator has to miss it."""
+"""Removes one call of release, share, transfer, truncate, pin or refer from the core: the simulator has to miss it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tenuto
 
 SOURCE = Path(tenuto.__file__).parent
 PACKAGES = ("memory", "session", "sched", "engine")
-WORDS = ("release", "share", "transfer", "truncate", "absorb", "cut", "slide", "trim")
+WORDS = ("release", "share", "transfer", "truncate", "absorb", "cut", "slide", "trim", "pin", "unpin", "relax", "refer", "lend")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.sim.faults import FAULTS
+from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
 from tests.sim.faults_of_schedule import FAULTS_OF_SCHEDULE
 from tests.sim.mutants import find_mutants
 from tests.sim.mutants import plant as plant_mutant
@@ -30,7 +31,7 @@ _PLANTED: list[object] = []
 
 def names() -> list[str]:
     """Everything that can be planted."""
-    faults = [f"fault {fault.__name__}" for fault in (*FAULTS, *FAULTS_OF_SCHEDULE)]
+    faults = [f"fault {fault.__name__}" for fault in (*FAULTS, *FAULTS_OF_SCHEDULE, *FAULTS_OF_SHARING)]
     slips = [f"slip {slip}" for slip in SLIPS]
     seen: dict[str, int] = {}
     calls = []
@@ -43,7 +44,7 @@ def names() -> list[str]:
 
 def plant(number: int) -> None:
     """For good: in a fresh process, in which the core is not loaded yet if it is not a fault."""
-    faults = (*FAULTS, *FAULTS_OF_SCHEDULE)
+    faults = (*FAULTS, *FAULTS_OF_SCHEDULE, *FAULTS_OF_SHARING)
     if number < len(faults):
         fault = faults[number]()
         fault.__enter__()

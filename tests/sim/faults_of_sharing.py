@@ -1,0 +1,195 @@
+"""More planted faults: of two steps in flight, of steps repeated, of checkpoints that many share, of tenants. See
+`faults`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tenuto.engine.lifecycle import Lifecycle
+from tenuto.memory.checkpoint import Checkpoint, CheckpointCache
+from tenuto.memory.full import FullTable
+from tenuto.memory.paged import PagedTable, Tail
+from tenuto.memory.pool import Pool
+from tenuto.sched import planner
+from tenuto.sched.admission import Admission
+from tenuto.sched.batch import Batch
+from tenuto.sched.settle import Settler
+from tenuto.sched.shares import Shares
+from tenuto.session.turn import Turn
+from tests.sim.faults import replaced, together
+
+
+def a_tail_names_an_index_again() -> Any:
+    """Whoever has a page at the place where its tail was thinks that it may fill it, whichever page that is."""
+
+    def begin(original: Any) -> Any:
+        def begin_at(self: FullTable, holder: Any, start: int, *, at_end: bool) -> None:
+            in_place = at_end and self.writable(start)
+            if in_place and start % self.page_size and not self.has_tail(0, start):
+                self.tail = Tail(start // self.page_size, start)
+            self.open(holder, start, in_place=in_place)
+
+        return begin_at
+
+    def by_index(original: Any) -> Any:
+        return lambda self, page, position: original(self, position // self.page_size, position)
+
+    def end_at(original: Any) -> Any:
+        return lambda self, position, page, *, brought=False: original(
+            self, position, position // self.page_size, brought=brought
+        )
+
+    return together(
+        replaced(FullTable, "begin", begin),
+        replaced(PagedTable, "has_tail", by_index),
+        replaced(PagedTable, "lend", by_index),
+        replaced(PagedTable, "end_at", end_at),
+    )
+
+
+def limbo_of_the_second_step_is_merged_with_the_firsts() -> Any:
+    """What was released since the second step began is free when the first has ended."""
+
+    def make(original: Any) -> Any:
+        def step_settled(self: Pool) -> None:
+            original(self)
+            for released in self._limbo:
+                self._free.extend(released)
+                released.clear()
+
+        return step_settled
+
+    return replaced(Pool, "step_settled", make)
+
+
+def what_was_computed_for_a_turn_that_left_its_row_is_forgotten() -> Any:
+    """The step settles, and the turn is not told."""
+    return replaced(Settler, "_settle_left", lambda original: lambda self, turn, settled: None)
+
+
+def a_retry_keeps_the_failed_steps_checkpoint() -> Any:
+    """A turn that goes on after a failed step thinks that it can resume where that step was to come."""
+
+    def make(original: Any) -> Any:
+        def retry(self: Lifecycle, turn: Turn) -> None:
+            memory = turn.session.memory.turn
+            kept = memory.checkpoints if memory is not None else None
+            if kept is not None:
+                kept.cut = lambda position: None  # type: ignore[method-assign]
+                memory._take_back_slots = lambda checkpoint: None  # type: ignore[method-assign,union-attr]
+            try:
+                original(self, turn)
+            finally:
+                if kept is not None:
+                    del kept.cut, memory._take_back_slots  # type: ignore[union-attr]
+
+        return retry
+
+    return replaced(Lifecycle, "retry", make)
+
+
+def a_shared_checkpoint_is_released_by_the_first_of_two() -> Any:
+    """Who refers to it still finds it, and its units are somebody else's."""
+
+    def make(original: Any) -> Any:
+        def release(self: CheckpointCache, checkpoint: Checkpoint) -> None:
+            if checkpoint.references > 1 and checkpoint in self:
+                self._remove(checkpoint)
+                checkpoint.count_now()
+                for lease in checkpoint.leases():
+                    lease.pool._give_back(lease.units)
+                checkpoint.references -= 1
+                return
+            original(self, checkpoint)
+
+        return release
+
+    return replaced(CheckpointCache, "release", make)
+
+
+def cached_checkpoints_are_never_evicted_for_room() -> Any:
+    """Sessions lose their memory for what only saves work."""
+    return replaced(CheckpointCache, "evict_for", lambda original: lambda self, groups: False)
+
+
+def what_running_turns_will_need_is_not_counted() -> Any:
+    """Admission gives away the pages of tokens that running turns know already."""
+    return replaced(
+        Admission, "_pledged", lambda original: lambda self, turn: np.zeros(len(self._memory.pools), np.int64)
+    )
+
+
+def a_paused_turn_loses_its_memory() -> Any:
+    """It gives its row to another, and everything with it."""
+    return replaced(Lifecycle, "pause", lambda original: Lifecycle.preempt)
+
+
+def a_tenants_weight_is_ignored() -> Any:
+    """All tenants count alike."""
+    return replaced(Shares, "weight", lambda original: lambda self, turn: 1.0)
+
+
+def nobody_notes_when_a_tenant_last_started() -> Any:
+    """Of tenants with as many rows the one whose turn is oldest is always the next."""
+    return replaced(Shares, "last_start", lambda original: lambda self, turn: 0)
+
+
+def whose_turn_it_is_has_nothing_to_do_with_tenants() -> Any:
+    """A tenant with many turns that came first gets all rows."""
+
+    def make(original: Any) -> Any:
+        def next_turn(self: Admission) -> Turn | None:
+            heads = list(self._queue.heads())
+            return min(heads, key=lambda turn: turn.rank(self._queue.aging_seconds)) if heads else None
+
+        return next_turn
+
+    return replaced(Admission, "_next", make)
+
+
+def nobody_yields_to_another_tenant() -> Any:
+    """Whoever has all rows keeps them."""
+
+    def make(original: Any) -> Any:
+        def load_before(self: Batch, turn: Turn) -> float:
+            return -1.0
+
+        return load_before
+
+    return replaced(Batch, "load_before", make)
+
+
+def tokens_go_to_the_first_tenant() -> Any:
+    """Who wishes for most is served first."""
+
+    def make(original: Any) -> Any:
+        def divide(budget: int, wishes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+            given: dict[str, int] = {}
+            for tenant in sorted(wishes, key=lambda tenant: -wishes[tenant]):
+                given[tenant] = min(wishes[tenant], budget)
+                budget -= given[tenant]
+            return given
+
+        return divide
+
+    return replaced(planner, "divide", make)
+
+
+FAULTS_OF_SHARING = (
+    a_tail_names_an_index_again,
+    limbo_of_the_second_step_is_merged_with_the_firsts,
+    what_was_computed_for_a_turn_that_left_its_row_is_forgotten,
+    a_retry_keeps_the_failed_steps_checkpoint,
+    a_shared_checkpoint_is_released_by_the_first_of_two,
+    cached_checkpoints_are_never_evicted_for_room,
+    what_running_turns_will_need_is_not_counted,
+    a_paused_turn_loses_its_memory,
+    a_tenants_weight_is_ignored,
+    nobody_notes_when_a_tenant_last_started,
+    whose_turn_it_is_has_nothing_to_do_with_tenants,
+    nobody_yields_to_another_tenant,
+    tokens_go_to_the_first_tenant,
+)
