@@ -34,7 +34,7 @@ class CheckedExecutor(WitnessExecutor):
         self.members[plan.step] = world.planned(plan)
         self.tokens += int(plan.counts.sum())
         super().submit(plan)
-        world.watch.submitted()
+        world.watch.submitted(self.members[plan.step])
 
     def sequences(self, plan: Plan) -> list[int]:
         return self.members[plan.step]

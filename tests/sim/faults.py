@@ -162,11 +162,11 @@ def an_over_allocated_tail_loses_its_last_lease() -> Any:
     """Pages past the committed end are forgotten instead of released."""
 
     def make(original: Any) -> Any:
-        def commit(self: FullTable, position: int) -> None:
+        def commit(self: FullTable, position: int, kept: Any) -> None:
             keep = paged.pages_for(position, self.page_size) - self.first
             if len(self.opened):
                 del self.opened.units[max(0, keep) :]
-            original(self, position)
+            original(self, position, kept)
 
         return commit
 
@@ -261,7 +261,8 @@ def a_source_is_evicted_between_match_and_use() -> Any:
         return ending
 
     return together(
-        replaced(TurnMemory, "__init__", begin), *(replaced(TurnMemory, n, end) for n in ("commit", "abort", "truncate"))
+        replaced(TurnMemory, "__init__", begin),
+        *(replaced(TurnMemory, n, end) for n in ("commit", "abort", "truncate")),
     )
 
 

@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Event:
-    """A transition: "start", "preempt", "drop", as it happened within a step. `freed`: units that came free by it, a
+    """A transition: "start", "pause", "preempt", "drop", as it happened within a step. `freed`: units that came free by it, a
     group each; `alone`: units that nobody else held before, and `shared`: whether there were others too. `fitted`: for
     a drop of a session whose own turn waits, whether that turn would have fitted."""
 
@@ -90,6 +90,12 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:
             super().preempt(turn, *more)
             event.freed = tuple(b - a for a, b in zip(before, self._unused(), strict=True))
             log.events.append(event)
+
+        def pause(self, turn: Turn) -> None:
+            state = turn.state
+            super().pause(turn)
+            if state is TurnState.RUNNING and turn.session.memory.turn is not None:  # else it was preempted
+                log.events.append(Event("pause", turn, turn.session, state, "paused"))
 
         def drop(self, session: Session, why: str = "pressure") -> None:
             turn = session.turn
@@ -288,6 +294,11 @@ def bookkeeping(engine: Engine) -> dict[str, int]:
         "expiries": len(engine.sessions._expiries),
         "queue": engine._queue._listed,
     }
+
+
+def has_suspects(engine: Engine) -> bool:
+    """Whether steps may be run with a part of the turns only."""
+    return bool(engine.suspects)
 
 
 def in_flight(engine: Engine) -> bool:

@@ -16,7 +16,21 @@ import tenuto
 
 SOURCE = Path(tenuto.__file__).parent
 PACKAGES = ("memory", "session", "sched", "engine")
-WORDS = ("release", "share", "transfer", "truncate", "absorb", "cut", "slide", "trim", "pin", "unpin", "relax", "refer", "lend")
+WORDS = (
+    "release",
+    "share",
+    "transfer",
+    "truncate",
+    "absorb",
+    "cut",
+    "slide",
+    "trim",
+    "pin",
+    "unpin",
+    "relax",
+    "refer",
+    "lend",
+)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class WorldConfig:
     look: float
     text: bool = False
     story: str = ""  # of a scenario
+    weights: tuple[tuple[str, float], ...] = ()  # of tenants
 
     @property
     def label(self) -> tuple[str, str]:
@@ -161,6 +162,7 @@ def engine_config(config: WorldConfig) -> EngineConfig:
         aging_seconds=config.aging,
         checkpoint_interval=config.interval,
         checkpoint_share=config.checkpoint_share,
+        tenant_weights=config.weights,
         draft_timeout=40.0,
         audit_every=0,
     )

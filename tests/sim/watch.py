@@ -4,6 +4,7 @@ Every bound is one that a right engine keeps with room to spare; its reason stan
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from tenuto.base.groups import Kind
@@ -40,6 +41,8 @@ class Watch:
         self._progress = 0
         self._executed = 0
         self._judged = False
+        self._planned: set[int] = set()  # numbers of the turns in this step's plan
+        self._suspected = False  # when this step began, so that it is not for all
         self._failures = 0  # steps that had failed before this one
         self._suspicion: tuple[int, set[Turn], str] | None = None  # who yielded, it seems in vain
         self._needy: set[int] = set()  # numbers of the turns it may have been for
@@ -50,7 +53,8 @@ class Watch:
         return turn.poisoned_from is None and self._world.config.fail_rate == 0
 
     def yielded(self, session: Session) -> bool:
-        return any(event.session is session for event in self._world.log.events)
+        """Whether the session's own memory has been taken from it."""
+        return any(event.session is session and event.kind == "drop" for event in self._world.log.events)
 
     # -- around a step
 
@@ -59,11 +63,14 @@ class Watch:
         self._idle = {s.id: (s, s.memory.computed) for s in world.engine.sessions if s.turn is None}
         self._trimmed = internals.trimmed(world.engine)
         self._judged = False
+        self._planned = set()
+        self._suspected = internals.has_suspects(world.engine)
         self._failures = world.failures
         world.log.events.clear()
 
-    def submitted(self) -> None:
-        """A plan has been given to the executor: what yields in this step has yielded."""
+    def submitted(self, members: Collection[int]) -> None:
+        """A plan with these turns in it has been given to the executor: what yields in this step has yielded."""
+        self._planned.update(members)
         self._judge()
 
     def after(self, report: StepReport) -> None:
@@ -77,6 +84,9 @@ class Watch:
         self._check_cache()
         self._check_order()
         self._check_waiting()
+        self._check_starts()
+        if world.engine.idle:
+            self.drafts_are_computed()
         if report.progressed or report.ended or world.executor.steps != self._executed or not world.waiting():
             self._progress, self._executed = world.steps, world.executor.steps
         if world.steps - self._progress >= STUCK:
@@ -105,8 +115,13 @@ class Watch:
             elif world.steps - step > 2 * world.config.overlap:
                 self._suspicion = None
                 world.found("in vain", message)
+<<<<<<< HEAD
         sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)  # its bounds say little
         if not victims or self._failures != world.failures or sliding:
+=======
+        self._check_for_drafts(victims)
+        if not victims or self._failures != world.failures:
+>>>>>>> 073bf40 (Simulator: tenants' shares, who starts is computed, nobody yields to drafts)
             return
         if len(world.engine.batch) == world.config.running:  # for a row, not for memory
             victims = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
@@ -136,6 +151,24 @@ class Watch:
                 if other is not None:
                     world.found("gives nothing", f"{event.session!r} was dropped and gave nothing; {other!r} could")
                     return
+
+    def _check_for_drafts(self, victims: list[Event]) -> None:
+        """Nobody yields so that a draft can be computed."""
+        running = self._world.engine.batch.running()
+        losers = [e.session for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
+        if losers and not self._world.waiting() and all(turn.drafting for turn in running):
+            self._world.found("drafts", f"{losers} yielded, and nobody but drafts {running} wants anything")
+
+    def _check_starts(self) -> None:
+        """Who starts is computed in the same step: admission has counted the pages for all it knows."""
+        world = self._world
+        if self._suspected or self._failures != world.failures:
+            return
+        for event in world.log.events:
+            turn = event.turn
+            if event.kind == "start" and turn is not None and turn.running and turn.number in world.turns:
+                if turn.number not in self._planned and event.state is not TurnState.DRAFTING:
+                    world.found("starts", f"{turn!r} has started, and the step has nothing for it")
 
     @staticmethod
     def _is_victim(event: Event) -> bool:
@@ -256,7 +289,7 @@ class Watch:
         world, preempted = self._world, []
         for event in world.log.events:
             turn = event.turn
-            if event.kind == "preempt" and event.why == "preempted":
+            if (event.kind, event.why) in (("preempt", "preempted"), ("pause", "paused")):
                 preempted.append(turn)
             elif event.kind == "drop" and event.state in (TurnState.QUEUED, TurnState.PREEMPTED) and event.fitted:
                 if any(e.kind == "start" and e.turn is turn for e in world.log.events) and event.why == "pressure":
