@@ -55,7 +55,7 @@ class WorldConfig:
 
 
 def small_world(seed: int) -> WorldConfig:
-    """A world of up to 32 sessions, recounted and compared after every step. Consecutive seeds go through all mixes,
+    """A world of up to 32 sessions, recounted and compared after every other step or so. Consecutive seeds go through all mixes,
     pressure levels and overlaps; every third is drawn from wider ranges."""
     rng = Random(seed)
     mix, pressure = MIXES[seed % 7], PRESSURES[(seed // 7) % 3]
@@ -86,8 +86,8 @@ def small_world(seed: int) -> WorldConfig:
             interval=rng.choice((4, 8, 16, 512, rng.randint(1, 60))),
             aging=rng.choice((5.0, 5.0, 0.5, 1e9)) if wide else 5.0,
             fail_rate=rng.choice((0.0, 0.0, 0.02, 0.06)),
-            recount_every=2,
-            look=1.0 if context <= 100 else 0.5,
+            recount_every=3,
+            look=0.6 if context <= 100 else 0.4,
             text=rng.random() < 0.3,
         ),
         most=256,

@@ -123,7 +123,7 @@ class Watch:
         if not victims or self._failures != world.failures:
 >>>>>>> 073bf40 (Simulator: tenants' shares, who starts is computed, nobody yields to drafts)
             return
-        if len(world.engine.batch) == world.config.running:  # for a row, not for memory
+        if world.config.overlap and len(world.engine.batch) == world.config.running:  # for a row: it could not pause
             victims = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
         growing = (
             2 * len(world.engine.batch) if world.config.overlap else 0
