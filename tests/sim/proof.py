@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.sim.faults import FAULTS
-from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
 from tests.sim.faults_of_schedule import FAULTS_OF_SCHEDULE
+from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
 from tests.sim.mutants import find_mutants
 from tests.sim.mutants import plant as plant_mutant
 from tests.sim.slips import SLIPS

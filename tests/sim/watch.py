@@ -115,13 +115,9 @@ class Watch:
             elif world.steps - step > 2 * world.config.overlap:
                 self._suspicion = None
                 world.found("in vain", message)
-<<<<<<< HEAD
+        self._check_for_drafts(victims)
         sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)  # its bounds say little
         if not victims or self._failures != world.failures or sliding:
-=======
-        self._check_for_drafts(victims)
-        if not victims or self._failures != world.failures:
->>>>>>> 073bf40 (Simulator: tenants' shares, who starts is computed, nobody yields to drafts)
             return
         if world.config.overlap and len(world.engine.batch) == world.config.running:  # for a row: it could not pause
             victims = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
