@@ -148,9 +148,11 @@ class Engine:
         """Plan the next step; if memory is short, others yield first. `None` if nothing can run now."""
         while len(self.batch):
             proposal, made = self._planner.propose(), True
-            while proposal.lacking is not None and made:
-                made = self._make_room(proposal.lacking)
+            while (lacking := proposal.lacking) is not None and made:
+                made = self._make_room(lacking)
                 proposal = self._planner.propose()  # also if room is still to come: somebody may have yielded
+                if made and proposal.lacking is not None and proposal.lacking.same(lacking):
+                    raise InvariantError(f"{lacking.turn.name} was given the room it lacked, and lacks it still")
             if len(proposal.rows):
                 return self._planner.apply(proposal)
             if self._flights or not self._unstick(proposal):
@@ -198,8 +200,9 @@ class Engine:
         try:
             result = self._executor.collect()
         except StepFailed as error:
-            self.transitions["step failed"] += 1
-            log.warning("a step failed with %s: %s", [turn.name for turn in self._live(flight)], error)
+            if flight.plan.step > self._void:
+                self.transitions["step failed"] += 1
+                log.warning("a step failed with %s: %s", [turn.name for turn in self._live(flight)], error)
         self.memory.step_settled()
         return flight, result
 

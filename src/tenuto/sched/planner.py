@@ -41,6 +41,10 @@ class Lacking:
     needed: Longs
     alone: Longs
 
+    def same(self, other: Lacking) -> bool:
+        """Whether nothing has changed."""
+        return self.turn is other.turn and self.place == other.place and bool((self.needed == other.needed).all())
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:

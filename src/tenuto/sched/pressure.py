@@ -106,9 +106,9 @@ class Pressure:
 
     def _droppable(self, spared: set[str]) -> Iterator[tuple[Rung, Session]]:
         for place in sorted(self._rungs):
-            for session in list(self._rungs.get(place, ())):
-                if session not in spared and session in self._rungs.get(place, ()):
-                    yield place[0], self._rungs[place][session]
+            for session_id in list(self._rungs.get(place, ())):
+                if session_id not in spared and session_id in self._rungs.get(place, ()):
+                    yield place[0], self._rungs[place][session_id]
 
     def _drop_one(self, short: Sequence[int], spared: set[str]) -> bool:
         """Drop the first session that gives a unit which is short."""
