@@ -48,8 +48,8 @@ class Slot:
 
 @dataclass(slots=True)
 class Event:
-    """A transition: "start", "pause", "preempt", "drop", as it happened within a step. `freed`: units that came free by it, a
-    group each; `alone`: units that nobody else held before, and `shared`: whether there were others too. `fitted`: for
+    """A transition: "start", "pause", "preempt", "drop", as it happened within a step. `freed`: units that came free by
+    it, a group each; `alone`: units that nobody else held before, and `shared`: whether there were others too. `fitted`: for
     a drop of a session whose own turn waits, whether that turn would have fitted."""
 
     kind: str
@@ -237,6 +237,11 @@ def cached_units(engine: Engine) -> list[int]:
                     if part is not None:
                         found[group].update(part.units)
     return [len(units) for units in found]
+
+
+def cached_checkpoints(engine: Engine) -> list[Checkpoint]:
+    """Checkpoints that only save work, the first to be given up first."""
+    return list(engine.memory.cache)
 
 
 def trimmed(engine: Engine) -> int:

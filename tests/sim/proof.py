@@ -75,11 +75,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.proof", description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--unknown", action="store_true", help="only what no seed is known of")
     parser.add_argument("--steps", type=int, default=MOST_STEPS)
     parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken")
     arguments = parser.parse_args()
     every, seeds = names(), known_seeds()
     chosen = [number for number, name in enumerate(every) if re.search(arguments.only, name)]
+    if arguments.unknown:
+        chosen = [number for number in chosen if every[number] not in seeds]
     survivors = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         looks = [

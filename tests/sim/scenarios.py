@@ -351,18 +351,24 @@ def refused(world: Scenario) -> None:
 
 
 def exact(world: Scenario) -> None:
-    """A fork's turn comes that needs just what is free, or a page more or less, beside one that runs: its first page
-    is a copy."""
-    rng, size = world.rng, world.config.page_size
+    """A fork's turn comes that needs just what is free, or a page more or less, and could have it all in one step; its
+    first page is a copy."""
+    rng, config = world.rng, world.config
+    size = config.page_size
     parent = world.told(size * rng.randint(1, 3) + rng.randint(1, size), 2)
     children = [child for _ in range(2) if (child := world.fork(parent)) is not None]
-    world.say(parent, world.text(size * world.config.units[0] // 3), 3 * size + 8, priority=1)
-    for _ in range(rng.randint(2, 4)):
-        world.step()
+    for _ in range(config.running - 2):
+        free = len(internals.reusable(world.engine, 0))
+        if free * size <= config.budget // 2:
+            break
+        most = rng.randint(20, 30)
+        world.say(world.opened(), world.text(max(1, min((free - 2) * size, world.longest - most))), most, priority=1)
+        for _ in range(1 + config.context // (config.budget - config.running)):
+            world.step()
     for child in children:
-        left = internals.reusable(world.engine, 0)
-        more = (len(left) + rng.choice((-1, 0, 0, 0))) * size - len(world.naive[child].tokens) % size
-        world.say(child, world.text(max(1, more + rng.randint(0, size))), 1)
+        free = len(internals.reusable(world.engine, 0)) + rng.choice((-1, 0, 0, 0))
+        tokens = free * size - len(world.naive[child].tokens) % size + rng.randint(0, size)
+        world.say(child, world.text(max(1, tokens)), 1)
         for _ in range(rng.randint(0, 2)):
             world.step()
     world.play()

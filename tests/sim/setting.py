@@ -55,8 +55,8 @@ class WorldConfig:
 
 
 def small_world(seed: int) -> WorldConfig:
-    """A world of up to 32 sessions, recounted and compared after every other step or so. Consecutive seeds go through all mixes,
-    pressure levels and overlaps; every third is drawn from wider ranges."""
+    """A world of up to 32 sessions, recounted and compared after every other step or so. Consecutive seeds go through
+    all mixes, pressure levels and overlaps; every third is drawn from wider ranges."""
     rng = Random(seed)
     mix, pressure = MIXES[seed % 7], PRESSURES[(seed // 7) % 3]
     wide = seed % 3 == 1

@@ -1,7 +1,7 @@
 """Sessions and memory are right in random worlds, and the simulator that says so is itself proved.
 
-These runs are short; `make sim` runs as many worlds as it is told to, and `python -m tests.sim.proof` looks for
-everything planted without knowing where."""
+These runs are short; `make sim` runs as many worlds as it is told to, and `python -m tests.sim.proof` plants everything
+there is. Of the removed calls every `CALLS`th is planted here."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +12,19 @@ from tests.sim.run import run_worlds
 STEPS = 24_000
 WORLD_STEPS = 150
 
+CALLS = 3
+
 JUSTIFIED: dict[str, str] = {
     "a_row_cut_back_keeps_its_alternate_position": "it is where the row is cut back to, until its next step",
-    "memory.turn_memory: if p > source]": "the source's position can be resumed anyway",
-    "memory.session_memory: if checkpoint.position >= target:": "a checkpoint at the target is then the one below",
+    "a_resting_draft_is_never_evictable": "it has its place since it got its row; the note makes it the latest there",
+    "limbo_of_the_second_step_is_merged": "nothing is released between its submission and the end of the first",
+    "memory.pool: gone = self._limbo[-1] if": "as above: what is released finds one step in flight",
+    "memory.turn_memory: if p > began]": "the source's position can be resumed anyway",
     "memory.rows: self.mark[row] = FAR": "a row gets its mark when it is taken",
     "sched.batch: self._sampling.pop(row, None)": "the next turn of the row that samples brings its own options",
     "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked from the last such position on",
+    "session.registry: and session.id not in self._watched": "the later entry takes the place of the earlier",
+    "setdefault(-turns[order[index]].priority": "no rule says which of a tenant's prefills comes first",
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""
 
@@ -35,9 +41,13 @@ def test_large_worlds_stay_right():
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
 
 
-def test_every_planted_fault_slip_and_removed_call_is_caught():
+def test_planted_faults_slips_and_removed_calls_are_caught():
     every, seeds = names(), known_seeds()
-    planted = [(number, name) for number, name in enumerate(every) if not any(part in name for part in JUSTIFIED)]
+    planted = [
+        (number, name)
+        for number, name in enumerate(every)
+        if not any(part in name for part in JUSTIFIED) and (not name.startswith("call ") or number % CALLS == 0)
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         first = [[seeds[name]] if name in seeds else [] for _, name in planted]
         outcomes = list(pool.map(lambda job: look(job[0][0], MOST_STEPS, job[1], ()), zip(planted, first, strict=True)))

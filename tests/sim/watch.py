@@ -5,7 +5,7 @@ Every bound is one that a right engine keeps with room to spare; its reason stan
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tenuto.base.groups import Kind
 from tenuto.engine.engine import StepReport
@@ -37,6 +37,7 @@ class Watch:
         self._world = world
         self._idle: dict[str, tuple[Session, int]] = {}
         self._trimmed = 0
+        self._cached: list[Any] = []  # checkpoints in the cache before the step, oldest first
         self._first: tuple[int, int] = (0, 0)  # the first in the queue, and the last step at which it did not fit
         self._progress = 0
         self._executed = 0
@@ -62,6 +63,7 @@ class Watch:
         world = self._world
         self._idle = {s.id: (s, s.memory.computed) for s in world.engine.sessions if s.turn is None}
         self._trimmed = internals.trimmed(world.engine)
+        self._cached = internals.cached_checkpoints(world.engine) if world.looking else []
         self._judged = False
         self._planned = set()
         self._suspected = internals.has_suspects(world.engine)
@@ -162,9 +164,10 @@ class Watch:
             return
         for event in world.log.events:
             turn = event.turn
-            if event.kind == "start" and turn is not None and turn.running and turn.number in world.turns:
-                if turn.number not in self._planned and event.state is not TurnState.DRAFTING:
-                    world.found("starts", f"{turn!r} has started, and the step has nothing for it")
+            if event.kind != "start" or event.state is TurnState.DRAFTING or turn is None or not turn.running:
+                continue
+            if turn.number in world.turns and turn.number not in self._planned:
+                world.found("starts", f"{turn!r} has started, and the step has nothing for it")
 
     @staticmethod
     def _is_victim(event: Event) -> bool:
@@ -264,6 +267,7 @@ class Watch:
             world.found("budget", f"checkpoints that only save work hold {cached} units of {budget}")
         if not evicted:
             return
+        self._check_eviction()
         each = [
             0
             if g.kind is Kind.FULL
@@ -277,6 +281,15 @@ class Watch:
         spare = all(4 * n >= most for n, most in zip(room, world.config.units, strict=True))
         if kept and spare:
             world.found("cache", f"{evicted} checkpoints were given up; {cached} of {budget} are held, {room} free")
+
+    def _check_eviction(self) -> None:
+        """The oldest goes first. What is at the head now has been there all along, unless the cache was emptied."""
+        if any(e.kind in ("preempt", "drop") for e in self._world.log.events):
+            return
+        places = {id(checkpoint): place for place, checkpoint in enumerate(self._cached)}
+        head = [places.get(id(c), -1) for c in internals.cached_checkpoints(self._world.engine)[:2]]
+        if len(head) == 2 and 0 <= head[0] < head[1] and any(c.evicted for c in self._cached[head[1] + 1 :]):
+            self._world.found("cache", f"a newer checkpoint was given up than those in places {head}")
 
     # -- waiting
 
