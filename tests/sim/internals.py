@@ -49,8 +49,8 @@ class Slot:
 @dataclass(slots=True)
 class Event:
     """A transition: "start", "pause", "preempt", "drop", as it happened within a step. `freed`: units that came free by
-    it, a group each; `alone`: units that nobody else held before, and `shared`: whether there were others too. `fitted`: for
-    a drop of a session whose own turn waits, whether that turn would have fitted."""
+    it, a group each; `alone`: units that nobody else held before, and `shared`: whether there were others too.
+    `fitted`: for a drop of a session whose own turn waits, whether that turn would have fitted."""
 
     kind: str
     turn: Turn | None

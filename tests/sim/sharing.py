@@ -1,0 +1,123 @@
+"""The story of tenants that share rows and prefill tokens, and the bounds that it checks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tenuto.session.turn import Turn
+
+if TYPE_CHECKING:
+    from tests.sim.scenarios import Scenario
+
+TENANTS = ("greedy", "bea", "cid", "dot", "eve", "fay")
+WEIGHTS = (1.0, 1.0, 2.0, 3.0)
+STARTS_AT_ONCE = 3
+"""Steps in which a tenant without rows gets one: one would do."""
+
+
+def sharing(world: Scenario) -> None:
+    """A tenant with many more turns than there are rows, and others that come and go: each gets its share of rows and
+    of prefill, and no row stays free while anybody waits."""
+    rng, config = world.rng, world.config
+    others = TENANTS[1 : 1 + rng.randint(1, 3 if config.weights else 5)]
+    ledger = Ledger(world, ("greedy", *others))
+    for _ in range(rng.randint(config.running, 2 * config.running)):
+        ledger.ask("greedy", rng.choice((2, 30, 90)), rng.choice((5, 20)))
+    for _ in range(rng.randint(40, 150)):
+        if ledger.waiting("greedy") < 3:
+            ledger.ask("greedy", rng.choice((2, 30, 90)), rng.choice((5, 20)))
+        if rng.random() < 0.3:
+            ledger.ask(rng.choice(others), rng.choice((2, 30, 90)), rng.randint(1, 12))
+        ledger.step()
+    while world.turns:
+        ledger.step()
+
+
+class Ledger:
+    """Who waits, who starts and what is computed for whom. Memory is ample: whoever waits lacks nothing but a row."""
+
+    def __init__(self, world: Scenario, tenants: tuple[str, ...]) -> None:
+        self._world = world
+        weights = dict(world.config.weights)
+        self._weights = {tenant: weights.get(tenant, 1.0) for tenant in tenants}
+        self._passed: dict[str, int] = dict.fromkeys(tenants, 0)  # starts of others since it waits and has no row
+        self._since: dict[str, int] = {}  # the step since which a tenant waits and has no row
+
+    def ask(self, tenant: str, tokens: int, most: int) -> None:
+        world = self._world
+        idle = [sid for sid, naive in world.naive.items() if naive.policy.tenant == tenant and naive.turn is None]
+        room = len(world.naive) < world.config.sessions
+        if room and len(world.waiting()) < world.config.queued:
+            for sid in idle:
+                world.close(sid, finish=False)
+            world.say(world.opened(tenant=tenant), world.text(tokens), most)
+
+    def waiting(self, tenant: str) -> int:
+        return sum(turn.session.policy.tenant == tenant for turn in self._world.waiting())
+
+    def step(self) -> None:
+        world = self._world
+        before = set(world.waiting())
+        world.rows, world.given = world.config.running, {}
+        world.step()
+        self._check_rows(before)
+        self._check_starts(before)
+        self._check_tokens()
+
+    def _check_rows(self, before: set[Turn]) -> None:
+        """Nothing but rows is short, so none stays free while a turn waits that has waited before the step."""
+        if before.intersection(self._world.waiting()) and self._world.rows < self._world.config.running:
+            self._world.found("shares", f"{self._world.rows} of {self._world.config.running} rows are used; turns wait")
+
+    def _check_starts(self, before: set[Turn]) -> None:
+        """With as many rows as tenants, weighted, one without rows gets one of those who have more than their share.
+        With fewer, starts go round: while one tenant has none, each of the others starts as often as its weight is of
+        that one's, and once more for every row, which it may have had coming."""
+        world = self._world
+        running = {_tenant(turn) for turn in world.engine.batch.running()}
+        waiting = {_tenant(turn) for turn in before.intersection(world.waiting())}
+        started = [_tenant(e.turn) for e in world.log.events if e.kind == "start" and e.turn is not None]
+        for tenant, weight in self._weights.items():
+            lacks = tenant in waiting and tenant not in running
+            self._passed[tenant] = self._passed[tenant] + len(started) if lacks else 0
+            bound = sum(-(-other // weight) for other in self._weights.values()) + world.config.running
+            if self._passed[tenant] > bound:
+                message = f"{tenant} of {self._weights} waits while others start {self._passed[tenant]} times"
+                world.found("shares", f"{message}; allowed: {bound:g}")
+            if not lacks or not self._rows_for_all(weight):
+                self._since[tenant] = world.steps
+            if world.steps - self._since[tenant] > STARTS_AT_ONCE:
+                world.found("shares", f"{tenant} of {self._weights} waits and gets no row of {world.config.running}")
+
+    def _rows_for_all(self, weight: float) -> bool:
+        """Whether some tenant must have more than its share if one of this weight has nothing."""
+        others = [self._weights[t] for t in {_tenant(turn) for turn in self._open()}]
+        return self._world.config.running >= sum(1 + other / weight for other in others)
+
+    def _open(self) -> list[Turn]:
+        return [*self._world.waiting(), *self._world.engine.batch.running()]
+
+    def _check_tokens(self) -> None:
+        """Tenants whose prefills could use more get equal parts by weight; rounding gives or takes one token for
+        each."""
+        world = self._world
+        extra: dict[str, int] = {}
+        short: set[str] = set()
+        for number, count in world.given.items():
+            turn = world.turns.get(number)
+            if turn is None:
+                continue
+            tenant = turn.session.policy.tenant
+            extra[tenant] = extra.get(tenant, 0) + count - 1
+            if turn.computed < turn.prompt - 2 and turn.most:
+                short.add(tenant)
+        for one in short:
+            for other in short:
+                mine, its = extra[one] / self._weights[one], extra[other] / self._weights[other]
+                rounding = (len(extra) + 1) / min(self._weights[one], self._weights[other])
+                if mine + rounding < its:
+                    world.found("shares", f"{extra} prefill tokens besides the first, with weights {self._weights}")
+
+
+def _tenant(turn: Turn) -> str:
+    return turn.session.policy.tenant
