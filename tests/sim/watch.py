@@ -283,13 +283,11 @@ class Watch:
             world.found("cache", f"{evicted} checkpoints were given up; {cached} of {budget} are held, {room} free")
 
     def _check_eviction(self) -> None:
-        """The oldest goes first. What is at the head now has been there all along, unless the cache was emptied."""
-        if any(e.kind in ("preempt", "drop") for e in self._world.log.events):
-            return
-        places = {id(checkpoint): place for place, checkpoint in enumerate(self._cached)}
-        head = [places.get(id(c), -1) for c in internals.cached_checkpoints(self._world.engine)[:2]]
-        if len(head) == 2 and 0 <= head[0] < head[1] and any(c.evicted for c in self._cached[head[1] + 1 :]):
-            self._world.found("cache", f"a newer checkpoint was given up than those in places {head}")
+        """The oldest goes first: whoever was at the head before the step is not there any more, unless it has been
+        needed meanwhile and the others are gone."""
+        head = internals.cached_checkpoints(self._world.engine)[:2]
+        if len(head) == 2 and self._cached[:1] == head[:1] and head[1] in self._cached:
+            self._world.found("cache", f"{head[0].holder_name} is the oldest, and others were given up")
 
     # -- waiting
 
