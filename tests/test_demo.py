@@ -28,6 +28,6 @@ def test_the_demo_shows_all_it_promises(smollm2_path: Path, monkeypatch: pytest.
     assert re.search(r"\d+ of \d+ tokens kept", shown)
     assert re.search(r"[1-9]\d* pages are shared", shown)
     assert "From 3 turns" in shown
-    assert "context_exceeded (HTTP 400): " in shown
+    assert "context_exceeded (HTTP 400): history and input have" in shown
     assert "The session is the same as before" in shown
     assert "every unit accounted for" in shown

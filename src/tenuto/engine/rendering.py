@@ -57,6 +57,11 @@ class Renderer:
     def prepare(self, basis: Basis, prompt: Prompt, *, generate: bool) -> Prepared:
         """The tokens that append `prompt`. Raises `InvalidRequest`, `IllegalTransition` if the history is not one that
         messages can follow, and `ContextExceeded` if it is clear that too little room is left."""
+        prepared = self._prepare(basis, prompt, generate=generate)
+        basis.room(generate=generate).require(len(prepared.tokens))
+        return prepared
+
+    def _prepare(self, basis: Basis, prompt: Prompt, *, generate: bool) -> Prepared:
         if prompt.messages or (not prompt.tokens and not basis.empty and basis.conversation is not None):
             rendered = self._render(basis, list(prompt.messages), generate=generate)
             return Prepared(basis, rendered.tokens, rendered.conversation)
