@@ -148,7 +148,7 @@ def test_a_failed_step_voids_the_one_after_it_and_only_its_own_turns_are_suspect
     stage.step()  # one with the late turn is in flight when it fails
     assert poison.failed == [[first, second]]
     assert late in stage.engine.batch
-    assert late not in stage.engine.suspects
+    assert not stage.engine.suspects
     assert late.session.memory.turn.computed == 0
     assert late.failures == 0
     stage.play()

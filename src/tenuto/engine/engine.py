@@ -161,7 +161,7 @@ class Engine:
 
     def _make_room(self, lacking: Lacking) -> bool:
         """Have others yield to a running turn that has no room to go on: cached and idle state, and turns after it.
-        False if it has to wait, and then nobody yields."""
+        False if it has to wait: nobody has yielded then, or what they gave comes free when the steps in flight settle."""
         running = self.batch.running()
         turn, kept = lacking.turn, running[: lacking.place + 1]
         if (lacking.alone > self.pressure.room_beside([turn])).any():
@@ -172,7 +172,8 @@ class Engine:
             return True
         if (lacking.needed > self.pressure.room_beside(kept)).any():
             return False
-        self.pressure.relieve(lambda: lacking.needed, kept, reversed(running[lacking.place + 1 :]))
+        victims = (victim for victim in reversed(running[lacking.place + 1 :]) if victim in self.batch)
+        self.pressure.relieve(lambda: lacking.needed, kept, victims)
         return bool((lacking.needed <= self.memory.free()).all())
 
     def _unstick(self, proposal: Proposal) -> bool:
@@ -338,9 +339,10 @@ class Engine:
                 raise SessionBusy(f"cannot drop session {session_id}: its turn is running")
         dropped = 0
         for session in sessions:
-            if session.memory.computed or session.memory.turn is not None:
+            held = session.memory.computed > 0 or session.memory.turn is not None
+            while session.memory.computed or session.memory.turn is not None:
                 self.lifecycle.drop(session, "flushed")
-                dropped += 1
+            dropped += held
         return dropped
 
     # -- turns
@@ -348,8 +350,8 @@ class Engine:
     @guarded
     def submit(self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None) -> Turn:
         """Open a turn: append `tokens` and generate. An open draft becomes this turn, and what it has computed of
-        `tokens`
-        is kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
+        `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed
+        nothing."""
         return self._submit_turn(session_id, tokens, params or TurnParams(), None)
 
     @guarded

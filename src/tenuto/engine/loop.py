@@ -111,8 +111,8 @@ class EngineLoop:
         asked.set_running_or_notify_cancel()
 
         def ask(engine: Engine) -> None:
-            self._audits.append(asked)
             engine.ask_audit(answer)
+            self._audits.append(asked)
 
         def answer(report: AuditReport) -> None:
             self._audits.remove(asked)

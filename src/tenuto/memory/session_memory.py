@@ -61,8 +61,8 @@ class SessionMemory:
                 yield from ((group, part) for group, part in enumerate(checkpoint.parts) if part is not None)
 
     def frees(self, group: int) -> bool:
-        """Whether units of `group` come free if the open turn, or else the session, gives up its memory, though others
-        keep what they share with it."""
+        """Whether giving up the open turn's memory, or without one the session's, frees a unit of `group`. An upper
+        guess for a turn: cached checkpoints may hold its units too."""
         table = self.tables[group]
         if self.turn is not None:
             return table.own is not None and len(table.own) > 0
@@ -145,6 +145,7 @@ class SessionMemory:
             if isinstance(mine, SlidingTable):
                 mine.lend(last_page(part), position)
         child.stand_at(position, kept)
+        child.lost = self.lost
 
     def truncate(self, target: int) -> None:
         """Cut every group to the highest resumable position at or below `target`."""
@@ -159,13 +160,13 @@ class SessionMemory:
         for group, table in enumerate(self.tables):
             table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
         self.stand_at(position, checkpoint)
-        self.lost = "no checkpoint"
 
     def stand_at(self, position: int, checkpoint: Checkpoint | None) -> None:
         """The memory now ends at `position`, where `checkpoint`, pinned and moved here, stands."""
         if checkpoint is not None:
             self.checkpoints.push(checkpoint)
         self.computed = position
+        self.lost = "no checkpoint"  # whoever takes more away says so afterwards
 
     def drop(self) -> None:
         """Keep only tokens: everything is released, to be computed again when it is wanted."""

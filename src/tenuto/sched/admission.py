@@ -59,7 +59,7 @@ class Admission:
         blocked = self._pass()
         while blocked is not None and self._make_room(blocked):
             blocked = self._pass()
-        self._batch.crowded = blocked is not None
+        self._batch.crowded = blocked is not None and not blocked.drafting
 
     def _next(self) -> Turn | None:
         """The first in the queue of the tenant whose turn it is."""
@@ -71,7 +71,7 @@ class Admission:
             heads,
             key=lambda turn: (
                 turn.drafting,
-                shares.next_load(turn),
+                shares.load(turn),  # a tenant without rows comes first, however low its weight
                 shares.last_start(turn),
                 turn.rank(aging),
             ),
@@ -104,13 +104,13 @@ class Admission:
         """Have others yield so that `turn` can start. False if it has to wait, and then nobody yields who would have
         done so in vain."""
         memory, running = self._memory, self._batch.running()
+        asked = turn.number, self._batch.departures, turn.session.memory.computed
+        if running and not turn.drafting and self._refused == asked:
+            return False  # looked at again when a turn leaves its row: at worst that much later
         need = self._need(turn)
         if turn.session.memory.computed and (need > self._pressure.room_beside([turn])).any():
             self._drop(turn.session, "restart")  # beside what it keeps it would never fit; from nothing it does
             return True
-        asked = turn.number, self._batch.departures, turn.session.memory.computed
-        if running and not turn.drafting and self._refused == asked:
-            return False  # looked at again when a turn leaves its row: at worst that much later
         kept = [other for other in running if not self._may_yield(other, turn)]
         victims = [other for other in reversed(running) if other not in kept]
         if not self._fits_beside(turn, need, kept) or (not memory.rows.free and not victims):

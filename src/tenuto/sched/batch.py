@@ -49,7 +49,7 @@ class Batch:
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
         self._left: dict[Turn, None] = {}  # turns that left their row while steps in flight were computing them
         self.departures = 0  # turns that have left, ever
-        self.crowded = False  # a waiting turn lacks room; written by admission
+        self.crowded = False  # a submitted turn lacks room; written by admission
         self._eos_ids = eos_ids
         self._aging = aging_seconds
         self._ranked: list[tuple[Rank, int]] = []  # (rank, row), sorted

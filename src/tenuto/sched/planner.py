@@ -48,10 +48,9 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, `needs` int64 [paged groups,
-    n]
-    pages to acquire. `lacking`: the first turn, drafts excluded, that is left out for want of pages. `guesses`:
-    lookahead by index."""
+    """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, and `needs` int64 [paged
+    groups, n] pages to acquire. `lacking`: the first turn, drafts excluded, that is left out for want of pages.
+    `guesses`: lookahead by index."""
 
     rows: Longs
     starts: Longs

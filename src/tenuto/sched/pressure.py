@@ -106,9 +106,9 @@ class Pressure:
 
     def _droppable(self, spared: set[str]) -> Iterator[tuple[Rung, Session]]:
         for place in sorted(self._rungs):
-            for session_id in list(self._rungs.get(place, ())):
-                if session_id not in spared and session_id in self._rungs.get(place, ()):
-                    yield place[0], self._rungs[place][session_id]
+            for session_id, session in self._rungs[place].items():
+                if session_id not in spared:
+                    yield place[0], session
 
     def _drop_one(self, short: Sequence[int], spared: set[str]) -> bool:
         """Drop the first session that gives a unit which is short."""
@@ -129,12 +129,12 @@ class Pressure:
             if any(family[group].any() for group in short):
                 break
         dropped, unused = False, self._unused(short)
-        for rung, session in self._droppable(spared):
-            if any(family[group][units_of(lease)].any() for group, lease in session.memory.essential_leases()):
-                self._yield(rung, session)
+        for rung, session in list(self._droppable(spared)):
+            while any(family[group][units_of(lease)].any() for group, lease in session.memory.essential_leases()):
+                self._yield(rung, session)  # its turn's memory first, then its own
                 dropped = True
                 if self._unused(short) > unused:
-                    break
+                    return True
         return dropped  # if nothing is free yet, cached checkpoints hold it too
 
     def _unused(self, groups: Sequence[int]) -> int:

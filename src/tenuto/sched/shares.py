@@ -45,6 +45,10 @@ class Shares:
         if not self._rows[tenant]:
             del self._rows[tenant]
 
+    def load(self, turn: Turn) -> float:
+        """Rows by weight that the turn's tenant has now."""
+        return self._rows[turn.session.policy.tenant] / self.weight(turn)
+
     def next_load(self, turn: Turn) -> float:
         """Rows by weight that the turn's tenant has once the turn has one too."""
         return (self._rows[turn.session.policy.tenant] + 1) / self.weight(turn)

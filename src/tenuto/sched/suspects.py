@@ -26,9 +26,6 @@ class Suspects:
     def __len__(self) -> int:
         return sum(map(len, self._groups))
 
-    def __contains__(self, turn: Turn) -> bool:
-        return any(turn in group for group in self._groups)
-
     def rows(self) -> list[int]:
         """The rows that the next step is for; empty if no suspect has a row, and the step is for all."""
         for group in reversed(self._groups):
@@ -53,18 +50,13 @@ class Suspects:
 
     def step_succeeded(self) -> None:
         """Clear the turns that have come past where they failed, and forget those that have ended."""
-        for turn in [turn for group in self._groups for turn in group]:
-            memory = turn.session.memory.turn
-            if not turn.state.ended and memory is not None and memory.computed > turn.failed_at:
-                turn.failures = 0
-                self.forget(turn)
-        self._tidy()
-
-    def forget(self, turn: Turn) -> None:
-        """The turn is no suspect any more."""
         for group in self._groups:
-            if turn in group:
-                group.remove(turn)
+            for turn in list(group):
+                memory = turn.session.memory.turn
+                if memory is not None and memory.computed > turn.failed_at:
+                    turn.failures = 0
+                    group.remove(turn)
+        self._tidy()
 
     def _tidy(self) -> None:
         groups = ([turn for turn in group if not turn.state.ended] for group in self._groups)
