@@ -92,7 +92,8 @@ def test_a_failed_step_is_repeated_and_its_turns_finish_the_same(mix, overlap: i
         stage.open(f"s{i}")
         turns.append(stage.say(f"s{i}", count_from(i, 15 + i), 12))
     stage.play()
-    assert stage.engine.transitions["step failed"] == len(failing)
+    counted = stage.engine.transitions["step failed"]  # but for steps in flight behind one that failed
+    assert counted == len(failing) if not overlap else 0 < counted <= len(failing)
     for i, turn in enumerate(turns):
         assert list(turn.output) == continuation(count_from(i, 15 + i), 12)
 

@@ -161,7 +161,7 @@ class Engine:
 
     def _make_room(self, lacking: Lacking) -> bool:
         """Have others yield to a running turn that has no room to go on: cached and idle state, and turns after it.
-        False if it has to wait: nobody has yielded then, or what they gave comes free when the steps in flight settle."""
+        False if it has to wait: nobody has yielded then, or what they gave comes free when steps in flight settle."""
         running = self.batch.running()
         turn, kept = lacking.turn, running[: lacking.place + 1]
         if (lacking.alone > self.pressure.room_beside([turn])).any():
