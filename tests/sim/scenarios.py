@@ -376,14 +376,26 @@ def exact(world: Scenario) -> None:
 
 
 def unwanted(world: Scenario) -> None:
-    """Sessions fill memory, and a draft comes that nobody waits for: none of them yields to it."""
+    """Sessions fill memory, and a draft comes that nobody waits for: none of them yields to it. When they are gone, one
+    that is dropped is computed again."""
     rng, slots = world.rng, world.config.page_size * world.config.units[0]
-    for _ in range(rng.randint(4, 7)):
-        world.told(slots // 7)
+    told = [world.told(slots // 7) for _ in range(rng.randint(4, 7))]
     sid = world.opened()
     world.draft(sid, world.text(min(world.longest, slots) * 3 // 4))
     for _ in range(rng.randint(2, 6)):
         world.step()
+    for old in (*told, sid):
+        if old in world.naive:
+            world.close(old, finish=False)
+    sid = world.opened()
+    world.draft(sid, world.text(max(2, slots // 8)))
+    for _ in range(rng.randint(1, 6)):
+        world.step()
+    world.engine.drop(sid)
+    for _ in range(4 + slots // 8):
+        world.step()
+        if world.engine.idle:
+            break
 
 
 def tails(world: Scenario) -> None:  # noqa: C901 - one stretch of the story after the other

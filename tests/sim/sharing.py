@@ -60,9 +60,16 @@ class Ledger:
         before = set(world.waiting())
         world.rows, world.given = world.config.running, {}
         world.step()
+        self._check_memory()
         self._check_rows(before)
         self._check_starts(before)
         self._check_tokens()
+
+    def _check_memory(self) -> None:
+        """Who yields a row keeps its memory, unless it relied on a step that is still in flight."""
+        lost = [e.turn for e in self._world.log.events if (e.kind, e.why) == ("preempt", "preempted")]
+        if lost and not self._world.config.overlap:
+            self._world.found("shares", f"{lost} lost memory, of which there is enough")
 
     def _check_rows(self, before: set[Turn]) -> None:
         """Nothing but rows is short, so none stays free while a turn waits that has waited before the step."""
