@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import signal
 import sys
 
 from tests.sim import proof
+
+WORLD_SECONDS = 30
+"""Processor time of one world, far more than any takes: a step that does not end has been found, too."""
+
+
+class EndlessStepError(Exception):
+    """The engine does not come back."""
+
+
+def _give_up(*_: object) -> None:
+    raise EndlessStepError(f"a world took {WORLD_SECONDS} seconds")
 
 
 def main() -> int:
@@ -16,6 +29,8 @@ def main() -> int:
     parser.add_argument("--past", nargs="*", default=())
     arguments = parser.parse_args()
     proof.plant(arguments.number)
+    logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGVTALRM, _give_up)
     from tests.sim.run import any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
 
     steps, others = 0, iter(range(10**9))
@@ -23,6 +38,7 @@ def main() -> int:
     while steps < arguments.steps:
         seed = next(first, None)
         seed = next(others) if seed is None else seed
+        signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_SECONDS)
         summary = run_world(any_world(seed), proof.WORLD_STEPS, arguments.past)
         steps += summary.steps
         for report in summary.failures.values():
