@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from tenuto.base.errors import ContextExceeded, NotFound, TenutoError, TurnAborted, VersionMismatch
+from tenuto.base.errors import ContextExceeded, NotFound, SessionClosed, TenutoError, TurnAborted, VersionMismatch
 from tenuto.base.link import TurnNews
 from tenuto.base.messages import (
     Audit,
@@ -30,9 +30,11 @@ from tenuto.base.messages import (
     Withdraw,
     WorkerSettings,
 )
+from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import LARGE_INPUT, LONG_INPUT, SHORT_INPUT
 from tenuto.runtime.local import LocalLink
 from tenuto.serve.turns import TurnDesk
+from tenuto.session.turn import Turn
 from tenuto.text.tokenizer import Tokenizer
 
 CONTEXT = 400_000
@@ -250,6 +252,30 @@ def test_a_session_that_is_closed_while_input_is_prepared_refuses_it(encoder: En
     play(story)
 
 
+@pytest.mark.parametrize("length", [SHORT_INPUT + 1, LONG_INPUT])
+def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_its_id(
+    encoder: Encoder, length: int
+) -> None:
+    async def story(link: LocalLink) -> None:
+        encoder.hold()
+        other = asyncio.ensure_future(link.start(turn("x" * LONG_INPUT, None), Reader()))
+        await waiting(encoder.held)  # and with it the lane of the long ones
+        first = Draft(session="t/s", input="x" * LONG_INPUT)
+        starting = [asyncio.ensure_future(link.call(first, SessionView)) for _ in range(2)]
+        starting.append(asyncio.ensure_future(link.start(turn("y" * length), Reader())))
+        await link.call(CloseSession(session="t/s"), type(None))
+        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        encoder.release()
+        for start in starting:
+            with pytest.raises(SessionClosed):
+                await start
+        await other
+        view = await link.call(GetSession(session="t/s"), SessionView)
+        assert (view.turns, view.turn) == (0, None)
+
+    play(story)
+
+
 def test_what_is_refused_anyway_is_refused_before_long_input_is_encoded(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         long = said("x" * LONG_INPUT)
@@ -319,3 +345,48 @@ def test_input_of_one_session_keeps_its_order(encoder: Encoder) -> None:
 
     play(story)
     assert [length for length, _ in encoder.seen if length in (2, LONG_INPUT)] == [LONG_INPUT, 2, 2]
+
+
+class Gate:
+    """Holds the engine's thread where it is put into the commands, until `open`."""
+
+    def __init__(self, link: LocalLink) -> None:
+        self.reached, self._opened = threading.Event(), threading.Event()
+        link._service._loop.call(lambda _: self.reached.set() or self._opened.wait(SECONDS))
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def test_input_that_has_to_be_prepared_again_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted: list[int] = []
+    draft = Engine.draft
+
+    def noted(engine: Engine, session_id: str, tokens: Sequence[int]) -> Turn:
+        drafted.append(len(tokens))
+        return draft(engine, session_id, tokens)
+
+    monkeypatch.setattr(Engine, "draft", noted)
+
+    async def story(link: LocalLink) -> None:
+        await ended(link, turn(said("first")))
+        before, between = Gate(link), None
+        try:
+            await waiting(before.reached)
+            rewinding = asyncio.ensure_future(link.call(Rewind(session="t/s", turn=0), SessionView))
+            await asyncio.sleep(0)
+            between = Gate(link)
+            older = asyncio.ensure_future(link.call(Draft(session="t/s", input="older"), SessionView))
+            await asyncio.sleep(0)  # its history is not what it seems
+            before.open()
+            await waiting(between.reached)
+            newer = asyncio.ensure_future(link.call(Draft(session="t/s", input="new"), SessionView))
+            await asyncio.sleep(0)
+        finally:
+            before.open()
+            if between is not None:
+                between.open()
+        await asyncio.gather(rewinding, older, newer)
+
+    play(story)
+    assert drafted == [len("older"), len("new")]

@@ -6,16 +6,19 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-from tenuto.base.errors import EngineStopped, TenutoError, TurnAborted
+from tenuto.base.errors import EngineStopped, NotFound, SessionClosed, TenutoError, TurnAborted
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Basis, Prepared
 from tenuto.runtime.heap import give_back
+from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tenuto.text.prompt import Prompt
 
@@ -25,10 +28,10 @@ SHORT_INPUT = 2**12
 """Characters, or tokens, up to which input is prepared by whoever puts it in: that takes a millisecond or two, and
 another thread might have to wait longer for its turn."""
 LONG_INPUT = 2**15
-"""From which on it goes the slow way: with its like, so that short input need not wait for
-it, and only after the engine has said that its session would take it."""
+"""Characters, or tokens: input from this size on has a lane of its own, so that short input does not wait for it, and
+is prepared only after the engine has said that its session would take it."""
 LARGE_INPUT = 2**18
-"""From which on memory is given back when it is done."""
+"""After input of this size, free memory is returned to the system."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +55,16 @@ class Input:
     refuse: Callable[[BaseException], None]
     withdrawn: bool = field(default=False, init=False)
     lane: _Lane | None = field(default=None, init=False)  # that it is in, or comes from; written by the intake
+    number: int = field(default=0, init=False)  # of all inputs, as they came; written by the intake
+    meant: Session | None = field(default=None, init=False)  # had the id when it came; the engine's thread alone
+    met: bool = field(default=False, init=False)  # `meant` is known
 
 
 class Intake:
     """Takes input in, in the order in which it came as far as one session is concerned.
 
-    Invariant: `_pending` has how much input of each session is on its way, and in which lane; under `_lock`.
+    Invariant: `_pending` has how much input of each session is on its way, and in which lane, and `_returned` the
+    numbers of what has to be prepared again, none of which is overtaken by a later one; under `_lock`.
     """
 
     def __init__(self, chats: ChatEngine, loop: EngineLoop) -> None:
@@ -65,29 +72,34 @@ class Intake:
         self._loop = loop
         self._lock = threading.Lock()
         self._pending: dict[str, tuple[_Lane, int]] = {}
+        self._returned: dict[str, set[int]] = {}
+        self._numbers = count(1)
         self._named: dict[str, Input] = {}
         self._short, self._long = _Lane("short", self._take), _Lane("long", self._take)
 
     def put(self, taken: Input) -> None:
         """Take it in as soon as possible. For any thread but the engine's."""
         with self._lock:
+            taken.number = next(self._numbers)
             waits = taken.session in self._pending
         if taken.size > SHORT_INPUT or waits or not self._take_at_once(taken):
+            if taken.session is not None:
+                self._loop.call(lambda engine: _meet(engine, taken))  # before any other session can have the id
             self._put(taken)
 
     def _put(self, taken: Input) -> None:
         with self._lock:
             lane = self._long if taken.size >= LONG_INPUT else self._short
             if taken.session is not None:
-                lane, count = self._pending.get(taken.session, (lane, 0))
-                self._pending[taken.session] = lane, count + 1
+                lane, inputs = self._pending.get(taken.session, (lane, 0))
+                self._pending[taken.session] = lane, inputs + 1
             taken.lane = lane
             if taken.name:
                 self._named[taken.name] = taken
         lane.put(taken)
 
     def _take_at_once(self, taken: Input) -> bool:
-        """Whether it is on its way; it is not if there is anything to be asked or refused."""
+        """False if the engine has to be asked first, or the input would be refused."""
         basis = self._guess(taken)
         if basis is None:
             return False
@@ -122,11 +134,11 @@ class Intake:
             _require_wanted(taken)
             self._post(taken, self._prepare(taken))
         except TenutoError as error:
-            self._end(taken)
+            self._end(taken, finished=True)
             taken.refuse(error)
         except Exception as error:  # our mistake, and one request's
             log.exception("input could not be taken in")
-            self._end(taken)
+            self._end(taken, finished=True)
             taken.refuse(error)
 
     def _require_engine(self) -> None:
@@ -140,7 +152,7 @@ class Intake:
         while True:
             sure = basis is None or taken.session is None
             if basis is None:
-                basis = self._loop.call(taken.basis).result()
+                basis = self._loop.call(lambda engine: _basis(engine, taken)).result()
                 _require_wanted(taken)
             try:
                 return self._chats.prepare(basis, taken.parse(basis), generate=taken.generate)
@@ -160,31 +172,44 @@ class Intake:
 
     # -- in the engine's thread
 
-    @staticmethod
-    def _begin(engine: Engine, taken: Input, prepared: Prepared) -> Turn | None:
+    def _begin(self, engine: Engine, taken: Input, prepared: Prepared) -> Turn | None:
         _require_wanted(taken)
-        turn = taken.begin(engine, prepared)
+        _meet(engine, taken)
+        _require_meant(engine, taken)
+        turn = taken.begin(engine, prepared) if not self._would_overtake(taken) else None
         if turn is not None:
             taken.reply(turn)  # before anything that the turn brings
+        elif taken.session is not None:
+            with self._lock:
+                self._returned.setdefault(taken.session, set()).add(taken.number)
         return turn
 
+    def _would_overtake(self, taken: Input) -> bool:
+        with self._lock:
+            returned = self._returned.get(taken.session or "", ())
+            return any(number < taken.number for number in returned)
+
     def _begun(self, taken: Input, done: Future[Turn | None]) -> None:
-        self._end(taken)
         error = done.exception()
+        self._end(taken, finished=error is not None or done.result() is not None)
         if error is not None:
             taken.refuse(error)
         elif done.result() is None:
             self._put(taken)
 
-    def _end(self, taken: Input) -> None:
-        """It is in no lane any more, if it was in one."""
+    def _end(self, taken: Input, *, finished: bool) -> None:
+        """It is in no lane any more, if it was in one; nor does it come back, if it is finished."""
         with self._lock:
             self._named.pop(taken.name, None)
             if taken.session is not None and taken.lane is not None:
-                lane, count = self._pending.pop(taken.session)
-                if count > 1:
-                    self._pending[taken.session] = lane, count - 1
+                lane, inputs = self._pending.pop(taken.session)
+                if inputs > 1:
+                    self._pending[taken.session] = lane, inputs - 1
             taken.lane = None
+            if finished and taken.session in self._returned:
+                self._returned[taken.session].discard(taken.number)
+                if not self._returned[taken.session]:
+                    del self._returned[taken.session]
 
 
 class _Lane:
@@ -225,3 +250,22 @@ def size_of(given: str | list[Any]) -> int:
 def _require_wanted(taken: Input) -> None:
     if taken.withdrawn:
         raise TurnAborted("the turn was given up before it began")
+
+
+def _basis(engine: Engine, taken: Input) -> Basis:
+    _require_meant(engine, taken)
+    return taken.basis(engine)
+
+
+def _meet(engine: Engine, taken: Input) -> None:
+    """The session that has the input's id now is the one that it is meant for, unless that is known."""
+    if not taken.met and taken.session is not None:
+        with suppress(NotFound):  # as it will be refused
+            taken.meant = engine.sessions.get(taken.session)
+    taken.met = True
+
+
+def _require_meant(engine: Engine, taken: Input) -> None:
+    """Raises `NotFound`, or `SessionClosed` if another session has the id by now."""
+    if taken.session is not None and engine.sessions.get(taken.session) is not taken.meant:
+        raise SessionClosed(f"the session with the id {taken.session} was another when this input came")
