@@ -55,8 +55,8 @@ class RemoteEngine:
         priority: int = 0,
         max_tokens: int | None = None,
     ) -> RemoteSession:
-        """See `Engine.session`; without `ttl` the server's own counts. With a name it stays open when the client goes,
-        and `attach` finds it again; without one it closes with the client. Raises `LimitReached`, too."""
+        """See `Engine.session`; without `ttl` the server's own counts. With a name it stays open, and `attach` finds it
+        again; without one it closes when the client is closed, or by its `ttl`. Raises `LimitReached`, too."""
         policy = Policy(priority, ttl, max_tokens)
         return RemoteSession(self, self._core.open(session_id, system, policy).result())
 
