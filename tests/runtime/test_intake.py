@@ -31,7 +31,7 @@ from tenuto.base.messages import (
     WorkerSettings,
 )
 from tenuto.engine.engine import Engine
-from tenuto.runtime.intake import LARGE_INPUT, LONG_INPUT, SHORT_INPUT
+from tenuto.runtime.intake import LARGE_INPUT, LONG_INPUT, MESSAGE_SIZE, SHORT_INPUT, size_of
 from tenuto.runtime.local import LocalLink
 from tenuto.serve.turns import TurnDesk
 from tenuto.session.turn import Turn
@@ -345,6 +345,14 @@ def test_input_of_one_session_keeps_its_order(encoder: Encoder) -> None:
 
     play(story)
     assert [length for length, _ in encoder.seen if length in (2, LONG_INPUT)] == [LONG_INPUT, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [("abc", 3), ([5] * 9, 9), (said("") * 9999, 9999 * MESSAGE_SIZE), (said("abc"), 3 + MESSAGE_SIZE)],
+)
+def test_input_has_a_size_also_if_its_messages_are_empty(given: str | list[Any], size: int) -> None:
+    assert size_of(given) == size
 
 
 class Gate:

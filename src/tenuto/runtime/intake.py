@@ -30,6 +30,8 @@ another thread might have to wait longer for its turn."""
 LONG_INPUT = 2**15
 """Characters, or tokens: input from this size on has a lane of its own, so that short input does not wait for it, and
 is prepared only after the engine has said that its session would take it."""
+MESSAGE_SIZE = 2**5
+"""Characters for which a message counts even if it is empty: a template writes something around each."""
 LARGE_INPUT = 2**18
 """After input of this size, free memory is returned to the system."""
 
@@ -239,11 +241,11 @@ class _Lane:
 
 
 def size_of(given: str | list[Any]) -> int:
-    """Characters of text or messages, or token ids."""
+    """Characters of text or messages, or token ids; a message counts `MESSAGE_SIZE` besides its content."""
     if isinstance(given, str):
         return len(given)
     if given and isinstance(given[0], dict):
-        return sum(len(str(part.get("content", ""))) for part in given if isinstance(part, dict))
+        return sum(MESSAGE_SIZE + len(str(part.get("content", ""))) for part in given if isinstance(part, dict))
     return len(given)
 
 

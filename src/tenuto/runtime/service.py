@@ -207,6 +207,7 @@ class Service:
             tokens = session.history[page[0].start : page[-1].end] if page else array("i")
             return page, tokens, first - 1 + len(page) < len(session.records)
 
+        # The answer is made in the engine's thread, too: how much a page may hold bounds how long that takes.
         def reply(done: Future[tuple[list[TurnRecord], array[int], bool]]) -> None:
             if done.exception() is not None:
                 self._reply(request.call, done)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def first_page(found: Iterable[T], limit: int, most: int, weight: Callable[[T], int]) -> list[T]:
-    """The first `limit`, or fewer, if they weigh `most` then; one, if there is one."""
+    """At most `limit` items of at most `most` weight in all, but always at least one if there is one."""
     page: list[T] = []
     total = 0
     for one in islice(found, limit):
