@@ -279,6 +279,7 @@ def test_if_one_of_a_batch_cannot_start_none_is_left(http: httpx.Client) -> None
         {"text": "a", "session_params": {"id": 5}},
         {"text": "a", "session_params": {"id": "s", "offset": "x"}},
         {"text": "a", "session_params": {"id": "no/such session"}},
+        {"text": "a", "session_params": {"id": "s" * 65}},
         {"text": "a", "priority": "high"},
         {"text": "\ud800"},
         [],

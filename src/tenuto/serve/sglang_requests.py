@@ -23,7 +23,7 @@ from tenuto.base.errors import (
 )
 from tenuto.base.messages import GetSession, OpenSession, SessionView, StartTurn
 from tenuto.serve.edge import Edge, inner_id
-from tenuto.serve.native_schemas import ID_PATTERN
+from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.samples import Samples, all_of
 from tenuto.serve.settings import Tenant, new_session_id
 from tenuto.serve.sglang_schemas import Item, NewSession, SessionParams
@@ -257,7 +257,7 @@ def _answers(tenant: Tenant, item: Item) -> list[Running]:
 
 def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTurn:
     """A request to a session that is only appended to. Raises `InvalidRequest` if it asks for something else."""
-    if not ID.fullmatch(name):
+    if len(name) > ID_LENGTH or not ID.fullmatch(name):
         raise InvalidRequest(f"there is no session {shown(name)}; open it first")
     asked = {"replace": params.replace, "offset": params.offset, "drop_previous_output": params.drop_previous_output}
     for field_name, value in asked.items():

@@ -82,7 +82,7 @@ class SessionParams(Body):
     """Where in a session a request goes on: after the request `rid`, of which `drop_previous_output` leaves out the
     output and `offset` all but so many tokens. `replace` gives up what followed it."""
 
-    id: str | None = None
+    id: str | None = Field(None, max_length=ID_LENGTH)
     rid: str | None = None
     offset: int | None = Field(None, ge=-(2**40), le=2**40)
     replace: bool | None = None
