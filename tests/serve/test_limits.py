@@ -139,6 +139,26 @@ def test_what_follows_a_body_in_chunks_is_bounded_like_headers(witness: Server) 
         connection.send_until_answered(POST + b"Transfer-Encoding: chunked\r\n\r\n1;", b"y" * 8192)
 
 
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        (b"2\r\n{}\r\nno size\r\n", (400, "invalid_request")),
+        (b"2\r\n{}\r\n0\r\n" + b"x: y\r\n" * 300 + b"\r\n", (431, "headers_too_large")),
+    ],
+    ids=["no chunk", "what follows"],
+)
+def test_a_malformed_body_in_chunks_is_answered(witness: Server, body: bytes, answer: tuple[int, str]) -> None:
+    start = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    with Raw(witness) as connection:  # before the application waits for it
+        connection.send(start + body)
+        assert connection.answer() == answer
+    with Raw(witness) as connection:  # and when it does
+        connection.send(start)
+        time.sleep(0.2)
+        connection.send(body)
+        assert connection.answer() == answer
+
+
 def test_headers_that_never_end_are_timed_out(hurried: Server) -> None:
     for sent in (START, b"G", b"\r\n", b"GET / HTTP/1.1\r\nx: "):
         with Raw(hurried) as connection:

@@ -157,8 +157,11 @@ class BoundedProtocol(Connection):
             return
         self._ended = True
         if self._answering:
-            self.transport.close()
-            return
+            if not self._in_body or self.pipeline or self.cycle.response_started:
+                self.transport.close()
+                return
+            self.cycle.disconnected = True  # nobody else answers: what waits for the body is told that it does not come
+            self.cycle.message_event.set()
         failure = Failure.of(error)
         body = msgspec.json.encode(failure.body)
         headers = {**failure.headers, "content-type": "application/json", "connection": "close"}
