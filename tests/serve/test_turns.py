@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from tenuto.base.errors import LimitReached, NotFound, SessionClosed
-from tenuto.base.messages import GetSession, OpenSession, SessionView, StartTurn, WorkerSettings
+from tenuto.base.messages import GetSession, OpenSession, SessionView, StartTurn, Withdraw, WorkerSettings
 from tenuto.runtime.local import LocalLink
 from tenuto.serve import turns
 from tenuto.serve.turns import TurnDesk
@@ -136,5 +137,31 @@ def test_a_closed_session_takes_its_line_along() -> None:
             await waiting
         assert not (await first.finished()).committed
         assert (await link.call(GetSession(session="t/s"), SessionView)).version == 0
+
+    play(story)
+
+
+def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_gone() -> None:
+    async def story(desk: TurnDesk, link: LocalLink) -> None:
+        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        first = await desk.start(one_shot(2000, "t/s"))
+        asking = asyncio.ensure_future(desk.start(one_shot(1, "t/s"), queue=True))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        (waiting,) = (entry[0] for entry in desk._lines["t/s"])
+        asked = link.call
+
+        async def slow(request: Any, answer: type[Any]) -> Any:
+            if isinstance(request, Withdraw):
+                await first.finished()  # its place comes up before the engine has answered
+            return await asked(request, answer)
+
+        link.call = slow  # type: ignore[method-assign]
+        asking.cancel()
+        await first.finished()
+        while not waiting.ended:
+            await asyncio.sleep(0)
+        assert waiting.ticket is None
+        assert (await asked(GetSession(session="t/s"), SessionView)).version == 1
 
     play(story)

@@ -460,6 +460,7 @@ class TurnDesk:
             task.add_done_callback(self._tasks.discard)
 
     async def _abort_quietly(self, turn: LiveTurn) -> None:
+        self._leave_line(turn, IllegalTransition("the turn was aborted before it began"))
         with suppress(TenutoError):  # the session is gone, or the engine
             if not turn.answered.is_set():
                 await self.withdraw(turn.id)
