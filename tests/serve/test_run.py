@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import threading
@@ -15,11 +16,13 @@ import httpx
 import pytest
 import uvloop
 
+from tenuto.base.errors import ConfigError, ModelError
 from tenuto.base.messages import WorkerSettings
 from tenuto.serve.app import build_app
 from tenuto.serve.edge import Edge
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
+from tenuto.serve.run import serve
 from tenuto.serve.settings import ServeSettings
 from tests.serve.server import END_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal
@@ -185,6 +188,18 @@ def test_a_server_that_cannot_start_says_why_in_one_line(arguments: tuple[str, .
     assert len(lines) == 1
     assert lines[0].startswith("tenuto: ")
     assert said in lines[0]
+
+
+def test_an_engine_that_ends_before_it_is_loaded_is_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenuto.serve.process.sys.executable", "/bin/false")
+    with pytest.raises(ModelError, match="exit status 1 before"):
+        asyncio.run(serve(WorkerSettings(model="witness"), ServeSettings(port=0)))
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, 0.0, -1.0])
+def test_a_time_for_clients_that_do_not_read_has_an_end(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="unread_seconds"):
+        ServeSettings(unread_seconds=seconds)
 
 
 def test_at_the_end_turns_that_wait_for_a_session_are_told_to_try_elsewhere() -> None:

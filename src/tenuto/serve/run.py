@@ -14,7 +14,7 @@ from typing import cast
 import structlog
 import uvicorn
 
-from tenuto.base.errors import ConfigError, EngineStopped
+from tenuto.base.errors import ConfigError, EngineStopped, ModelError
 from tenuto.base.link import Link
 from tenuto.base.messages import ModelView, WorkerSettings
 from tenuto.serve.app import build_app
@@ -69,9 +69,12 @@ async def serve(
     worker: WorkerSettings, settings: ServeSettings, ready: Callable[[ModelView, str], None] = lambda *_: None
 ) -> None:
     """Serve until SIGTERM or SIGINT. `ready` is told of the model and the address once requests are taken. Raises
-    `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends by itself: by then everyone has been told."""
+    `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends before it is told to: by then everyone knows."""
     with listen(settings) as listening:
-        link = await ProcessLink.open(worker)
+        try:
+            link = await ProcessLink.open(worker)
+        except EngineStopped as error:
+            raise ModelError(f"{error} before its model was loaded") from error
         try:
             await _serve(link, link.model, settings, listening, ready)
         finally:
@@ -115,6 +118,7 @@ async def _serve(
     ready(model, f"http://{host if ':' not in host else f'[{host}]'}:{port}")
     ends = {serving, asyncio.ensure_future(ending.wait()), asyncio.ensure_future(link.ended())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    asked = ending.is_set()
     log.info("ending", open_turns=len(edge.desk.open_turns()))
     if link.stopped is None:
         await edge.drain()
@@ -124,5 +128,5 @@ async def _serve(
     await serving
     for task in (watching, *ends):
         task.cancel()
-    if link.stopped is not None:
+    if link.stopped is not None and not asked:
         raise EngineStopped(link.stopped)

@@ -155,11 +155,12 @@ def read_ttl(text: str) -> float | None:
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """`drain_seconds`: how long turns may go on after SIGTERM before they are aborted. `unread_seconds`: how long a
-    client may read nothing of its answer until it counts as gone. `max_body_bytes`: of a request; `max_bodies_bytes`:
-    of all that are not over. `max_turns`: that have not ended, of all tenants. `max_connections`: that are open.
-    `header_seconds`: until a request's headers are whole. `body_seconds`: until its body is, and one more for every
-    `BODY_BYTES_A_SECOND` of it. `keep_alive_seconds`: between two requests of a connection. `session_ttl`: of sessions
-    whose request names none, seconds; `None` for never. `public_metrics`: to be seen without an admin key."""
+    client may make no room for more of its answer until it counts as gone. `max_body_bytes`: of a request;
+    `max_bodies_bytes`: of all that are not over. `max_turns`: that have not ended, of all tenants. `max_connections`:
+    that are open. `header_seconds`: until a request's headers are whole. `body_seconds`: until its body is, and one
+    more for every `BODY_BYTES_A_SECOND` of it. `keep_alive_seconds`: between two requests of a connection.
+    `session_ttl`: of sessions whose request names none, seconds; `None` for never; a fork or trim has that of the
+    session it was made of. `public_metrics`: to be seen without an admin key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -178,6 +179,7 @@ class ServeSettings:
     public_metrics: bool = False
 
     def __post_init__(self) -> None:
+        seconds("unread_seconds", self.unread_seconds, ConfigError)
         if not self.keys and not _is_loopback(self.host):
             raise ConfigError(
                 f"host is {self.host}, which others can reach; allowed without an API key: 127.0.0.1, ::1, localhost"

@@ -38,15 +38,16 @@ class Connection(HttpToolsProtocol):
 
 
 class UnreadConnections:
-    """Breaks connections whose buffers are full, or that are to be closed, while their client reads nothing for some
-    time. For whatever writes to one, and for its turn, that is a disconnect like any other.
+    """Breaks connections whose buffers are full, or that are to be closed, while their client makes no room for more
+    for some time; its system may announce room only in pieces of 64 KiB or more. For whatever writes to one, and for
+    its turn, that is a disconnect like any other.
 
     Invariant: nothing is written to the connections in `_waiting` as long as they have not `resumed`, so what is still
     to be read of their answers only shrinks.
     """
 
     def __init__(self, connections: Collection[Any], seconds: float) -> None:
-        """`connections`: a server's, as they come and go. `seconds`: how long a client may leave what it was sent."""
+        """`connections`: a server's, as they come and go. `seconds`: how long a client may make no room."""
         self._connections = connections
         self._seconds = seconds
         self._waiting: dict[Connection, tuple[int, int, int]] = {}  # resumed, bytes left, checks without progress
@@ -55,7 +56,10 @@ class UnreadConnections:
         """Check until cancelled."""
         while True:
             await asyncio.sleep(self._seconds / CHECKS)
-            self.check()
+            try:
+                self.check()
+            except Exception:  # our mistake, and one look's: without any, turns would keep their rows for nobody
+                log.exception("connections could not be checked")
 
     def check(self) -> None:
         """Look at every connection; break those that show no progress for the `CHECKS`th time in a row."""
