@@ -142,12 +142,17 @@ def serve(
         typer.Option(
             metavar="SECONDS",
             help="How long a session without a turn stays open if its request does not say; 0 or none: for ever if its"
-            " client has named it, else for a day.",
+            " client has named it, else for a day. A fork or trim has the TTL of the session it was made of.",
         ),
     ] = "86400",
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long turns may go on after SIGTERM.")] = 5.0,
     unread_seconds: Annotated[
-        float, typer.Option(min=0.1, help="A client that reads nothing of its answer for so long counts as gone.")
+        float,
+        typer.Option(
+            min=0.1,
+            help="A client that for so long makes no room for more of its answer counts as gone; its system may"
+            " announce room only in pieces of 64 KiB or more.",
+        ),
     ] = 30.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request.")] = 32 * 2**20,
     max_bodies_bytes: Annotated[int, typer.Option(min=1, help="Of all requests that are not over.")] = 2**30,
@@ -170,8 +175,8 @@ def serve(
 ) -> None:
     """Serve sessions over HTTP: natively, and to clients of OpenAI's and SGLang's interfaces.
 
-    The exit status is 0 after SIGTERM or Ctrl-C, 1 if the server cannot start, and 70 if the engine process has ended
-    by itself: a supervisor should start the server again.
+    The exit status is 0 after SIGTERM or Ctrl-C once it serves, 1 if the server cannot start, and 70 if the engine
+    process has ended by itself: a supervisor should start the server again.
 
     \b
     Examples:

@@ -167,7 +167,7 @@ class Session(BaseModel):
 
 
 class SessionList(BaseModel):
-    """Sessions by id, as many as were asked for, or as fit a page of a few megabytes; `next`: what to give as `after`
+    """Sessions by id, as many as were asked for, or as fit a page of about a megabyte; `next`: what to give as `after`
     for the following ones."""
 
     data: list[Session]
@@ -186,8 +186,8 @@ class Record(BaseModel):
 
 
 class RecordList(BaseModel):
-    """Committed turns, the oldest first, as many as were asked for, or as fit a page of a few megabytes; `next`: what
-    to give as `first` for the following ones."""
+    """Committed turns, the oldest first, as many as were asked for, or as fit a page of 65,536 tokens, or one turn;
+    `next`: what to give as `first` for the following ones."""
 
     data: list[Record]
     next: int | None

@@ -68,7 +68,7 @@ class EventStream(Response):
 
 
 async def _disconnected(receive: Receive) -> None:
-    with suppress(TenutoError):  # a body that is too large, or does not end: as good as gone
+    with suppress(TenutoError):  # a body that is too large, or never ends, counts as a disconnect
         while (await receive())["type"] != "http.disconnect":
             pass
 
