@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import resource
 import signal
 import sys
 
@@ -11,6 +12,10 @@ from tests.sim import proof
 
 WORLD_SECONDS = 20
 """Processor time of one world, far more than any takes: a step that does not end has been found, too."""
+
+
+MOST_MEMORY = 3 << 30
+"""Bytes: what does not end may also grow."""
 
 
 class EndlessStepError(Exception):
@@ -30,6 +35,7 @@ def main() -> int:
     arguments = parser.parse_args()
     proof.plant(arguments.number)
     logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     signal.signal(signal.SIGVTALRM, _give_up)
     from tests.sim.run import any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
 
