@@ -62,8 +62,7 @@ async def run(url: str, context: int) -> tuple[list[float], list[float]]:
     async with client(url, "small") as small, client(url, "greedy") as greedy:
         alone = await waits(small)
         async with AsyncExitStack() as stack:
-            for number in range(STREAMS):
-                await stream(greedy, number, stack, context - 64)
+            await asyncio.gather(*(stream(greedy, number, stack, context - 64) for number in range(STREAMS)))
             beside = await waits(small)
     return alone, beside
 
