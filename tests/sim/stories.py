@@ -119,8 +119,8 @@ def poisoned(world: Scenario) -> None:
     began = world.executor.tokens
     for _ in range(rng.randint(0, 20)):
         world.step()
-    bad = world.say(world.opened(), world.text(rng.randint(1, 30)), 30)
-    bad.poisoned_from = rng.choice((-1, bad.prompt - 1, bad.prompt + 8))
+    bad = world.say(world.opened(), world.text(rng.randint(1, 60)), 30)
+    bad.poisoned_from = rng.choice((-1, rng.randint(0, bad.prompt), bad.prompt - 1, bad.prompt + 8))
     before, since = world.failures, None
     while bad.number in world.turns:
         world.step()

@@ -203,7 +203,7 @@ class Lifecycle:
         if memory is not None:
             kept = min(turn.base_length + common, max(0, turn.base_length + len(new) - 1))
             position = memory.cut_to(kept, in_flight=True)
-            turn.failed_at = min(turn.failed_at, position)
+            turn.failed_end = min(turn.failed_end, position + 1)
             self._leave_row(turn)
             if position > memory.start:
                 memory.truncate(position)
