@@ -3,7 +3,7 @@ whom. Each draws its sizes from its seed; `World` and `Watch` check all they che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from random import Random
 
@@ -46,17 +46,17 @@ class Scenario(MirroredWorld):
         self.step()
         self.step()
 
-    def step_fails(self, members: list[int]) -> bool:
+    def step_fails(self, members: Mapping[int, int]) -> bool:
         if self.forced:
             self.forced -= 1
             return True
         return super().step_fails(members)
 
-    def planned(self, plan: Plan) -> list[int]:
-        numbers = super().planned(plan)
+    def planned(self, plan: Plan) -> dict[int, int]:
+        ends = super().planned(plan)
         self.rows = len(self.engine.batch)
-        self.given = [(self.turns[number], n) for number, n in zip(numbers, plan.counts.tolist(), strict=True)]
-        return numbers
+        self.given = [(self.turns[number], n) for number, n in zip(ends, plan.counts.tolist(), strict=True)]
+        return ends
 
     # -- for stories
 

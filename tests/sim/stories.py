@@ -3,10 +3,12 @@ ample."""
 
 from __future__ import annotations
 
+from math import ceil, log2
 from typing import TYPE_CHECKING
 
 from tenuto.base.groups import Kind
 from tenuto.base.sampling import Sampling
+from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.turn import EndReason, TurnParams
 from tests.sim import internals
 from tests.sim.naive import VOCAB
@@ -134,6 +136,9 @@ def poisoned(world: Scenario) -> None:
     world.play()
     computed = world.executor.tokens - began
     failures = world.failures - before
+    most = ceil(log2(config.running)) + MAX_FAILURES
+    if failures > most * (1 + config.overlap):  # each may void another
+        world.found("failures", f"one poisoned turn: {failures} steps failed, {most} would do")
     if computed > needed + bad.prompt + 40 + (failures + 1) * (2 * config.budget + 2 * config.running):
         world.found("failures", f"one poisoned turn: {computed} tokens were computed, the others needed {needed}")
 
