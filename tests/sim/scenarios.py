@@ -17,7 +17,7 @@ from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import VOCAB, NaiveTurn
 from tests.sim.setting import MIXES, WorldConfig, engine_config, least_units
 from tests.sim.sharing import TENANTS, WEIGHTS, sharing
-from tests.sim.stories import churn, editing, failing, guessed, poisoned, scored, shortened, tails, typing
+from tests.sim.stories import churn, editing, failing, guessed, poisoned, scored, shortened, struck, tails, typing
 from tests.sim.stories_of_pressure import alone, families, outgrow, promotion
 
 
@@ -110,6 +110,7 @@ STORIES: tuple[Callable[[Scenario], None], ...] = (
     shortened,
     scored,
     guessed,
+    struck,
 )
 
 

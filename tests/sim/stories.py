@@ -143,6 +143,24 @@ def poisoned(world: Scenario) -> None:
         world.found("failures", f"one poisoned turn: {computed} tokens were computed, the others needed {needed}")
 
 
+def struck(world: Scenario) -> None:
+    """Turns begin together, and steps fail that come past certain places in some of their inputs: bisection finds them,
+    and no turn is cleared before it has come past where its step failed."""
+    rng, config = world.rng, world.config
+    count = rng.randint(2, config.running)
+    turns = [world.say(world.opened(), world.text(rng.randint(1, 2 * config.budget)), 8) for _ in range(count)]
+    bad = rng.sample(turns, rng.randint(1, min(2, count)))
+    for turn in bad:
+        turn.poisoned_from = rng.randint(0, turn.prompt)
+    before = world.failures
+    world.play()
+    most = len(bad) * (ceil(log2(count)) + MAX_FAILURES)
+    if world.failures - before > most * (1 + config.overlap):  # each may void another
+        world.found("failures", f"{len(bad)} of {count} turns: {world.failures - before} steps failed, {most} would do")
+    for sid in list(world.naive):
+        world.close(sid, finish=False)
+
+
 def shortened(world: Scenario) -> None:
     """A draft fails twice far along, is shortened and sent: it shares its steps as if nothing had happened."""
     rng, config = world.rng, world.config
