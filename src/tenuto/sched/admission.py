@@ -12,7 +12,7 @@ from tenuto.memory.full import FullTable
 from tenuto.memory.memory import Memory, state_slots, turn_units
 from tenuto.memory.paged import PagedTable, pages_for
 from tenuto.memory.pool import Lease
-from tenuto.sched.batch import Batch, start_target
+from tenuto.sched.batch import Batch, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session
@@ -89,7 +89,8 @@ class Admission:
                 available = memory.free() - self._pledged(turn)
                 for i, group in enumerate(memory.states):
                     available[group] = len(slots[i])
-                if not memory.rows.free or (need > available).any() or not self._can_stay(turn, need):
+                fits = memory.rows.free and (need <= available).all() and self._can_stay(turn, need)
+                if not fits and not is_computed(turn):
                     return turn
                 mine = tuple(
                     s.take(len(s) - int(need[g]), len(s), self) for s, g in zip(slots, memory.states, strict=True)
@@ -193,6 +194,8 @@ class Admission:
     def _need(self, turn: Turn) -> Longs:
         """Units to acquire for the tokens it knows, an upper bound, int64 [groups]."""
         memory, kept = self._memory, turn.session.memory
+        if is_computed(turn):
+            return np.zeros(len(memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))
         start = kept.resumable(start_target(turn))
         need = np.array(memory.turn_units(end, generates=turn.generating), np.int64)
