@@ -18,7 +18,7 @@ from tests.sim.naive import VOCAB, NaiveTurn
 from tests.sim.setting import MIXES, WorldConfig, engine_config, least_units
 from tests.sim.sharing import TENANTS, WEIGHTS, sharing
 from tests.sim.stories import churn, editing, failing, guessed, poisoned, scored, shortened, struck, tails, typing
-from tests.sim.stories_of_pressure import alone, families, outgrow, promotion
+from tests.sim.stories_of_pressure import alone, families, outgrow, passed_over, promotion
 
 
 class Scenario(MirroredWorld):
@@ -111,6 +111,7 @@ STORIES: tuple[Callable[[Scenario], None], ...] = (
     scored,
     guessed,
     struck,
+    passed_over,
 )
 
 
@@ -122,8 +123,8 @@ def scenario_world(seed: int) -> WorldConfig:
     """The setting of a scenario: memory is ample or tight as its story asks."""
     rng = Random(seed)
     story = STORIES[(seed // EVERY) % len(STORIES)]
-    ample = story not in (families, outgrow, alone, promotion)
-    pages_only = story in (outgrow, promotion, alone)
+    ample = story not in (families, outgrow, alone, promotion, passed_over)
+    pages_only = story in (outgrow, promotion, alone, passed_over)
     mix = (Kind.FULL,) if pages_only and rng.random() < 0.7 else rng.choice(MIXES)
     page_size = rng.choice((1, 2, 4, 4, 8)) if story is not tails else rng.choice((3, 4, 8, 16, 32, 64))
     running = rng.choice((4, 8, 12)) if story is not alone else 1

@@ -123,6 +123,8 @@ class Ledger:
             if turn.number in world.turns and turn.computed < turn.prompt - 2 and turn.most:
                 short.add(tenant)
                 self._check_priority(turn)
+        if short and sum(count for _, count in world.given) < world.config.budget:
+            world.found("shares", f"{world.given} leave tokens of {world.config.budget} that {short} could use")
         for one in short:
             for other in short:
                 mine, its = extra[one] / self._weights[one], extra[other] / self._weights[other]

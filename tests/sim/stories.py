@@ -175,10 +175,12 @@ def shortened(world: Scenario) -> None:
             world.step()
     world.draft(sid, text[:4])
     long = world.say(sid, text[:4], min(150, config.context // 2))
-    for _ in range(3):
-        world.say(world.opened(), world.text(3), 4)
+    others = [world.say(world.opened(), world.text(3), 4).number for _ in range(3)]
+    began = world.steps
     while long.number in world.turns:
         world.step()
+        if world.steps - began > ISOLATED_WITHIN and any(number in world.turns for number in others):
+            world.found("failures", f"turns {others} wait for a draft that failed before it was shortened")
     world.play()
 
 

@@ -71,6 +71,24 @@ def families(world: Scenario) -> None:  # noqa: C901 - one stretch of the story 
     world.play()
 
 
+def passed_over(world: Scenario) -> None:
+    """Sessions that share all they hold have been idle for longer than others; a few pages are short. Those who share
+    are passed over: they would give nothing."""
+    rng, config = world.rng, world.config
+    size = config.page_size
+    for _ in range(rng.randint(2, 6)):
+        parent = world.told(rng.randint(2 * size, config.context // 4), rng.choice((1, 5)))
+        for _ in range(rng.randint(1, 3)):
+            world.fork(parent)
+        for _ in range(rng.randint(1, 3)):
+            world.told(rng.randint(size, config.context // 6 + size))
+        free = len(internals.reusable(world.engine, 0)) + rng.randint(0, 2)
+        world.say(world.opened(), world.text(max(1, min(free * size, world.longest - 4))), rng.randint(1, 3))
+        world.play()
+        for sid in list(world.naive):
+            world.close(sid, finish=False)
+
+
 def alone(world: Scenario) -> None:
     """One session in pools that barely hold it: it goes on from its own memory."""
     rng, config = world.rng, world.config
@@ -116,7 +134,7 @@ def refused(world: Scenario) -> None:
     """A turn does not fit beside two that run; one of them ends, and it fits if idle sessions yield."""
     rng, slots = world.rng, world.config.page_size * world.config.units[0]
     for _ in range(rng.randint(3, 6)):
-        world.told(slots // 20)
+        world.told(max(1, slots // 20))
     big = world.say(world.opened(), world.text(slots * 4 // 10), rng.randint(3, 20), priority=1)
     for _ in range(rng.randint(1, 3)):
         world.step()

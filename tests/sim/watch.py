@@ -118,6 +118,9 @@ class Watch:
                 self._suspicion = None
                 world.found("in vain", message)
         self._check_for_drafts(victims)
+        dropped = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
+        if dropped and not any(any(e.freed) for e in events) and internals.trimmed(world.engine) == self._trimmed:
+            world.found("gives nothing", f"{[e.session for e in dropped]} were dropped, and nothing came free")
         sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)  # its bounds say little
         if not victims or self._failures != world.failures or sliding:
             return
