@@ -36,7 +36,7 @@ class Watch:
     def __init__(self, world: World) -> None:
         self._world = world
         self._idle: dict[str, tuple[Session, int]] = {}
-        self._trimmed = 0
+        self._trimmed = self._evicted = 0  # checkpoints evicted before the step, for the budget's sake and in all
         self._cached: list[Any] = []  # checkpoints in the cache before the step, oldest first
         self._first: tuple[int, int] = (0, 0)  # the first in the queue, and the last step at which it did not fit
         self._progress = 0
@@ -62,7 +62,7 @@ class Watch:
     def before(self) -> None:
         world = self._world
         self._idle = {s.id: (s, s.memory.computed) for s in world.engine.sessions if s.turn is None}
-        self._trimmed = internals.trimmed(world.engine)
+        self._trimmed, self._evicted = internals.trimmed(world.engine), world.engine.memory.cache.evicted
         self._cached = internals.cached_checkpoints(world.engine) if world.looking else []
         self._judged = False
         self._planned = set()
@@ -119,11 +119,13 @@ class Watch:
                 world.found("in vain", message)
         self._check_for_drafts(victims)
         dropped = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
-        if dropped and not any(any(e.freed) for e in events) and internals.trimmed(world.engine) == self._trimmed:
+        if dropped and not any(any(e.freed) for e in events) and world.engine.memory.cache.evicted == self._evicted:
             world.found("gives nothing", f"{[e.session for e in dropped]} were dropped, and nothing came free")
         sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)  # its bounds say little
         if not victims or self._failures != world.failures or sliding:
             return
+        if world.engine.memory.cache.evicted != self._evicted:
+            return  # somebody may have yielded so that a checkpoint could be evicted
         if world.config.overlap and len(world.engine.batch) == world.config.running:  # for a row: it could not pause
             victims = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
         growing = (
@@ -371,23 +373,24 @@ class Watch:
         return all(n <= capacity for n, capacity in zip(need, config.units, strict=True))
 
     def drafts_are_computed(self) -> None:
-        """At the end, with nothing else to do, every draft for which there is room has been computed."""
+        """At the end, with nothing else to do, a tenant's first draft has been computed if there is room for it."""
         world = self._world
         if world.waiting() or len(world.engine.batch) or world.steps - world.failed_at < AFTER_FAILURE:
             return
-        room = self._room()
+        room, first = self._room(), dict[str, tuple[Turn, int]]()
         for session in world.engine.sessions:
             turn = session.turn
-            if turn is None or turn.state is not TurnState.DRAFTING or turn.prompt_length < 2:
+            if turn is None or turn.state is not TurnState.DRAFTING:
                 continue
-            memory = session.memory.turn
+            memory, tenant, aging = session.memory.turn, _tenant(turn), world.config.aging
             computed = memory.computed if memory is not None else session.memory.computed
-            if computed < turn.prompt_length - 1:
-                worst = self._worst(turn.prompt_length + 1)
-                if all(2 * n + 2 <= have for n, have in zip(worst, room, strict=True)):
-                    world.found(
-                        "drafts", f"{turn!r} has {computed} of {turn.prompt_length} tokens computed; {room} free"
-                    )
+            waits = computed < turn.prompt_length - 1
+            if waits and (tenant not in first or turn.rank(aging) < first[tenant][0].rank(aging)):
+                first[tenant] = turn, computed
+        for turn, computed in first.values():
+            worst = self._worst(turn.prompt_length + 1)
+            if all(2 * n + 2 <= have for n, have in zip(worst, room, strict=True)):
+                world.found("drafts", f"{turn!r} has {computed} of {turn.prompt_length} tokens computed; {room} free")
 
 
 def _tenant(turn: Turn) -> str:

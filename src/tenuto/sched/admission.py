@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -61,10 +61,11 @@ class Admission:
             blocked = self._pass()
         self._batch.crowded = blocked is not None and not blocked.drafting
 
-    def _next(self) -> Turn | None:
-        """The first in the queue of the tenant whose turn it is."""
+    def _next(self, aside: Collection[Turn]) -> Turn | None:
+        """The first in the queue of the tenant whose turn it is; those `aside` are passed over, with all behind
+        them."""
         shares, aging = self._batch.shares, self._queue.aging_seconds
-        heads = list(self._queue.heads())
+        heads = [turn for turn in self._queue.heads() if turn not in aside]
         if len(heads) < 2:
             return heads[0] if heads else None
         return min(
@@ -78,26 +79,30 @@ class Admission:
         )
 
     def _pass(self) -> Turn | None:
-        """One pass over the queue with one reservation of state slots. Returns the turn in the way."""
+        """One pass over the queue with one reservation of state slots. Returns the turn in the way. A draft that does
+        not fit is in the way of its tenant's drafts alone."""
         memory = self._memory
         if not len(self._queue):
             return None
-        most = state_slots(memory.shape, generates=True)
+        most, aside = state_slots(memory.shape, generates=True), list[Turn]()
         with memory.reserve_states(min(len(self._queue), memory.rows.free) * most, self) as slots:
-            while (turn := self._next()) is not None:
+            while (turn := self._next(aside)) is not None:
                 need = self._need(turn)
                 available = memory.free() - self._pledged(turn)
                 for i, group in enumerate(memory.states):
                     available[group] = len(slots[i])
                 fits = memory.rows.free and (need <= available).all() and self._can_stay(turn, need)
                 if not fits and not is_computed(turn):
-                    return turn
+                    if not turn.drafting:
+                        return turn
+                    aside.append(turn)
+                    continue
                 mine = tuple(
                     s.take(len(s) - int(need[g]), len(s), self) for s, g in zip(slots, memory.states, strict=True)
                 )
                 self._queue.remove(turn)
                 self._start(turn, mine)
-        return None
+        return aside[0] if aside else None
 
     # -- making room
 
@@ -109,7 +114,8 @@ class Admission:
         if running and not turn.drafting and self._refused == asked:
             return False  # looked at again when a turn leaves its row: at worst that much later
         need = self._need(turn)
-        if turn.session.memory.computed and (need > self._pressure.room_beside([turn])).any():
+        keeps = turn.session.memory.computed or turn.session.memory.turn is not None
+        if keeps and (need > self._pressure.room_beside([turn])).any():
             self._drop(turn.session, "restart")  # beside what it keeps it would never fit; from nothing it does
             return True
         kept = [other for other in running if not self._may_yield(other, turn)]
@@ -203,7 +209,8 @@ class Admission:
             table = kept.tables[group]
             if isinstance(table, PagedTable):
                 there = table.entries if kept.turn is not None else self._entries_at(table, start, kept.computed)
-                need[group] = min(need[group], pages_for(end, memory.page_size) - there)
+                own = kept.turn.own_units()[group] if kept.turn is not None else 0
+                need[group] = min(need[group] - own, pages_for(end, memory.page_size) - there)
         if kept.turn is not None:
             need[list(memory.states)] -= np.array(kept.turn.own_units(), np.int64)[list(memory.states)]
         return np.maximum(need, 0)
