@@ -122,7 +122,7 @@ def promotion(world: Scenario) -> None:
     for _ in range(rng.randint(1, 30)):
         world.step()
     for _ in range(rng.randint(1, 2)):
-        world.say(world.opened(), world.text(rng.randint(1, pool * size // 6)), pool * size // 8)
+        world.say(world.opened(), world.text(rng.randint(1, max(1, pool * size // 6))), max(1, pool * size // 8))
     for _ in range(rng.randint(1, 30)):
         world.step()
     if (sid := world.open(Policy())) is not None:

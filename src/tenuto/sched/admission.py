@@ -126,7 +126,7 @@ class Admission:
         if not memory.rows.free:
             self._pause(victims.pop(0))
         self._pressure.relieve(
-            lambda: need + self._pledged(turn),
+            lambda: need + self._pledged(turn, later=True),
             [turn, *kept],
             (victim for victim in victims if victim in self._batch),
         )
@@ -138,7 +138,7 @@ class Admission:
         if turn.drafting:
             room = self._memory.free() + [self._memory.cache.reclaimable(g) for g in range(len(self._memory.pools))]
             return bool((need + self._pledged(turn) <= room).all())
-        wanted = need + self._pledged(turn) + self._growth(turn, kept)
+        wanted = need + self._pledged(turn, later=True) + self._growth(turn, kept)
         return bool((wanted <= self._pressure.room_beside([turn, *kept])).all())
 
     def _can_stay(self, turn: Turn, need: Longs) -> bool:
@@ -175,14 +175,16 @@ class Admission:
 
     # -- what is needed
 
-    def _pledged(self, turn: Turn) -> Longs:
+    def _pledged(self, turn: Turn, *, later: bool = False) -> Longs:
         """Pages that running turns, except those that would yield to `turn`, will still acquire for tokens they know
-        already and for those they generate until what is released now can be used, an upper bound, int64 [groups]."""
+        already and, with `later`, for those they generate until what is released now can be used; an upper bound, int64
+        [groups]."""
         memory, rows = self._memory, self._memory.rows
         running = [other for other in self._batch.running() if not self._may_yield(other, turn)]
         pledged = np.zeros(len(memory.pools), np.int64)
         order = np.array([self._batch.row_of(turn) for turn in running], np.int64)
-        ends = np.minimum(rows.expected[order] + 2 * memory.shape.overlap * rows.samples[order], rows.limit[order])
+        ahead = 2 * memory.shape.overlap * rows.samples[order] if later else 0
+        ends = np.minimum(rows.expected[order] + ahead, rows.limit[order])
         for i, group in enumerate(memory.paged):
             pages = np.maximum(-(-ends // memory.page_size) - rows.capacity[i, order] // memory.page_size, 0)
             if memory.spec.groups[group].kind is Kind.FULL:
