@@ -63,10 +63,11 @@ class CommittedMemory:
         return source
 
     def _part_of(self, source: Checkpoint, position: int, owner: Holder) -> Checkpoint:
-        """A checkpoint at `position`, which the windows in `source` cover."""
+        """A checkpoint at `position`, which `source` covers."""
         made = Checkpoint(position, owner.holder_name)
         for table, part in zip(self.tables, source.parts, strict=True):
-            made.parts.append(table.part_of(part, source.position, position, made))
+            shared = table.share_part(part, source.position, position, made) if part is not None else None
+            made.parts.append(shared)
         return made
 
     def fork(self, child: Self, target: int) -> None:

@@ -35,7 +35,7 @@ class FullGroup(PagedGroup):
 
 class FullTable(PagedTable):
     """A sequence's pages in a full attention group. `base` holds the session's, entry 0 on. A checkpoint needs no part
-    of them: the sequences that resume there hold them."""
+    of them, for the sequences that refer to it hold them; it may have one all the same."""
 
     def __init__(self, group: FullGroup, holder: Holder) -> None:
         super().__init__(group)
@@ -72,7 +72,6 @@ class FullTable(PagedTable):
         return self.base.units[index]
 
     def view(self) -> tuple[int, array[int]]:
-        """The turn's whole page table as (first entry, pages)."""
         return 0, self.base.units[: self.first] + self.opened.units
 
     def live_below(self, target: int, scheduled: int) -> int:

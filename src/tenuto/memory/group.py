@@ -165,11 +165,11 @@ class Table(ABC):
 
     def covers(self, at: int, position: int) -> bool:
         """Whether what a checkpoint at `at` keeps is enough to resume at the earlier `position`."""
-        return True
+        return False
 
-    def part_of(self, part: Lease | None, at: int, position: int, holder: Holder) -> Lease | None:
+    def share_part(self, part: Lease, at: int, position: int, holder: Holder) -> Lease:
         """For `holder`, a checkpoint at `position`: a share of the `part` of one at `at`, which covers it."""
-        return None
+        raise InvariantError(f"{self.pool.name}: what is kept at {at} does not cover {position}")
 
     @abstractmethod
     def fork(self, child: Self, position: int, part: Lease | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.groups import GroupSpec
 from tenuto.base.plan import PageCopies, TableChanges
 from tenuto.memory.group import Group, Growth, Moves, Table
-from tenuto.memory.pool import Lease, Pool
+from tenuto.memory.pool import Holder, Lease, Pool
 from tenuto.memory.rows import Longs, Rows
 from tenuto.memory.shape import Shape
 
@@ -71,14 +72,34 @@ class PagedTable(Table):
     It writes into its own pages, and into the last kept page only if the session has that page's tail.
     """
 
+    _group: PagedGroup
+
     def __init__(self, group: PagedGroup) -> None:
         super().__init__(group)
-        self._entries = group.entries
         self.page_size = group.page_size
         self.tail: Tail | None = None  # written by begin, commit, fork and truncate of this table
         self.first = 0  # entry of the first page the turn ever owned
         self.released = 0  # own pages given back from the front, windows only
         self._copy_slots = 0  # used slots to copy into entry `first`; 0: written in place
+
+    # -- what is kept
+
+    def first_entry(self, position: int) -> int:
+        """The first table entry that resuming at `position` needs."""
+        return 0
+
+    def span(self, position: int) -> int:
+        """How many entries resuming at `position` needs."""
+        return pages_for(position, self.page_size) - self.first_entry(position)
+
+    def covers(self, at: int, position: int) -> bool:
+        return self.first_entry(position) >= self.first_entry(at)
+
+    def share_part(self, part: Lease, at: int, position: int, holder: Holder) -> Lease:
+        skip = self.first_entry(position) - self.first_entry(at)
+        return part.share(skip, skip + self.span(position), holder)
+
+    # -- admission
 
     def need(self, most: int, held: int, start: int, end: int, *, at_end: bool) -> int:
         there = self.entries if self.own is not None else self.entries_at(start, at_end=at_end)
@@ -110,7 +131,7 @@ class PagedTable(Table):
 
     def attach(self, row: int) -> Growth:
         super().attach(row)
-        self._entries[row] = self.entries
+        self._group.entries[row] = self.entries
         first, pages = self.view()
         return Growth(self._group.index, row, first, pages, NO_PAGE, 0)
 
@@ -123,17 +144,17 @@ class PagedTable(Table):
             return None
         if not self.opened.grow(wanted):
             raise InvariantError(f"{self.pool.name}: a plan was applied without room for it")
-        self._entries[self.row] = index + wanted
+        self._group.entries[self.row] = index + wanted
         copied = self.kept_page(index) if self._copy_slots > 0 and index == self.first else NO_PAGE
         return Growth(self._group.index, self.row, index, self.opened.units[had:], copied, self._copy_slots)
 
+    @abstractmethod
     def kept_page(self, index: int) -> int:
         """The unit of kept entry `index`."""
-        raise NotImplementedError  # abstract: full and sliding keep their pages differently
 
+    @abstractmethod
     def view(self) -> tuple[int, array[int]]:
-        """The turn's page table, as (first entry, pages)."""
-        raise NotImplementedError  # abstract: as `kept_page`
+        """What the turn reads, as (first entry, pages)."""
 
     # -- the tail
 

@@ -63,12 +63,7 @@ class SlidingTable(PagedTable):
         self._source_end = 0
 
     def first_entry(self, position: int) -> int:
-        """The first table entry that resuming at `position` needs."""
         return min(max(0, position - self.window + 1) // self.page_size, pages_for(position, self.page_size))
-
-    def span(self, position: int) -> int:
-        """How many entries resuming at `position` needs."""
-        return pages_for(position, self.page_size) - self.first_entry(position)
 
     # -- the open turn
 
@@ -87,7 +82,6 @@ class SlidingTable(PagedTable):
         return self._source.units[index - self._source_end]
 
     def view(self) -> tuple[int, array[int]]:
-        """What the turn reads, as (first entry, pages)."""
         if self._source is None or self.released:
             return self.first + self.released, self.opened.units[:]
         begin = self._source_end - len(self._source)
@@ -139,15 +133,6 @@ class SlidingTable(PagedTable):
         self._source = None
 
     # -- the session
-
-    def covers(self, at: int, position: int) -> bool:
-        return self.first_entry(position) >= self.first_entry(at)
-
-    def part_of(self, part: Lease | None, at: int, position: int, holder: Holder) -> Lease | None:
-        if part is None:
-            return None
-        skip = self.first_entry(position) - self.first_entry(at)
-        return part.share(skip, skip + self.span(position), holder)
 
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
         """The child refers to the same checkpoints. The tail stays here."""

@@ -17,7 +17,7 @@ from tenuto.memory.shape import Shape
 
 
 class StateGroup(Group):
-    """A group of state slots, a registers' row for each running turn, int32 [rows] where they name slots.
+    """A group of state slots. Its arrays have an entry a row, int32 where they name slots.
 
     The `current` slot holds the state at the row's `scheduled` tokens, the `alternate` one, if `alternate_at` >= 0,
     that at position `alternate_at`. A `frozen` row's current slot belongs to a checkpoint and is not written.
@@ -95,9 +95,10 @@ class StateTable(Table):
     checkpoint holds is never written. While a turn is running, `current` and `alternate` live in its row.
     """
 
+    _group: StateGroup
+
     def __init__(self, group: StateGroup) -> None:
         super().__init__(group)
-        self._registers = group
         self.current = NO_SLOT
         self.alternate = NO_SLOT
         self.spare: list[int] = []  # own slots in no use yet
@@ -123,7 +124,7 @@ class StateTable(Table):
 
     def attach(self, row: int) -> None:
         super().attach(row)
-        group = self._registers
+        group = self._group
         if group.shape.double_buffered and self.alternate == NO_SLOT and self.spare:
             self.alternate = self.spare.pop()
         group.current[row], group.alternate[row], group.alternate_at[row] = self.current, self.alternate, NOWHERE
@@ -131,13 +132,13 @@ class StateTable(Table):
         group.frozen[row] = self.current not in self.opened.units
 
     def leave(self) -> None:
-        group, row = self._registers, self.row
+        group, row = self._group, self.row
         if row >= 0:
             self.current, self.alternate = int(group.current[row]), int(group.alternate[row])
         super().leave()
 
     def live_below(self, target: int, scheduled: int) -> int:
-        group, row = self._registers, self.row
+        group, row = self._group, self.row
         if scheduled <= target and not (row >= 0 and group.frozen[row]):
             return scheduled
         before = int(group.alternate_at[row]) if row >= 0 else NOWHERE
@@ -153,7 +154,7 @@ class StateTable(Table):
 
     def _slot_at(self, position: int) -> int:
         """The slot that holds the state at a live `position`."""
-        group, row = self._registers, self.row
+        group, row = self._group, self.row
         if row < 0:
             return self.current
         return int((group.current if position == group.rows.scheduled[row] else group.alternate)[row])
@@ -185,9 +186,6 @@ class StateTable(Table):
         self.spare.append(self.opened.units[-1])
 
     # -- the session
-
-    def covers(self, at: int, position: int) -> bool:
-        return False
 
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
         """The child refers to the same checkpoints."""
