@@ -231,3 +231,16 @@ def test_decodes_that_outgrow_memory_compute_at_most_twice_what_they_need(fracti
     assert computed - needed == stage.engine.lifecycle.recomputed["preempted"]
     for i, turn in enumerate(turns):
         assert list(turn.output) == continuation(count_from(i, prompt), output)
+
+
+def test_what_a_turn_found_cached_counts_only_if_it_computed_something_on_top_of_it() -> None:
+    """Known fault: a turn lost its row before its first step and its session's memory with it; its usage said that
+    most of the history had been cached."""
+    stage = Stage()
+    session = stage.told("s")
+    turn = stage.say("s", [1, 2], 3)
+    stage.engine._admission.admit()
+    stage.engine.lifecycle.preempt(turn)
+    stage.engine.drop("s")
+    stage.play()
+    assert (turn.result.usage.cached, turn.result.usage.computed) == (0, len(session.history) - 1)

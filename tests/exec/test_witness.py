@@ -32,6 +32,9 @@ Work = tuple[int, int, list[int], int]
 paged = pytest.mark.parametrize("kind", [FULL, SLIDING], ids=["full", "sliding"])
 
 
+TOLD = RowSampling(GREEDY, None, None, (), 0, None)
+
+
 def ints(values) -> np.ndarray:
     return np.array(list(values), np.int32)
 
@@ -48,9 +51,9 @@ class Bench:
         self.steps = 0
 
     def plan(
-        self, *work: Work, tables=((0, range(10)), (1, range(10, 20))), copies=(), reads=None, writes=None
+        self, *work: Work, tables=((0, range(10)), (1, range(10, 20))), copies=(), reads=None, writes=None, sampling=()
     ) -> Plan:
-        """`tables`: rows and their pages; `copies`: (source, target, slots)."""
+        """`tables`: rows and their pages; `copies`: (source, target, slots); `sampling`: rows and their options."""
         self.steps += 1
         slots = [NO_SLOT if start == 0 else row for row, start, _, _ in work]
         moves = StateMoves(
@@ -72,7 +75,7 @@ class Bench:
             (change,) * len(self.paged),
             (copy,) * len(self.paged),
             (moves,) * self.states,
-            (),
+            sampling,
         )
 
     def run(self, *work: Work, **more) -> list[int]:
@@ -366,7 +369,32 @@ def test_a_failed_step_has_written_and_the_next_one_runs() -> None:
     bench = Bench(FULL, fail=lambda: failing.pop() if failing else False)
     with pytest.raises(StepFailed):
         bench.run((0, 0, [1, 2], 1))
-    assert bench.run((0, 2, [3], 1)) == [said(1, 2, 3)]
+    assert bench.run((0, 2, [3], 1), sampling=((0, TOLD),)) == [said(1, 2, 3)]
+
+
+def test_what_was_told_of_a_row_is_lost_in_a_failed_step() -> None:
+    failing = [True]
+    bench = Bench(FULL, fail=lambda: failing.pop() if failing else False)
+    with pytest.raises(StepFailed):
+        bench.run((0, 0, [1, 2], 1))
+    with pytest.raises(InvariantError, match="lost in a failed step"):
+        bench.run((0, 2, [3], 1), tables=())
+    with pytest.raises(InvariantError, match="lost in a failed step"):
+        bench.run((0, 0, [1], 1), tables=())
+    assert bench.run((0, 2, [3], 1)) != [said(1, 2, 3)]  # nor are its sampling options known
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_told_after_a_failed_step_stays_though_a_step_in_flight_is_void(late: bool) -> None:
+    failing = [True]
+    bench = Bench(FULL, late=lambda: late, fail=lambda: failing.pop() if failing else False)
+    bench.witness.submit(bench.plan((0, 0, [1, 2], 1)))
+    bench.witness.submit(bench.plan((0, 2, [3], 1)))
+    with pytest.raises(StepFailed):
+        bench.witness.collect()
+    bench.witness.submit(bench.plan((0, 0, [4], 1), sampling=((0, TOLD),)))
+    bench.witness.collect()  # the void one
+    assert bench.witness.collect().tokens.tolist() == [said(4)]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -32,6 +32,21 @@ def test_a_turn_starts_only_beside_room_for_its_whole_input() -> None:
     assert stage.engine.transitions["preempt"] == 0
 
 
+def test_a_turn_that_computes_nothing_needs_neither_a_row_nor_memory() -> None:
+    """Known fault: for the first token of a history, of which nothing is computed yet, an idle session was dropped."""
+    stage = Stage(units=10, context_length=40, max_running=1)
+    idle = stage.told("idle", tokens=20, output=3)
+    stage.open("running")
+    running = stage.say("running", count_from(1, 14), 3)
+    stage.step()
+    stage.open("new")
+    turn = stage.engine.append("new", [1])
+    stage.step()
+    assert (turn.state, running.state) == (TurnState.COMMITTED, TurnState.RUNNING)
+    assert idle.memory.computed == 22
+    assert not stage.engine.pressure.yielded
+
+
 def test_a_small_turn_does_not_overtake_a_large_one_that_waits_for_room() -> None:
     stage = Stage(units=20, context_length=64)
     order = []

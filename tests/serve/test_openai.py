@@ -40,6 +40,15 @@ def real(smollm2_server: Server) -> Iterator[OpenAI]:
     is_left(smollm2_server, before)
 
 
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Server]:
+    """A server whose turns do not end before they are given up: 4,000 tokens take it 20 seconds."""
+    named = ("--served-model-name", "witness")
+    with serving("--model", "witness:0.005", "--context-length", "4096", *named) as server:
+        yield server
+        server.audit()
+
+
 def held(server: Server) -> dict[str, int]:
     """Units that turns and sessions hold, hidden ones too."""
     pools = httpx.get(f"{server.url}/audit", timeout=60).raise_for_status().json()["pools"]
@@ -493,11 +502,11 @@ def test_a_turn_that_ends_too_late_is_an_error(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("n", "session"), [(1, None), (4, None), (1, "left")])
-def test_a_cancelled_stream_leaves_no_turn_behind(witness: Server, n: int, session: str | None) -> None:
-    before = held(witness)
+def test_a_cancelled_stream_leaves_no_turn_behind(slow: Server, n: int, session: str | None) -> None:
+    before = held(slow)
 
     async def leave() -> None:
-        async with AsyncOpenAI(base_url=f"{witness.url}/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0) as client:
             started = asyncio.Event()
 
             async def read() -> None:
@@ -519,18 +528,18 @@ def test_a_cancelled_stream_leaves_no_turn_behind(witness: Server, n: int, sessi
                 await reading
 
     asyncio.run(leave())
-    is_left(witness, before)
+    is_left(slow, before)
     if session is not None:
-        assert httpx.get(f"{witness.url}/v1/sessions/{session}").json()["version"] == 0
-        close(witness, session)
+        assert httpx.get(f"{slow.url}/v1/sessions/{session}").json()["version"] == 0
+        close(slow, session)
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_a_client_that_does_not_wait_for_the_whole_answer_leaves_no_turn_behind(witness: Server, n: int) -> None:
-    before = held(witness)
+def test_a_client_that_does_not_wait_for_the_whole_answer_leaves_no_turn_behind(slow: Server, n: int) -> None:
+    before = held(slow)
     for seconds in (0.01, 0.03, 0.1):
-        with client_of(witness, timeout=seconds) as client, pytest.raises(openai.APITimeoutError):
+        with client_of(slow, timeout=seconds) as client, pytest.raises(openai.APITimeoutError):
             client.completions.create(
                 prompt=["hello"] * 2, n=n, max_tokens=4000, extra_body={"ignore_eos": True}, **GREEDY
             )
-        is_left(witness, before)
+        is_left(slow, before)

@@ -25,8 +25,8 @@ class CheckedExecutor(WitnessExecutor):
         super().__init__(config.page_size, config.groups, VOCAB, eager=True, **options)  # type: ignore[arg-type]
         self._world = world
         self._needed: Needed | None = None
-        self.members: dict[int, list[int]] = {}  # numbers of the turns of each step in flight
-        self.collecting: list[int] = []
+        self.members: dict[int, dict[int, int]] = {}  # of each step in flight: where it ends for each turn, by number
+        self.collecting: dict[int, int] = {}
         self.tokens = 0  # computed, ever
 
     def submit(self, plan: Plan) -> None:
@@ -37,7 +37,7 @@ class CheckedExecutor(WitnessExecutor):
         world.watch.submitted(self.members[plan.step])
 
     def sequences(self, plan: Plan) -> list[int]:
-        return self.members[plan.step]
+        return list(self.members[plan.step])
 
     def collect(self) -> StepResult:
         world, plan = self._world, self._flight[0].plan

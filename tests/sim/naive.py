@@ -140,6 +140,7 @@ class NaiveTurn:
         self.disturbed = False  # preempted, or in a failed step: it computes again what it had
         self.last_failed = False  # the last step it was in failed
         self.poisoned_from: int | None = None  # every step with it fails that computes past this position
+        self.failed_alone = 0  # failed steps with nobody else in them
 
     # -- what is fixed when it is opened
 

@@ -25,7 +25,7 @@ from tests.sim.slips import plant as plant_slip
 
 SEEDS = Path(__file__).with_name("seeds.json")
 WORLD_STEPS = 150
-MOST_STEPS = 40_000
+MOST_STEPS = 100_000
 """Something planted has to show within so many steps."""
 _PLANTED: list[object] = []
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from tenuto.session.turn import Turn
 
 if TYPE_CHECKING:
+    from tests.sim.naive import NaiveTurn
     from tests.sim.scenarios import Scenario
 
 TENANTS = ("greedy", "bea", "cid", "dot", "eve", "fay")
@@ -19,7 +21,7 @@ def sharing(world: Scenario) -> None:
     """A tenant with many more turns than there are rows, and others that come and go: each gets its share of rows and
     of prefill, and no row stays free while anybody waits."""
     rng, config = world.rng, world.config
-    others = TENANTS[1 : 1 + rng.randint(1, 3 if config.weights else 5)]
+    others = TENANTS[1 : 1 + rng.randint(1, 5)]
     ledger = Ledger(world, ("greedy", *others))
     for _ in range(rng.randint(config.running, 2 * config.running)):
         ledger.ask("greedy", rng.choice((2, 30, 90)), rng.choice((5, 20)))
@@ -50,7 +52,7 @@ class Ledger:
         if room and len(world.waiting()) < world.config.queued:
             for sid in idle:
                 world.close(sid, finish=False)
-            world.say(world.opened(tenant=tenant), world.text(tokens), most)
+            world.say(world.opened(tenant=tenant), world.text(tokens), most, priority=world.rng.choice((0, 0, 1)))
 
     def waiting(self, tenant: str) -> int:
         return sum(turn.session.policy.tenant == tenant for turn in self._world.waiting())
@@ -58,7 +60,7 @@ class Ledger:
     def step(self) -> None:
         world = self._world
         before = set(world.waiting())
-        world.rows, world.given = world.config.running, {}
+        world.rows, world.given = world.config.running, []
         world.step()
         self._check_memory()
         self._check_rows(before)
@@ -79,14 +81,19 @@ class Ledger:
     def _check_starts(self, before: set[Turn]) -> None:
         """With as many rows as tenants, weighted, one without rows gets one of those who have more than their share.
         With fewer, starts go round: while one tenant has none, each of the others starts as often as its weight is of
-        that one's, and once more for every row, which it may have had coming."""
+        that one's, and once more for every row, which it may have had coming. A turn that takes its own tenant's row
+        does not count."""
         world = self._world
         running = {_tenant(turn) for turn in world.engine.batch.running()}
         waiting = {_tenant(turn) for turn in before.intersection(world.waiting())}
-        started = [_tenant(e.turn) for e in world.log.events if e.kind == "start" and e.turn is not None]
+        started, paused = (
+            Counter(_tenant(e.turn) for e in world.log.events if e.kind == kind and e.turn is not None)
+            for kind in ("start", "pause")
+        )
+        gained = (started - paused).total()
         for tenant, weight in self._weights.items():
-            lacks = tenant in waiting and tenant not in running
-            self._passed[tenant] = self._passed[tenant] + len(started) if lacks else 0
+            lacks = tenant in waiting and tenant not in running and not started[tenant]
+            self._passed[tenant] = self._passed[tenant] + gained if lacks else 0
             bound = sum(-(-other // weight) for other in self._weights.values()) + world.config.running
             if self._passed[tenant] > bound:
                 message = f"{tenant} of {self._weights} waits while others start {self._passed[tenant]} times"
@@ -110,20 +117,27 @@ class Ledger:
         world = self._world
         extra: dict[str, int] = {}
         short: set[str] = set()
-        for number, count in world.given.items():
-            turn = world.turns.get(number)
-            if turn is None:
-                continue
+        for turn, count in world.given:
             tenant = turn.session.policy.tenant
             extra[tenant] = extra.get(tenant, 0) + count - 1
-            if turn.computed < turn.prompt - 2 and turn.most:
+            if turn.number in world.turns and turn.computed < turn.prompt - 2 and turn.most:
                 short.add(tenant)
+                self._check_priority(turn)
+        if short and sum(count for _, count in world.given) < world.config.budget:
+            world.found("shares", f"{world.given} leave tokens of {world.config.budget} that {short} could use")
         for one in short:
             for other in short:
                 mine, its = extra[one] / self._weights[one], extra[other] / self._weights[other]
                 rounding = (len(extra) + 1) / min(self._weights[one], self._weights[other])
                 if mine + rounding < its:
                     world.found("shares", f"{extra} prefill tokens besides the first, with weights {self._weights}")
+
+    def _check_priority(self, short: NaiveTurn) -> None:
+        """While a prefill could use more, none of its tenant's of lower priority gets more than one token."""
+        for turn, count in self._world.given:
+            same = turn.session.policy.tenant == short.session.policy.tenant
+            if same and count > 1 and turn.priority < short.priority:
+                self._world.found("shares", f"turn {turn.number} gets {count} tokens; {short.number} outranks it")
 
 
 def _tenant(turn: Turn) -> str:

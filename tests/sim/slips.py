@@ -91,7 +91,8 @@ SLIPS = (
     Slip("memory.full", "self.pool.counts[self.base.units[-1]] == 1", "self.pool.counts[self.base.units[-1]] >= 1"),
     Slip("memory.turn_memory", "position, min(position, self._settled)", "position, self._settled"),
     Slip("memory.turn_memory", "computed[self.row] = max(int(computed[self.row]), position)", "pass"),
-    Slip("sched.suspects", "memory.computed > turn.failed_at", "memory.computed >= turn.failed_at"),
+    Slip("sched.suspects", "memory.computed >= turn.failed_end", "memory.computed + 1 >= turn.failed_end"),
+    Slip("sched.suspects", "memory.scheduled if memory is not None", "memory.computed + 1 if memory is not None"),
     Slip("sched.suspects", "failures += int(alone)", "failures += 1"),
     Slip("sched.shares", "(self._rows[turn.session.policy.tenant] + 1)", "self._rows[turn.session.policy.tenant]"),
     Slip("sched.shares", "weight_left -= weights[tenant]", "pass"),
@@ -101,7 +102,7 @@ SLIPS = (
     Slip("sched.admission", "turn.number, self._batch.departures,", "turn.number, 0,"),
     Slip("sched.pressure", "units[~held[group][units]]", "units"),
     Slip("engine.engine", "if flight.plan.step <= self._void:", "if flight.plan.step < self._void:"),
-    Slip("engine.lifecycle", "turn.failed_at = min(turn.failed_at, position)", "pass"),
+    Slip("engine.lifecycle", "turn.failed_end = min(turn.failed_end, position + 1)", "pass"),
 )  # fmt: skip
 
 

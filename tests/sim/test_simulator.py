@@ -24,7 +24,6 @@ JUSTIFIED: dict[str, str] = {
     "sched.batch: self._sampling.pop(row, None)": "the next turn of the row that samples brings its own options",
     "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked from the last such position on",
     "session.registry: and session.id not in self._watched": "the later entry takes the place of the earlier",
-    "setdefault(-turns[order[index]].priority": "no rule says which of a tenant's prefills comes first",
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""
 

@@ -118,6 +118,9 @@ class Watch:
                 self._suspicion = None
                 world.found("in vain", message)
         self._check_for_drafts(victims)
+        dropped = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
+        if dropped and not any(any(e.freed) for e in events) and internals.trimmed(world.engine) == self._trimmed:
+            world.found("gives nothing", f"{[e.session for e in dropped]} were dropped, and nothing came free")
         sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)  # its bounds say little
         if not victims or self._failures != world.failures or sliding:
             return
@@ -162,12 +165,20 @@ class Watch:
         world = self._world
         if self._suspected or self._failures != world.failures:
             return
-        for event in world.log.events:
+        starts = [event for event in world.log.events if event.kind == "start"]
+        for place, event in enumerate(starts):
             turn = event.turn
-            if event.kind != "start" or event.state is TurnState.DRAFTING or turn is None or not turn.running:
+            if event.state is TurnState.DRAFTING or turn is None or not turn.running:
+                continue
+            if any(e.turn is not None and self._outranks(e.turn, turn) for e in starts[place + 1 :]):
                 continue
             if turn.number in world.turns and turn.number not in self._planned:
                 world.found("starts", f"{turn!r} has started, and the step has nothing for it")
+
+    @staticmethod
+    def _outranks(later: Turn, turn: Turn) -> bool:
+        """Whether a turn that started later may take memory from one that has started."""
+        return later.priority > turn.priority or _tenant(later) != _tenant(turn)
 
     @staticmethod
     def _is_victim(event: Event) -> bool:
@@ -185,7 +196,7 @@ class Watch:
     def _pledge(self, turn: Turn) -> list[int]:
         """Units a running turn may still acquire for the tokens it knows, an upper bound."""
         own, pledges = internals.held_beyond(self._world.engine, turn), []
-        for group, worst in enumerate(self._worst(turn.length + 1)):
+        for group, worst in enumerate(self._worst(turn.length + 1 + 2 * self._world.config.overlap)):
             if self._world.config.groups[group].kind is Kind.FULL:
                 pledges.append(max(0, worst - internals.table_entries(turn, group)))
             else:

@@ -6,7 +6,7 @@ A failing seed is a bug report: `python -m tests.sim --seed N` runs it again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from random import Random
 
@@ -15,6 +15,7 @@ from tenuto.base.groups import Kind
 from tenuto.base.plan import Plan
 from tenuto.engine.engine import StepReport
 from tenuto.engine.text import TokenTextStream
+from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.turn import EndReason, Turn, TurnResult, TurnState
 from tests.sim import internals
 from tests.sim.checked import CheckedExecutor
@@ -85,30 +86,30 @@ class World:
 
     # -- what the executor asks and tells
 
-    def planned(self, plan: Plan) -> list[int]:
-        """A plan is given to the executor: the numbers of its turns."""
-        numbers = []
+    def planned(self, plan: Plan) -> dict[int, int]:
+        """A plan is given to the executor: where it ends for each of its turns, by their numbers."""
+        ends = {}
         for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
             turn: Turn | None = self.engine.batch.turns[row]
             naive = self.turns.get(turn.number) if turn is not None else None
             if turn is None or naive is None:
                 self.found("plan", f"step {plan.step} has row {row}, which no open turn has")
                 continue
-            numbers.append(turn.number)
+            ends[turn.number] = start + count
             naive.computed += count
             if turn.started and naive.first_start < 0:
                 naive.first_start = start
-        return numbers
+        return ends
 
-    def step_fails(self, members: list[int]) -> bool:
-        """Whether the step with these turns in it fails."""
-        for number in members:
+    def step_fails(self, members: Mapping[int, int]) -> bool:
+        """Whether the step fails that has these turns in it and ends there for them."""
+        for number, end in members.items():
             turn = self.turns.get(number)
-            if turn is not None and turn.poisoned_from is not None and turn.computed > turn.poisoned_from:
+            if turn is not None and turn.poisoned_from is not None and end > turn.poisoned_from:
                 return True
         return self.rng.random() < self.config.fail_rate
 
-    def landed(self, members: list[int], *, failed: bool) -> None:
+    def landed(self, members: Collection[int], *, failed: bool) -> None:
         if failed:
             self.failed_at = self.steps
             self.failures += 1
@@ -117,6 +118,7 @@ class World:
         for number in members:
             if number in self.turns:
                 self.turns[number].last_failed = failed
+                self.turns[number].failed_alone += failed and len(members) == 1
 
     def needed(self) -> Needed:
         """What a step may not write."""
@@ -233,7 +235,7 @@ class World:
         elif reason is EndReason.ABORT:
             if asked == "nobody" or (asked is not None and naive.started):
                 self.found("ends", f"{turn!r} was rolled back, asked to keep {asked}")
-        elif reason is not EndReason.FAILED or not naive.last_failed:
+        elif reason is not EndReason.FAILED or not naive.last_failed or naive.failed_alone < MAX_FAILURES:
             self.found("ends", f"{turn!r} ended as {reason}")
         elif self.watch.healthy(naive):
             self.found("failures", f"{turn!r} ended as failed; others make steps fail")

@@ -143,7 +143,8 @@ class Executor(Protocol):
     """Carries out plans in the order in which they are submitted, up to two in flight: `collect` gives the result of
     the oldest that is not yet collected. Writing what a plan newly names (new page table entries, the targets of
     copies, state slots that its row did not have) may begin at `submit`, before an earlier step in flight has ended. A
-    step submitted after one that fails is carried out all the same."""
+    step submitted after one that fails is carried out all the same, and what either was told of its rows may be lost:
+    their turns are told anew."""
 
     @property
     def spec(self) -> MemorySpec:

@@ -13,7 +13,7 @@ from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
-from tenuto.sched.batch import Batch, continues_from, start_target
+from tenuto.sched.batch import Batch, continues_from, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.registry import Registry
@@ -92,9 +92,7 @@ class Lifecycle:
             if turn.cached < 0:
                 turn.cached = min(continues_from(turn), turn.prompt_length)
                 self._note_recomputed(turn)
-        memory = turn.session.memory.turn
-        settled = memory is None or memory.unsettled is None
-        if not turn.generates and settled and continues_from(turn) >= turn.last_position:  # nothing to compute
+        if is_computed(turn):
             for lease in slots:
                 lease.release(unused=True)
             if not turn.drafting:
@@ -124,6 +122,8 @@ class Lifecycle:
             self.drop(turn.session)
             return
         self._leave_row(turn)
+        if not turn.computed_tokens:
+            turn.cached = -1  # what it found when it started has been of no use
         turn.preempt()
         self.transitions["preempt"] += 1
         self._queue.push(turn)
@@ -203,7 +203,7 @@ class Lifecycle:
         if memory is not None:
             kept = min(turn.base_length + common, max(0, turn.base_length + len(new) - 1))
             position = memory.cut_to(kept, in_flight=True)
-            turn.failed_at = min(turn.failed_at, position)
+            turn.failed_end = min(turn.failed_end, position + 1)
             self._leave_row(turn)
             if position > memory.start:
                 memory.truncate(position)

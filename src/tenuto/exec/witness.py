@@ -29,6 +29,8 @@ START = 0x243F6A8885A308D3
 """The hash of the empty history."""
 NEVER = np.int64(-1)
 """Stored with a slot that was never written."""
+LOST = np.int64(-1)
+"""In page tables, where what was told has been lost."""
 MOST_IN_FLIGHT = 2
 """Steps submitted and not yet collected."""
 
@@ -86,9 +88,10 @@ class WitnessExecutor:
     """An `Executor` that computes hashes. `verify` False checks only the slots a token follows from, for benchmarks.
 
     `fail` is asked at every `collect` whether this step fails; a failed step has still written what it writes, as a
-    real one may. `wait` is called at every `collect`, for steps that take time. Up to two steps are in flight and are
-    computed in order: at `submit`, if no earlier one is still to be computed, or at `collect`, as `late` says when a
-    step is submitted, so that memory is used by a step in flight until the very end.
+    real one may, and what was told of its rows, and of those of the step submitted after it, is lost. `wait` is called
+    at every `collect`, for steps that take time. Up to two steps are in flight and are computed in order: at `submit`,
+    if no earlier one is still to be computed, or at `collect`, as `late` says when a step is submitted, so that memory
+    is used by a step in flight until the very end.
 
     With `eager`, what a plan acquires is written from `submit` on, as a real executor may, even while an earlier step
     is still to be computed: pages and state slots that are new to their sequences are then marked as never written at
@@ -117,6 +120,7 @@ class WitnessExecutor:
         self._wait = wait
         self._eager = eager
         self._flight: deque[_Step] = deque()  # the oldest first
+        self._losing: list[_Step] = []  # their rows are lost when all of them are computed
         self._trusting = False  # a void step is computed: nothing it reads is verified
         self.steps = 0
 
@@ -153,20 +157,39 @@ class WitnessExecutor:
             raise InvariantError("a result was collected with no step in flight")
         step = self._flight.popleft()
         self._wait()
-        self._trusting = step.void
-        result = step.result if step.result is not None else self._compute(step.plan)
-        self._trusting = False
+        if step.result is None:
+            self._trusting = step.void
+            step.result = self._compute(step.plan)
+            self._trusting = False
         self.steps += 1
-        if self._fail():
+        failed = self._fail()
+        if failed and not step.void:
             for later in self._flight:
                 later.void = True
+            self._losing += [step, *self._flight]
+        if all(lost.result is not None for lost in self._losing):
+            for lost in self._losing:
+                self._lose_rows(lost.plan)
+            self._losing.clear()
+        if failed:
             raise StepFailed("the witness was told to fail this step")
-        return result
+        return step.result
 
     def close(self) -> None:
         """See `Executor.close`. There is nothing but arrays."""
 
     # -- a step
+
+    def _lose_rows(self, plan: Plan) -> None:
+        """Forget all that was told of the rows of a plan: their page tables and sampling options."""
+        rows = {*plan.rows.tolist(), *(row for row, _ in plan.sampling)}
+        rows.update(row for change in plan.tables for row in change.rows.tolist())
+        lost = list(rows)
+        for table in self._tables:
+            table[lost] = LOST
+        self._seeds[lost] = ~self._seeds[lost]
+        for row in lost:
+            self._asking.pop(row, None)
 
     def _begin_writing(self, plan: Plan, before: Plan) -> None:
         """Mark what is new to a row of `plan` as never written, while the step `before` it is still to be computed."""
@@ -267,7 +290,12 @@ class WitnessExecutor:
         positions = starts[:, None] - width + np.arange(width)  # right-aligned: the last column is the token before
         valid = positions >= first[:, None]
         inside = np.maximum(positions, 0)
-        slots = table[rows[:, None], inside // size] * size + inside % size
+        pages = table[rows[:, None], inside // size]
+        if (valid & (pages == LOST)).any():
+            raise InvariantError(
+                f"{group.kind.value}: a row's page table was lost in a failed step, and not told again"
+            )
+        slots = np.maximum(pages, 0) * size + inside % size
         seen, read = hashes[slots], tokens[slots]
         if self._trusting:
             return np.where(starts > 0, seen[:, -1], np.uint64(START))
@@ -306,7 +334,10 @@ class WitnessExecutor:
         owner = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[owner]
         for i, group in enumerate(self._paged):
-            slots = self._tables[i][rows[owner], positions // size] * size + positions % size
+            pages = self._tables[i][rows[owner], positions // size]
+            if (pages == LOST).any():
+                raise InvariantError("a row's page table was lost in a failed step, and is written through")
+            slots = pages * size + positions % size
             if len(np.unique(slots)) != len(slots):
                 raise InvariantError(f"{self._spec.groups[group].kind.value}: two rows write the same slot in one step")
             stored_hashes, stored_tokens = self._slots[group]

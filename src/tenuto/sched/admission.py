@@ -9,7 +9,7 @@ import numpy as np
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import Longs
-from tenuto.sched.batch import Batch, start_target
+from tenuto.sched.batch import Batch, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session
@@ -81,7 +81,8 @@ class Admission:
             while (turn := self._next()) is not None:
                 need = self._need(turn)
                 available = reserved.available() - self._pledged(turn)
-                if not memory.rows.free or (need > available).any() or not self._can_stay(turn, need):
+                fits = memory.rows.free and (need <= available).all() and self._can_stay(turn, need)
+                if not fits and not is_computed(turn):
                     return turn
                 self._queue.remove(turn)
                 self._start(turn, reserved.take(need))
@@ -160,8 +161,9 @@ class Admission:
         ends = np.minimum(rows.expected[order] + 2 * memory.shape.overlap * rows.samples[order], rows.limit[order])
         return memory.pledged(order, ends)
 
-    @staticmethod
-    def _need(turn: Turn) -> Longs:
+    def _need(self, turn: Turn) -> Longs:
         """Units to acquire for the tokens it knows, an upper bound, int64 [groups]."""
+        if is_computed(turn):
+            return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))
         return turn.session.memory.need(start_target(turn), end, generates=turn.generating)

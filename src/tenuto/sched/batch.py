@@ -231,6 +231,13 @@ def continues_from(turn: Turn) -> int:
     return memory.turn.scheduled if memory.turn is not None else memory.resumable(start_target(turn))
 
 
+def is_computed(turn: Turn) -> bool:
+    """Whether a turn that only prefills has nothing left to compute, and so needs neither a row nor memory."""
+    memory = turn.session.memory.turn
+    settled = memory is None or memory.unsettled is None
+    return not turn.generates and settled and continues_from(turn) >= turn.last_position
+
+
 def start_target(turn: Turn) -> int:
     """Where a turn starts at the latest: at the end of the history it builds on, or before its last prompt token."""
     return max(0, min(turn.base_length, turn.prompt_length - 1))

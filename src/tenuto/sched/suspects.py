@@ -11,11 +11,12 @@ MAX_FAILURES = 3
 
 
 class Suspects:
-    """Turns that were in a failed step and have not come past where it failed, in groups.
+    """Turns that were in a failed step and have not come to where it was to end, in groups.
 
     While there are any, a step is run with one group and nobody else. A group that fails is split in two; a turn that
-    comes past where it failed is cleared. So k turns that make every step fail, among n, cost at most
-    k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more steps with a part of the turns than that.
+    has computed all that a failed step was to compute of it is cleared. So k turns that make every step fail, among n,
+    cost at most k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more steps with a part of the turns than that,
+    besides those that compute again what a turn with state lost when it went back to a checkpoint.
 
     Invariant: a turn is in at most one group.
     """
@@ -39,7 +40,7 @@ class Suspects:
         self._groups = [[turn for turn in group if turn not in turns] for group in self._groups]
         for turn in turns:
             memory = turn.session.memory.turn
-            turn.failed_at = memory.computed if memory is not None else 0
+            turn.failed_end = memory.scheduled if memory is not None else 0
         if len(turns) == 1:
             turns[0].failures += int(alone)
             self._groups.append(list(turns))
@@ -49,11 +50,11 @@ class Suspects:
         self._tidy()
 
     def step_succeeded(self) -> None:
-        """Clear the turns that have come past where they failed, and forget those that have ended."""
+        """Clear the turns that have come to where their failed step was to end, and forget those that have ended."""
         for group in self._groups:
             for turn in list(group):
                 memory = turn.session.memory.turn
-                if memory is not None and memory.computed > turn.failed_at:
+                if memory is not None and memory.computed >= turn.failed_end:
                     turn.failures = 0
                     group.remove(turn)
         self._tidy()

@@ -181,8 +181,8 @@ class Turn:
         self.state = TurnState.QUEUED
         self.replaces = False  # regenerates the session's last turn
         self.started = False  # has run as a submitted turn
-        self.failures = 0  # failed steps with it alone, until it comes past `failed_at`; written by `Suspects`
-        self.failed_at = 0  # tokens it had computed when the last step with it failed; lowered when a draft changes
+        self.failures = 0  # failed steps with it alone, until it comes to `failed_end`; written by `Suspects`
+        self.failed_end = 0  # where the last failed step with it was to end; lowered when a draft changes
         self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle
         self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
         self.text: TextStream | None = None
