@@ -115,15 +115,25 @@ def test_the_package_root_imports_nothing_until_asked() -> None:
         assert not [name for name in imports("tenuto", at_import_only=True) if name.startswith("tenuto")]
 
 
+def assert_acyclic(graph: dict[str, set[str]]) -> None:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {
         module: {name for name in imports(module, at_import_only=True) if name in MODULES and name != module}
         for module in MODULES
     }
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
+    assert_acyclic(graph)
+
+
+@pytest.mark.parametrize("part", ["memory"])
+def test_inside_a_package_nothing_knows_what_knows_it_not_even_as_a_type(part: str) -> None:
+    modules = [module for module in MODULES if part_of(module) == part]
+    assert_acyclic({module: {name for name in imports(module) if name in modules} for module in modules})
 
 
 def test_the_life_of_a_session_loads_without_torch() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -16,14 +15,14 @@ from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import NO_SLOT
 from tenuto.memory.audit import AuditReport, recount
 from tenuto.memory.full import FullTable
-from tenuto.memory.memory import Memory, Shape, state_slots
-from tenuto.memory.paged import Growth
-from tenuto.memory.pool import Holder, Lease
+from tenuto.memory.group import Growth, Table
+from tenuto.memory.memory import KINDS, Memory, Reservation
+from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.memory.rows import Rows
 from tenuto.memory.session_memory import SessionMemory, all_holders
+from tenuto.memory.shape import Shape
 from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.turn_memory import TurnMemory
-from tenuto.sched.planner import Planner
-from tenuto.sched.suspects import Suspects
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 
@@ -50,6 +49,12 @@ def make_shape(**changes: object) -> Shape:
         "checkpoint_share": 1.0,
     }
     return Shape(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def make_table(spec: GroupSpec, pool: Pool, page_size: int = 4) -> Table:
+    """A table of a group of its own."""
+    group = KINDS[spec.kind](0, spec, pool, page_size, make_shape(), Rows(4))
+    return group.table(Someone("session"))
 
 
 def make_spec(kinds: Sequence[Kind], page_size: int = 4, window: int = 6) -> MemorySpec:
@@ -92,8 +97,6 @@ class Scribe:
         self.copies: list[tuple[int, int]] = []  # group and slots of every page copy
         self._fresh = count(1)
         self._slots: list[dict[tuple[int, int], int]] = [{} for _ in kinds]  # (unit, slot or position) -> token
-        self._batch = SimpleNamespace(turns={})
-        self._planner = Planner(self.memory, self._batch, Suspects(), 1, None, 0)  # type: ignore[arg-type]
 
     # -- sessions
 
@@ -124,9 +127,8 @@ class Scribe:
     def open(self, script: Script, base: int | None = None, target: int | None = None) -> Writing:
         """A turn that builds on the first `base` tokens and starts at `target` at the latest."""
         base = len(script.history) if base is None else base
-        slots = state_slots(self.memory.shape, generates=True)
-        with self.memory.reserve_states(slots, Someone("admission")) as reserved:
-            memory = TurnMemory(script.memory, "turn", base if target is None else target, reserved_all(reserved))
+        with self.memory.reserve(1, Someone("admission")) as reserved:
+            memory = script.memory.begin("turn", base if target is None else target, reserved_all(reserved))
         script.writing = Writing(script, memory, base, script.history[:base], [])
         self.attach(script.writing)
         return script.writing
@@ -134,9 +136,8 @@ class Scribe:
     def attach(self, writing: Writing) -> None:
         row = self.memory.rows.take()
         writing.tables = [{} for _ in self.memory.paged]
-        self._batch.turns[row] = SimpleNamespace(session=writing.script)
-        for taken in writing.memory.attach(row):
-            self._learn(writing, taken.group, taken.growth)
+        for growth in writing.memory.attach(row):
+            self._learn(writing, growth)
 
     def compute(self, writing: Writing, tokens: int) -> None:
         """One step that settles at once: read everything below, then write `tokens` more."""
@@ -145,11 +146,13 @@ class Scribe:
         end = start + tokens
         while len(writing.tokens) <= end:
             writing.tokens.append(next(self._fresh))
-        for i, growth in writing.memory.grow(end):
-            self._learn(writing, i, growth)
+        for growth in writing.memory.grow(end):
+            self._learn(writing, growth)
         self._read(writing, start)
-        moves = self._planner._move_states(np.array([row]), np.array([start]))
-        for group, move in zip(self.memory.states, moves, strict=True):
+        moves = self.memory.advance(np.array([row]), np.array([start]), [])
+        if moves.left:
+            writing.memory.left_checkpoint()
+        for group, move in zip(self.memory.states, moves.states, strict=True):
             self._check_state(group, int(move.reads[0]), writing.tokens, start)
             unit = int(move.writes[0])
             self._slots[group] = {key: token for key, token in self._slots[group].items() if key[0] != unit}
@@ -159,7 +162,7 @@ class Scribe:
                 page = writing.tables[i][position // self.memory.page_size]
                 self._slots[group][page, position % self.memory.page_size] = writing.tokens[position]
         rows.scheduled[row] = rows.computed[row] = end
-        if self.memory.spec.needs_checkpoints:
+        if self.memory.needs_checkpoints:
             writing.memory.slide()
 
     def mark(self, writing: Writing) -> bool:
@@ -211,7 +214,7 @@ class Scribe:
     def _check_session(self, script: Script) -> None:
         memory = script.memory
         assert memory.computed <= max(0, len(script.history) - 1)
-        if self.memory.spec.needs_checkpoints and memory.computed:
+        if self.memory.needs_checkpoints and memory.computed:
             assert memory.checkpoints[-1].position == memory.computed
         for group, table in enumerate(memory.tables):
             if isinstance(table, FullTable):
@@ -227,10 +230,10 @@ class Scribe:
                 else:
                     self._check_state(group, part.units[0], script.history, position)
 
-    def _learn(self, writing: Writing, i: int, growth: Growth) -> None:
-        group = self.memory.paged[i]
+    def _learn(self, writing: Writing, growth: Growth) -> None:
+        group = growth.group
         for offset, page in enumerate(growth.pages):
-            writing.tables[i][growth.index + offset] = page
+            writing.tables[self.memory.paged.index(group)][growth.index + offset] = page
         if growth.copy_from >= 0:
             self.copies.append((group, growth.copy_slots))
             slots = self._slots[group]
@@ -256,6 +259,6 @@ class Scribe:
             assert self._slots[group].get((unit, position)) == tokens[position - 1], f"slot {unit} is not at {position}"
 
 
-def reserved_all(reserved: tuple[Lease, ...]) -> tuple[Lease, ...]:
+def reserved_all(reserved: Reservation) -> tuple[Lease, ...]:
     """Take everything out of a reservation."""
-    return tuple(lease.take(0, len(lease), lease.holder) for lease in reserved)
+    return reserved.take(reserved.available())

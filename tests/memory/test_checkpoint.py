@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.errors import InvariantError
+from tenuto.base.groups import Kind
 from tenuto.memory.checkpoint import Checkpoint, CheckpointCache, Checkpoints
-from tenuto.memory.pool import Lease, Pool
+from tenuto.memory.full import FullTable
+from tenuto.memory.pool import Holder, Lease, Pool
 from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script
 
 
@@ -407,3 +409,32 @@ def test_a_fork_at_an_older_checkpoint_keeps_it_from_being_evicted() -> None:
     assert scribe.memory.cache.evict()
     assert positions(parent.memory.checkpoints) == [8]
     scribe.audit()
+
+
+def keep_pages(table: FullTable, position: int, holder: Holder) -> Lease:
+    """A second lease on all pages below `position`."""
+    pages = -(-position // table.page_size)
+    lease = table.base.share(0, min(pages, table.first), holder)
+    lease.absorb(table.opened.share(0, pages - len(lease), holder))
+    return lease
+
+
+@pytest.mark.parametrize("other", [SLIDING, STATE])
+def test_a_checkpoint_may_hold_pages_of_full_attention_too(other: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FullTable, "keep", keep_pages)
+    scribe = Scribe([FULL, other])
+    free = scribe.free()
+    parent = marked(scribe, 3)
+    child = scribe.fork(parent)
+    scribe.audit()
+    kept = [len(checkpoint.parts[0] or ()) for checkpoint in parent.memory.checkpoints]
+    assert kept == [-(-checkpoint.position // 4) for checkpoint in parent.memory.checkpoints]
+    scribe.rewind(parent, len(parent.history) - 1)  # with a sliding window part of the last checkpoint covers it
+    scribe.compute(scribe.open(child), 3)
+    scribe.abort(child)
+    scribe.audit()
+    assert scribe.memory.cache.reclaimable(0) == 0  # the sessions hold the same pages
+    for script in (parent, child):
+        script.memory.drop()
+    scribe.audit()
+    assert scribe.free() == free

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.full import FullTable
+from tenuto.base.groups import GroupSpec
 from tenuto.memory.paged import pages_for
-from tenuto.memory.pool import Pool
-from tests.memory.scribe import FULL, Scribe, Script, Someone
+from tenuto.memory.pool import Lease, Pool
+from tests.memory.scribe import FULL, Scribe, Script, Someone, make_table
 
 PAGE = 4  # of every scribe here
 
@@ -163,20 +163,27 @@ def test_pages_acquired_for_tokens_that_were_not_accepted_are_freed_at_commit(re
     scribe.audit()
 
 
+def nothing(pool: Pool, holder: str) -> Lease:
+    """What a turn is given of pages when it starts."""
+    lease = pool.acquire(0, Someone(holder))
+    assert lease is not None
+    return lease
+
+
 def test_a_table_has_one_open_turn() -> None:
     pool = Pool("full0", 8)
-    table = FullTable(pool, PAGE, Someone("session"))
+    table = make_table(GroupSpec(FULL, 1), pool)
     with pytest.raises(InvariantError, match="no turn is open"):
         table.grow(1)
-    table.begin(Someone("turn 1"), 0, at_end=True)
+    table.begin(nothing(pool, "turn 1"), 0, None, at_end=True)
     with pytest.raises(InvariantError, match="turn 2 begins on a table another turn has open"):
-        table.begin(Someone("turn 2"), 0, at_end=True)
+        table.begin(nothing(pool, "turn 2"), 0, None, at_end=True)
 
 
 def test_a_plan_without_room_is_an_error_that_acquires_nothing() -> None:
     pool = Pool("full0", 2)
-    table = FullTable(pool, PAGE, Someone("session"))
-    table.begin(Someone("turn"), 0, at_end=True)
+    table = make_table(GroupSpec(FULL, 1), pool)
+    table.begin(nothing(pool, "turn"), 0, None, at_end=True)
     with pytest.raises(InvariantError, match="applied without room"):
         table.grow(3 * PAGE)
     assert pool.free == 2

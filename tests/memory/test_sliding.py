@@ -7,21 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.groups import GroupSpec
-from tenuto.memory.memory import session_units, window_pages
+from tenuto.memory.memory import session_units
 from tenuto.memory.pool import Pool
-from tenuto.memory.sliding import SlidingTable
-from tests.memory.scribe import FULL, SLIDING, Scribe
+from tenuto.memory.sliding import SlidingTable, window_pages
+from tests.memory.scribe import FULL, SLIDING, Scribe, make_table
 
 PAGE, WINDOW = 4, 6  # of every scribe here
 
 sizes = {"position": st.integers(0, 400), "page_size": st.integers(1, 20), "window": st.integers(2, 50)}
 
 
+def make_sliding(page_size: int, window: int) -> SlidingTable:
+    table = make_table(GroupSpec(SLIDING, 1, window), Pool("sliding0", 1), page_size)
+    assert isinstance(table, SlidingTable)
+    return table
+
+
 @given(**sizes)
 def test_a_window_is_the_pages_of_the_tokens_the_next_one_attends_to(
     position: int, page_size: int, window: int
 ) -> None:
-    table = SlidingTable(Pool("sliding0", 1), page_size, window)
+    table = make_sliding(page_size, window)
     pages = {p // page_size for p in range(max(0, position - window + 1), position)}
     first = table.first_entry(position)
     assert set(range(first, first + table.span(position))) >= pages
@@ -31,13 +37,13 @@ def test_a_window_is_the_pages_of_the_tokens_the_next_one_attends_to(
 
 @given(**sizes)
 def test_the_count_of_an_idle_session_covers_its_window(position: int, page_size: int, window: int) -> None:
-    table = SlidingTable(Pool("sliding0", 1), page_size, window)
+    table = make_sliding(page_size, window)
     assert table.span(position) <= session_units(GroupSpec(SLIDING, 1, window), page_size, position)
 
 
 @given(**sizes)
 def test_later_windows_never_begin_before_earlier_ones(position: int, page_size: int, window: int) -> None:
-    table = SlidingTable(Pool("sliding0", 1), page_size, window)
+    table = make_sliding(page_size, window)
     assert table.first_entry(position) <= table.first_entry(position + 1)
 
 

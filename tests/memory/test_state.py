@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tenuto.base.errors import InvariantError
+from tenuto.base.groups import GroupSpec
 from tenuto.base.plan import NO_SLOT
 from tenuto.memory.pool import Pool
-from tenuto.memory.state import StateTable
-from tests.memory.scribe import FULL, STATE, Scribe, Someone
+from tests.memory.scribe import FULL, STATE, Scribe, Someone, make_table
 
 
 def test_starting_a_turn_copies_nothing_and_reads_the_sessions_slot() -> None:
@@ -17,9 +17,9 @@ def test_starting_a_turn_copies_nothing_and_reads_the_sessions_slot() -> None:
     kept = script.memory.checkpoints[-1].parts[0].units[0]
     writing = scribe.open(script)
     row = writing.memory.row
-    rows = scribe.memory.rows
-    assert rows.current[0, row] == kept
-    assert rows.alternate[0, row] not in (kept, NO_SLOT)
+    (group,) = scribe.memory.groups
+    assert group.current[row] == kept
+    assert group.alternate[row] not in (kept, NO_SLOT)
 
 
 def test_an_aborted_turn_leaves_the_session_the_very_slot_it_had() -> None:
@@ -89,8 +89,8 @@ def test_a_row_without_a_slot_beside_its_checkpoint_is_stopped_before_it_writes(
     writing = scribe.open(script)
     scribe.compute(writing, 5)
     writing.memory.mark(5)
-    rows, row = scribe.memory.rows, writing.memory.row
-    rows.alternate[0, row] = NO_SLOT
+    (group,) = scribe.memory.groups
+    group.alternate[writing.memory.row] = NO_SLOT
     with pytest.raises(InvariantError, match="would write a state slot that a checkpoint holds"):
         scribe.compute(writing, 1)
 
@@ -124,9 +124,9 @@ def test_a_fork_shares_the_state_slot_and_both_go_on() -> None:
 
 def test_a_table_has_one_open_turn() -> None:
     pool = Pool("state0", 4)
-    table = StateTable(pool)
+    table = make_table(GroupSpec(STATE, 1), pool)
     with pytest.raises(InvariantError, match="no turn is open"):
         table.extend(pool.acquire(1, Someone("turn 0")))
-    table.begin(None, pool.acquire(1, Someone("turn 1")))
+    table.begin(pool.acquire(1, Someone("turn 1")), 0, None, at_end=True)
     with pytest.raises(InvariantError, match="turn 2 begins on a table another turn has open"):
-        table.begin(None, pool.acquire(1, Someone("turn 2")))
+        table.begin(pool.acquire(1, Someone("turn 2")), 0, None, at_end=True)

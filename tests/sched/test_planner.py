@@ -166,12 +166,14 @@ def test_a_proposal_changes_nothing(mix) -> None:
     stage.told()
     stage.reach("mid-prefill")
     engine = stage.engine
-    rows = engine.memory.rows
-    before = {name: array.copy() for name, array in vars(rows).items() if isinstance(array, np.ndarray)}
+    owners = (engine.memory.rows, *engine.memory.groups)
+    before = [{name: a.copy() for name, a in vars(owner).items() if isinstance(a, np.ndarray)} for owner in owners]
+    assert all(before)
     touched, news = engine.memory.touched, list(engine.batch._taken)
     first, second = engine._planner.propose(), engine._planner.propose()
-    for name, array in before.items():
-        assert (array == getattr(rows, name)).all(), f"proposing moved {name}"
+    for owner, arrays in zip(owners, before, strict=True):
+        for name, array in arrays.items():
+            assert (array == getattr(owner, name)).all(), f"proposing moved {name}"
     assert (engine.memory.touched, engine.batch._taken) == (touched, news)
     assert all((getattr(first, n) == getattr(second, n)).all() for n in ("rows", "starts", "counts", "needs"))
     assert first.lacking is None
@@ -187,7 +189,7 @@ def test_a_proposal_that_no_longer_fits_is_refused_before_any_pool_changes() -> 
     pool = engine.memory.pools[0]
     taken = pool.acquire(pool.free, SimpleNamespace(holder_name="thief"))
     touched, scheduled = engine.memory.touched, engine.memory.rows.scheduled.copy()
-    with pytest.raises(InvariantError, match="more pages of full0 than are free"):
+    with pytest.raises(InvariantError, match="more units of full0 than are free"):
         engine._planner.apply(proposal)
     assert engine.memory.touched == touched
     assert (engine.memory.rows.scheduled == scheduled).all()

@@ -14,11 +14,11 @@ from tenuto.engine.gate import TurnGate
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory import full, paged
 from tenuto.memory.full import FullTable
+from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.rows import Rows
 from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.admission import Admission
-from tenuto.sched.settle import Settler
 from tenuto.session.registry import Registry
 from tenuto.session.turn import EndReason, Turn, TurnState
 
@@ -285,7 +285,7 @@ def a_page_has_two_owners_while_totals_balance() -> Any:
 
 def a_wrong_guess_is_kept() -> Any:
     """Rejected lookahead does not cut memory back."""
-    return replaced(Settler, "_cut_back", lambda original: lambda self, row, start, position: None)
+    return replaced(Memory, "reject", lambda original: lambda self, row, start, position: None)
 
 
 def a_stale_result_is_taken() -> Any:

@@ -12,9 +12,10 @@ from tenuto.engine.auditor import Auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.checkpoint import CheckpointCache
-from tenuto.memory.memory import Shape
-from tenuto.memory.paged import pages_for
+from tenuto.memory.paged import PagedTable, pages_for
 from tenuto.memory.pool import Pool
+from tenuto.memory.shape import Shape
+from tenuto.memory.state import StateGroup
 from tenuto.sched.admission import Admission
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
@@ -112,9 +113,7 @@ def spaced_checkpoints_are_not_aligned_to_pages() -> Any:
 def admission_does_not_count_the_copy_of_the_tail() -> Any:
     """The page that a shared, partly filled one is copied to is left out of the worst case."""
     return replaced(
-        Admission,
-        "_entries_at",
-        lambda original: staticmethod(lambda table, start, computed: pages_for(start, table.page_size)),
+        PagedTable, "entries_at", lambda original: lambda self, start, *, at_end: pages_for(start, self.page_size)
     )
 
 
@@ -273,14 +272,15 @@ def a_row_cut_back_keeps_its_alternate_position() -> Any:
     """After wrong guesses the alternate state slot is thought to hold what it does not."""
 
     def make(original: Any) -> Any:
-        def cut_back(self: Settler, row: int, start: int, position: int) -> None:
-            kept = int(self._memory.rows.alternate_at[row])
-            original(self, row, start, position)
-            self._memory.rows.alternate_at[row] = kept
+        def reject(self: StateGroup, row: int, start: int, position: int) -> int:
+            kept = int(self.alternate_at[row])
+            stands_at: int = original(self, row, start, position)
+            self.alternate_at[row] = kept
+            return stands_at
 
-        return cut_back
+        return reject
 
-    return replaced(Settler, "_cut_back", make)
+    return replaced(StateGroup, "reject", make)
 
 
 def admission_ignores_what_drafts_hold() -> Any:

@@ -26,11 +26,11 @@ def a_tail_names_an_index_again() -> Any:
     """Whoever has a page at the place where its tail was thinks that it may fill it, whichever page that is."""
 
     def begin(original: Any) -> Any:
-        def begin_at(self: FullTable, holder: Any, start: int, *, at_end: bool) -> None:
+        def begin_at(self: FullTable, units: Any, start: int, part: Any, *, at_end: bool) -> None:
             in_place = at_end and self.writable(start)
             if in_place and start % self.page_size and not self.has_tail(0, start):
                 self.tail = Tail(start // self.page_size, start)
-            self.open(holder, start, in_place=in_place)
+            self.open(units, start, in_place=in_place)
 
         return begin_at
 

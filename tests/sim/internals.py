@@ -17,7 +17,7 @@ from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.full import FullTable
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
-from tenuto.memory.state import StateTable
+from tenuto.memory.state import StateGroup, StateTable
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn, TurnState
 
@@ -211,17 +211,17 @@ def needed_of_turn(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
 
 def _settled_slot(memory: SessionMemory, group: int, computed: int) -> int:
     """The state slot that holds the state after `computed` tokens; -1 if that cannot be told."""
-    turn, rows = memory.turn, memory.memory.rows
+    turn, rows, registers = memory.turn, memory.memory.rows, memory.memory.groups[group]
     assert turn is not None
-    state = memory.memory.states.index(group)
+    assert isinstance(registers, StateGroup)
     if turn.row < 0:
         table = memory.tables[group]
         assert isinstance(table, StateTable)
         return table.current
     if rows.scheduled[turn.row] == computed:
-        return int(rows.current[state, turn.row])
-    if rows.alternate_at[turn.row] == computed:
-        return int(rows.alternate[state, turn.row])
+        return int(registers.current[turn.row])
+    if registers.alternate_at[turn.row] == computed:
+        return int(registers.alternate[turn.row])
     return -1
 
 
@@ -340,7 +340,7 @@ def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one in
         turn = memory.turn
         positions = [c.position for c in memory.checkpoints]
         require(positions == sorted(set(positions)), f"checkpoints at {positions}")
-        if engine.memory.spec.needs_checkpoints and memory.computed:
+        if engine.memory.needs_checkpoints and memory.computed:
             require(positions and positions[-1] == memory.computed, f"{memory.computed}, checkpoints at {positions}")
             require(memory.checkpoints[-1].pins, f"the checkpoint at {memory.computed} could be evicted")
             require(all(c in cache or c.pins for c in memory.checkpoints), "a checkpoint is neither cached nor needed")

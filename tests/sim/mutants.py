@@ -30,6 +30,7 @@ WORDS = (
     "relax",
     "refer",
     "lend",
+    "reject",
 )
 
 

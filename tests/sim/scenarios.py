@@ -10,7 +10,7 @@ from random import Random
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.plan import Plan
 from tenuto.base.sampling import Sampling
-from tenuto.memory.memory import Shape
+from tenuto.memory.shape import Shape
 from tenuto.session.session import Policy
 from tenuto.session.turn import TurnParams
 from tests.sim.mirror import MirroredWorld

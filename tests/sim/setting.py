@@ -7,7 +7,8 @@ from random import Random
 
 from tenuto.base.config import EngineConfig
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.memory.memory import Shape, session_units, turn_units
+from tenuto.memory.memory import session_units, turn_units
+from tenuto.memory.shape import Shape
 
 MIXES: tuple[tuple[Kind, ...], ...] = (
     (Kind.FULL,),

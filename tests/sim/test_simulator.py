@@ -19,7 +19,7 @@ JUSTIFIED: dict[str, str] = {
     "a_resting_draft_is_never_evictable": "it has its place since it got its row; the note makes it the latest there",
     "limbo_of_the_second_step_is_merged": "nothing is released between its submission and the end of the first",
     "memory.pool: gone = self._limbo[-1] if": "as above: what is released finds one step in flight",
-    "memory.turn_memory: if p > began]": "the source's position can be resumed anyway",
+    "memory.turn_memory: if live > began:": "the source's position can be resumed anyway",
     "memory.rows: self.mark[row] = FAR": "a row gets its mark when it is taken",
     "sched.batch: self._sampling.pop(row, None)": "the next turn of the row that samples brings its own options",
     "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked from the last such position on",

@@ -51,8 +51,3 @@ class MemorySpec:
             raise ConfigError(f"page_size is {self.page_size}; allowed: at least 1")
         if not self.groups:
             raise ConfigError("a model needs at least one memory group")
-
-    @property
-    def needs_checkpoints(self) -> bool:
-        """Whether some positions are not resumable without a checkpoint: any group but full attention."""
-        return any(g.kind is not Kind.FULL for g in self.groups)

@@ -26,10 +26,11 @@ from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.audit import AuditReport
-from tenuto.memory.memory import Memory, Shape
+from tenuto.memory.memory import Memory
+from tenuto.memory.shape import Shape
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
-from tenuto.sched.planner import Flight, Lacking, Planner, Proposal, Proposer
+from tenuto.sched.planner import Flight, Planner, Proposer
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
@@ -149,46 +150,16 @@ class Engine:
         while len(self.batch):
             proposal, made = self._planner.propose(), True
             while (lacking := proposal.lacking) is not None and made:
-                made = self._make_room(lacking)
+                made = self.pressure.make_room(lacking, in_flight=bool(self._flights))
                 proposal = self._planner.propose()  # also if room is still to come: somebody may have yielded
                 if made and proposal.lacking is not None and proposal.lacking.same(lacking):
                     raise InvariantError(f"{lacking.turn.name} was given the room it lacked, and lacks it still")
             if len(proposal.rows):
                 return self._planner.apply(proposal)
-            if self._flights or not self._unstick(proposal):
+            stuck = proposal.lacking.turn if proposal.lacking is not None and self.suspects else None
+            if self._flights or not self.pressure.unstick(stuck):
                 break
         return None
-
-    def _make_room(self, lacking: Lacking) -> bool:
-        """Have others yield to a running turn that has no room to go on: cached and idle state, and turns after it.
-        False if it has to wait: nobody has yielded then, or what they gave comes free when steps in flight settle."""
-        running = self.batch.running()
-        turn, kept = lacking.turn, running[: lacking.place + 1]
-        if (lacking.alone > self.pressure.room_beside([turn])).any():
-            if self._flights:
-                return False  # pages may leave its window when they settle
-            self.lifecycle.preempt(turn, "restart")  # beside what its session keeps it never fits; from nothing it does
-            self.lifecycle.drop(turn.session, "restart")
-            return True
-        if (lacking.needed > self.pressure.room_beside(kept)).any():
-            return False
-        victims = (victim for victim in reversed(running[lacking.place + 1 :]) if victim in self.batch)
-        self.pressure.relieve(lambda: lacking.needed, kept, victims)
-        return bool((lacking.needed <= self.memory.free()).all())
-
-    def _unstick(self, proposal: Proposal) -> bool:
-        """No running turn has room, and nothing is in flight that could make some: have one yield. False if there are
-        only drafts, of which none would gain by it."""
-        running = self.batch.running()
-        if proposal.lacking is not None and self.suspects:
-            self.lifecycle.preempt(proposal.lacking.turn)  # singled out for failed steps
-        elif len(running) > 1:
-            self.lifecycle.preempt(running[-1])
-        elif running and not running[0].drafting:
-            raise InvariantError(f"{running[0].name} runs alone, and does not fit memory")
-        else:
-            return False
-        return True
 
     def _submit(self, planned: Flight) -> None:
         self.memory.step_submitted()

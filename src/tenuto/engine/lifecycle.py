@@ -44,7 +44,7 @@ class Lifecycle:
         self._clock = clock
         self._draft_timeout = draft_timeout
         self.batch = batch
-        self.pressure = Pressure(memory, self.preempt, self.drop)
+        self.pressure = Pressure(memory, batch, self.preempt, self.drop)
         self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
         self.totals: Counter[str] = Counter()  # tokens of all ended turns, by field of `Usage`
         self.recomputed: Counter[str] = Counter()  # tokens that were computed and have to be again, by why

@@ -4,29 +4,59 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from typing import Self
 
-from tenuto.memory.paged import NO_PAGE, PagedTable, Tail, pages_for
-from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.memory.paged import NO_PAGE, PagedGroup, PagedTable, Tail, pages_for
+from tenuto.memory.pool import Holder, Lease
+from tenuto.memory.rows import Longs
+
+
+class FullGroup(PagedGroup):
+    """A full attention group."""
+
+    needs_checkpoints = False
+
+    def table(self, holder: Holder) -> FullTable:
+        return FullTable(self, holder)
+
+    @property
+    def max_length(self) -> int:
+        return self.pool.capacity * self.page_size + 1  # the last token is never computed
+
+    def least_units(self, longest: int) -> int:
+        return 1  # a small pool shortens what is longest instead
+
+    def pledged(self, rows: Longs, ends: Longs) -> int:
+        return int(self.needs(rows, ends).sum())
+
+    def expected_growth(self, lengths: Longs, ends: Longs) -> int:
+        return int((-(-ends // self.page_size) + -lengths // self.page_size).sum())
 
 
 class FullTable(PagedTable):
-    """A sequence's pages in a full attention group. `base` holds the session's, entry 0 on."""
+    """A sequence's pages in a full attention group. `base` holds the session's, entry 0 on. A checkpoint needs no part
+    of them, for the sequences that refer to it hold them; it may have one all the same."""
 
-    def __init__(self, pool: Pool, page_size: int, holder: Holder) -> None:
-        super().__init__(pool, page_size)
-        self.base = Lease(pool, array("i"), holder)
+    def __init__(self, group: FullGroup, holder: Holder) -> None:
+        super().__init__(group)
+        self.base = Lease(group.pool, array("i"), holder)
 
     def leases(self) -> Iterator[Lease]:
         yield self.base
 
+    def frees(self) -> bool:  # who holds a page holds all before it
+        return len(self.base) > 0 and self.pool.counts[self.base.units[-1]] == 1
+
     # -- the open turn
 
-    def begin(self, holder: Holder, start: int, *, at_end: bool) -> None:
-        """Open a turn at `start`; `at_end`: that is where the session's memory ends, so its tail can be written."""
-        in_place = at_end and self.writable(start)
+    def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
+        in_place = self.writes_in_place(start, at_end=at_end)
         if in_place and start % self.page_size and not self.has_tail(self._page_at(start), start):
             self.tail = Tail(self._page_at(start), start)
-        self.open(holder, start, in_place=in_place)
+        self.open(units, start, in_place=in_place)
+
+    def writes_in_place(self, start: int, *, at_end: bool) -> bool:
+        return at_end and self.writable(start)
 
     def writable(self, position: int) -> bool:
         """Whether the session, whose memory ends at `position`, may write there in place: it has the tail of the last
@@ -42,18 +72,21 @@ class FullTable(PagedTable):
         return self.base.units[index]
 
     def view(self) -> tuple[int, array[int]]:
-        """The turn's whole page table as (first entry, pages)."""
         return 0, self.base.units[: self.first] + self.opened.units
 
-    def truncate_turn(self, position: int) -> None:
+    def live_below(self, target: int, scheduled: int) -> int:
+        return target
+
+    def keep(self, position: int, holder: Holder) -> None:
+        return None
+
+    def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
         """Cut the turn's own pages back to slots below `position`, not before where it began. There, not even the copy
         may have been made that comes before its first token."""
         began = self.first * self.page_size + self._copy_slots
         self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first) if position > began else 0)
 
-    def commit(self, position: int, _kept: Lease | None) -> None:
-        """The turn commits with `position` tokens computed, more than where it began. No checkpoint keeps anything of
-        this group."""
+    def commit(self, position: int, part: Lease | None) -> None:
         own, brought = self.opened, self.brings(position)
         if len(own):  # else all was written in place, into a page the session keeps
             own.truncate(pages_for(position, self.page_size) - self.first)
@@ -62,19 +95,14 @@ class FullTable(PagedTable):
         self.own = None
         self.end_at(position, self._page_at(position), brought=brought)
 
-    def abort(self) -> None:
-        """The turn gives back what it acquired."""
-        self.opened.release()
-        self.own = None
-
     # -- the session
 
-    def fork(self, child: FullTable, position: int) -> None:
+    def fork(self, child: Self, position: int, part: Lease | None) -> None:
         """Share the pages below `position` with the fresh table `child`. The tail stays here."""
         child.base.absorb(self.base.share(0, pages_for(position, self.page_size), child.base.holder))
         self.lend(self._page_at(position), position)
 
-    def truncate(self, position: int, _kept: Lease | None) -> None:
+    def truncate(self, position: int, part: Lease | None) -> None:
         """Cut the session's pages to slots below `position`."""
         self.base.truncate(pages_for(position, self.page_size))
         self.end_at(position, self._page_at(position))

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tenuto.base.errors import InvariantError
+from tenuto.base.groups import GroupSpec
+from tenuto.base.plan import PageCopies, TableChanges
+from tenuto.memory.group import Group, Growth, Moves, Table
 from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.memory.rows import Longs, Rows
+from tenuto.memory.shape import Shape
 
 NO_PAGE = -1
 """The page of a slot that has none yet."""
@@ -30,77 +39,122 @@ class Tail:
     floor: int
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Pages a turn has acquired: table entries [index, index + len(pages)), and the copy that has to come before the
-    first is used (`copy_from` `NO_PAGE`: none; else the page whose first `copy_slots` slots go to `pages[0]`)."""
+class PagedGroup(Group):
+    """A group of pages. `entries[row]` is the table entries that the row can write through."""
 
-    index: int
-    pages: array[int]
-    copy_from: int
-    copy_slots: int
+    def __init__(self, index: int, spec: GroupSpec, pool: Pool, page_size: int, shape: Shape, rows: Rows) -> None:
+        super().__init__(index, spec, pool, page_size, shape, rows)
+        self.entries = np.zeros(shape.max_running, np.int64)
+        self._nothing = _changes([]), _copies([])
+
+    @staticmethod
+    def turn_units(spec: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
+        return pages_for(end, page_size)
+
+    @staticmethod
+    def session_units(spec: GroupSpec, page_size: int, computed: int) -> int:
+        return pages_for(computed, page_size)
+
+    def needs(self, rows: Longs, ends: Longs) -> Longs:
+        lacking: Longs = -(-ends // self.page_size) - self.entries[rows]
+        return np.maximum(lacking, 0, out=lacking)
+
+    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: Moves) -> None:
+        changes, copies = (_changes(grown), _copies(grown)) if grown else self._nothing
+        moves.tables.append(changes)
+        moves.copies.append(copies)
 
 
-class PagedTable:
+class PagedTable(Table):
     """One sequence's pages in one group: what its session keeps, and what its open turn has added.
 
     Token slot p is in table entry p // page_size. A turn reads kept entries below `first` and its own from `first` on.
     It writes into its own pages, and into the last kept page only if the session has that page's tail.
     """
 
-    def __init__(self, pool: Pool, page_size: int) -> None:
-        self.pool = pool
-        self.page_size = page_size
+    _group: PagedGroup
+
+    def __init__(self, group: PagedGroup) -> None:
+        super().__init__(group)
+        self.page_size = group.page_size
         self.tail: Tail | None = None  # written by begin, commit, fork and truncate of this table
-        self.own: Lease | None = None  # held by the open turn
         self.first = 0  # entry of the first page the turn ever owned
         self.released = 0  # own pages given back from the front, windows only
         self._copy_slots = 0  # used slots to copy into entry `first`; 0: written in place
 
+    # -- what is kept
+
+    def first_entry(self, position: int) -> int:
+        """The first table entry that resuming at `position` needs."""
+        return 0
+
+    def span(self, position: int) -> int:
+        """How many entries resuming at `position` needs."""
+        return pages_for(position, self.page_size) - self.first_entry(position)
+
+    def covers(self, at: int, position: int) -> bool:
+        return self.first_entry(position) >= self.first_entry(at)
+
+    def share_part(self, part: Lease, at: int, position: int, holder: Holder) -> Lease:
+        skip = self.first_entry(position) - self.first_entry(at)
+        return part.share(skip, skip + self.span(position), holder)
+
+    # -- admission
+
+    def need(self, most: int, held: int, start: int, end: int, *, at_end: bool) -> int:
+        there = self.entries if self.own is not None else self.entries_at(start, at_end=at_end)
+        return max(0, min(most - held, pages_for(end, self.page_size) - there))
+
+    def entries_at(self, start: int, *, at_end: bool) -> int:
+        """Table entries that a turn need not acquire which starts at `start`: the page it lies in is copied unless the
+        turn is certain to write it in place."""
+        certain = self.writes_in_place(start, at_end=at_end)
+        return pages_for(start, self.page_size) if certain else start // self.page_size
+
+    def writes_in_place(self, start: int, *, at_end: bool) -> bool:
+        """Whether a turn that starts at `start` is certain to write into the page the session keeps there."""
+        return False
+
     # -- the open turn
 
-    def open(self, holder: Holder, start: int, *, in_place: bool) -> None:
+    def open(self, units: Lease, start: int, *, in_place: bool) -> None:
         """Begin a turn that computes from `start` on; `in_place`: it may fill the page `start` lies in."""
-        if self.own is not None:
-            raise InvariantError(f"{self.pool.name}: {holder.holder_name} begins on a table another turn has open")
-        self.own = Lease(self.pool, array("i"), holder)
+        self.take_up(units)
         self.released = 0
         self._copy_slots = 0 if in_place else start % self.page_size
         self.first = start // self.page_size if self._copy_slots else pages_for(start, self.page_size)
-
-    @property
-    def opened(self) -> Lease:
-        """The open turn's own pages."""
-        if self.own is None:
-            raise InvariantError(f"{self.pool.name}: no turn is open on this table")
-        return self.own
 
     @property
     def entries(self) -> int:
         """Table entries the turn can write through."""
         return self.first + self.released + len(self.opened)
 
-    @property
-    def capacity(self) -> int:
-        """Token slots the turn can write through now."""
-        return self.entries * self.page_size
+    def attach(self, row: int) -> Growth:
+        super().attach(row)
+        self._group.entries[row] = self.entries
+        first, pages = self.view()
+        return Growth(self._group.index, row, first, pages, NO_PAGE, 0)
 
-    def grow(self, end: int) -> Growth:
-        """Acquire the pages for slots up to `end`. The caller has seen that there are enough."""
-        index = self.entries
-        had = len(self.opened)
-        if not self.opened.grow(pages_for(end, self.page_size) - index):
+    def lacking(self, end: int) -> int:
+        return max(0, pages_for(end, self.page_size) - self.entries)
+
+    def grow(self, end: int) -> Growth | None:
+        index, had, wanted = self.entries, len(self.opened), self.lacking(end)
+        if not wanted:
+            return None
+        if not self.opened.grow(wanted):
             raise InvariantError(f"{self.pool.name}: a plan was applied without room for it")
-        copies = self._copy_slots > 0 and index == self.first
-        return Growth(index, self.opened.units[had:], self.kept_page(index) if copies else NO_PAGE, self._copy_slots)
+        self._group.entries[self.row] = index + wanted
+        copied = self.kept_page(index) if self._copy_slots > 0 and index == self.first else NO_PAGE
+        return Growth(self._group.index, self.row, index, self.opened.units[had:], copied, self._copy_slots)
 
+    @abstractmethod
     def kept_page(self, index: int) -> int:
         """The unit of kept entry `index`."""
-        raise NotImplementedError  # abstract: full and sliding keep their pages differently
 
+    @abstractmethod
     def view(self) -> tuple[int, array[int]]:
-        """The turn's page table, as (first entry, pages)."""
-        raise NotImplementedError  # abstract: as `kept_page`
+        """What the turn reads, as (first entry, pages)."""
 
     # -- the tail
 
@@ -127,3 +181,19 @@ class PagedTable:
             self.tail = Tail(page, 0)
         elif not self.has_tail(page, position):
             self.tail = None
+
+
+def _changes(grown: Sequence[Growth]) -> TableChanges:
+    rows = [growth.row for growth in grown for _ in growth.pages]
+    index = [growth.index + i for growth in grown for i in range(len(growth.pages))]
+    pages = [page for growth in grown for page in growth.pages]
+    return TableChanges(np.array(rows, np.int32), np.array(index, np.int32), np.array(pages, np.int32))
+
+
+def _copies(grown: Sequence[Growth]) -> PageCopies:
+    copied = [growth for growth in grown if growth.copy_from != NO_PAGE]
+    return PageCopies(
+        np.array([growth.copy_from for growth in copied], np.int32),
+        np.array([growth.pages[0] for growth in copied], np.int32),
+        np.array([growth.copy_slots for growth in copied], np.int32),
+    )

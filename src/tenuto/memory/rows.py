@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.plan import NO_SLOT
 
 Longs = npt.NDArray[np.int64]
 
@@ -24,13 +23,11 @@ class Rows:
         |                    |                    | in a step yet    | those steps | position is ever computed
 
     Invariant: computed <= scheduled <= limit, known <= expected, scheduled <= expected. `scheduled` and `expected` move
-    when a plan is applied; `computed` and `known` when it settles. `capacity[g]` is the slots that paged group g can
-    write. `current[s]` and `alternate[s]` are the slots of state group s: the current one holds the state at
-    `scheduled`, the alternate one, if `alternate_at` >= 0, that at position `alternate_at`. A `frozen` row's current
-    slot belongs to a checkpoint and is not written. `mark` is the next position at which a checkpoint is wanted.
+    when a plan is applied; `computed` and `known` when it settles. `mark` is the next position at which a checkpoint is
+    wanted. What a memory group knows of rows is in the group.
     """
 
-    def __init__(self, rows: int, paged_groups: int, state_groups: int) -> None:
+    def __init__(self, rows: int) -> None:
         self.computed = np.zeros(rows, np.int64)
         self.scheduled = np.zeros(rows, np.int64)
         self.known = np.zeros(rows, np.int64)
@@ -42,11 +39,6 @@ class Rows:
         self.uncertain = np.zeros(rows, np.bool_)  # lookahead tokens in flight: wait for them to settle
         self.step = np.zeros(rows, np.int64)  # the last step that the row was in
         self.run = np.zeros(rows, np.int64)  # raised at every release: tells a late result from a live one
-        self.capacity = np.zeros((paged_groups, rows), np.int64)
-        self.current = np.full((state_groups, rows), NO_SLOT, np.int32)
-        self.alternate = np.full((state_groups, rows), NO_SLOT, np.int32)
-        self.alternate_at = np.full(rows, -1, np.int64)
-        self.frozen = np.zeros(rows, np.bool_)
         self._free = list(range(rows - 1, -1, -1))
 
     @property
@@ -69,7 +61,5 @@ class Rows:
         """The turn of `row` has left it; a result still to come for it is dropped."""
         self.run[row] += 1
         self.uncertain[row] = False
-        self.frozen[row] = False
         self.mark[row] = FAR
-        self.alternate_at[row] = -1
         self._free.append(row)

@@ -3,10 +3,51 @@
 from __future__ import annotations
 
 from array import array
+from typing import Self
+
+import numpy as np
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.paged import NO_PAGE, PagedTable, pages_for
-from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.base.groups import GroupSpec
+from tenuto.memory.group import NOWHERE
+from tenuto.memory.paged import NO_PAGE, PagedGroup, PagedTable, pages_for
+from tenuto.memory.pool import Holder, Lease
+from tenuto.memory.rows import Longs
+from tenuto.memory.shape import Shape
+
+
+def window_pages(group: GroupSpec, page_size: int) -> int:
+    """The most pages a window can lie in."""
+    return pages_for(group.window - 1, page_size) + 1
+
+
+class SlidingGroup(PagedGroup):
+    """A sliding attention group."""
+
+    def table(self, holder: Holder) -> SlidingTable:
+        return SlidingTable(self)
+
+    @staticmethod
+    def turn_units(spec: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
+        """Two windows and what the steps in flight compute."""
+        ahead = pages_for(shape.max_step_tokens * (2 if shape.overlap else 1), page_size) + 1
+        return min(pages_for(end, page_size), 2 * window_pages(spec, page_size) + ahead)
+
+    @staticmethod
+    def session_units(spec: GroupSpec, page_size: int, computed: int) -> int:
+        return min(pages_for(computed, page_size), window_pages(spec, page_size))
+
+    def pledged(self, rows: Longs, ends: Longs) -> int:
+        pages, pledged = self.needs(rows, ends), 0
+        for index in np.flatnonzero(pages).tolist():
+            most = self.turn_units(self.spec, self.page_size, self.shape, int(ends[index]), generates=True)
+            pledged += min(int(pages[index]), max(0, most - len(self.running[int(rows[index])].opened)))
+        return pledged
+
+    def slide(self, rows: Longs, before: Longs) -> None:
+        first = (self.rows.computed[rows] - self.spec.window + 1) // self.page_size
+        for row in rows[first > (before - self.spec.window + 1) // self.page_size].tolist():
+            self.running[row].slide(int(self.rows.computed[row]))
 
 
 class SlidingTable(PagedTable):
@@ -15,38 +56,20 @@ class SlidingTable(PagedTable):
     The token at position p attends to positions p - window + 1 .. p, so resuming at p needs p - window + 1 .. p - 1.
     """
 
-    def __init__(self, pool: Pool, page_size: int, window: int) -> None:
-        super().__init__(pool, page_size)
-        self.window = window
+    def __init__(self, group: SlidingGroup) -> None:
+        super().__init__(group)
+        self.window = group.spec.window
         self._source: Lease | None = None  # of the checkpoint the turn resumed from; entries up to `_source_end`
         self._source_end = 0
 
     def first_entry(self, position: int) -> int:
-        """The first table entry that resuming at `position` needs."""
         return min(max(0, position - self.window + 1) // self.page_size, pages_for(position, self.page_size))
-
-    def span(self, position: int) -> int:
-        """How many entries resuming at `position` needs."""
-        return pages_for(position, self.page_size) - self.first_entry(position)
 
     # -- the open turn
 
-    def begin(self, holder: Holder, start: int, source: Lease | None, *, at_end: bool) -> None:
-        """Open a turn at `start`, reading the window in `source` (a lease of the turn's own checkpoint)."""
-        self.open(holder, start, in_place=at_end and self.has_tail(last_page(source), start))
-        self._read_through(source, start)
-
-    def resume_from(self, source: Lease, position: int) -> None:
-        """Cut the turn back to a checkpoint of its own: it goes on in the pages it had filled up to `position`."""
-        self.opened.truncate(0)
-        self.first, self.released, self._copy_slots = pages_for(position, self.page_size), 0, 0
-        self._read_through(source, position)
-
-    def restart(self) -> None:
-        """Cut the turn to where it began, or was resumed last: not even the copy may have been made that comes before
-        its first token."""
-        self.opened.truncate(0)
-        self.released = 0
+    def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
+        self.open(units, start, in_place=at_end and self.has_tail(last_page(part), start))
+        self._read_through(part, start)
 
     def _read_through(self, source: Lease | None, position: int) -> None:
         self._source, self._source_end = source, pages_for(position, self.page_size)
@@ -59,27 +82,25 @@ class SlidingTable(PagedTable):
         return self._source.units[index - self._source_end]
 
     def view(self) -> tuple[int, array[int]]:
-        """What the turn reads, as (first entry, pages)."""
         if self._source is None or self.released:
             return self.first + self.released, self.opened.units[:]
         begin = self._source_end - len(self._source)
         return begin, self._source.units[: self.first - begin] + self.opened.units
 
     def slide(self, computed: int) -> None:
-        """Give back own pages that no position from `computed` on needs."""
         expired = self.first_entry(computed) - self.first - self.released
         if expired > 0:
             count = min(expired, len(self.opened))
             self.opened.drop_front(count)
             self.released += count
 
-    def live(self, position: int) -> bool:
-        """Whether the pages the turn reads or owns still cover the window of `position`."""
+    def live_below(self, target: int, scheduled: int) -> int:
         begin, pages = self.view()
-        return begin <= self.first_entry(position) and pages_for(position, self.page_size) <= begin + len(pages)
+        live = begin <= self.first_entry(target) and pages_for(target, self.page_size) <= begin + len(pages)
+        return target if live else NOWHERE
 
     def keep(self, position: int, holder: Holder) -> Lease:
-        """A second lease, for a checkpoint, on the window of `position`."""
+        """A second lease on the window of `position`."""
         lease = Lease(self.pool, array("i"), holder)
         low, high = self.first_entry(position), pages_for(position, self.page_size)
         if self._source is not None and low < self.first:
@@ -90,25 +111,35 @@ class SlidingTable(PagedTable):
             lease.absorb(self.opened.share(max(low, self.first) - own_from, high - own_from, holder))
         return lease
 
-    def truncate_turn(self, position: int) -> None:
-        """Cut the turn's own pages back to slots below the live `position`."""
-        self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first - self.released))
+    def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
+        """At a checkpoint of its own the turn goes on in the pages it had filled up to there. Where it began, or was
+        resumed last, not even the copy may have been made that comes before its first token."""
+        if again:
+            self.opened.truncate(0)
+            self.released = 0
+        elif part is not None:
+            self.opened.truncate(0)
+            self.first, self.released, self._copy_slots = pages_for(position, self.page_size), 0, 0
+            self._read_through(part, position)
+        else:
+            self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first - self.released))
 
-    def commit(self, position: int, window: Lease | None) -> None:
-        """The turn commits with `position` tokens computed, more than where it began; a checkpoint keeps that
-        `window`."""
-        self.end_at(position, last_page(window), brought=self.brings(position))
+    def commit(self, position: int, part: Lease | None) -> None:
+        self.end_at(position, last_page(part), brought=self.brings(position))
         self.abort()
 
     def abort(self) -> None:
-        """The turn gives back what it acquired."""
-        self.opened.release()
-        self.own = None
+        super().abort()
         self._source = None
 
-    def truncate(self, position: int, window: Lease | None) -> None:
-        """The session now ends at `position`, whose `window` a checkpoint keeps."""
-        self.end_at(position, last_page(window))
+    # -- the session
+
+    def fork(self, child: Self, position: int, part: Lease | None) -> None:
+        """The child refers to the same checkpoints. The tail stays here."""
+        self.lend(last_page(part), position)
+
+    def truncate(self, position: int, part: Lease | None) -> None:
+        self.end_at(position, last_page(part))
 
 
 def last_page(window: Lease | None) -> int:

@@ -6,22 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.plan import NO_SLOT
 from tenuto.memory.checkpoint import Checkpoint, Checkpoints
-from tenuto.memory.full import FullTable
-from tenuto.memory.paged import Growth, PagedTable
+from tenuto.memory.committed import CommittedMemory
+from tenuto.memory.group import NOWHERE, Growth
 from tenuto.memory.pool import Holder, Lease
-from tenuto.memory.session_memory import SessionMemory
-from tenuto.memory.sliding import SlidingTable
-from tenuto.memory.state import StateTable
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A page table's entries for a turn that takes a row: entry `index` on is `pages`."""
-
-    group: int
-    growth: Growth
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +26,13 @@ class TurnMemory:
     It begins at `start`, a resumable position of its session, and is attached to a row while it runs.
     """
 
-    def __init__(self, session: SessionMemory, name: str, target: int, slots: tuple[Lease, ...]) -> None:
-        """Begin at the highest resumable position at or below `target`; `slots`: reserved state slots, one lease a
-        state group, moved here."""
-        if session.turn is not None:
-            raise InvariantError(f"{session.holder_name} already has a turn in memory")
+    def __init__(self, session: CommittedMemory, name: str, target: int, slots: tuple[Lease, ...]) -> None:
+        """Begin at the highest resumable position at or below `target`; `slots`: what admission has reserved for the
+        turn to start with, one lease a group, moved here."""
         self.session = session
         self.memory = session.memory
         self.holder_name = name
+        self.ended = False  # holds nothing any more, and what the tables have open is another's
         self.start = session.resumable(target)
         self.checkpoints = Checkpoints(self.memory.cache)  # of its own; needed is the last, where it reads
         self._end_of_input: Checkpoint | None = None  # the one of them whose slots admission has counted
@@ -54,24 +41,15 @@ class TurnMemory:
         self._scheduled = self.start  # while detached: where it would go on
         self._settled = self.start  # while detached: how far that is certain
         self.unsettled: Unsettled | None = None  # what it left a row with; written by `_leave`, `settle` and `truncate`
+        self._tables = session.tables
         at_end = self.start == session.computed
-        reserved = iter(slots)
-        for group, table in enumerate(session.tables):
+        for group, (table, reserved) in enumerate(zip(self._tables, slots, strict=True)):
             part = self.source.parts[group] if self.source is not None else None
-            if isinstance(table, FullTable):
-                table.begin(self, self.start, at_end=at_end)
-            elif isinstance(table, SlidingTable):
-                table.begin(self, self.start, part, at_end=at_end)
-            else:
-                table.begin(part, next(reserved).transfer(self))
-        session.turn = self
+            table.begin(reserved.transfer(self), self.start, part, at_end=at_end)
 
     def leases(self) -> Iterator[Lease]:
-        if self.session.turn is not self:  # it has ended, and what the tables have open is another's
-            return
-        for table in self.session.tables:
-            if table.own is not None:
-                yield table.own
+        if not self.ended:
+            yield from (table.opened for table in self._tables)
 
     def holders(self) -> Iterator[Holder]:
         yield self
@@ -81,12 +59,9 @@ class TurnMemory:
 
     def own_units(self) -> list[int]:
         """Units of each group that admission has counted for it: those it may write, and what its checkpoint at the end
-        of the input holds."""
-        own = [len(t.own) if t.own is not None else 0 for t in self.session.tables]
-        if self._end_of_input is not None:
-            for group in self.memory.states:
-                own[group] += len(self._end_of_input.units_of(group))
-        return own
+        of the input has taken of them."""
+        parts = self._end_of_input.parts if self._end_of_input is not None else [None] * len(self._tables)
+        return [table.counted(part) for table, part in zip(self._tables, parts, strict=True)]
 
     @property
     def computed(self) -> int:
@@ -98,43 +73,17 @@ class TurnMemory:
         """Leading tokens whose state is in memory once the steps in flight have settled: where it goes on."""
         return int(self.memory.rows.scheduled[self.row]) if self.row >= 0 else self._scheduled
 
-    @property
-    def _paged(self) -> list[PagedTable]:
-        return [t for t in self.session.tables if isinstance(t, PagedTable)]
-
-    @property
-    def _states(self) -> list[StateTable]:
-        return [t for t in self.session.tables if isinstance(t, StateTable)]
-
     # -- rows
 
-    def attach(self, row: int) -> list[Taken]:
+    def attach(self, row: int) -> list[Growth]:
         """Move the registers into `row`. Returns the page table entries the executor has to learn."""
         rows = self.memory.rows
         self.row = row
         rows.computed[row], rows.scheduled[row] = self._settled, self._scheduled
-        rows.frozen[row] = bool(self._states) and self._frozen()
-        rows.alternate_at[row] = -1
-        for i, state in enumerate(self._states):
-            if self.memory.shape.double_buffered and state.alternate == NO_SLOT and state.spare:
-                state.alternate = state.spare.pop()
-            rows.current[i, row], rows.alternate[i, row] = state.current, state.alternate
-        taken = []
-        for i, table in enumerate(self._paged):
-            rows.capacity[i, row] = table.capacity
-            first, pages = table.view()
-            taken.append(Taken(i, Growth(first, pages, -1, 0)))
-        return taken
-
-    def _frozen(self) -> bool:
-        state = self._states[0]
-        return state.current == NO_SLOT or state.current not in state.opened.units
+        return [growth for table in self._tables if (growth := table.attach(row)) is not None]
 
     def detach(self) -> None:
         """Leave the row and keep everything."""
-        rows, row = self.memory.rows, self.row
-        for i, state in enumerate(self._states):
-            state.current, state.alternate = int(rows.current[i, row]), int(rows.alternate[i, row])
         self._leave(self.scheduled)
 
     def _leave(self, position: int) -> None:
@@ -146,6 +95,8 @@ class TurnMemory:
             self._settled = int(rows.computed[row])
             rows.give_back(row)
             self.row = -1
+            for table in self._tables:
+                table.leave()
         self._scheduled, self._settled = position, min(position, self._settled)
         if self.unsettled is not None:
             self.unsettled = replace(self.unsettled, position=min(position, self.unsettled.position))
@@ -164,85 +115,59 @@ class TurnMemory:
             self._settled = max(self._settled, position)
         self.slide()
 
-    def grow(self, end: int) -> list[tuple[int, Growth]]:
-        """Acquire pages for slots up to `end` in every paged group that lacks some."""
-        grown = []
-        for i, table in enumerate(self._paged):
-            if end > table.capacity:
-                grown.append((i, table.grow(end)))
-                self.memory.rows.capacity[i, self.row] = table.capacity
-        return grown
+    def lacking(self, end: int) -> list[int]:
+        """Units of each group to acquire to compute up to `end`."""
+        return [table.lacking(end) for table in self._tables]
+
+    def grow(self, end: int) -> list[Growth]:
+        """Acquire what computing up to `end` needs of every group."""
+        return [growth for table in self._tables if (growth := table.grow(end)) is not None]
 
     def slide(self) -> None:
-        """Give back own pages that have left the window of every position that can still be accepted."""
-        for table in self.session.tables:
-            if isinstance(table, SlidingTable):
-                table.slide(self.computed)
+        """Give back own units that no position needs which can still be accepted."""
+        for table in self._tables:
+            table.slide(self.computed)
 
     def add_slots(self, slots: tuple[Lease, ...]) -> None:
-        """More state slots to write, reserved for the turn: a draft that starts to generate."""
-        for state, lease in zip(self._states, slots, strict=True):
-            state.extend(lease)
-
-    def renew_alternate(self) -> None:
-        """After a step wrote the alternate slot because the current one belongs to a checkpoint: a spare one
-        follows."""
-        rows, row = self.memory.rows, self.row
-        for i, state in enumerate(self._states):
-            if rows.alternate[i, row] == NO_SLOT and state.spare:
-                rows.alternate[i, row] = state.spare.pop()
+        """More units to start with, reserved for the turn: a draft that starts to generate."""
+        for table, lease in zip(self._tables, slots, strict=True):
+            table.extend(lease)
 
     def left_checkpoint(self) -> None:
-        """The plan just made reads a slot that a checkpoint holds, and writes another: from now on the checkpoint only
-        saves work, unless it is the one at the end of the input."""
+        """The plan just made reads what a checkpoint holds, and writes elsewhere: from now on the checkpoint only saves
+        work, unless it is the one at the end of the input."""
         if self.checkpoints.needed is not self._end_of_input:
             self.checkpoints.relax()
-        if self.memory.shape.double_buffered:
-            self.renew_alternate()
 
     # -- checkpoints
 
     def checkpoint(self, position: int) -> Checkpoint:
         """Hold on to the live `position`, which the turn has scheduled; pinned."""
         made = Checkpoint(position, self.holder_name)
-        for group, table in enumerate(self.session.tables):
-            if isinstance(table, SlidingTable):
-                made.parts.append(table.keep(position, made))
-            elif isinstance(table, StateTable):
-                made.parts.append(table.keep(self._slot_at(group, position), made))
-            else:
-                made.parts.append(None)
+        for table in self._tables:
+            made.parts.append(table.keep(position, made))
         self.memory.cache.pin(made)
         return made
 
-    def _slot_at(self, group: int, position: int) -> int:
-        rows, row, state = self.memory.rows, self.row, self.memory.states.index(group)
-        if row < 0:
-            return self._states[state].current
-        current = position == rows.scheduled[row]
-        return int((rows.current if current else rows.alternate)[state, row])
-
     def mark(self, position: int, *, end_of_input: bool = False) -> None:
         """Make a checkpoint at `position`, where the plan just applied ends; the row writes elsewhere. Until a later
-        step has been planned it cannot be evicted: its slot is where the turn reads."""
+        step has been planned it cannot be evicted: it is where the turn reads."""
         self.checkpoints.push(self.checkpoint(position))
         if end_of_input:
             self._end_of_input = self.checkpoints.needed
-        if self._states:
-            self.memory.rows.frozen[self.row] = True
-            self.renew_alternate()
+        for group in self.memory.groups:
+            group.write_elsewhere(self.row)
 
     def lacks_checkpoint(self, position: int) -> bool:
         """Whether the turn stands at `position`, by its own computing, and could not come back there."""
         return self.start < position == self.scheduled and self._checkpoint_at(position) is None
 
     def spare_slot(self) -> bool:
-        """Acquire one more state slot a group for a checkpoint that is not needed; False if there is none."""
-        if any(state.pool.free == 0 for state in self._states):
+        """Acquire what one more checkpoint takes, which is not needed; False if some group has no unit to spare."""
+        if not all(table.can_spare for table in self._tables):
             return False
-        for state in self._states:
-            state.opened.grow(1)
-            state.spare.append(state.opened.units[-1])
+        for table in self._tables:
+            table.take_spare()
         return True
 
     def cut_to(self, target: int, *, in_flight: bool = False) -> int:
@@ -252,23 +177,16 @@ class TurnMemory:
             raise InvariantError(f"{self.holder_name} began at {self.start} and cannot be cut to {target}")
         target = min(target, self.scheduled if in_flight else self.computed)
         began = self.first_position
-        live = [p for p in self._live_positions(target) if p > began]  # the pages of its source are not its to write
         resumable = [began, *(c.position for c in self.checkpoints)]
-        resumable += [p for p in live if all(self._live(table, p) for table in self.session.tables)]
+        live = self._live_below(target)
+        if live > began:  # the pages of its source are not its to write
+            resumable.append(live)
         return max((p for p in resumable if p <= target), default=self.start)
 
-    def _live_positions(self, target: int) -> list[int]:
-        if not self._states:
-            return [target]
-        if self.row < 0:
-            return [self._scheduled]
-        rows, row = self.memory.rows, self.row
-        here = [] if rows.frozen[row] else [int(rows.scheduled[row])]
-        return [*here, int(rows.alternate_at[row])]
-
-    @staticmethod
-    def _live(table: object, position: int) -> bool:
-        return not isinstance(table, SlidingTable) or table.live(position)
+    def _live_below(self, target: int) -> int:
+        """The highest position at or below `target` at which every group has what it takes to go on."""
+        position = min(table.live_below(target, self.scheduled) for table in self._tables)
+        return position if position in (target, NOWHERE) else self._live_below(position)
 
     # -- ends
 
@@ -277,36 +195,24 @@ class TurnMemory:
         not wanted any more, or did not come about."""
         moved = self._checkpoint_at(position)
         again = moved is self.source and position == self.first_position
-        slots = [self._slot_at(group, position) for group in self.memory.states] if moved is None else []
-        self._leave(position)
         if self._end_of_input is not None and self._end_of_input.position > position:
             self._take_back_slots(self._end_of_input)
         self.checkpoints.cut(position + 1)
         if moved is not None and moved is not self.source:
             self._release_source()
             self.source = self.checkpoints.take(position)
-        states = iter(slots)
-        for group, table in enumerate(self.session.tables):
-            part = moved.parts[group] if moved is not None else None
-            if isinstance(table, StateTable):
-                table.stand_on(part.units[0] if part is not None else NO_SLOT if again else next(states))
-            elif isinstance(table, SlidingTable) and again:
-                table.restart()
-            elif isinstance(table, SlidingTable) and part is not None:
-                table.resume_from(part, position)
-            else:
-                table.truncate_turn(position)
+        for group, table in enumerate(self._tables):
+            table.truncate_turn(position, moved.parts[group] if moved is not None else None, again=again)
+        self._leave(position)
 
     def _take_back_slots(self, checkpoint: Checkpoint) -> None:
         """Undo a checkpoint whose slots were counted at admission: they can be written again."""
         self._end_of_input = None
         self.checkpoints.take(checkpoint.position)
         parts = self.memory.cache.undo(checkpoint)
-        for table, part in zip(self.session.tables, parts, strict=True):
-            if part is not None and isinstance(table, StateTable):
-                table.opened.absorb(part)
-            elif part is not None:
-                part.release()
+        for table, part in zip(self._tables, parts, strict=True):
+            if part is not None:
+                table.take_back(part)
 
     @property
     def first_position(self) -> int:
@@ -326,10 +232,10 @@ class TurnMemory:
             self._roll_back(position)
             return
         current = self._take_checkpoint(position)
-        if current is None and self.memory.spec.needs_checkpoints:
+        if current is None and self.memory.needs_checkpoints:
             current = self.checkpoint(position)
         self.checkpoints.cut(position)
-        for group, table in enumerate(session.tables):
+        for group, table in enumerate(self._tables):
             table.commit(position, current.parts[group] if current is not None else None)
         self._release_source()
         session.checkpoints.cut(self.start + 1)
@@ -358,7 +264,7 @@ class TurnMemory:
 
     def abort(self) -> None:
         """Release everything: the session is what it was."""
-        for table in self.session.tables:
+        for table in self._tables:
             table.abort()
         self._release_source()
         self.checkpoints.cut(0)
@@ -371,4 +277,4 @@ class TurnMemory:
 
     def _end(self) -> None:
         self._leave(self.scheduled)
-        self.session.turn = None
+        self.ended = True

@@ -18,7 +18,8 @@ from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
 from tenuto.engine.text import TokenTextStream
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.memory.memory import Shape, turn_units, units_for_budget
+from tenuto.memory.memory import turn_units, units_for_budget
+from tenuto.memory.shape import Shape
 from tenuto.text.chat import ChatTemplate
 from tenuto.text.tokenizer import Tokenizer
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import numpy as np
-import numpy.typing as npt
 
-from tenuto.base.groups import Kind
-from tenuto.memory.full import FullTable
-from tenuto.memory.memory import Memory, state_slots, turn_units
-from tenuto.memory.paged import PagedTable, pages_for
+from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
+from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
-
-Longs = npt.NDArray[np.int64]
 
 
 class Admission:
@@ -79,29 +74,23 @@ class Admission:
         )
 
     def _pass(self) -> Turn | None:
-        """One pass over the queue with one reservation of state slots. Returns the turn in the way. A draft that does
-        not fit is in the way of its tenant's drafts alone."""
-        memory = self._memory
+        """One pass over the queue with one reservation. Returns the turn in the way; a draft that does not fit is in
+        the way of its tenant's drafts alone."""
+        memory, aside = self._memory, list[Turn]()
         if not len(self._queue):
             return None
-        most, aside = state_slots(memory.shape, generates=True), list[Turn]()
-        with memory.reserve_states(min(len(self._queue), memory.rows.free) * most, self) as slots:
+        with memory.reserve(min(len(self._queue), memory.rows.free), self) as reserved:
             while (turn := self._next(aside)) is not None:
                 need = self._need(turn)
-                available = memory.free() - self._pledged(turn)
-                for i, group in enumerate(memory.states):
-                    available[group] = len(slots[i])
+                available = reserved.available() - self._pledged(turn)
                 fits = memory.rows.free and (need <= available).all() and self._can_stay(turn, need)
                 if not fits and not is_computed(turn):
                     if not turn.drafting:
                         return turn
                     aside.append(turn)
                     continue
-                mine = tuple(
-                    s.take(len(s) - int(need[g]), len(s), self) for s, g in zip(slots, memory.states, strict=True)
-                )
                 self._queue.remove(turn)
-                self._start(turn, mine)
+                self._start(turn, reserved.take(need))
         return aside[0] if aside else None
 
     # -- making room
@@ -147,19 +136,13 @@ class Admission:
         return not self._growth(turn, kept).any() or self._fits_beside(turn, need, kept)
 
     def _growth(self, turn: Turn, kept: list[Turn]) -> Longs:
-        """Pages that `turn`, if it was preempted, and the running turns `kept` are expected to want besides, int64
+        """Units that `turn`, if it was preempted, and the running turns `kept` are expected to want besides, int64
         [groups]: each goes on for as long as it has generated, if it may. So what is computed again is worth it."""
-        memory, growth = self._memory, np.zeros(len(self._memory.pools), np.int64)
         if not turn.preempted or turn.session.memory.turn is not None or not kept:
-            return growth
-        pages = 0
-        for other in (turn, *kept):
-            end = min(other.length + len(other.output), max(other.length, other.last_position))
-            pages += pages_for(end, memory.page_size) - pages_for(other.length, memory.page_size)
-        for group in memory.paged:
-            if memory.spec.groups[group].kind is Kind.FULL:
-                growth[group] = pages
-        return growth
+            return np.zeros(len(self._memory.pools), np.int64)
+        turns = (turn, *kept)
+        ends = [min(t.length + len(t.output), max(t.length, t.last_position)) for t in turns]
+        return self._memory.expected_growth(np.array([t.length for t in turns]), np.array(ends))
 
     def _may_yield(self, running: Turn, turn: Turn) -> bool:
         """Whether a running turn yields its row and its memory to a waiting one."""
@@ -176,50 +159,19 @@ class Admission:
     # -- what is needed
 
     def _pledged(self, turn: Turn, *, later: bool = False) -> Longs:
-        """Pages that running turns, except those that would yield to `turn`, will still acquire for tokens they know
+        """Units that running turns, except those that would yield to `turn`, will still acquire for tokens they know
         already and, with `later`, for those they generate until what is released now can be used; an upper bound, int64
         [groups]."""
         memory, rows = self._memory, self._memory.rows
         running = [other for other in self._batch.running() if not self._may_yield(other, turn)]
-        pledged = np.zeros(len(memory.pools), np.int64)
         order = np.array([self._batch.row_of(turn) for turn in running], np.int64)
         ahead = 2 * memory.shape.overlap * rows.samples[order] if later else 0
         ends = np.minimum(rows.expected[order] + ahead, rows.limit[order])
-        for i, group in enumerate(memory.paged):
-            pages = np.maximum(-(-ends // memory.page_size) - rows.capacity[i, order] // memory.page_size, 0)
-            if memory.spec.groups[group].kind is Kind.FULL:
-                pledged[group] = int(pages.sum())
-                continue
-            for index in np.flatnonzero(pages).tolist():
-                turn_memory = running[index].session.memory.turn
-                most = turn_units(
-                    memory.spec.groups[group], memory.page_size, memory.shape, int(ends[index]), generates=True
-                )
-                own = turn_memory.own_units()[group] if turn_memory is not None else 0
-                pledged[group] += min(int(pages[index]), max(0, most - own))
-        return pledged
+        return memory.pledged(order, ends)
 
     def _need(self, turn: Turn) -> Longs:
         """Units to acquire for the tokens it knows, an upper bound, int64 [groups]."""
-        memory, kept = self._memory, turn.session.memory
         if is_computed(turn):
-            return np.zeros(len(memory.pools), np.int64)
+            return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))
-        start = kept.resumable(start_target(turn))
-        need = np.array(memory.turn_units(end, generates=turn.generating), np.int64)
-        for group in memory.paged:
-            table = kept.tables[group]
-            if isinstance(table, PagedTable):
-                there = table.entries if kept.turn is not None else self._entries_at(table, start, kept.computed)
-                own = kept.turn.own_units()[group] if kept.turn is not None else 0
-                need[group] = min(need[group] - own, pages_for(end, memory.page_size) - there)
-        if kept.turn is not None:
-            need[list(memory.states)] -= np.array(kept.turn.own_units(), np.int64)[list(memory.states)]
-        return np.maximum(need, 0)
-
-    @staticmethod
-    def _entries_at(table: PagedTable, start: int, computed: int) -> int:
-        """Table entries that a turn need not acquire which starts at `start`: the page it lies in is copied if the
-        session may not write it in place."""
-        in_place = start == computed and isinstance(table, FullTable) and table.writable(start)
-        return pages_for(start, table.page_size) if in_place else start // table.page_size
+        return turn.session.memory.need(start_target(turn), end, generates=turn.generating)

@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import RowSampling
+from tenuto.memory.group import Growth
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import FAR
-from tenuto.memory.turn_memory import Taken, TurnMemory
+from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.shares import Shares, places
 from tenuto.session.turn import Rank, Turn
 
@@ -25,7 +26,7 @@ NO_STOP = -1
 class News:
     """Page table entries and sampling options of rows taken since the last plan."""
 
-    taken: list[tuple[int, Taken]]
+    taken: list[Growth]
     sampling: dict[int, RowSampling]
     runs: dict[int, int]  # the run of each of these rows
 
@@ -57,7 +58,7 @@ class Batch:
         self._order = np.zeros(0, np.int64)
         self._places: dict[Turn, float] = {}  # rows by weight that a turn's tenant has up to and with it
         self._stale = False
-        self._taken: list[tuple[int, Taken]] = []
+        self._taken: list[Growth] = []
         self._sampling: dict[int, RowSampling] = {}
 
     def __len__(self) -> int:
@@ -105,14 +106,14 @@ class Batch:
         return memory.row
 
     def add(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """Give the turn a row and its reserved state `slots`, and let it continue where its memory ends."""
+        """Give the turn a row and its reserved `slots`, a lease a group, and let it continue where its memory ends."""
         memory = turn.session.memory.turn
         if memory is None:
-            memory = TurnMemory(turn.session.memory, turn.name, start_target(turn), slots)
+            memory = turn.session.memory.begin(turn.name, start_target(turn), slots)
         elif slots:
             memory.add_slots(slots)
         row = self.rows.take()
-        self._taken += [(row, taken) for taken in memory.attach(row)]
+        self._taken += memory.attach(row)
         self._fill(row, turn, memory)
         self.turns[row] = turn
         insort(self._ranked, (turn.rank(self._aging), row))
@@ -139,7 +140,7 @@ class Batch:
             self.scoring.add(row)
         if generates:
             self._sampling[row] = row_sampling(turn, stops)
-        if self.memory.spec.needs_checkpoints:
+        if self.memory.needs_checkpoints:
             end = turn.resume_position
             if generates and memory.lacks_checkpoint(end):
                 memory.mark(end, end_of_input=True)
@@ -180,7 +181,7 @@ class Batch:
         self.turns[row] = None
         self._sampling.pop(row, None)
         self.scoring.discard(row)
-        self._taken = [(r, taken) for r, taken in self._taken if r != row]
+        self._taken = [growth for growth in self._taken if growth.row != row]
         turn.computed_tokens += int(self.work[row])
         if self.rows.scheduled[row] > self.rows.computed[row]:
             self._left[turn] = None
@@ -194,7 +195,7 @@ class Batch:
 
     def take_news(self) -> News:
         """What the executor does not know yet, for the plan that is being made."""
-        rows = {row for row, _ in self._taken} | set(self._sampling)
+        rows = {growth.row for growth in self._taken} | set(self._sampling)
         news = News(self._taken, self._sampling, {row: int(self.rows.run[row]) for row in rows})
         self._taken, self._sampling = [], {}
         return news
@@ -202,7 +203,7 @@ class Batch:
     def return_news(self, news: News) -> None:
         """The plan that carried it is not submitted: tell the rows still taken again."""
         same = {row for row, run in news.runs.items() if self.turns[row] is not None and self.rows.run[row] == run}
-        self._taken = [(row, taken) for row, taken in news.taken if row in same] + self._taken
+        self._taken = [growth for growth in news.taken if growth.row in same] + self._taken
         self._sampling = {row: sampling for row, sampling in news.sampling.items() if row in same} | self._sampling
 
 

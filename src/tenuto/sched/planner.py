@@ -9,15 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, InputScores, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.base.plan import PREVIOUS_SAMPLE, InputScores, Plan
+from tenuto.memory.group import Mask, Moves
 from tenuto.memory.memory import Memory
-from tenuto.memory.paged import NO_PAGE, Growth
+from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, News
 from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
 from tenuto.session.turn import Turn
-
-Longs = npt.NDArray[np.int64]
 
 MOST_SCORES = 256
 """Input tokens scored in a step: each takes the memory of a whole vocabulary's logits, several times over."""
@@ -48,9 +47,9 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, and `needs` int64 [paged
-    groups, n] pages to acquire. `lacking`: the first turn, drafts excluded, that is left out for want of pages.
-    `guesses`: lookahead by index."""
+    """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, and `needs` int64 [groups, n]
+    units to acquire. `lacking`: the first turn, drafts excluded, that is left out for want of units. `guesses`:
+    lookahead by index."""
 
     rows: Longs
     starts: Longs
@@ -101,8 +100,6 @@ class Planner:
         self._proposer = proposer
         self._lookahead = lookahead
         self._steps = 0
-        self._nothing_copied = _copies([])
-        self._nothing_changed = _changes([])
         self.rows_considered = 0  # ever: a measure of work
 
     def propose(self) -> Proposal:
@@ -115,7 +112,7 @@ class Planner:
         wanted[rows.uncertain[order]] = 0
         if suspected := self._suspects.rows():
             wanted[~np.isin(order, suspected)] = 0
-        if self._memory.states:
+        if self._memory.stands_at_step_ends:
             np.minimum(wanted, rows.mark[order] - starts, out=wanted)
         if self._batch.scoring:
             self._limit_scoring(order, wanted)
@@ -172,49 +169,38 @@ class Planner:
                 counts[index] += more
                 tokens -= more
 
-    def _fit(self, order: Longs, ends: Longs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Pages each row needs to compute up to `ends`, and which rows, in order, get them."""
-        memory, size = self._memory, self._memory.page_size
-        fits = np.ones(len(order), np.bool_)
-        needs = -(-ends // size) - memory.rows.capacity[:, order] // size
-        np.maximum(needs, 0, out=needs)
-        for i, group in enumerate(memory.paged):
-            free = memory.pools[group].free
-            if int(needs[i].sum()) > free:
-                fits &= (needs[i] == 0) | (np.cumsum(needs[i]) <= free)
+    def _fit(self, order: Longs, ends: Longs) -> tuple[npt.NDArray[np.int64], Mask]:
+        """Units of each group that each row needs to compute up to `ends`, and which rows, in order, get them."""
+        needs, fits = self._memory.needs(order, ends), np.ones(len(order), np.bool_)
+        for pool, wanted in zip(self._memory.pools, needs, strict=True):
+            if int(wanted.sum()) > pool.free:
+                fits &= (wanted == 0) | (np.cumsum(wanted) <= pool.free)
         return needs, fits
 
-    def _lacking(self, order: Longs, needs: npt.NDArray[np.int64], fits: npt.NDArray[np.bool_]) -> Lacking | None:
-        memory = self._memory
+    def _lacking(self, order: Longs, needs: npt.NDArray[np.int64], fits: Mask) -> Lacking | None:
         for place in np.flatnonzero(~fits).tolist():
             turn: Turn = self._batch.turns[order[place]]
             if not turn.drafting:
-                needed, alone = (np.zeros(len(memory.pools), np.int64) for _ in range(2))
-                needed[list(memory.paged)] = needs[:, : place + 1].sum(axis=1)
-                alone[list(memory.paged)] = needs[:, place]
-                return Lacking(turn, place, needed, alone)
+                return Lacking(turn, place, needs[:, : place + 1].sum(axis=1), needs[:, place].copy())
         return None
 
     def _look_ahead(self, proposal: Proposal, proposer: Proposer) -> None:
         """Add guesses to decodes, as far as tokens and pages are left over. A guess of the token still in flight, which
         comes first, is left out: the executor will know that token."""
-        memory, rows, size = self._memory, self._memory.rows, self._memory.page_size
-        chosen = proposal.rows
-        ready = rows.samples[chosen] & ~rows.frozen[chosen] & (rows.expected[chosen] == proposal.starts + 1)
+        memory, rows, chosen = self._memory, self._memory.rows, proposal.rows
+        ready = rows.samples[chosen] & (rows.expected[chosen] == proposal.starts + 1)
         ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
-        if memory.states:
-            ready &= rows.alternate[0, chosen] != NO_SLOT
+        for group in memory.groups:
+            ready &= group.can_reject(chosen)
         left = self._budget - int(proposal.counts.sum())
-        spare = [memory.pools[g].free - int(proposal.needs[i].sum()) for i, g in enumerate(memory.paged)]
+        spare = (memory.free() - proposal.needs.sum(axis=1)).tolist()
         for index in np.flatnonzero(ready).tolist():
             start, row = int(proposal.starts[index]), int(chosen[index])
             most = min(self._lookahead, left, int(rows.limit[row]) - start - 1)
             unknown = start + 1 - int(rows.known[row])
-            guesses = (
-                proposer.propose(self._batch.turns[row], most + unknown)[unknown : most + unknown] if most > 0 else []
-            )
-            pages = -(-(start + 1 + len(guesses)) // size)
-            more = [max(0, pages - int(c) // size) for c in rows.capacity[:, row]]
+            turn = self._batch.turns[row]
+            guesses = proposer.propose(turn, most + unknown)[unknown : most + unknown] if most > 0 else []
+            more = turn.session.memory.turn.lacking(start + 1 + len(guesses))
             extra = [n - int(had) for n, had in zip(more, proposal.needs[:, index], strict=True)]
             if guesses and all(n <= have for n, have in zip(extra, spare, strict=True)):
                 spare = [have - n for n, have in zip(extra, spare, strict=True)]
@@ -227,17 +213,16 @@ class Planner:
         """Carry out the proposal's bookkeeping in every pool, and make the plan."""
         memory, rows = self._memory, self._memory.rows
         chosen, starts, counts = proposal.rows, proposal.starts, proposal.counts
-        for i, group in enumerate(memory.paged):
-            if int(proposal.needs[i].sum()) > memory.pools[group].free:
-                raise InvariantError(f"a plan needs more pages of {memory.pools[group].name} than are free")
+        for pool, needs in zip(memory.pools, proposal.needs, strict=True):
+            if int(needs.sum()) > pool.free:
+                raise InvariantError(f"a plan needs more units of {pool.name} than are free")
         ends = starts + counts
         samples = (rows.samples[chosen] & (ends >= rows.expected[chosen])).astype(np.int32)
         for index, guesses in proposal.guesses.items():
             samples[index] += len(guesses)
         tokens = self._tokens(proposal)
         news = self._batch.take_news()
-        tables, copies = self._grow(chosen, ends, proposal.needs, news)
-        states = self._move_states(chosen, starts)
+        moves = self._move(proposal, ends, news)
         scores, scored = self._score_input(proposal) if self._batch.scoring else (None, ())
         self._steps += 1
         rows.step[chosen] = self._steps
@@ -246,7 +231,7 @@ class Planner:
         if proposal.guesses:
             rows.uncertain[chosen[list(proposal.guesses)]] = True
         self._batch.work[chosen] += counts
-        if memory.spec.needs_checkpoints:
+        if memory.needs_checkpoints:
             self._batch.marks_due(chosen)
         plan = Plan(
             self._steps,
@@ -255,9 +240,9 @@ class Planner:
             counts.astype(np.int32),
             tokens,
             samples,
-            tables,
-            copies,
-            states,
+            tuple(moves.tables),
+            tuple(moves.copies),
+            tuple(moves.states),
             tuple(news.sampling.items()),
             scores,
         )
@@ -304,60 +289,12 @@ class Planner:
             tokens[at : at + count] = [*known_part, *guesses]
         return tokens
 
-    def _grow(
-        self, chosen: Longs, ends: Longs, needs: npt.NDArray[np.int64], news: News
-    ) -> tuple[tuple[TableChanges, ...], tuple[PageCopies, ...]]:
-        """Acquire pages, and collect what the executor has to learn of page tables."""
-        groups = len(self._memory.paged)
-        changed: list[list[tuple[int, Growth]]] = [[] for _ in range(groups)]
-        for row, taken in news.taken:
-            changed[taken.group].append((row, taken.growth))
-        for index in np.flatnonzero(needs.any(axis=0)).tolist():
-            row = int(chosen[index])
-            memory = self._batch.turns[row].session.memory.turn
-            for group, growth in memory.grow(int(ends[index])):
-                changed[group].append((row, growth))
-        tables = tuple(_changes(c) if c else self._nothing_changed for c in changed)
-        copies = tuple(
-            _copies([g for _, g in c if g.copy_from != NO_PAGE]) if c else self._nothing_copied for c in changed
-        )
-        return tables, copies
-
-    def _move_states(self, chosen: Longs, starts: Longs) -> tuple[StateMoves, ...]:
-        """Which slot each row reads and writes: the alternate one where there is one, else the current in place."""
-        memory, rows = self._memory, self._memory.rows
-        if not memory.states:
-            return ()
-        moves = []
-        frozen = rows.frozen[chosen]
-        swapped = np.zeros(len(chosen), np.bool_)
-        for i in range(len(memory.states)):
-            reads, other = rows.current[i, chosen], rows.alternate[i, chosen]
-            swapped = other != NO_SLOT
-            if (frozen & ~swapped).any():
-                raise InvariantError("a row would write a state slot that a checkpoint holds")
-            writes = np.where(swapped, other, reads)
-            rows.current[i, chosen] = writes
-            back = swapped & ~frozen & memory.shape.double_buffered
-            rows.alternate[i, chosen] = np.where(back, reads, NO_SLOT)
-            moves.append(StateMoves(reads, writes))
-        rows.alternate_at[chosen] = np.where(swapped & ~frozen & memory.shape.double_buffered, starts, -1)
-        rows.frozen[chosen] = False
-        for row in chosen[frozen].tolist():
-            self._batch.turns[row].session.memory.turn.left_checkpoint()
-        return tuple(moves)
-
-
-def _changes(changed: list[tuple[int, Growth]]) -> TableChanges:
-    rows = [row for row, growth in changed for _ in growth.pages]
-    index = [growth.index + i for _, growth in changed for i in range(len(growth.pages))]
-    pages = [page for _, growth in changed for page in growth.pages]
-    return TableChanges(np.array(rows, np.int32), np.array(index, np.int32), np.array(pages, np.int32))
-
-
-def _copies(grown: list[Growth]) -> PageCopies:
-    return PageCopies(
-        np.array([g.copy_from for g in grown], np.int32),
-        np.array([g.pages[0] for g in grown], np.int32),
-        np.array([g.copy_slots for g in grown], np.int32),
-    )
+    def _move(self, proposal: Proposal, ends: Longs, news: News) -> Moves:
+        """Acquire units, go on to those that the step writes, and collect what the executor has to learn of them."""
+        turns, grown = self._batch.turns, list(news.taken)
+        for index in np.flatnonzero(proposal.needs.any(axis=0)).tolist():
+            grown += turns[proposal.rows[index]].session.memory.turn.grow(int(ends[index]))
+        moves = self._memory.advance(proposal.rows, proposal.starts, grown)
+        for row in moves.left:
+            turns[row].session.memory.turn.left_checkpoint()
+        return moves

@@ -10,12 +10,15 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from tenuto.base.errors import InvariantError
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
+from tenuto.memory.rows import Longs
+from tenuto.sched.batch import Batch
+from tenuto.sched.planner import Lacking
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
-Longs = npt.NDArray[np.int64]
 Masks = tuple[npt.NDArray[np.bool_], ...]
 """A flag a unit, for each group."""
 
@@ -35,8 +38,11 @@ class Pressure:
     what is short is passed over; if units are shared so that none gives any alone, all who share them yield.
     """
 
-    def __init__(self, memory: Memory, preempt: Callable[[Turn], None], drop: Callable[[Session], None]) -> None:
+    def __init__(
+        self, memory: Memory, batch: Batch, preempt: Callable[[Turn, str], None], drop: Callable[[Session, str], None]
+    ) -> None:
         self._memory = memory
+        self._batch = batch
         self._preempt = preempt
         self._drop = drop
         self._rungs: dict[tuple[Rung, int], OrderedDict[str, Session]] = {}
@@ -98,7 +104,36 @@ class Pressure:
                 if victim is None:
                     return
                 self.yielded["running"] += 1
-                self._preempt(victim)
+                self._preempt(victim, "preempted")
+
+    def make_room(self, lacking: Lacking, *, in_flight: bool) -> bool:
+        """Have others yield to a running turn that has no room to go on: cached and idle state, and turns after it.
+        False if it has to wait: nobody has yielded then, or what they gave comes free when steps in flight settle."""
+        running = self._batch.running()
+        turn, kept = lacking.turn, running[: lacking.place + 1]
+        if (lacking.alone > self.room_beside([turn])).any():
+            if in_flight:
+                return False  # pages may leave its window when they settle
+            self._preempt(turn, "restart")  # beside what its session keeps it never fits; from nothing it does
+            self._drop(turn.session, "restart")
+            return True
+        if (lacking.needed > self.room_beside(kept)).any():
+            return False
+        victims = (victim for victim in reversed(running[lacking.place + 1 :]) if victim in self._batch)
+        self.relieve(lambda: lacking.needed, kept, victims)
+        return bool((lacking.needed <= self._memory.free()).all())
+
+    def unstick(self, suspect: Turn | None) -> bool:
+        """No running turn has room, and nothing is in flight that could make some: have one yield, `suspect` if it was
+        singled out for failed steps. False if there are only drafts, of which none would gain by it."""
+        running = self._batch.running()
+        if suspect is not None or len(running) > 1:
+            self._preempt(suspect if suspect is not None else running[-1], "preempted")
+        elif running and not running[0].drafting:
+            raise InvariantError(f"{running[0].name} runs alone, and does not fit memory")
+        else:
+            return False
+        return True
 
     def _short(self, needed: Longs) -> list[int]:
         pools = self._memory.pools
@@ -142,7 +177,7 @@ class Pressure:
 
     def _yield(self, rung: Rung, session: Session) -> None:
         self.yielded[rung.name.lower()] += 1
-        self._drop(session)
+        self._drop(session, "pressure")
 
 
 def units_of(lease: Lease) -> npt.NDArray[np.int32]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.groups import Kind
 from tenuto.base.plan import Logprobs, StepResult
+from tenuto.memory.group import Mask
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
-from tenuto.sched.planner import Flight, Longs
+from tenuto.sched.planner import Flight
 from tenuto.session.turn import EndReason, Turn
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -56,7 +53,7 @@ class Settler:
             self._take_logprobs(flight, result, result.sampled, live)
         if result.scored is not None:
             self._take_scores(flight, result.scored, live)
-        self._slide(chosen[live], before[live])
+        self._memory.slide(chosen[live], before[live])
         idle = live & ~rows.samples[chosen] & (ends >= rows.limit[chosen])
         settled.prefilled = batch.turns[chosen[idle]].tolist()
         for turn in batch.take_left(flight.plan.step):
@@ -71,15 +68,6 @@ class Settler:
         memory.settle()
         if memory.row >= 0 and not rows.samples[memory.row] and rows.computed[memory.row] >= rows.limit[memory.row]:
             settled.prefilled.append(turn)
-
-    def _slide(self, chosen: Longs, before: Longs) -> None:
-        """Rows whose window has left a page since they had `before` tokens computed give that page back."""
-        rows, size = self._memory.rows, self._memory.page_size
-        for group in self._memory.spec.groups:
-            if group.kind is Kind.SLIDING:
-                first = (rows.computed[chosen] - group.window + 1) // size
-                for row in chosen[first > (before - group.window + 1) // size].tolist():
-                    self._batch.turns[row].session.memory.turn.slide()
 
     def _take_outputs(self, flight: Flight, result: StepResult, sampled: Mask, settled: Settled) -> None:
         """Rows that sampled one token each."""
@@ -128,7 +116,7 @@ class Settler:
         start = int(flight.plan.starts[index])
         rows.uncertain[row] = False
         if accepted < len(guesses):
-            self._cut_back(row, start, start + 1 + accepted)
+            self._memory.reject(row, start, start + 1 + accepted)
         turn: Turn = batch.turns[row]
         rows.known[row] += accepted + 1
         rows.expected[row] = rows.known[row]
@@ -169,13 +157,3 @@ class Settler:
                 if part.stop == turn.prompt_length:
                     self._batch.scoring.discard(row)
             at += part.stop - part.start
-
-    def _cut_back(self, row: int, start: int, position: int) -> None:
-        """Wrong guesses: cut every group to the highest resumable position at or below `position`. Pages are resumable
-        anywhere; a state only where its slot stands, so with state groups that is `start`, in the alternate slot."""
-        rows = self._memory.rows
-        if self._memory.states:
-            position = start
-            rows.current[:, row], rows.alternate[:, row] = rows.alternate[:, row].copy(), rows.current[:, row].copy()
-            rows.alternate_at[row] = -1
-        rows.computed[row] = rows.scheduled[row] = position

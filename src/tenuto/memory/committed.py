@@ -1,0 +1,101 @@
+"""What memory keeps of committed history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Self
+
+from tenuto.base.errors import InvariantError
+from tenuto.memory.checkpoint import Checkpoint, Checkpoints
+from tenuto.memory.memory import Memory
+from tenuto.memory.pool import Holder, Lease
+
+
+class CommittedMemory:
+    """What a session keeps of its history: the state of its first `computed` tokens, and older checkpoints. Its tables
+    serve its open turn too.
+
+    Invariant: if the model has groups other than full attention and `computed` > 0, the last checkpoint stands at
+    `computed` and is needed, while all others only save work; without such groups there are no checkpoints.
+    """
+
+    def __init__(self, memory: Memory, name: str) -> None:
+        self.memory = memory
+        self.holder_name = name
+        self.computed = 0
+        self.lost = ""  # why there is less than the history; written by whoever takes it away
+        self.tables = [group.table(self) for group in memory.groups]
+        self.checkpoints = Checkpoints(memory.cache)
+
+    def leases(self) -> Iterator[Lease]:
+        for table in self.tables:
+            yield from table.leases()
+
+    def resumable(self, target: int) -> int:
+        """The highest resumable position at or below `target`. Changes nothing."""
+        return self._resumable(target)[0]
+
+    def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
+        """That position, and the checkpoint that covers it."""
+        target = min(target, self.computed)
+        if not self.memory.needs_checkpoints or target == 0:
+            return target, None
+        at_or_after = self.checkpoints.from_on(target)
+        if at_or_after is not None and self._covers(at_or_after, target):
+            return target, at_or_after
+        below = self.checkpoints.below(target)
+        return (below.position, below) if below is not None else (0, None)
+
+    def _covers(self, checkpoint: Checkpoint, position: int) -> bool:
+        at = checkpoint.position
+        return at == position or all(table.covers(at, position) for table in self.tables)
+
+    def share_checkpoint(self, position: int, owner: Holder) -> Checkpoint | None:
+        """A pinned reference to a checkpoint at the resumable `position`, for `owner`; `None` where nothing but full
+        attention or no token is there."""
+        at, source = self._resumable(position)
+        if at != position:
+            raise InvariantError(f"{self.holder_name}: {position} is not resumable")
+        if source is not None and source.position != position:  # its window covers this one
+            source = self._part_of(source, position, owner)
+        if source is not None:
+            self.memory.cache.pin(source)
+        return source
+
+    def _part_of(self, source: Checkpoint, position: int, owner: Holder) -> Checkpoint:
+        """A checkpoint at `position`, which `source` covers."""
+        made = Checkpoint(position, owner.holder_name)
+        for table, part in zip(self.tables, source.parts, strict=True):
+            shared = table.share_part(part, source.position, position, made) if part is not None else None
+            made.parts.append(shared)
+        return made
+
+    def fork(self, child: Self, target: int) -> None:
+        """Give the fresh `child` a share of everything up to the highest resumable position at or below `target`.
+        Checkpoints are not copied: it refers to the same."""
+        position = self.resumable(target)
+        child.checkpoints.refer_to(self.checkpoints, position)
+        kept = self.share_checkpoint(position, child)
+        for group, (mine, its) in enumerate(zip(self.tables, child.tables, strict=True)):
+            mine.fork(its, position, kept.parts[group] if kept is not None else None)
+        child.stand_at(position, kept)
+        child.lost = self.lost
+
+    def truncate(self, target: int) -> None:
+        """Cut every group to the highest resumable position at or below `target`."""
+        position = self.resumable(target)
+        self.cut(position, self.share_checkpoint(position, self))
+
+    def cut(self, position: int, checkpoint: Checkpoint | None) -> None:
+        """Cut every group to `position`, where `checkpoint`, pinned and moved here, stands."""
+        self.checkpoints.cut(position)
+        for group, table in enumerate(self.tables):
+            table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
+        self.stand_at(position, checkpoint)
+
+    def stand_at(self, position: int, checkpoint: Checkpoint | None) -> None:
+        """The memory now ends at `position`, where `checkpoint`, pinned and moved here, stands."""
+        if checkpoint is not None:
+            self.checkpoints.push(checkpoint)
+        self.computed = position
+        self.lost = "no checkpoint"  # whoever takes more away says so afterwards

@@ -1,0 +1,281 @@
+"""What every kind of memory answers: a group for all running rows at once, a table for one sequence. A kind is a file
+with both, and an entry in `memory.KINDS`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.groups import GroupSpec
+from tenuto.base.plan import PageCopies, StateMoves, TableChanges
+from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.memory.rows import Longs, Rows
+from tenuto.memory.shape import Shape
+
+Mask = npt.NDArray[np.bool_]
+
+UNLIMITED = 2**40
+"""Tokens: longer than any sequence."""
+NOWHERE = -1
+"""No position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Pages of a row in group number `group`: table entries [index, index + len(pages)), and the copy that has to come
+    before the first is used (`copy_from` `NO_PAGE`: none; else the page whose first `copy_slots` slots go to
+    `pages[0]`)."""
+
+    group: int
+    row: int
+    index: int
+    pages: array[int]
+    copy_from: int
+    copy_slots: int
+
+
+@dataclass(slots=True)
+class Moves:
+    """What a step does to memory, in the form of `Plan`: each group adds to `tables` and `copies`, or to `states`.
+    `left`: rows that stood on a checkpoint and write elsewhere from now on."""
+
+    tables: list[TableChanges] = field(default_factory=list)
+    copies: list[PageCopies] = field(default_factory=list)
+    states: list[StateMoves] = field(default_factory=list)
+    left: dict[int, None] = field(default_factory=dict)
+
+
+class Group(ABC):
+    """One memory group of the model: its pool, and what it knows of the running turns, by row.
+
+    Arrays over rows are int64 [rows] unless they say otherwise.
+    """
+
+    needs_checkpoints: ClassVar[bool] = True
+    """Whether some positions are resumable only where there is a checkpoint."""
+    stands_at_step_ends: ClassVar[bool] = False
+    """Whether a checkpoint can be made only where a step ends."""
+
+    def __init__(self, index: int, spec: GroupSpec, pool: Pool, page_size: int, shape: Shape, rows: Rows) -> None:
+        self.index = index  # in the memory spec
+        self.spec = spec
+        self.pool = pool
+        self.page_size = page_size
+        self.shape = shape
+        self.rows = rows
+        self.running: dict[int, Table] = {}  # by row; written by the tables
+
+    @abstractmethod
+    def table(self, holder: Holder) -> Table:
+        """An empty table for one sequence; `holder` holds what its session keeps."""
+
+    # -- counting
+
+    @staticmethod
+    @abstractmethod
+    def turn_units(spec: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
+        """The most units that a turn holds at once if it starts from nothing and computes `end` tokens."""
+
+    @staticmethod
+    @abstractmethod
+    def session_units(spec: GroupSpec, page_size: int, computed: int) -> int:
+        """Units that an idle session with `computed` tokens in memory holds, its older checkpoints aside."""
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence, in tokens, that the empty pool can hold."""
+        return UNLIMITED
+
+    def least_units(self, longest: int) -> int:
+        """The fewest units the pool may have if the longest sequence is so many tokens."""
+        return self.turn_units(self.spec, self.page_size, self.shape, longest, generates=True)
+
+    @property
+    def units_at_start(self) -> int:
+        """The most units that a turn is given when it starts; 0: it acquires what it needs as it grows."""
+        return 0
+
+    def needs(self, rows: Longs, ends: Longs) -> Longs | int:
+        """Units that rows have to acquire to compute up to `ends`."""
+        return 0
+
+    def pledged(self, rows: Longs, ends: Longs) -> int:
+        """Units that running rows will still acquire to compute up to `ends`, an upper bound."""
+        return 0
+
+    def expected_growth(self, lengths: Longs, ends: Longs) -> int:
+        """Units that sequences of `lengths` tokens want besides if they grow to `ends`, as an estimate."""
+        return 0
+
+    # -- steps
+
+    @abstractmethod
+    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: Moves) -> None:
+        """A plan is applied in which `rows` compute from `starts` on, after they have `grown`: go on to the units they
+        write, and add to `moves` what the executor has to know."""
+
+    def can_reject(self, rows: Longs) -> Mask | bool:
+        """Which rows could go back to where they stand now if the next step were rejected."""
+        return True
+
+    def reject(self, row: int, start: int, position: int) -> int:
+        """Of the row's last step, which began at `start`, only what is below `position` is accepted. Returns where the
+        row stands then: the highest resumable position at or below `position`."""
+        return position
+
+    def write_elsewhere(self, row: int) -> None:
+        """A checkpoint has just been made where the row stands: its next step may not write there."""
+        return
+
+    def slide(self, rows: Longs, before: Longs) -> None:
+        """Rows that had `before` tokens computed have more now: give back what none of them needs any more."""
+        return
+
+
+class Table(ABC):
+    """One sequence's part of a group: what its session keeps, its checkpoints aside, and what its open turn holds.
+
+    A checkpoint's part is the lease that it has on units of this group, or `None`.
+
+    Invariant: `own` is set while a turn is open, and `row` is 0 or more while that turn has a row.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.pool = group.pool
+        self.own: Lease | None = None  # units that the open turn has acquired; held by it
+        self.row = -1  # written by `attach` and `leave`
+
+    # -- what the session keeps
+
+    def leases(self) -> Iterator[Lease]:
+        """What the session holds besides its checkpoints."""
+        return iter(())
+
+    def frees(self) -> bool:
+        """Whether giving that up frees a unit."""
+        return False
+
+    def covers(self, at: int, position: int) -> bool:
+        """Whether what a checkpoint at `at` keeps is enough to resume at the earlier `position`."""
+        return False
+
+    def share_part(self, part: Lease, at: int, position: int, holder: Holder) -> Lease:
+        """For `holder`, a checkpoint at `position`: a share of the `part` of one at `at`, which covers it."""
+        raise InvariantError(f"{self.pool.name}: what is kept at {at} does not cover {position}")
+
+    @abstractmethod
+    def fork(self, child: Self, position: int, part: Lease | None) -> None:
+        """Give the fresh table `child` a share of all below `position`, where a checkpoint with `part` stands."""
+
+    @abstractmethod
+    def truncate(self, position: int, part: Lease | None) -> None:
+        """Cut the session to `position`, where a checkpoint with `part` stands."""
+
+    # -- admission
+
+    @abstractmethod
+    def need(self, most: int, held: int, start: int, end: int, *, at_end: bool) -> int:
+        """Units to acquire to compute up to `end`, an upper bound: for the open turn, which holds `held`, or else for
+        one that starts at `start` (`at_end`: where the session's memory ends). `most`: the worst case from nothing."""
+
+    def counted(self, kept: Lease | None) -> int:
+        """Of the units that admission has counted for the open turn those it holds; `kept`: the part of the checkpoint
+        at the end of its input."""
+        return len(self.opened)
+
+    # -- the open turn
+
+    @property
+    def opened(self) -> Lease:
+        """The open turn's own units."""
+        if self.own is None:
+            raise InvariantError(f"{self.pool.name}: no turn is open on this table")
+        return self.own
+
+    def take_up(self, units: Lease) -> None:
+        """A turn opens; `units` are those it was given to start with."""
+        if self.own is not None:
+            name = units.holder.holder_name
+            raise InvariantError(f"{self.pool.name}: {name} begins on a table another turn has open")
+        self.own = units
+
+    @abstractmethod
+    def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
+        """Open a turn at `start` with `units` to start with; `at_end`: that is where the session's memory ends. It
+        reads `part`, of a checkpoint there that outlives it."""
+
+    def extend(self, units: Lease) -> None:
+        """More units to start with: a draft starts to generate."""
+        self.opened.absorb(units)
+
+    def attach(self, row: int) -> Growth | None:
+        """The turn gets `row`. Returns the page table entries that the executor has to learn."""
+        self.row = row
+        self._group.running[row] = self
+        return None
+
+    def leave(self) -> None:
+        """The turn leaves its row, if it has one, and keeps everything."""
+        self._group.running.pop(self.row, None)
+        self.row = -1
+
+    def lacking(self, end: int) -> int:
+        """Units to acquire to compute up to `end`."""
+        return 0
+
+    def grow(self, end: int) -> Growth | None:
+        """Acquire what computing up to `end` needs, if anything. The caller has seen that there is enough."""
+        return None
+
+    def slide(self, computed: int) -> None:
+        """Give back own units that no position from `computed` on needs."""
+        return
+
+    @abstractmethod
+    def live_below(self, target: int, scheduled: int) -> int:
+        """The highest position at or below `target` at which the units the turn reads or owns suffice to go on, or
+        `NOWHERE`. The turn has computed, or will have, `scheduled` tokens."""
+
+    @abstractmethod
+    def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
+        """Cut the turn to `position`: to one that is live, to a checkpoint with `part`, or, `again`, to where it
+        began."""
+
+    @abstractmethod
+    def commit(self, position: int, part: Lease | None) -> None:
+        """The turn commits with `position` tokens computed, more than where it began, where a checkpoint with `part`
+        stands: move to the session what that does not hold, and give back the rest."""
+
+    def abort(self) -> None:
+        """The turn gives back what it acquired."""
+        self.leave()
+        self.opened.release()
+        self.own = None
+
+    # -- checkpoints of the open turn
+
+    @abstractmethod
+    def keep(self, position: int, holder: Holder) -> Lease | None:
+        """For `holder`, a checkpoint at the live `position`: a lease on what resuming there needs of this group. `None`
+        if the sequence itself holds it."""
+
+    def take_back(self, part: Lease) -> None:
+        """Undo `keep`."""
+        part.release()
+
+    @property
+    def can_spare(self) -> bool:
+        """Whether there is a unit for one more checkpoint, which is not needed."""
+        return True
+
+    def take_spare(self) -> None:
+        """Acquire that unit."""
+        return

@@ -1,0 +1,38 @@
+"""What the worst case of a turn depends on, besides the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenuto.base.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the worst case of a turn depends on, besides the model.
+
+    `max_step_tokens` is the most tokens one step computes for one turn. `double_buffered`: a step may be planned before
+    the outcome of the one before is known (overlap) or compute tokens that are rejected (lookahead), so the state
+    before it has to outlive it.
+    """
+
+    context_length: int
+    max_running: int
+    max_step_tokens: int
+    overlap: bool
+    double_buffered: bool
+    checkpoint_interval: int
+    checkpoint_share: float
+
+    @staticmethod
+    def of(config: EngineConfig, page_size: int) -> Shape:
+        """What an engine with this configuration has; checkpoints are spaced by whole pages."""
+        return Shape(
+            context_length=config.context_length,
+            max_running=config.max_running,
+            max_step_tokens=config.token_budget,
+            overlap=config.overlap > 0,
+            double_buffered=config.overlap > 0 or config.lookahead > 0,
+            checkpoint_interval=-(-config.checkpoint_interval // page_size) * page_size,
+            checkpoint_share=config.checkpoint_share,
+        )
