@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.base.errors import NotFound, SessionClosed
-from tenuto.session.turn import EndReason, TurnState
+from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import STATES, Stage, continuation, every_mix
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy
-from tenuto.session.turn import EndReason, TurnParams, TurnState
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import FULL, STATES, Stage, continuation, count_from, every_mix, every_overlap
 
 

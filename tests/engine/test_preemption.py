@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.session.turn import EndReason, TurnState
+from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import (
     FULL,
     SLIDING,

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tenuto.session.turn import Turn, TurnState
+from tenuto.base.turns import TurnState
+from tenuto.session.turn import Turn
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 
 

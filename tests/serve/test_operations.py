@@ -18,7 +18,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from tenuto.base.errors import EngineStopped
-from tenuto.base.messages import GetStats, Request, Stats, WorkerSettings
+from tenuto.base.messages import GetStats, Request, WorkerSettings
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tests.serve.server import Server, serving
@@ -146,7 +146,7 @@ def test_whoever_asks_while_the_engine_dies_is_told_so() -> None:
 
         async def once() -> None:
             try:
-                await link.call(GetStats(), Stats)
+                await link.call(GetStats())
             except EngineStopped as error:
                 told.append(str(error))
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tenuto.base.errors import LimitReached, NotFound, SessionClosed
-from tenuto.base.messages import GetSession, OpenSession, SessionView, StartTurn, Withdraw, WorkerSettings
+from tenuto.base.messages import GetSession, OpenSession, StartTurn, Withdraw, WorkerSettings
+from tenuto.base.options import TurnParams
 from tenuto.runtime.local import LocalLink
 from tenuto.serve import turns
 from tenuto.serve.turns import TurnDesk
@@ -29,7 +30,7 @@ def play(story: Callable[[TurnDesk, LocalLink], Awaitable[None]]) -> None:
 
 
 def one_shot(tokens: int, session: str | None = None) -> StartTurn:
-    return StartTurn(kind="turn", tenant="t", session=session, input=[1], options={"max_new_tokens": tokens})
+    return StartTurn(kind="turn", tenant="t", session=session, input=[1], params=TurnParams(max_new_tokens=tokens))
 
 
 def test_ended_turns_are_forgotten_oldest_first_by_number_and_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +70,7 @@ def test_a_repeated_request_is_no_new_turn_and_a_limit_does_not_refuse_it() -> N
 
 def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        await link.call(OpenSession(session="t/s", tenant="t"))
         for delay in range(40):
             asked = [asyncio.ensure_future(desk.start(one_shot(500, "t/s"), queue=True)) for _ in range(4)]
             for _ in range(delay):
@@ -90,7 +91,7 @@ def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
 
 def test_only_turns_that_wait_for_a_session_count_against_the_line() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        await link.call(OpenSession(session="t/s", tenant="t"))
         first = await desk.start(one_shot(2000, "t/s"), queue=True, most_in_line=0)
         with pytest.raises(LimitReached):
             await desk.start(one_shot(1, "t/s"), queue=True, most_in_line=0)
@@ -101,7 +102,7 @@ def test_only_turns_that_wait_for_a_session_count_against_the_line() -> None:
 
 def test_whoever_repeats_a_request_reads_its_turn_also_when_the_first_has_gone() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        await link.call(OpenSession(session="t/s", tenant="t"))
         blocking = await desk.start(one_shot(300, "t/s"))
         first = asyncio.ensure_future(desk.start(one_shot(3, "t/s"), queue=True, key="k"))
         second = asyncio.ensure_future(desk.start(one_shot(3, "t/s"), queue=True, key="k"))
@@ -127,23 +128,23 @@ def test_a_repeated_request_does_not_join_a_turn_that_is_being_aborted() -> None
 
 def test_a_closed_session_takes_its_line_along() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        await link.call(OpenSession(session="t/s", tenant="t"))
         first = await desk.start(one_shot(2000, "t/s"))
         waiting = asyncio.ensure_future(desk.start(one_shot(1, "t/s"), queue=True))
         await asyncio.sleep(0)
         await desk.close_session("t/s")
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        await link.call(OpenSession(session="t/s", tenant="t"))
         with pytest.raises(SessionClosed):
             await waiting
         assert not (await first.finished()).committed
-        assert (await link.call(GetSession(session="t/s"), SessionView)).version == 0
+        assert (await link.call(GetSession(session="t/s"))).version == 0
 
     play(story)
 
 
 def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_gone() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        await link.call(OpenSession(session="t/s", tenant="t"))
         first = await desk.start(one_shot(2000, "t/s"))
         asking = asyncio.ensure_future(desk.start(one_shot(1, "t/s"), queue=True))
         await asyncio.sleep(0)
@@ -162,6 +163,6 @@ def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_go
         while not waiting.ended:
             await asyncio.sleep(0)
         assert waiting.ticket is None
-        assert (await asked(GetSession(session="t/s"), SessionView)).version == 1
+        assert (await asked(GetSession(session="t/s"))).version == 1
 
     play(story)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
+from tenuto.base.options import MAX_PRIORITY, TurnParams
 from tenuto.base.sampling import Sampling
-from tenuto.engine.engine import DELIVERED
+from tenuto.base.turns import TurnState
 from tenuto.session.session import Policy, Session
-from tenuto.session.turn import MAX_PRIORITY, Turn, TurnParams, TurnState
+from tenuto.session.turn import Turn
 from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import VOCAB
 from tests.sim.setting import WorldConfig
@@ -175,7 +176,7 @@ class RandomWorld(MirroredWorld):
             self._abort(sid)
 
     def _abort(self, sid: str) -> None:
-        self.abort(sid, self.rng.choice((None, None, DELIVERED, DELIVERED, 0, 1, 3)))
+        self.abort(sid, self.rng.choice((None, None, "delivered", "delivered", 0, 1, 3)))
 
     def op_preempt(self) -> None:
         """A running turn loses its units, and then something happens to it before it can resume."""

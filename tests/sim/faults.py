@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from tenuto.base.turns import EndReason, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.engine.gate import TurnGate
 from tenuto.engine.lifecycle import Lifecycle
@@ -20,7 +21,7 @@ from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.admission import Admission
 from tenuto.sched.settle import Settler
 from tenuto.session.registry import Registry
-from tenuto.session.turn import EndReason, Turn, TurnState
+from tenuto.session.turn import Turn
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.base.turns import TurnState
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
@@ -20,7 +21,7 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import Suspects
 from tenuto.session.session import Session
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import Turn
 from tests.sim.faults import replaced, together
 
 

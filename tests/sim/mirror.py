@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.groups import Kind
-from tenuto.engine.engine import DELIVERED
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import Keep, TurnState
 from tenuto.session.session import Policy, Session
-from tenuto.session.turn import Turn, TurnParams, TurnState
+from tenuto.session.turn import Turn
 from tests.sim import internals
 from tests.sim.naive import VOCAB, NaiveSession, NaiveTurn
 from tests.sim.world import World
@@ -262,11 +263,11 @@ class MirroredWorld(World):
             naive.turn.redraft(tokens, self.clock.now())
         return turn
 
-    def abort(self, sid: str, keep: int | None) -> None:
+    def abort(self, sid: str, keep: Keep) -> None:
         naive, session = self.naive[sid], self.engine.sessions.get(sid)
         turn, memory = session.turn, session.memory
         reasons = {"illegal_transition"} if turn is None else set()
-        if keep is not None and keep < DELIVERED:
+        if isinstance(keep, int) and keep < 0:
             reasons.add("invalid_request")
         before, held = memory.computed, internals.positions_kept(session)
         reached = memory.turn.computed if memory.turn is not None else 0

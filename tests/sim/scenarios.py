@@ -8,11 +8,12 @@ from dataclasses import replace
 from random import Random
 
 from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.options import TurnParams
 from tenuto.base.plan import Plan
 from tenuto.base.sampling import Sampling
+from tenuto.base.turns import EndReason
 from tenuto.memory.memory import Shape
 from tenuto.session.session import Policy
-from tenuto.session.turn import EndReason, TurnParams
 from tests.sim import internals
 from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import VOCAB, NaiveTurn

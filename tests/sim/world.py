@@ -13,9 +13,10 @@ from random import Random
 from tenuto.base.clock import ManualClock
 from tenuto.base.groups import Kind
 from tenuto.base.plan import Plan
+from tenuto.base.turns import EndReason, TurnResult, TurnState
 from tenuto.engine.engine import StepReport
 from tenuto.engine.text import TokenTextStream
-from tenuto.session.turn import EndReason, Turn, TurnResult, TurnState
+from tenuto.session.turn import Turn
 from tests.sim import internals
 from tests.sim.checked import CheckedExecutor
 from tests.sim.found import Found
@@ -251,8 +252,9 @@ class World:
             if asked == "nobody" or asked is None or not naive.started:
                 self.found("ends", f"{turn!r} was committed, asked to keep {asked}")
                 return
-            assert isinstance(asked, int)
-            wanted = naive.delivered if asked < 0 else min(asked, len(output))
+            most = naive.delivered if asked == "delivered" else asked
+            assert isinstance(most, int)
+            wanted = min(most, len(output))
             if result.kept != wanted:
                 self.found("kept", f"{turn!r} kept {result.kept} of {len(output)} tokens, asked {asked}, not {wanted}")
             return

@@ -13,12 +13,10 @@ from weakref import finalize
 from tenuto.api.core import EngineCore, SessionCore
 from tenuto.api.reader import Deliver, Event, TurnReader
 from tenuto.base.errors import EngineStopped
-from tenuto.memory.audit import AuditReport
-from tenuto.session.info import SessionInfo
-from tenuto.session.options import TurnOptions
+from tenuto.base.options import TurnOptions
+from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.session.session import Policy
-from tenuto.session.transcript import Keep, News
-from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 from tenuto.text.tokenizer import Tokenizer
 
@@ -241,7 +239,7 @@ class AsyncTurnStream:
         """Abort the turn if it has not ended."""
         self._closer()
 
-    async def _next(self) -> News | None:
+    async def _next(self) -> Delta | None:
         if self._reader.ended:
             return None
         try:

@@ -10,12 +10,10 @@ from weakref import finalize
 
 from tenuto.api.core import EngineCore, SessionCore
 from tenuto.api.reader import Deliver, Event, TurnReader
-from tenuto.memory.audit import AuditReport
-from tenuto.session.info import SessionInfo
-from tenuto.session.options import TurnOptions
+from tenuto.base.options import TurnOptions
+from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.session.session import Policy
-from tenuto.session.transcript import Keep, News
-from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 from tenuto.text.tokenizer import Tokenizer
 
@@ -230,5 +228,5 @@ class TurnStream:
         """Abort the turn if it has not ended."""
         self._closer()
 
-    def _next(self) -> News | None:
+    def _next(self) -> Delta | None:
         return None if self._reader.ended else self._reader.take(self._events.get())

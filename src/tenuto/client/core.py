@@ -6,24 +6,23 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from tenuto.base.checks import items, shown, whole
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import OF_PREFILL, RemoteOptions
+from tenuto.base.turns import TurnResult
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Deliver, Source, session_path
 from tenuto.client.reader import TurnReader
 from tenuto.client.wire import (
-    OF_APPENDS,
-    RemoteOptions,
-    audit_report,
     input_body,
     session_info,
     turn_body,
     turn_result,
 )
-from tenuto.memory.audit import AuditReport
-from tenuto.session.info import SessionInfo
 from tenuto.session.session import Policy
-from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 
 MOST = 2**40
@@ -83,7 +82,7 @@ class ServerCore:
 
     def audit(self) -> Future[AuditReport]:
         async def ask() -> AuditReport:
-            return audit_report(await self.connection.ask("GET", "/audit"))
+            return msgspec.convert(await self.connection.ask("GET", "/audit"), AuditReport)
 
         return self.connection.call(ask())
 
@@ -114,7 +113,7 @@ class SessionCore:
         return TurnReader(self._connection, Source(self.id, turn_id=str(turn_id)), deliver)
 
     def append(self, given: Input, options: RemoteOptions) -> Future[TurnResult]:
-        body = {name: value for name, value in turn_body(options).items() if name in (*OF_APPENDS, "if_busy")}
+        body = {name: value for name, value in turn_body(options).items() if name in (*OF_PREFILL, "if_busy")}
         body["input"] = input_body(given)
 
         async def ask() -> TurnResult:

@@ -9,11 +9,12 @@ from weakref import WeakKeyDictionary
 
 from tenuto.base.checks import items, shown, whole
 from tenuto.base.errors import InvalidRequest, InvariantError, NotFound, VersionMismatch
+from tenuto.base.options import TurnParams
 from tenuto.engine.chats import ChatLog
 from tenuto.engine.engine import Engine
 from tenuto.engine.rendering import Basis, Prepared, Renderer
 from tenuto.session.session import Policy, Session
-from tenuto.session.turn import Turn, TurnParams
+from tenuto.session.turn import Turn
 from tenuto.text.chat import ChatTemplate, Conversation
 from tenuto.text.prompt import Prompt
 from tenuto.text.tokenizer import Tokenizer

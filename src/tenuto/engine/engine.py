@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
 
-from tenuto.base.checks import whole
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
@@ -20,12 +19,14 @@ from tenuto.base.errors import (
     SessionBusy,
     StepFailed,
 )
+from tenuto.base.options import TurnParams
 from tenuto.base.plan import Executor, StepResult
+from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
+from tenuto.base.views import AuditReport, SessionState
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.memory.audit import AuditReport
 from tenuto.memory.memory import Memory, Shape
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
@@ -35,13 +36,10 @@ from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
 from tenuto.session.registry import Registry
-from tenuto.session.session import Policy, Session, SessionState
-from tenuto.session.turn import EndReason, Turn, TurnParams, TurnState, as_tokens
+from tenuto.session.session import Policy, Session
+from tenuto.session.turn import Turn, as_tokens
 
 log = logging.getLogger("tenuto.engine")
-
-DELIVERED = -1
-"""`Engine.abort(keep=DELIVERED)`: keep every output token whose text the caller has been given."""
 
 
 @dataclass(slots=True)
@@ -427,19 +425,18 @@ class Engine:
         return turn
 
     @guarded
-    def abort(self, session_id: str, keep: int | None = None) -> Turn:
-        """End the open turn now. `keep` `None` rolls it back; `keep` k, or `DELIVERED`, commits its input and that many
-        output tokens (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
+    def abort(self, session_id: str, keep: Keep = None) -> Turn:
+        """End the open turn now. `keep` `None` rolls it back; otherwise its input and what `keep` says of its output
+        are committed (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
         session = self.sessions.get(session_id)
         turn = session.turn
         if turn is None:
             raise IllegalTransition(f"session {session_id} has no open turn to abort")
-        if keep is not None:
-            keep = whole("keep", keep, DELIVERED, 2**40)
-        if keep is None or not turn.started:
+        if check_keep(keep) is None or not turn.started:
             self.lifecycle.abort(turn, EndReason.ABORT)
         else:
-            self.lifecycle.commit(turn, EndReason.ABORT, turn.delivered if keep == DELIVERED else keep)
+            kept = {"delivered": turn.delivered, "all": None}[keep] if isinstance(keep, str) else keep
+            self.lifecycle.commit(turn, EndReason.ABORT, kept)
         return turn
 
     # -- audit

@@ -11,14 +11,16 @@ from itertools import count
 
 from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
+from tenuto.base.turns import EndReason, TurnState, Usage
+from tenuto.base.views import SessionState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.sched.batch import Batch, continues_from, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.registry import Registry
-from tenuto.session.session import Session, SessionState
-from tenuto.session.turn import EndReason, Turn, TurnState, Usage
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 MOST_IDLE_TIMERS = 1024
 """Timers of ended turns that may wait for their time, besides a few a session."""

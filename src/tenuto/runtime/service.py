@@ -7,10 +7,10 @@ import os
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import singledispatchmethod
 from heapq import nsmallest
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,7 +23,6 @@ from tenuto.base.messages import (
     Answer,
     AnyReply,
     Audit,
-    Candidate,
     CloseSession,
     Describe,
     Detokenize,
@@ -34,42 +33,44 @@ from tenuto.base.messages import (
     GetStats,
     ListSessions,
     ListTurns,
-    LogprobView,
-    ModelView,
     OpenSession,
-    PoolView,
-    RecordPage,
-    RecordView,
     Refusal,
     Request,
     Rewind,
-    SessionPage,
-    SessionView,
     StartTurn,
-    Stats,
     Stopped,
-    Ticket,
     Trim,
-    TurnUpdate,
     Updates,
     Withdraw,
     WorkerSettings,
 )
-from tenuto.base.sampling import TokenLogprob
+from tenuto.base.options import TurnParams
+from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.turns import Delta
+from tenuto.base.views import (
+    ModelView,
+    PoolReport,
+    RecordPage,
+    RecordView,
+    SessionInfo,
+    SessionPage,
+    Stats,
+    Ticket,
+)
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.engine import Engine
-from tenuto.engine.loop import EngineLoop, TurnEvent
+from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Basis, Prepared
-from tenuto.memory.audit import AuditReport
 from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.models import Model, build_engine, engine_config, load_model, server_budget
-from tenuto.runtime.views import audit_view, bytes_of, first_page, held, result_view, turn_state
-from tenuto.session.options import TurnOptions, turn_params
+from tenuto.runtime.views import bytes_of, first_page, session_info, turn_state
 from tenuto.session.session import Policy, Session, TurnRecord
-from tenuto.session.turn import Turn, TurnParams
+from tenuto.session.turn import Turn
 from tenuto.text.prompt import Prompt, parse_input
 
 log = logging.getLogger("tenuto.runtime")
+
+T = TypeVar("T")
 
 MOST_LISTED = 1000
 """Sessions or turns on one page."""
@@ -93,7 +94,7 @@ class Service:
         self._send = send
         engine = build_engine(model, config, memory_bytes)
         self._chats = ChatEngine(engine, model.chat, model.tokenizer)
-        self._updates: list[TurnUpdate] = []  # of the round; the engine's thread alone
+        self._updates: list[tuple[int, Delta]] = []  # of the round; the engine's thread alone
         self._describe = self._describe_model(engine)
         self._loop = EngineLoop(engine, self._stopped, after_round=self._flush)
         self._intake = Intake(self._chats, self._loop)
@@ -103,7 +104,7 @@ class Service:
         self._loop.close()
         self._intake.close()
 
-    def handle(self, request: Request) -> None:
+    def handle(self, request: Request[Any]) -> None:
         """Answer a request, now or later."""
         try:
             self._handle(request)
@@ -114,13 +115,13 @@ class Service:
             self._refuse(request.call, error)
 
     @singledispatchmethod
-    def _handle(self, request: Request) -> None:
+    def _handle(self, request: Request[Any]) -> None:
         raise InvalidRequest(f"there is no answer to {type(request).__name__}")
 
     # -- answers
 
-    def _answer(self, call: int, value: Any) -> None:
-        self._send(Answer(call=call, value=msgspec.Raw(msgspec.msgpack.encode(value))))
+    def _answer(self, request: Request[T], value: T) -> None:
+        self._send(Answer(call=request.call, value=msgspec.Raw(msgspec.msgpack.encode(value))))
 
     def _refuse(self, call: int, error: BaseException) -> None:
         code = error.code if isinstance(error, TenutoError) else TenutoError.code
@@ -128,21 +129,21 @@ class Service:
         param = error.param if isinstance(error, TenutoError) else None
         self._send(Refusal(call=call, code=code, message=text, param=param))
 
-    def _do(self, request: Request, work: Callable[[Engine], Any]) -> None:
+    def _do(self, request: Request[T], work: Callable[[Engine], T]) -> None:
         """Have `work` done in the engine's thread, and answer with what it returns."""
-        self._loop.call(work).add_done_callback(lambda done: self._reply(request.call, done))
+        self._loop.call(work).add_done_callback(lambda done: self._reply(request, done))
 
     def _reply_refusal(self, call: int, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
             self._refuse(call, error)
 
-    def _reply(self, call: int, done: Future[Any]) -> None:
+    def _reply(self, request: Request[T], done: Future[T]) -> None:
         error = done.exception()
         if error is not None:
-            self._refuse(call, error)
+            self._refuse(request.call, error)
         else:
-            self._answer(call, done.result())
+            self._answer(request, done.result())
 
     def _flush(self) -> None:
         if self._updates:
@@ -166,7 +167,7 @@ class Service:
             metadata=tuple(request.metadata.items()),
         )
 
-        def work(engine: Engine) -> SessionView:
+        def work(engine: Engine) -> SessionInfo:
             self._check_use(engine, request.tenant, request.most_sessions, request.most_tokens)
             return self._view(self._chats.open(request.session, policy, request.system))
 
@@ -209,12 +210,12 @@ class Service:
 
         # The answer is made in the engine's thread, too: how much a page may hold bounds how long that takes.
         def reply(done: Future[tuple[list[TurnRecord], array[int], bool]]) -> None:
-            if done.exception() is not None:
-                self._reply(request.call, done)
+            if (error := done.exception()) is not None:
+                self._refuse(request.call, error)
                 return
             page, tokens, more = done.result()
             records = [self._record(first + i, record, page[0].start, tokens) for i, record in enumerate(page)]
-            self._answer(request.call, RecordPage(records=records, more=more))
+            self._answer(request, RecordPage(records=records, more=more))
 
         self._loop.call(work).add_done_callback(reply)
 
@@ -233,7 +234,7 @@ class Service:
 
     @_handle.register
     def _(self, request: Fork) -> None:
-        def work(engine: Engine) -> SessionView:
+        def work(engine: Engine) -> SessionInfo:
             parent = self._chats.session(request.session, request.version)
             self._check_use(engine, parent.policy.tenant, request.most_sessions, request.most_tokens)
             child = self._chats.fork(request.session, turn=request.turn, position=request.position, child=request.child)
@@ -243,7 +244,7 @@ class Service:
 
     @_handle.register
     def _(self, request: Trim) -> None:
-        def work(engine: Engine) -> SessionView:
+        def work(engine: Engine) -> SessionInfo:
             parent = self._chats.session(request.session, request.version)
             self._check_use(engine, parent.policy.tenant, request.most_sessions, request.most_tokens)
             return self._view(self._chats.trim(request.session, request.turns, request.child))
@@ -252,7 +253,7 @@ class Service:
 
     @_handle.register
     def _(self, request: Rewind) -> None:
-        def work(_: Engine) -> SessionView:
+        def work(_: Engine) -> SessionInfo:
             return self._view(
                 self._chats.rewind(
                     request.session, turn=request.turn, position=request.position, version=request.version
@@ -273,9 +274,7 @@ class Service:
 
     @_handle.register
     def _(self, request: StartTurn) -> None:
-        if request.kind not in ("turn", "append", "regenerate"):
-            raise InvalidRequest(f"kind is {request.kind!r}; allowed: turn, append, regenerate")
-        params = turn_params(cast("TurnOptions", request.options))
+        params = request.params
         outlet = _Outlet(request.call, self)
         if request.kind == "regenerate":
             if request.session is None:
@@ -293,7 +292,7 @@ class Service:
                 parse=lambda basis: self._prompt(request, basis),
                 begin=lambda engine, prepared: self._begin(engine, request, params, prepared),
                 post=lambda work: self._loop.start(work, outlet),
-                reply=lambda turn: self._answer(request.call, self._ticket(turn, echo=request.echo)),
+                reply=lambda turn: self._answer(request, self._ticket(turn, echo=request.echo)),
                 refuse=lambda error: self._refuse(request.call, error),
             )
         )
@@ -302,7 +301,7 @@ class Service:
         assert request.session is not None
         self._check_use(engine, request.tenant, None, request.most_tokens)
         turn = self._chats.regenerate(request.session, params, request.version)
-        self._answer(request.call, self._ticket(turn, echo=request.echo))  # before anything that the turn brings
+        self._answer(request, self._ticket(turn, echo=request.echo))  # before anything that the turn brings
         return turn
 
     def _basis(self, engine: Engine, request: StartTurn | Draft, tenant: str | None = None) -> Basis:
@@ -353,14 +352,14 @@ class Service:
                 parse=lambda basis: parse_input(request.input, self._model.tokenizer, basis.room(generate=False)),
                 begin=begin,
                 post=self._loop.call,
-                reply=lambda turn: self._answer(request.call, self._view(turn.session)),
+                reply=lambda turn: self._answer(request, self._view(turn.session)),
                 refuse=lambda error: self._refuse(request.call, error),
             )
         )
 
     @_handle.register
     def _(self, request: Withdraw) -> None:
-        self._answer(request.call, self._intake.withdraw(request.name))
+        self._answer(request, self._intake.withdraw(request.name))
 
     @_handle.register
     def _(self, request: AbortTurn) -> None:
@@ -378,7 +377,7 @@ class Service:
 
     @_handle.register
     def _(self, request: Describe) -> None:
-        self._answer(request.call, self._describe)
+        self._answer(request, self._describe)
 
     @_handle.register
     def _(self, request: DropMemory) -> None:
@@ -386,13 +385,7 @@ class Service:
 
     @_handle.register
     def _(self, request: Audit) -> None:
-        def reply(done: Future[AuditReport]) -> None:
-            if done.exception() is not None:
-                self._reply(request.call, done)
-            else:
-                self._answer(request.call, audit_view(done.result()))
-
-        self._loop.audit().add_done_callback(reply)
+        self._loop.audit().add_done_callback(lambda done: self._reply(request, done))
 
     @_handle.register
     def _(self, request: GetStats) -> None:
@@ -403,34 +396,31 @@ class Service:
         text = self._text(request.tokens, special=request.special)
         if text is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none")
-        self._answer(request.call, text)
+        self._answer(request, text)
 
     # -- in the engine's thread, except where nothing but the model is asked
 
-    def publish(self, call: int, event: TurnEvent | TenutoError) -> None:
+    def publish(self, call: int, news: Delta | TenutoError) -> None:
         """A turn has gone on. Errors other than the engine's end are not for here: the turn did not start, and the
         answer to the request says why."""
-        if isinstance(event, TurnEvent):
-            self._updates.append(
-                TurnUpdate(
-                    call,
-                    list(event.tokens),
-                    event.text,
-                    event.delivered,
-                    result_view(event.result) if event.result is not None else None,
-                    [self._logprob(entry) for entry in event.logprobs] if event.logprobs else None,
-                    [self._logprob(entry) if entry is not None else None for entry in event.input_logprobs]
-                    if event.input_logprobs
-                    else None,
-                )
-            )
-        elif isinstance(event, EngineStopped):
-            self._send(Refusal(call=call, code=event.code, message=str(event)))
+        if isinstance(news, Delta):
+            self._updates.append((call, self._with_text(news) if news.logprobs or news.input_logprobs else news))
+        elif isinstance(news, EngineStopped):
+            self._send(Refusal(call=call, code=news.code, message=str(news)))
 
-    def _logprob(self, entry: TokenLogprob) -> LogprobView:
-        raw = self._model.tokenizer.written_bytes if self._model.tokenizer is not None else _no_bytes
-        top = [Candidate(token, logprob, raw(token)) for token, logprob in entry.top]
-        return LogprobView(entry.token, entry.logprob, raw(entry.token), top)
+    def _with_text(self, delta: Delta) -> Delta:
+        """With what the tokens of its log-probabilities say."""
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            return delta
+        raw = tokenizer.written_bytes
+
+        def told(entry: TokenLogprob) -> TokenLogprob:
+            top = tuple(Candidate(other.token, other.logprob, raw(other.token)) for other in entry.top)
+            return TokenLogprob(entry.token, entry.logprob, top, raw(entry.token))
+
+        inputs = tuple(told(entry) if entry is not None else None for entry in delta.input_logprobs)
+        return msgspec.structs.replace(delta, logprobs=tuple(map(told, delta.logprobs)), input_logprobs=inputs)
 
     @staticmethod
     def _check_use(engine: Engine, tenant: str, most_sessions: int | None, most_tokens: int | None) -> None:
@@ -440,25 +430,8 @@ class Service:
         if most_tokens is not None and use.tokens >= most_tokens:
             raise LimitReached(f"sessions hold {use.tokens} tokens; allowed: {most_tokens}; close or rewind some first")
 
-    def _view(self, session: Session) -> SessionView:
-        engine, memory = self._chats.engine, session.memory
-        return SessionView(
-            id=session.id,
-            tenant=session.policy.tenant,
-            state=session.state.value,
-            turn=session.turn.state.value if session.turn is not None else None,
-            version=session.version,
-            turns=len(session.records),
-            tokens=len(session.history),
-            computed=memory.computed,
-            context_left=session.context_left,
-            limit=session.limit,
-            priority=session.policy.priority,
-            ttl=session.policy.ttl,
-            idle_seconds=0.0 if session.turn is not None else engine.now() - session.last_turn_end,
-            memory=held(engine, session),
-            metadata=dict(session.policy.metadata),
-        )
+    def _view(self, session: Session) -> SessionInfo:
+        return session_info(self._chats.engine, session)
 
     def _ticket(self, turn: Turn, *, echo: bool) -> Ticket:
         prompt = turn.tokens(0, turn.prompt_length).tolist() if echo else []
@@ -486,8 +459,7 @@ class Service:
             steps=engine.steps,
             transitions=dict(engine.transitions),
             pools=[
-                PoolView(name=p.name, capacity=p.capacity, free=p.free, in_flight=p.limbo, leased=p.leased)
-                for p in engine.memory.pools
+                PoolReport(pool.name, pool.capacity, pool.free, pool.limbo, pool.leased) for pool in engine.memory.pools
             ],
             prompt_tokens=totals["prompt"],
             cached_tokens=totals["cached"],
@@ -517,7 +489,7 @@ class Service:
             has_text=tokenizer is not None,
             has_chat=model.chat is not None,
             pid=os.getpid(),
-            config=asdict(self._config),
+            config=self._config,
         )
 
 
@@ -530,7 +502,7 @@ def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> 
 
 
 class _Outlet:
-    """Tells a service of a turn's events."""
+    """Tells a service what a turn brings."""
 
     __slots__ = ("_call", "_service")
 
@@ -538,9 +510,5 @@ class _Outlet:
         self._call = call
         self._service = service
 
-    def __call__(self, event: TurnEvent | TenutoError) -> None:
-        self._service.publish(self._call, event)
-
-
-def _no_bytes(_: int) -> bytes:
-    return b""
+    def __call__(self, news: Delta | TenutoError) -> None:
+        self._service.publish(self._call, news)

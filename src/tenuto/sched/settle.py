@@ -10,10 +10,11 @@ import numpy.typing as npt
 from tenuto.base.errors import InvariantError
 from tenuto.base.groups import Kind
 from tenuto.base.plan import Logprobs, StepResult
+from tenuto.base.turns import EndReason
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight, Longs
-from tenuto.session.turn import EndReason, Turn
+from tenuto.session.turn import Turn
 
 Mask = npt.NDArray[np.bool_]
 

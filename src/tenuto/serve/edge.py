@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -18,13 +17,12 @@ from starlette.datastructures import Headers
 
 from tenuto.base.errors import Draining, EngineStopped, Forbidden, LimitReached, Overloaded, TenutoError, Unauthorized
 from tenuto.base.link import Link
-from tenuto.base.messages import ModelView, StartTurn
+from tenuto.base.messages import StartTurn
+from tenuto.base.views import ModelView
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.settings import ServeSettings, Tenant
 from tenuto.serve.turns import LiveTurn, TurnDesk
 
-ALL = 2**40
-"""To keep, of an aborted turn: every output token."""
 RETRY_SECONDS = 1
 """In `Retry-After`, where nothing better is known."""
 ABORTING_SECONDS = 5.0
@@ -130,11 +128,6 @@ def outer_id(session: str) -> str:
 async def digest_of(request: Request) -> bytes:
     """What tells a request from others with the same idempotency key: its path and body."""
     return sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
-
-
-def random_seed() -> int:
-    """For turns that draw and name no seed."""
-    return secrets.randbits(63)
 
 
 # -- dependencies of routes

@@ -20,14 +20,14 @@ from tenuto.base.messages import (
     ListSessions,
     ListTurns,
     OpenSession,
-    RecordPage,
     Rewind,
-    SessionPage,
-    SessionView,
     StartTurn,
     Trim,
 )
-from tenuto.serve.edge import ALL, Caller, Edge, EdgeOf, Failure, digest_of, inner_id, outer_id, random_seed
+from tenuto.base.options import turn_params
+from tenuto.base.turns import TurnKind, check_keep
+from tenuto.base.views import SessionInfo
+from tenuto.serve.edge import Caller, Edge, EdgeOf, Failure, digest_of, inner_id, outer_id
 from tenuto.serve.native_schemas import (
     REFUSALS,
     STREAMED,
@@ -51,10 +51,10 @@ from tenuto.serve.native_schemas import (
     TurnId,
     Usage,
 )
-from tenuto.serve.options import logprob_body
+from tenuto.serve.options import logprob_body, options_of, random_seed
 from tenuto.serve.settings import Tenant, new_session_id
 from tenuto.serve.sse import EventStream, event, while_connected
-from tenuto.serve.turns import DEADLINES, DELIVERED, LiveTurn
+from tenuto.serve.turns import LiveTurn
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -75,10 +75,9 @@ async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response:
             metadata=body.metadata,
             most_sessions=tenant.limits.sessions,
             most_tokens=tenant.limits.tokens,
-        ),
-        SessionView,
+        )
     )
-    response.headers["location"] = f"/v1/sessions/{outer_id(view.id)}"
+    response.headers["location"] = f"/v1/sessions/{outer_id(view.session_id)}"
     return _session(edge, view, response)
 
 
@@ -95,16 +94,16 @@ async def list_sessions(
 ) -> SessionList:
     """Your sessions, by id."""
     page = await edge.link.call(
-        ListSessions(tenant=tenant.name, after=inner_id(tenant, after), limit=limit, state=state), SessionPage
+        ListSessions(tenant=tenant.name, after=inner_id(tenant, after), limit=limit, state=state)
     )
-    following = outer_id(page.sessions[-1].id) if page.more else None
+    following = outer_id(page.sessions[-1].session_id) if page.more else None
     return SessionList(data=[_session(edge, view) for view in page.sessions], next=following)
 
 
 @router.get("/{session_id}", responses=REFUSALS)
 async def get_session(edge: EdgeOf, tenant: Caller, session_id: SessionId, response: Response) -> Session:
     """A session as it is now."""
-    view = await edge.link.call(GetSession(session=inner_id(tenant, session_id)), SessionView)
+    view = await edge.link.call(GetSession(session=inner_id(tenant, session_id)))
     return _session(edge, view, response)
 
 
@@ -131,7 +130,7 @@ async def list_turns(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> RecordList:
     """Its committed turns, with their tokens and texts."""
-    page = await edge.link.call(ListTurns(session=inner_id(tenant, session_id), first=first, limit=limit), RecordPage)
+    page = await edge.link.call(ListTurns(session=inner_id(tenant, session_id), first=first, limit=limit))
     data = [
         Record(
             number=record.number,
@@ -160,8 +159,7 @@ async def fork(
             version=_version(if_match),
             most_sessions=tenant.limits.sessions,
             most_tokens=tenant.limits.tokens,
-        ),
-        SessionView,
+        )
     )
     return _session(edge, view, response)
 
@@ -174,7 +172,7 @@ async def rewind(
     request = Rewind(
         session=inner_id(tenant, session_id), turn=body.turn, position=body.position, version=_version(if_match)
     )
-    return _session(edge, await edge.link.call(request, SessionView), response)
+    return _session(edge, await edge.link.call(request), response)
 
 
 @router.post("/{session_id}/trim", status_code=201, responses=REFUSALS)
@@ -190,8 +188,7 @@ async def trim(
             version=_version(if_match),
             most_sessions=tenant.limits.sessions,
             most_tokens=tenant.limits.tokens,
-        ),
-        SessionView,
+        )
     )
     return _session(edge, view, response)
 
@@ -242,13 +239,12 @@ async def append(
     idempotency_key: IdempotencyKey = None,
 ) -> Turn:
     """Append input without an answer; it is committed when it is computed."""
-    options = body.model_dump(include={*DEADLINES, "priority", "input_logprobs"}, exclude_none=True)
     start = StartTurn(
         kind="append",
         tenant=tenant.name,
         session=inner_id(tenant, session_id),
         input=_input(body.input),
-        options=options,
+        params=turn_params(options_of(body)),
         version=_version(if_match),
         most_tokens=tenant.limits.tokens,
     )
@@ -276,7 +272,7 @@ async def draft(
         name=f"draft-{secrets.token_hex(12)}",
     )
     try:
-        view = await while_connected(request, edge.link.call(draft, SessionView))
+        view = await while_connected(request, edge.link.call(draft))
     except ClientDisconnect:
         edge.spawn(edge.desk.withdraw(draft.name))
         raise
@@ -288,8 +284,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
     """End the open turn. Its session is as before, or, with `keep`, has what was said so far. `null`: it was a
     draft."""
     inner = inner_id(tenant, session_id)
-    if isinstance(body.keep, int) and not 0 <= body.keep <= ALL:
-        raise InvalidRequest(f"keep is {body.keep}; allowed: none, delivered, all, or a number of output tokens")
+    keep = check_keep(None if body.keep == "none" else body.keep)
     if body.turn_id is not None:
         turn = edge.desk.find(tenant.name, inner, body.turn_id)
         if turn.ended:
@@ -297,10 +292,9 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
     else:
         found = edge.desk.open_turn(inner)
         if found is None:
-            await edge.link.call(AbortTurn(session=inner), bool)
+            await edge.link.call(AbortTurn(session=inner))
             return None
         turn = found
-    keep = _KEEP[body.keep] if isinstance(body.keep, str) else body.keep
     await edge.desk.abort(turn, keep)
     return turn_body(turn)
 
@@ -329,22 +323,19 @@ async def follow_turn(
     return _stream(edge, turn, position)
 
 
-_KEEP = {"none": None, "delivered": DELIVERED, "all": ALL}
-
-
 # -- from requests to turns, and from turns to answers
 
 
-def _start(tenant: Tenant, session_id: str, kind: str, body: NewTurn, if_match: str | None) -> StartTurn:
-    options = body.engine_options()
-    if options.get("temperature") and "seed" not in options:
-        options["seed"] = random_seed()
+def _start(tenant: Tenant, session_id: str, kind: TurnKind, body: NewTurn, if_match: str | None) -> StartTurn:
+    options = options_of(body)
+    if options.get("temperature"):
+        options.setdefault("seed", random_seed())
     return StartTurn(
         kind=kind,
         tenant=tenant.name,
         session=inner_id(tenant, session_id),
         input=_input(body.input),
-        options=options,
+        params=turn_params(options),
         version=_version(if_match),
         most_tokens=tenant.limits.tokens,
     )
@@ -432,30 +423,31 @@ def turn_body(turn: LiveTurn) -> Turn:
         session_id=outer_id(request.session or ""),
         state=turn.state,
         text=reply.text,
-        tokens=reply.tokens,
+        tokens=list(reply.tokens),
         logprobs=[logprob_body(entry) for entry in reply.logprobs] or None,
         input_logprobs=[logprob_body(entry) if entry is not None else None for entry in reply.input_logprobs] or None,
     )
     if turn.ticket is not None:
         body.max_new_tokens = turn.ticket.max_new_tokens
     if result is not None:
-        body.reason, body.committed, body.kept, body.stop = result.reason, result.committed, result.kept, result.stop
+        body.reason, body.committed = result.reason.value, result.committed
+        body.kept, body.stop = result.kept, result.stop
         body.version, body.context_left = result.version, result.context_left
         body.usage = Usage(
-            prompt_tokens=result.prompt,
-            cached_tokens=result.cached,
-            completion_tokens=result.generated,
-            computed_tokens=result.computed,
+            prompt_tokens=result.usage.prompt,
+            cached_tokens=result.usage.cached,
+            completion_tokens=result.usage.generated,
+            computed_tokens=result.usage.computed,
         )
     return body
 
 
-def _session(edge: Edge, view: SessionView, response: Response | None = None) -> Session:
+def _session(edge: Edge, view: SessionInfo, response: Response | None = None) -> Session:
     if response is not None:
         response.headers["etag"] = _etag(view.version)
-    turn = edge.desk.open_turn(view.id)
+    turn = edge.desk.open_turn(view.session_id)
     return Session(
-        id=outer_id(view.id),
+        id=outer_id(view.session_id),
         state=view.state,
         turn=view.turn,
         turn_id=turn.id if turn is not None else None,
@@ -468,8 +460,8 @@ def _session(edge: Edge, view: SessionView, response: Response | None = None) ->
         priority=view.priority,
         ttl=view.ttl,
         idle_seconds=round(view.idle_seconds, 3),
-        memory=view.memory,
-        metadata=view.metadata,
+        memory=dict(view.memory),
+        metadata=dict(view.metadata),
     )
 
 

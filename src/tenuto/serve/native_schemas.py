@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from tenuto.serve.options import Items, Messages, Object, TurnOptions, at_most
+from tenuto.base.checks import MOST_SECONDS
+from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
+from tenuto.serve.options import Items, Messages, Object, at_most, with_options
 
 ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
 """Of a session's id: whatever needs no quoting in a URL. Clients leave `.` and `..` out of URLs, so they are no ids."""
@@ -66,9 +68,12 @@ class NewSession(Body):
     id: NewId = None
     system: str | None = Field(None, description="A system message, put before the first messages.")
     ttl: float | None = Field(
-        None, gt=0, le=1e9, description="Seconds without a turn until it is closed; by default as the server has it."
+        None,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds without a turn until it is closed; by default as the server has it.",
     )
-    priority: int = Field(0, ge=-1000, le=1000, description="Of its turns; higher runs first.")
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Of its turns; higher runs first.")
     max_tokens: int | None = Field(None, ge=1, description="Cap on its history, in tokens.")
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(
         default_factory=dict,
@@ -78,8 +83,9 @@ class NewSession(Body):
     model_config = ConfigDict(json_schema_extra={"examples": [{"system": "Be brief.", "ttl": 3600}]})
 
 
-class NewTurn(TurnOptions):
-    """A turn to be started."""
+@with_options()
+class NewTurn(Body):
+    """A turn to be started: how it generates, and what is not given is as the engine has it."""
 
     input: Input = ""
     stream: bool = Field(default=True, description="Send events as they come; otherwise one answer at the end.")
@@ -97,15 +103,12 @@ class NewTurn(TurnOptions):
     )
 
 
+@with_options(*OF_PREFILL)
 class NewAppend(Body):
     """Input to be appended without an answer."""
 
     input: Input = ""
     if_busy: Literal["reject", "queue"] = "reject"
-    queue_timeout: float | None = Field(None, gt=0, le=1e9)
-    timeout: float | None = Field(None, gt=0, le=1e9)
-    priority: int | None = Field(None, ge=-1000, le=1000)
-    input_logprobs: int | None = Field(None, ge=0, le=20)
 
 
 class NewDraft(Body):

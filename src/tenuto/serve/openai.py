@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, ModelNotFound, NotFound, TenutoError
-from tenuto.base.messages import OpenSession, SessionView, StartTurn
+from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.serve.edge import Caller, Edge, EdgeOf, digest_of, inner_id
 from tenuto.serve.native_schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.openai_answers import Answer, Writer
@@ -134,7 +134,7 @@ def _start(tenant: Tenant, body: Generation, given: str | list[Any]) -> StartTur
         tenant=tenant.name,
         session=inner_id(tenant, body.session_id) if body.session_id is not None else None,
         input=given,
-        options=body.engine_options(),
+        params=body.params(),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         most_tokens=tenant.limits.tokens,
     )
@@ -185,7 +185,7 @@ async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
         most_tokens=tenant.limits.tokens,
     )
     try:
-        await edge.link.call(opening, SessionView)
+        await edge.link.call(opening)
     except AlreadyExists:
         return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -21,14 +22,15 @@ from tenuto.base.errors import (
     SessionClosed,
     TenutoError,
 )
-from tenuto.base.messages import GetSession, OpenSession, SessionView, StartTurn
+from tenuto.base.messages import GetSession, OpenSession, StartTurn
+from tenuto.base.turns import Transcript
 from tenuto.serve.edge import Edge, inner_id
 from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.samples import Samples, all_of
 from tenuto.serve.settings import Tenant, new_session_id
 from tenuto.serve.sglang_schemas import Item, NewSession, SessionParams
 from tenuto.serve.sglang_sessions import Branches, Place
-from tenuto.serve.turns import LiveTurn, Reply
+from tenuto.serve.turns import LiveTurn
 
 ID = re.compile(ID_PATTERN)
 MOST_SESSIONS = 100_000
@@ -48,7 +50,7 @@ class Running:
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
     aborted: bool = False
-    reply: Reply = field(default_factory=Reply)
+    reply: Transcript = field(default_factory=Transcript)
     turn: LiveTurn | None = None
     prompt: LiveTurn | None = None
     samples: Samples | None = None
@@ -82,7 +84,7 @@ class Requests:
         timeout = self._edge.settings.ttl(body.timeout, named=body.session_id is not None)
         if not body.streaming:
             with suppress(NotFound):
-                await self._edge.link.call(GetSession(session=inner), SessionView)
+                await self._edge.link.call(GetSession(session=inner))
                 raise taken
             self._add_branches(tenant, name, timeout)
             return name
@@ -95,7 +97,7 @@ class Requests:
             most_tokens=tenant.limits.tokens,
         )
         try:
-            await self._edge.link.call(opening, SessionView)
+            await self._edge.link.call(opening)
         except AlreadyExists:
             raise taken from None
         return name
@@ -179,9 +181,9 @@ class Requests:
             kind="turn",
             tenant=tenant.name,
             input=item.input,
-            options=item.options,
+            params=item.params,
             keep_bos=False,
-            echo="input_logprobs" in item.options,
+            echo=item.params.input_logprobs is not None,
             most_tokens=tenant.limits.tokens,
             markup=True,
         )
@@ -263,5 +265,4 @@ def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTur
     for field_name, value in asked.items():
         if value:
             raise InvalidRequest(f"{field_name} is {value}; a streaming session is only appended to, leave it out")
-    options = {key: value for key, value in request.options.items() if key != "input_logprobs"}
-    return replace(request, options=options, echo=False)
+    return replace(request, params=dataclasses.replace(request.params, input_logprobs=None), echo=False)

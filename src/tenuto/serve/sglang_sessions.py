@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.base.messages import HIDDEN, Fork, OpenSession, SessionView
+from tenuto.base.messages import HIDDEN, Fork, OpenSession
 from tenuto.serve.edge import Edge, inner_id
 from tenuto.serve.settings import Tenant
 from tenuto.serve.sglang_schemas import SessionParams
@@ -187,7 +187,7 @@ class Branches:
                 most_sessions=limits.sessions,
                 most_tokens=limits.tokens,
             )
-        place.line.tokens = (await self._edge.link.call(request, SessionView)).tokens
+        place.line.tokens = (await self._edge.link.call(request)).tokens
 
     # -- ends
 

@@ -11,10 +11,11 @@ from random import Random
 from tenuto.base.checks import shown
 from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
+from tenuto.base.views import SessionState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
-from tenuto.session.session import Policy, Session, SessionState
+from tenuto.session.session import Policy, Session
 
 MAX_ID_LENGTH = 128
 UNREACHABLE = frozenset({".", ".."})

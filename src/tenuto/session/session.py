@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from enum import Enum
 
 from tenuto.base.checks import seconds, whole
 from tenuto.base.errors import IllegalTransition, SessionBusy, SessionClosed
+from tenuto.base.options import MAX_PRIORITY
+from tenuto.base.turns import TurnState
+from tenuto.base.views import SessionState
 from tenuto.memory.session_memory import SessionMemory
-from tenuto.session.turn import MAX_PRIORITY, Turn, TurnState
-
-
-class SessionState(Enum):
-    """Open; closing, when its running turn may still end; closed."""
-
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
+from tenuto.session.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
