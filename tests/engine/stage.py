@@ -99,8 +99,10 @@ class Stage:
 
     # -- turns
 
-    def say(self, session_id: str, tokens: Sequence[int], output: int | None = 8, **params: object) -> Turn:
-        return self.engine.submit(session_id, tokens, TurnParams(max_new_tokens=output, **params))  # type: ignore[arg-type]
+    def say(
+        self, session_id: str, tokens: Sequence[int], output: int | None = 8, tenant: str = "", **params: object
+    ) -> Turn:
+        return self.engine.submit(session_id, tokens, TurnParams(max_new_tokens=output, **params), tenant=tenant)  # type: ignore[arg-type]
 
     def step(self) -> StepReport:
         return self.engine.step()

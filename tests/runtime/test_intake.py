@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.base.config import Limits
 from tenuto.base.errors import ContextExceeded, NotFound, SessionClosed, TenutoError, TurnAborted, VersionMismatch
 from tenuto.base.link import TurnNews
 from tenuto.base.messages import (
@@ -86,7 +87,7 @@ def play(story: Callable[[LocalLink], Awaitable[None]]) -> None:
         link = LocalLink(SETTINGS)
         try:
             async with asyncio.timeout(SECONDS):
-                await link.call(OpenSession(session="t/s", tenant="t"))
+                await link.call(OpenSession(tenant="t", session="s"))
                 await story(link)
             assert "every unit accounted for" in str(await link.call(Audit()))
         finally:
@@ -111,7 +112,7 @@ def said(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-def turn(given: str | list[Any], session: str | None = "t/s", **rest: Any) -> StartTurn:
+def turn(given: str | list[Any], session: str | None = "s", **rest: Any) -> StartTurn:
     return StartTurn(kind="turn", tenant="t", session=session, input=given, params=TurnParams(max_new_tokens=1), **rest)
 
 
@@ -138,8 +139,8 @@ def test_what_cannot_fit_is_refused_and_never_encoded(encoder: Encoder, given: s
             with pytest.raises(ContextExceeded):
                 await link.start(request, Reader())
         with pytest.raises(ContextExceeded):
-            await link.call(Draft(session="t/s", input=given))
-        view = await link.call(GetSession(session="t/s"))
+            await link.call(Draft(tenant="t", session="s", input=given))
+        view = await link.call(GetSession(tenant="t", session="s"))
         assert (view.version, view.turn) == (0, None)
         await ended(link, turn(said("x")))
 
@@ -157,7 +158,7 @@ def test_what_is_left_of_a_context_counts(encoder: Encoder) -> None:
         with pytest.raises(ContextExceeded):
             await link.start(turn("x" * LONGEST * 900), Reader())
         assert encoder.lengths()  # it might have fitted
-        await link.call(Rewind(session="t/s", turn=0))
+        await link.call(Rewind(tenant="t", session="s", turn=0))
         await ended(link, turn("x" * LONGEST * 1001))
 
     play(story)
@@ -166,9 +167,9 @@ def test_what_is_left_of_a_context_counts(encoder: Encoder) -> None:
 def test_a_system_message_that_cannot_fit_opens_no_session(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         with pytest.raises(ContextExceeded):
-            await link.call(OpenSession(session="t/big", tenant="t", system=TOO_LONG))
+            await link.call(OpenSession(tenant="t", session="big", system=TOO_LONG))
         with pytest.raises(NotFound):
-            await link.call(GetSession(session="t/big"))
+            await link.call(GetSession(tenant="t", session="big"))
 
     play(story)
     assert encoder.lengths() == []
@@ -180,10 +181,10 @@ def test_input_is_encoded_outside_the_engines_thread(encoder: Encoder, length: i
     async def story(link: LocalLink) -> None:
         text = "x" * length
         given: str | list[Any] = said(text) if as_messages else text
-        for session in ("t/s", None):
+        for session in ("s", None):
             assert (await ended(link, turn(given, session))).prompt_tokens >= length
-        await link.call(Rewind(session="t/s", turn=0))
-        await link.call(Draft(session="t/s", input=given))
+        await link.call(Rewind(tenant="t", session="s", turn=0))
+        await link.call(Draft(tenant="t", session="s", input=given))
 
     play(story)
     assert len(encoder.lengths()) == 3
@@ -195,9 +196,9 @@ def test_others_go_on_while_long_input_is_encoded(encoder: Encoder) -> None:
         encoder.hold()
         long = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT))))
         await waiting(encoder.held)
-        await link.call(OpenSession(session="t/other", tenant="t"))
+        await link.call(OpenSession(tenant="t", session="other"))
         for text in ("hello", "a word " * 900):
-            assert (await ended(link, turn(said(text[:SHORT_INPUT]), "t/other"))).prompt_tokens > 5
+            assert (await ended(link, turn(said(text[:SHORT_INPUT]), "other"))).prompt_tokens > 5
         assert not long.done()
         encoder.release()
         assert (await long).prompt_tokens > LONG_INPUT
@@ -213,7 +214,7 @@ def test_input_is_prepared_again_if_its_session_changes_meanwhile(encoder: Encod
         encoder.hold()
         starting = asyncio.ensure_future(ended(link, turn(opening)))
         await waiting(encoder.held)
-        await link.call(Rewind(session="t/s", turn=0))
+        await link.call(Rewind(tenant="t", session="s", turn=0))
         encoder.release()
         ticket = await starting
         assert (ticket.history, ticket.prompt_tokens) == (0, alone)  # as an opening, not as what follows a message
@@ -228,11 +229,11 @@ def test_a_version_that_has_passed_while_input_was_prepared_refuses_it(encoder: 
         encoder.hold()
         starting = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT), version=1)))
         await waiting(encoder.held)
-        await link.call(Rewind(session="t/s", turn=0))
+        await link.call(Rewind(tenant="t", session="s", turn=0))
         encoder.release()
         with pytest.raises(VersionMismatch):
             await starting
-        assert (await link.call(GetSession(session="t/s"))).version == 2
+        assert (await link.call(GetSession(tenant="t", session="s"))).version == 2
 
     play(story)
 
@@ -242,7 +243,7 @@ def test_a_session_that_is_closed_while_input_is_prepared_refuses_it(encoder: En
         encoder.hold()
         starting = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT))))
         await waiting(encoder.held)
-        await link.call(CloseSession(session="t/s"))
+        await link.call(CloseSession(tenant="t", session="s"))
         encoder.release()
         with pytest.raises(NotFound):
             await starting
@@ -258,17 +259,17 @@ def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_i
         encoder.hold()
         other = asyncio.ensure_future(link.start(turn("x" * LONG_INPUT, None), Reader()))
         await waiting(encoder.held)  # and with it the lane of the long ones
-        first = Draft(session="t/s", input="x" * LONG_INPUT)
+        first = Draft(tenant="t", session="s", input="x" * LONG_INPUT)
         starting = [asyncio.ensure_future(link.call(first)) for _ in range(2)]
         starting.append(asyncio.ensure_future(link.start(turn("y" * length), Reader())))
-        await link.call(CloseSession(session="t/s"))
-        await link.call(OpenSession(session="t/s", tenant="t"))
+        await link.call(CloseSession(tenant="t", session="s"))
+        await link.call(OpenSession(tenant="t", session="s"))
         encoder.release()
         for start in starting:
             with pytest.raises(SessionClosed):
                 await start
         await other
-        view = await link.call(GetSession(session="t/s"))
+        view = await link.call(GetSession(tenant="t", session="s"))
         assert (view.turns, view.turn) == (0, None)
 
     play(story)
@@ -277,7 +278,7 @@ def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_i
 def test_what_is_refused_anyway_is_refused_before_long_input_is_encoded(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         long = said("x" * LONG_INPUT)
-        for request in (turn(long, "t/nowhere"), turn(long, version=7), turn(long, most_tokens=0)):
+        for request in (turn(long, "nowhere"), turn(long, version=7), turn(long, limits=Limits(tokens=0))):
             with pytest.raises(TenutoError):
                 await link.start(request, Reader())
 
@@ -323,7 +324,7 @@ def test_a_client_that_goes_while_its_input_is_prepared_leaves_no_turn(encoder: 
             await asyncio.sleep(0.01)
         stats = await link.call(GetStats())
         assert (stats.generated_tokens, stats.prompt_tokens, stats.steps) == (0, 0, stats.steps)
-        assert (await link.call(GetSession(session="t/s"))).turn is None
+        assert (await link.call(GetSession(tenant="t", session="s"))).turn is None
         assert desk.open.total() == 0
 
     play(story)
@@ -332,9 +333,9 @@ def test_a_client_that_goes_while_its_input_is_prepared_leaves_no_turn(encoder: 
 def test_input_of_one_session_keeps_its_order(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         encoder.hold()
-        long = asyncio.ensure_future(link.call(Draft(session="t/s", input="x" * LONG_INPUT)))
+        long = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="x" * LONG_INPUT)))
         await waiting(encoder.held)
-        short = asyncio.ensure_future(link.call(Draft(session="t/s", input="yy")))
+        short = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="yy")))
         await link.call(GetStats())
         assert not short.done()
         encoder.release()
@@ -368,9 +369,9 @@ def test_input_that_has_to_be_prepared_again_is_not_overtaken(monkeypatch: pytes
     drafted: list[int] = []
     draft = Engine.draft
 
-    def noted(engine: Engine, session_id: str, tokens: Sequence[int]) -> Turn:
+    def noted(engine: Engine, session_id: str, tokens: Sequence[int], **rest: Any) -> Turn:
         drafted.append(len(tokens))
-        return draft(engine, session_id, tokens)
+        return draft(engine, session_id, tokens, **rest)
 
     monkeypatch.setattr(Engine, "draft", noted)
 
@@ -379,14 +380,14 @@ def test_input_that_has_to_be_prepared_again_is_not_overtaken(monkeypatch: pytes
         before, between = Gate(link), None
         try:
             await waiting(before.reached)
-            rewinding = asyncio.ensure_future(link.call(Rewind(session="t/s", turn=0)))
+            rewinding = asyncio.ensure_future(link.call(Rewind(tenant="t", session="s", turn=0)))
             await asyncio.sleep(0)
             between = Gate(link)
-            older = asyncio.ensure_future(link.call(Draft(session="t/s", input="older")))
+            older = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="older")))
             await asyncio.sleep(0)  # its history is not what it seems
             before.open()
             await waiting(between.reached)
-            newer = asyncio.ensure_future(link.call(Draft(session="t/s", input="new")))
+            newer = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="new")))
             await asyncio.sleep(0)
         finally:
             before.open()

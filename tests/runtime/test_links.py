@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tenuto.base.config import Limits
 from tenuto.base.errors import ConfigError, InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
 from tenuto.base.link import Link, TurnNews
 from tenuto.base.messages import (
@@ -81,7 +82,7 @@ def turn(session: str | None, tokens: list[int], most: int = 4, **rest: object) 
     return StartTurn(kind="turn", tenant="t", session=session, input=tokens, params=params, **rest)  # type: ignore[arg-type]
 
 
-def opened(session: str = "t/s", **rest: object) -> OpenSession:
+def opened(session: str = "s", **rest: object) -> OpenSession:
     return OpenSession(session=session, tenant="t", **rest)  # type: ignore[arg-type]
 
 
@@ -89,11 +90,11 @@ def test_a_turn_brings_its_ticket_then_its_tokens_then_its_result(play) -> None:
     async def story(link: Link) -> None:
         await link.call(opened())
         reader = Reader()
-        await link.start(turn("t/s", [1, 2]), reader)
+        await link.start(turn("s", [1, 2]), reader)
         await reader.ended.wait()
         ticket, *updates = reader.news
         assert isinstance(ticket, Ticket)
-        assert (ticket.session, ticket.history, ticket.prompt_tokens) == ("t/s", 0, 2)
+        assert (ticket.session, ticket.history, ticket.prompt_tokens) == ("s", 0, 2)
         assert len(reader.tokens) == 4
         last = updates[-1]
         assert isinstance(last, Delta)
@@ -106,7 +107,7 @@ def test_a_turn_brings_its_ticket_then_its_tokens_then_its_result(play) -> None:
 def test_a_refused_turn_raises_and_brings_nothing(play) -> None:
     async def story(link: Link) -> None:
         for request, error in (
-            (turn("t/nowhere", [1]), NotFound),
+            (turn("nowhere", [1]), NotFound),
             (turn(None, [10**6]), InvalidRequest),
             (turn(None, []), InvalidRequest),
             (StartTurn(kind="turn", tenant="t", input=[1], params=TurnParams(stop_ids=(10**6,))), InvalidRequest),
@@ -121,7 +122,7 @@ def test_a_refused_turn_raises_and_brings_nothing(play) -> None:
 
 def test_many_calls_at_once_each_get_their_own_answer(play) -> None:
     async def story(link: Link) -> None:
-        names = [f"t/{n}" for n in range(50)]
+        names = [f"{n}" for n in range(50)]
         views = await asyncio.gather(*(link.call(opened(name)) for name in names))
         assert [view.session_id for view in views] == names
         readers = [Reader() for _ in names]
@@ -141,13 +142,13 @@ def test_an_abort_names_the_turn_it_means(play) -> None:
     async def story(link: Link) -> None:
         await link.call(opened())
         reader = Reader()
-        await link.start(turn("t/s", [1], most=1900), reader)
+        await link.start(turn("s", [1], most=1900), reader)
         ticket = reader.news[0]
         assert isinstance(ticket, Ticket)
-        assert not await link.call(AbortTurn(session="t/s", turn=ticket.turn + 1))
-        assert await link.call(AbortTurn(session="t/s", turn=ticket.turn, keep=2))
+        assert not await link.call(AbortTurn(tenant="t", session="s", turn=ticket.turn + 1))
+        assert await link.call(AbortTurn(tenant="t", session="s", turn=ticket.turn, keep=2))
         await reader.ended.wait()
-        view = await link.call(GetSession(session="t/s"))
+        view = await link.call(GetSession(tenant="t", session="s"))
         assert view.tokens <= 3
 
     play(story)
@@ -155,18 +156,18 @@ def test_an_abort_names_the_turn_it_means(play) -> None:
 
 def test_versions_and_limits_are_checked_where_sessions_live(play) -> None:
     async def story(link: Link) -> None:
-        await link.call(opened(most_sessions=1))
+        await link.call(opened(limits=Limits(sessions=1)))
         with pytest.raises(LimitReached):
-            await link.call(opened("t/more", most_sessions=1))
+            await link.call(opened("more", limits=Limits(sessions=1)))
         with pytest.raises(LimitReached):
-            await link.call(Fork(session="t/s", child="t/c", most_sessions=1))
+            await link.call(Fork(tenant="t", session="s", child="c", limits=Limits(sessions=1)))
         with pytest.raises(VersionMismatch):
-            await link.call(CloseSession(session="t/s", version=3))
+            await link.call(CloseSession(tenant="t", session="s", version=3))
         reader = Reader()
-        await link.start(turn("t/s", [1, 2, 3]), reader)
+        await link.start(turn("s", [1, 2, 3]), reader)
         await reader.ended.wait()
         with pytest.raises(LimitReached):
-            await link.start(turn("t/s", [1], most_tokens=7), Reader())
+            await link.start(turn("s", [1], limits=Limits(tokens=7)), Reader())
 
     play(story)
 
@@ -176,7 +177,7 @@ def test_dropped_memory_is_counted_with_its_reason_when_it_is_computed_again(pla
         await link.call(opened())
         for _ in range(2):
             reader = Reader()
-            await link.start(turn("t/s", [5] * 40), reader)
+            await link.start(turn("s", [5] * 40), reader)
             await reader.ended.wait()
             await link.call(DropMemory())
         stats = await link.call(GetStats())

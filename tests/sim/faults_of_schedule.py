@@ -176,7 +176,7 @@ def a_fork_inherits_ephemeral() -> Any:
     def make(original: Any) -> Any:
         def fork(self: Engine, session_id: str, **options: Any) -> Session:
             child: Session = original(self, session_id, **options)
-            child.policy = self.sessions.get(session_id).policy
+            child.policy = self.sessions.get(session_id, options["tenant"]).policy
             return child
 
         return fork

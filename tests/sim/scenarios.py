@@ -101,7 +101,7 @@ def typing(world: Scenario) -> None:
     """A draft is typed on while it is computed: no token is computed twice, and sending it computes nothing again."""
     rng, config = world.rng, world.config
     sid = world.told(rng.randint(1, 40))
-    had = world.engine.sessions.get(sid).memory.computed
+    had = world.session_of(sid).memory.computed
     text, edits = world.text(rng.randint(1, config.context // 3)), 0
     turn = world.draft(sid, text)
     assert turn is not None
@@ -125,7 +125,7 @@ def typing(world: Scenario) -> None:
             "typing", f"{naive.computed} tokens were computed for a draft that needed {needed}, in {edits} changes"
         )
     world.rewind(sid, position=naive.base)
-    left = world.engine.sessions.get(sid).memory.computed
+    left = world.session_of(sid).memory.computed
     if left < had:
         world.found("kept memory", f"rewound to where a turn began: {left} tokens are in memory, {had} were")
 
@@ -392,7 +392,7 @@ def unwanted(world: Scenario) -> None:
     world.draft(sid, world.text(max(2, slots // 8)))
     for _ in range(rng.randint(1, 6)):
         world.step()
-    world.engine.drop(sid)
+    world.engine.drop(sid, **world.own(sid))
     for _ in range(4 + slots // 8):
         world.step()
         if world.engine.idle:

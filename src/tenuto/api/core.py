@@ -6,14 +6,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from tenuto.api.reader import Deliver, TurnReader
-from tenuto.base.options import TurnOptions, TurnParams, turn_params
+from tenuto.base.options import Policy, TurnOptions, TurnParams, turn_params
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.engine import engine as engines
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.loop import EngineLoop
 from tenuto.runtime.models import build_engine, engine_config, load_model
 from tenuto.runtime.views import session_info
-from tenuto.session.session import Policy
 from tenuto.text.prompt import Input, parse_input
 
 

@@ -10,10 +10,9 @@ from weakref import finalize
 
 from tenuto.api.core import EngineCore, SessionCore
 from tenuto.api.reader import Deliver, Event, TurnReader
-from tenuto.base.options import TurnOptions
+from tenuto.base.options import Policy, TurnOptions
 from tenuto.base.turns import Delta, Keep, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
-from tenuto.session.session import Policy
 from tenuto.text.prompt import Input
 from tenuto.text.tokenizer import Tokenizer
 

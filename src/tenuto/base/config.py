@@ -6,12 +6,28 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from tenuto.base.checks import real, seconds, whole
 from tenuto.base.errors import ConfigError
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 """Bounds of a tenant's weight."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant may have at once; `None`: as much as the server has. `turns` that have not ended, of which `queued`
+    may wait for a session of theirs; open `sessions`; committed `tokens` in them."""
+
+    turns: Count | None = None
+    queued: Count | None = None
+    sessions: Count | None = None
+    tokens: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)

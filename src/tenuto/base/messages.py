@@ -1,8 +1,7 @@
 """What the edge and the engine say to each other: typed messages, encoded as MessagePack by msgspec.
 
 A request names the type of its answer. It has a call number that its sender chose; answers, refusals and a turn's
-deltas name it. Session ids in messages are the engine's, which the edge has made from a tenant's name and the id its
-users know.
+deltas name it. A session is named by its tenant and its id among the sessions of that tenant.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ from typing import Any, Generic, TypeVar, cast, get_args
 
 import msgspec
 
+from tenuto.base.config import Limits
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import Delta, Keep, TurnKind
-from tenuto.base.views import AuditReport, ModelView, RecordPage, SessionInfo, SessionPage, Stats, Ticket
-
-HIDDEN = "~"
-"""In the id of a session that the edge has made for its own use: it is not listed."""
-
+from tenuto.base.views import AuditReport, ModelView, RecordPage, SessionInfo, SessionKey, SessionPage, Stats, Ticket
 
 T = TypeVar("T")
 
@@ -45,6 +41,13 @@ class Request(Message, Generic[T], frozen=True, kw_only=True):
     call: int = 0
 
 
+class OfSession(Request[T], Generic[T], frozen=True, kw_only=True):
+    """A request about one session."""
+
+    tenant: str
+    session: str
+
+
 @cache
 def answer_of(request: type[Request[T]]) -> type[T]:
     """The type that a kind of request is answered with."""
@@ -56,40 +59,35 @@ class Describe(Request[ModelView], frozen=True, kw_only=True):
     """What runs."""
 
 
-class OpenSession(Request[SessionInfo], frozen=True, kw_only=True):
-    """A new session. The limits are the tenant's, `None` for none."""
+class OpenSession(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """A new session. `hidden`: it is not listed. `limits`: its tenant's."""
 
-    session: str
-    tenant: str
     system: str | None = None
     priority: int = 0
     ttl: float | None = None
     max_tokens: int | None = None
     metadata: dict[str, str] = {}
-    most_sessions: int | None = None
-    most_tokens: int | None = None
+    hidden: bool = False
+    limits: Limits = Limits()
 
 
-class GetSession(Request[SessionInfo], frozen=True, kw_only=True):
+class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
     """A session as it is."""
-
-    session: str
 
 
 class ListSessions(Request[SessionPage], frozen=True, kw_only=True):
-    """Up to `limit` of `tenant` (`None`: of all), by id, those after `after`, in `state` if
+    """Up to `limit` of `tenant`, by id, those after `after` that are not hidden, in `state` if
     given: open, closing, or a state of their turn (`idle`: none)."""
 
-    tenant: str | None
+    tenant: str
     after: str = ""
     limit: int = 100
     state: str | None = None
 
 
-class ListTurns(Request[RecordPage], frozen=True, kw_only=True):
+class ListTurns(OfSession[RecordPage], frozen=True, kw_only=True):
     """Up to `limit` committed turns from number `first` (1 is the oldest) on."""
 
-    session: str
     first: int = 1
     limit: int = 100
 
@@ -113,18 +111,22 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     version: int | None = None
     keep_bos: bool = True
     echo: bool = False
-    most_tokens: int | None = None
+    limits: Limits = Limits()
     markup: bool = False
     name: str = ""
 
+    @property
+    def key(self) -> SessionKey | None:
+        """The session, if it has one."""
+        return (self.tenant, self.session) if self.session is not None else None
 
-class Draft(Request[SessionInfo], frozen=True, kw_only=True):
+
+class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):
     """The whole draft as it reads now. `name`: as of `StartTurn`."""
 
-    session: str
     input: str | list[Any]
     version: int | None = None
-    most_tokens: int | None = None
+    limits: Limits = Limits()
     name: str = ""
 
 
@@ -135,50 +137,43 @@ class Withdraw(Request[bool], frozen=True, kw_only=True):
     name: str
 
 
-class AbortTurn(Request[bool], frozen=True, kw_only=True):
+class AbortTurn(OfSession[bool], frozen=True, kw_only=True):
     """Whether a turn was ended. `turn`: only if that is the open one. `keep`: as `Engine.abort`."""
 
-    session: str
     turn: int | None = None
     keep: Keep = None
 
 
-class Fork(Request[SessionInfo], frozen=True, kw_only=True):
+class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
     """The child, with the history up to a place."""
 
-    session: str
     child: str
     turn: int | None = None
     position: int | None = None
     version: int | None = None
-    most_sessions: int | None = None
-    most_tokens: int | None = None
+    limits: Limits = Limits()
 
 
-class Trim(Request[SessionInfo], frozen=True, kw_only=True):
+class Trim(OfSession[SessionInfo], frozen=True, kw_only=True):
     """The child, with some of the turns."""
 
-    session: str
     child: str
     turns: list[int]
     version: int | None = None
-    most_sessions: int | None = None
-    most_tokens: int | None = None
+    limits: Limits = Limits()
 
 
-class Rewind(Request[SessionInfo], frozen=True, kw_only=True):
+class Rewind(OfSession[SessionInfo], frozen=True, kw_only=True):
     """Cut the history back."""
 
-    session: str
     turn: int | None = None
     position: int | None = None
     version: int | None = None
 
 
-class CloseSession(Request[None], frozen=True, kw_only=True):
+class CloseSession(OfSession[None], frozen=True, kw_only=True):
     """Close a session; with `finish` its turn may end first."""
 
-    session: str
     finish: bool = False
     version: int | None = None
 

@@ -1,4 +1,4 @@
-"""What callers may choose for a turn: every option with its bounds, declared once."""
+"""What callers may choose for a session and for a turn: every option with its bounds, declared once."""
 
 from __future__ import annotations
 
@@ -63,6 +63,25 @@ OPTIONS: dict[str, Field[Any]] = {
 OF_SAMPLING = frozenset(each.name for each in fields(Sampling))
 OF_PREFILL = ("priority", "queue_timeout", "timeout", "input_logprobs")
 """Options that mean something where nothing is generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What holds for all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
+    `None` for never. `max_tokens`: cap on its history, at most the context length (`None`: that). An `ephemeral`
+    session closes when its only turn ends. `tenant`: on whose account it is. `hidden`: it is not listed. `metadata`:
+    whatever its owner notes."""
+
+    priority: int = option(0, "Of its turns; higher runs first.", PRIORITIES)
+    ttl: float | None = option(None, "Seconds without a turn until it is closed.", SECONDS)
+    max_tokens: int | None = option(None, "Cap on its history, in tokens.", Bounds(1, MAX_NEW_TOKENS))
+    ephemeral: bool = False
+    tenant: str = ""
+    hidden: bool = False
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 class TurnOptions(TypedDict, total=False):

@@ -11,6 +11,9 @@ import msgspec
 from tenuto.base.config import EngineConfig
 from tenuto.base.turns import TurnState
 
+SessionKey = tuple[str, str]
+"""A session's tenant, and its id among the sessions of that tenant."""
+
 
 class SessionState(StrEnum):
     """Open; closing, when its running turn may still end; closed."""

@@ -11,13 +11,12 @@ from typing import Self, TypeVar, Unpack
 from weakref import finalize
 
 from tenuto.base.errors import EngineStopped
-from tenuto.base.options import RemoteOptions
+from tenuto.base.options import Policy, RemoteOptions
 from tenuto.base.turns import Delta, Keep, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import ServerCore, SessionCore
 from tenuto.client.feed import Deliver, Event
 from tenuto.client.reader import TurnReader
-from tenuto.session.session import Policy
 from tenuto.text.prompt import Input
 
 T = TypeVar("T")

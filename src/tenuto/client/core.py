@@ -10,7 +10,7 @@ import msgspec
 
 from tenuto.base.checks import items, shown, whole
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import OF_PREFILL, RemoteOptions
+from tenuto.base.options import OF_PREFILL, Policy, RemoteOptions
 from tenuto.base.turns import TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.connection import Connection
@@ -22,7 +22,6 @@ from tenuto.client.wire import (
     turn_body,
     turn_result,
 )
-from tenuto.session.session import Policy
 from tenuto.text.prompt import Input
 
 MOST = 2**40

@@ -8,13 +8,12 @@ from types import TracebackType
 from typing import Self, Unpack
 from weakref import finalize
 
-from tenuto.base.options import RemoteOptions
+from tenuto.base.options import Policy, RemoteOptions
 from tenuto.base.turns import Delta, Keep, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import ServerCore, SessionCore
 from tenuto.client.feed import Deliver, Event
 from tenuto.client.reader import TurnReader
-from tenuto.session.session import Policy
 from tenuto.text.prompt import Input
 
 

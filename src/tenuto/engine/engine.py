@@ -19,7 +19,7 @@ from tenuto.base.errors import (
     SessionBusy,
     StepFailed,
 )
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Executor, StepResult
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
@@ -36,7 +36,7 @@ from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
 from tenuto.session.registry import Registry
-from tenuto.session.session import Policy, Session
+from tenuto.session.session import Session
 from tenuto.session.turn import Turn, as_tokens
 
 log = logging.getLogger("tenuto.engine")
@@ -53,7 +53,8 @@ class StepReport:
 
 
 class Engine:
-    """Owns sessions, memory and the schedule; single-threaded. `units[g]` is the size of each pool of the model."""
+    """Owns sessions, memory and the schedule; single-threaded. `units[g]` is the size of each pool of the model. An
+    operation finds a session by its id among those of a `tenant`; without tenants, that is left out."""
 
     def __init__(
         self,
@@ -255,11 +256,17 @@ class Engine:
 
     @guarded
     def fork(
-        self, session_id: str, *, turn: int | None = None, position: int | None = None, child: str | None = None
+        self,
+        session_id: str,
+        *,
+        turn: int | None = None,
+        position: int | None = None,
+        child: str | None = None,
+        tenant: str = "",
     ) -> Session:
         """A new session that starts with this one's first `turn` turns, or `position` tokens, or all. While a turn is
         open the fork sees the last commit."""
-        parent = self.sessions.get(session_id)
+        parent = self.sessions.get(session_id, tenant)
         parent.require_open()
         at = self._position(parent, turn, position)
         forked = self.open(child, replace(parent.policy, ephemeral=False))
@@ -270,10 +277,12 @@ class Engine:
         return forked
 
     @guarded
-    def rewind(self, session_id: str, *, turn: int | None = None, position: int | None = None) -> Session:
+    def rewind(
+        self, session_id: str, *, turn: int | None = None, position: int | None = None, tenant: str = ""
+    ) -> Session:
         """Cut the history back to its first `turn` turns or `position` tokens. Raises `SessionBusy` while a turn is
         open."""
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_idle("rewind")
         if turn is None and position is None:
             raise InvalidRequest("rewind needs the number of turns or of tokens to keep")
@@ -284,11 +293,11 @@ class Engine:
         return session
 
     @guarded
-    def adopt(self, session_id: str, tokens: Iterable[int], output: Iterable[int]) -> Session:
+    def adopt(self, session_id: str, tokens: Iterable[int], output: Iterable[int], *, tenant: str = "") -> Session:
         """Commit a turn that was computed elsewhere: its tokens join the history, and are computed here when that is
         wanted. Raises `SessionBusy`, `ContextExceeded` or `InvalidRequest`."""
         given, answer = self._read(tokens), self._read(output)
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_idle("add a turn to")
         self._gate.allowed(session, len(session.history) + len(given) + len(answer), 0)
         session.adopt(given, answer, self._clock.now())
@@ -310,10 +319,10 @@ class Engine:
         return session.check_position(position if position is not None else len(session.history))
 
     @guarded
-    def close(self, session_id: str, *, finish: bool = False) -> None:
+    def close(self, session_id: str, *, finish: bool = False, tenant: str = "") -> None:
         """Close a session. With `finish` a submitted turn may end first; otherwise, and always for a draft, it is
         aborted."""
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         turn = session.turn
         if turn is not None and finish and not turn.drafting:
             session.state = SessionState.CLOSING
@@ -326,13 +335,13 @@ class Engine:
         self.lifecycle.close(session)
 
     @guarded
-    def drop(self, session_id: str | None = None) -> int:
+    def drop(self, session_id: str | None = None, *, tenant: str = "") -> int:
         """Drop a session, or every session, without a running turn to its tokens, to be recomputed when wanted. Returns
         how many held something."""
         if session_id is None:
             sessions = [session for session in self.sessions if not session.has_running_turn]
         else:
-            sessions = [self.sessions.get(session_id)]
+            sessions = [self.sessions.get(session_id, tenant)]
             if sessions[0].has_running_turn:
                 raise SessionBusy(f"cannot drop session {session_id}: its turn is running")
         dropped = 0
@@ -346,23 +355,29 @@ class Engine:
     # -- turns
 
     @guarded
-    def submit(self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None) -> Turn:
+    def submit(
+        self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None, *, tenant: str = ""
+    ) -> Turn:
         """Open a turn: append `tokens` and generate. An open draft becomes this turn, and what it has computed of
         `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed
         nothing."""
-        return self._submit_turn(session_id, tokens, params or TurnParams(), None)
+        return self._submit_turn(session_id, tenant, tokens, params or TurnParams(), None)
 
     @guarded
-    def append(self, session_id: str, tokens: Iterable[int], params: TurnParams | None = None) -> Turn:
+    def append(
+        self, session_id: str, tokens: Iterable[int], params: TurnParams | None = None, *, tenant: str = ""
+    ) -> Turn:
         """Open a prefill-only turn: append `tokens` and commit them once they are computed."""
         params = params or TurnParams()
         if params.max_new_tokens:
             raise InvalidRequest(f"a prefill-only turn has max_new_tokens {params.max_new_tokens}; allowed: 0")
-        return self._submit_turn(session_id, tokens, params, 0)
+        return self._submit_turn(session_id, tenant, tokens, params, 0)
 
-    def _submit_turn(self, session_id: str, tokens: Iterable[int], params: TurnParams, generate: int | None) -> Turn:
+    def _submit_turn(
+        self, session_id: str, tenant: str, tokens: Iterable[int], params: TurnParams, generate: int | None
+    ) -> Turn:
         checked = self._read(tokens)
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_open()
         draft = session.turn if session.turn is not None and session.turn.drafting else None
         if draft is None:
@@ -383,9 +398,9 @@ class Engine:
         return turn
 
     @guarded
-    def regenerate(self, session_id: str, params: TurnParams | None = None) -> Turn:
+    def regenerate(self, session_id: str, params: TurnParams | None = None, *, tenant: str = "") -> Turn:
         """Open a turn that generates the last turn's output again. The old output stays until this turn commits."""
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_idle("regenerate in")
         params = params or TurnParams()
         record = session.regenerated_turn()
@@ -402,11 +417,11 @@ class Engine:
         return turn
 
     @guarded
-    def draft(self, session_id: str, tokens: Iterable[int]) -> Turn:
+    def draft(self, session_id: str, tokens: Iterable[int], *, tenant: str = "") -> Turn:
         """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
         token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
         checked = self._read(tokens)
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_open()
         turn = session.turn
         if turn is not None and not turn.drafting:
@@ -425,10 +440,10 @@ class Engine:
         return turn
 
     @guarded
-    def abort(self, session_id: str, keep: Keep = None) -> Turn:
+    def abort(self, session_id: str, keep: Keep = None, *, tenant: str = "") -> Turn:
         """End the open turn now. `keep` `None` rolls it back; otherwise its input and what `keep` says of its output
         are committed (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         turn = session.turn
         if turn is None:
             raise IllegalTransition(f"session {session_id} has no open turn to abort")

@@ -82,7 +82,7 @@ class EngineLoop:
         def abort_turn(engine: Engine) -> TurnResult:
             turn = started.result()  # commands are done in order: it is there
             if not turn.state.ended:
-                self.publish(engine.abort(turn.session.id, keep))
+                self.publish(engine.abort(turn.session.id, keep, tenant=turn.session.policy.tenant))
             if turn.result is None:
                 raise InvariantError(f"{turn.name} has ended without a result")
             return turn.result
@@ -165,7 +165,7 @@ class EngineLoop:
     def _publish_all(self, turns: Iterable[Turn]) -> None:
         for turn in turns:
             if not self.publish(turn):
-                self._engine.abort(turn.session.id)
+                self._engine.abort(turn.session.id, tenant=turn.session.policy.tenant)
 
     def publish(self, turn: Turn) -> bool:
         """Tell the turn's subscriber what is new, in the engine's thread. False if the turn is open and nobody is there

@@ -18,7 +18,6 @@ from tenuto.base.checks import whole
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import EngineStopped, InvalidRequest, LimitReached, TenutoError
 from tenuto.base.messages import (
-    HIDDEN,
     AbortTurn,
     Answer,
     AnyReply,
@@ -44,7 +43,7 @@ from tenuto.base.messages import (
     Withdraw,
     WorkerSettings,
 )
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.turns import Delta
 from tenuto.base.views import (
@@ -64,7 +63,7 @@ from tenuto.engine.rendering import Basis, Prepared
 from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.models import Model, build_engine, engine_config, load_model, server_budget
 from tenuto.runtime.views import bytes_of, first_page, session_info, turn_state
-from tenuto.session.session import Policy, Session, TurnRecord
+from tenuto.session.session import Session, TurnRecord
 from tenuto.session.turn import Turn
 from tenuto.text.prompt import Prompt, parse_input
 
@@ -164,18 +163,19 @@ class Service:
             request.ttl,
             request.max_tokens,
             tenant=request.tenant,
+            hidden=request.hidden,
             metadata=tuple(request.metadata.items()),
         )
 
         def work(engine: Engine) -> SessionInfo:
-            self._check_use(engine, request.tenant, request.most_sessions, request.most_tokens)
+            self._check_limits(engine, request, opens=True)
             return self._view(self._chats.open(request.session, policy, request.system))
 
         self._do(request, work)
 
     @_handle.register
     def _(self, request: GetSession) -> None:
-        self._do(request, lambda _: self._view(self._chats.session(request.session)))
+        self._do(request, lambda _: self._view(self._chats.session(request.session, tenant=request.tenant)))
 
     @_handle.register
     def _(self, request: ListSessions) -> None:
@@ -185,10 +185,9 @@ class Service:
             found = (
                 session
                 for session in engine.sessions
-                if request.tenant in (None, session.policy.tenant)
+                if session.policy.tenant == request.tenant
                 and session.id > request.after
-                and not session.policy.ephemeral
-                and HIDDEN not in session.id
+                and not (session.policy.ephemeral or session.policy.hidden)
                 and request.state in (None, session.state.value, turn_state(session))
             )
             first = nsmallest(limit + 1, found, key=lambda session: session.id)
@@ -202,7 +201,7 @@ class Service:
         first, limit = whole("first", request.first, 1, 2**40), whole("limit", request.limit, 1, MOST_LISTED)
 
         def work(_: Engine) -> tuple[list[TurnRecord], array[int], bool]:
-            session = self._chats.session(request.session)
+            session = self._chats.session(request.session, tenant=request.tenant)
             following = session.records[first - 1 : first - 1 + limit]
             page = first_page(following, limit, PAGE_TOKENS, lambda record: record.end - record.start)
             tokens = session.history[page[0].start : page[-1].end] if page else array("i")
@@ -235,9 +234,15 @@ class Service:
     @_handle.register
     def _(self, request: Fork) -> None:
         def work(engine: Engine) -> SessionInfo:
-            parent = self._chats.session(request.session, request.version)
-            self._check_use(engine, parent.policy.tenant, request.most_sessions, request.most_tokens)
-            child = self._chats.fork(request.session, turn=request.turn, position=request.position, child=request.child)
+            self._chats.session(request.session, request.version, tenant=request.tenant)
+            self._check_limits(engine, request, opens=True)
+            child = self._chats.fork(
+                request.session,
+                turn=request.turn,
+                position=request.position,
+                child=request.child,
+                tenant=request.tenant,
+            )
             return self._view(child)
 
         self._do(request, work)
@@ -245,9 +250,9 @@ class Service:
     @_handle.register
     def _(self, request: Trim) -> None:
         def work(engine: Engine) -> SessionInfo:
-            parent = self._chats.session(request.session, request.version)
-            self._check_use(engine, parent.policy.tenant, request.most_sessions, request.most_tokens)
-            return self._view(self._chats.trim(request.session, request.turns, request.child))
+            self._chats.session(request.session, request.version, tenant=request.tenant)
+            self._check_limits(engine, request, opens=True)
+            return self._view(self._chats.trim(request.session, request.turns, request.child, tenant=request.tenant))
 
         self._do(request, work)
 
@@ -256,7 +261,11 @@ class Service:
         def work(_: Engine) -> SessionInfo:
             return self._view(
                 self._chats.rewind(
-                    request.session, turn=request.turn, position=request.position, version=request.version
+                    request.session,
+                    turn=request.turn,
+                    position=request.position,
+                    version=request.version,
+                    tenant=request.tenant,
                 )
             )
 
@@ -265,8 +274,8 @@ class Service:
     @_handle.register
     def _(self, request: CloseSession) -> None:
         def work(engine: Engine) -> None:
-            self._chats.session(request.session, request.version)
-            engine.close(request.session, finish=request.finish)
+            self._chats.session(request.session, request.version, tenant=request.tenant)
+            engine.close(request.session, finish=request.finish, tenant=request.tenant)
 
         self._do(request, work)
 
@@ -285,10 +294,10 @@ class Service:
         self._intake.put(
             Input(
                 name=request.name,
-                session=request.session,
+                session=request.key,
                 size=size_of(request.input),
                 generate=params.max_new_tokens != 0 if request.session is None else request.kind == "turn",
-                basis=lambda engine: self._basis(engine, request, request.tenant),
+                basis=lambda engine: self._basis(engine, request),
                 parse=lambda basis: self._prompt(request, basis),
                 begin=lambda engine, prepared: self._begin(engine, request, params, prepared),
                 post=lambda work: self._loop.start(work, outlet),
@@ -299,25 +308,26 @@ class Service:
 
     def _regenerate(self, engine: Engine, request: StartTurn, params: TurnParams) -> Turn:
         assert request.session is not None
-        self._check_use(engine, request.tenant, None, request.most_tokens)
-        turn = self._chats.regenerate(request.session, params, request.version)
+        self._check_limits(engine, request)
+        turn = self._chats.regenerate(request.session, params, request.version, tenant=request.tenant)
         self._answer(request, self._ticket(turn, echo=request.echo))  # before anything that the turn brings
         return turn
 
-    def _basis(self, engine: Engine, request: StartTurn | Draft, tenant: str | None = None) -> Basis:
+    def _basis(self, engine: Engine, request: StartTurn | Draft) -> Basis:
         if request.session is None:
             return self._chats.opening()
-        basis = self._chats.basis(request.session, request.version)
-        tenant = engine.sessions.get(request.session).policy.tenant if tenant is None else tenant
-        self._check_use(engine, tenant, None, request.most_tokens)
+        basis = self._chats.basis(request.session, request.version, tenant=request.tenant)
+        self._check_limits(engine, request)
         return basis
 
     def _begin(self, engine: Engine, request: StartTurn, params: TurnParams, prepared: Prepared) -> Turn | None:
-        self._check_use(engine, request.tenant, None, request.most_tokens)
+        self._check_limits(engine, request)
         if request.session is None:
             return self._chats.begin_one_shot(prepared, params, Policy(tenant=request.tenant))
         generate = request.kind == "turn"
-        return self._chats.begin(request.session, prepared, params, generate=generate, version=request.version)
+        return self._chats.begin(
+            request.session, prepared, params, generate=generate, version=request.version, tenant=request.tenant
+        )
 
     def _prompt(self, request: StartTurn, basis: Basis) -> Prompt:
         tokenizer = self._model.tokenizer
@@ -340,12 +350,12 @@ class Service:
     def _(self, request: Draft) -> None:
         def begin(engine: Engine, prepared: Prepared) -> Turn | None:
             self._basis(engine, request)
-            return self._chats.begin_draft(request.session, prepared, request.version)
+            return self._chats.begin_draft(request.session, prepared, request.version, tenant=request.tenant)
 
         self._intake.put(
             Input(
                 name=request.name,
-                session=request.session,
+                session=(request.tenant, request.session),
                 size=size_of(request.input),
                 generate=False,
                 basis=lambda engine: self._basis(engine, request),
@@ -364,11 +374,10 @@ class Service:
     @_handle.register
     def _(self, request: AbortTurn) -> None:
         def work(engine: Engine) -> bool:
-            session = engine.sessions.get(request.session)
-            turn = session.turn
+            turn = engine.sessions.get(request.session, request.tenant).turn
             if request.turn is not None and (turn is None or turn.number != request.turn):
                 return False
-            self._loop.publish(engine.abort(request.session, request.keep))
+            self._loop.publish(engine.abort(request.session, request.keep, tenant=request.tenant))
             return True
 
         self._do(request, work)
@@ -423,12 +432,17 @@ class Service:
         return msgspec.structs.replace(delta, logprobs=tuple(map(told, delta.logprobs)), input_logprobs=inputs)
 
     @staticmethod
-    def _check_use(engine: Engine, tenant: str, most_sessions: int | None, most_tokens: int | None) -> None:
-        use = engine.sessions.use(tenant)
-        if most_sessions is not None and use.sessions >= most_sessions:
-            raise LimitReached(f"{use.sessions} sessions are open; allowed: {most_sessions}; close some first")
-        if most_tokens is not None and use.tokens >= most_tokens:
-            raise LimitReached(f"sessions hold {use.tokens} tokens; allowed: {most_tokens}; close or rewind some first")
+    def _check_limits(
+        engine: Engine, request: OpenSession | Fork | Trim | StartTurn | Draft, *, opens: bool = False
+    ) -> None:
+        """Raises `LimitReached` if the tenant may not have more tokens or, where a session is opened, sessions."""
+        use, limits = engine.sessions.use(request.tenant), request.limits
+        if opens and limits.sessions is not None and use.sessions >= limits.sessions:
+            raise LimitReached(f"{use.sessions} sessions are open; allowed: {limits.sessions}; close some first")
+        if limits.tokens is not None and use.tokens >= limits.tokens:
+            raise LimitReached(
+                f"sessions hold {use.tokens} tokens; allowed: {limits.tokens}; close or rewind some first"
+            )
 
     def _view(self, session: Session) -> SessionInfo:
         return session_info(self._chats.engine, session)

@@ -27,7 +27,7 @@ from tenuto.base.messages import (
 from tenuto.base.options import turn_params
 from tenuto.base.turns import TurnKind, check_keep
 from tenuto.base.views import SessionInfo
-from tenuto.serve.edge import Caller, Edge, EdgeOf, Failure, digest_of, inner_id, outer_id
+from tenuto.serve.edge import Caller, Edge, EdgeOf, Failure, digest_of
 from tenuto.serve.native_schemas import (
     REFUSALS,
     STREAMED,
@@ -66,19 +66,18 @@ async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response:
     """Open a session."""
     view = await edge.link.call(
         OpenSession(
-            session=inner_id(tenant, body.id or new_session_id()),
             tenant=tenant.name,
+            session=body.id or new_session_id(),
             system=body.system,
             priority=body.priority,
             ttl=edge.settings.ttl(body.ttl, named=body.id is not None),
             max_tokens=body.max_tokens,
             metadata=body.metadata,
-            most_sessions=tenant.limits.sessions,
-            most_tokens=tenant.limits.tokens,
+            limits=tenant.limits,
         )
     )
-    response.headers["location"] = f"/v1/sessions/{outer_id(view.session_id)}"
-    return _session(edge, view, response)
+    response.headers["location"] = f"/v1/sessions/{view.session_id}"
+    return _session(edge, tenant, view, response)
 
 
 @router.get("", responses=REFUSALS)
@@ -93,18 +92,16 @@ async def list_sessions(
     ] = None,
 ) -> SessionList:
     """Your sessions, by id."""
-    page = await edge.link.call(
-        ListSessions(tenant=tenant.name, after=inner_id(tenant, after), limit=limit, state=state)
-    )
-    following = outer_id(page.sessions[-1].session_id) if page.more else None
-    return SessionList(data=[_session(edge, view) for view in page.sessions], next=following)
+    page = await edge.link.call(ListSessions(tenant=tenant.name, after=after, limit=limit, state=state))
+    following = page.sessions[-1].session_id if page.more else None
+    return SessionList(data=[_session(edge, tenant, view) for view in page.sessions], next=following)
 
 
 @router.get("/{session_id}", responses=REFUSALS)
 async def get_session(edge: EdgeOf, tenant: Caller, session_id: SessionId, response: Response) -> Session:
     """A session as it is now."""
-    view = await edge.link.call(GetSession(session=inner_id(tenant, session_id)))
-    return _session(edge, view, response)
+    view = await edge.link.call(GetSession(tenant=tenant.name, session=session_id))
+    return _session(edge, tenant, view, response)
 
 
 @router.delete("/{session_id}", status_code=204, responses=REFUSALS)
@@ -117,7 +114,7 @@ async def close_session(
 ) -> Response:
     """Close a session."""
     version = _version(if_match)
-    await edge.desk.close_session(inner_id(tenant, session_id), finish=finish, version=version)
+    await edge.desk.close_session((tenant.name, session_id), finish=finish, version=version)
     return Response(status_code=204)
 
 
@@ -130,7 +127,7 @@ async def list_turns(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> RecordList:
     """Its committed turns, with their tokens and texts."""
-    page = await edge.link.call(ListTurns(session=inner_id(tenant, session_id), first=first, limit=limit))
+    page = await edge.link.call(ListTurns(tenant=tenant.name, session=session_id, first=first, limit=limit))
     data = [
         Record(
             number=record.number,
@@ -152,16 +149,16 @@ async def fork(
     """A new session with the same beginning; memory is shared. While a turn is open, it sees the last commit."""
     view = await edge.link.call(
         Fork(
-            session=inner_id(tenant, session_id),
-            child=inner_id(tenant, body.id or new_session_id()),
+            tenant=tenant.name,
+            session=session_id,
+            child=body.id or new_session_id(),
             turn=body.turn,
             position=body.position,
             version=_version(if_match),
-            most_sessions=tenant.limits.sessions,
-            most_tokens=tenant.limits.tokens,
+            limits=tenant.limits,
         )
     )
-    return _session(edge, view, response)
+    return _session(edge, tenant, view, response)
 
 
 @router.post("/{session_id}/rewind", responses=REFUSALS)
@@ -170,9 +167,9 @@ async def rewind(
 ) -> Session:
     """Cut the history back. Refused while a turn is open."""
     request = Rewind(
-        session=inner_id(tenant, session_id), turn=body.turn, position=body.position, version=_version(if_match)
+        tenant=tenant.name, session=session_id, turn=body.turn, position=body.position, version=_version(if_match)
     )
-    return _session(edge, await edge.link.call(request), response)
+    return _session(edge, tenant, await edge.link.call(request), response)
 
 
 @router.post("/{session_id}/trim", status_code=201, responses=REFUSALS)
@@ -182,15 +179,15 @@ async def trim(
     """A new session with some turns of this one. Those at its start are shared, others are computed when needed."""
     view = await edge.link.call(
         Trim(
-            session=inner_id(tenant, session_id),
-            child=inner_id(tenant, body.id or new_session_id()),
+            tenant=tenant.name,
+            session=session_id,
+            child=body.id or new_session_id(),
             turns=body.turns,
             version=_version(if_match),
-            most_sessions=tenant.limits.sessions,
-            most_tokens=tenant.limits.tokens,
+            limits=tenant.limits,
         )
     )
-    return _session(edge, view, response)
+    return _session(edge, tenant, view, response)
 
 
 # -- turns
@@ -242,11 +239,11 @@ async def append(
     start = StartTurn(
         kind="append",
         tenant=tenant.name,
-        session=inner_id(tenant, session_id),
+        session=session_id,
         input=_input(body.input),
         params=turn_params(options_of(body)),
         version=_version(if_match),
-        most_tokens=tenant.limits.tokens,
+        limits=tenant.limits,
     )
     running = await _begin(edge, tenant, request, start, idempotency_key, queue=body.if_busy == "queue")
     return await _whole(edge, request, running)
@@ -265,10 +262,11 @@ async def draft(
     """Give the whole text so far, again with every change: what stays the same is computed once. It is no history until
     a turn with it is started; a draft nobody changes is given up."""
     draft = Draft(
-        session=inner_id(tenant, session_id),
+        tenant=tenant.name,
+        session=session_id,
         input=_input(body.input),
         version=_version(if_match),
-        most_tokens=tenant.limits.tokens,
+        limits=tenant.limits,
         name=f"draft-{secrets.token_hex(12)}",
     )
     try:
@@ -276,23 +274,22 @@ async def draft(
     except ClientDisconnect:
         edge.spawn(edge.desk.withdraw(draft.name))
         raise
-    return _session(edge, view, response)
+    return _session(edge, tenant, view, response)
 
 
 @router.post("/{session_id}/abort", responses=REFUSALS)
 async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort) -> Turn | None:
     """End the open turn. Its session is as before, or, with `keep`, has what was said so far. `null`: it was a
     draft."""
-    inner = inner_id(tenant, session_id)
     keep = check_keep(None if body.keep == "none" else body.keep)
     if body.turn_id is not None:
-        turn = edge.desk.find(tenant.name, inner, body.turn_id)
+        turn = edge.desk.find(tenant.name, session_id, body.turn_id)
         if turn.ended:
             raise IllegalTransition(f"turn {turn.id} has ended: it is {turn.state}")
     else:
-        found = edge.desk.open_turn(inner)
+        found = edge.desk.open_turn((tenant.name, session_id))
         if found is None:
-            await edge.link.call(AbortTurn(session=inner))
+            await edge.link.call(AbortTurn(tenant=tenant.name, session=session_id))
             return None
         turn = found
     await edge.desk.abort(turn, keep)
@@ -302,7 +299,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
 @router.get("/{session_id}/turns/{turn_id}", responses=REFUSALS)
 async def get_turn(edge: EdgeOf, tenant: Caller, session_id: SessionId, turn_id: TurnId) -> Turn:
     """A turn that is open or ended not long ago."""
-    return turn_body(edge.desk.find(tenant.name, inner_id(tenant, session_id), turn_id))
+    return turn_body(edge.desk.find(tenant.name, session_id, turn_id))
 
 
 @router.get("/{session_id}/turns/{turn_id}/events", response_class=Response, responses=REFUSALS | STREAMED)
@@ -315,7 +312,7 @@ async def follow_turn(
     last_event_id: Annotated[int | None, Header(ge=0, le=2**40, description="Send what came after this event.")] = None,
 ) -> Response:
     """The events of a turn, from its beginning or from where a broken stream ended."""
-    turn = edge.desk.find(tenant.name, inner_id(tenant, session_id), turn_id)
+    turn = edge.desk.find(tenant.name, session_id, turn_id)
     position = last_event_id or 0
     if position > len(turn.updates):
         raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.updates)}, the last there is")
@@ -333,11 +330,11 @@ def _start(tenant: Tenant, session_id: str, kind: TurnKind, body: NewTurn, if_ma
     return StartTurn(
         kind=kind,
         tenant=tenant.name,
-        session=inner_id(tenant, session_id),
+        session=session_id,
         input=_input(body.input),
         params=turn_params(options),
         version=_version(if_match),
-        most_tokens=tenant.limits.tokens,
+        limits=tenant.limits,
     )
 
 
@@ -389,7 +386,7 @@ async def _events(turn: LiveTurn, position: int) -> AsyncIterator[bytes]:
             "started",
             {
                 "turn_id": turn.id,
-                "session_id": outer_id(ticket.session),
+                "session_id": ticket.session,
                 "prompt_tokens": ticket.prompt_tokens,
                 "max_new_tokens": ticket.max_new_tokens,
                 "version": ticket.version,
@@ -420,7 +417,7 @@ def turn_body(turn: LiveTurn) -> Turn:
     reply, result, request = turn.reply(), turn.result, turn.request
     body = Turn(
         id=turn.id,
-        session_id=outer_id(request.session or ""),
+        session_id=request.session or "",
         state=turn.state,
         text=reply.text,
         tokens=list(reply.tokens),
@@ -442,12 +439,12 @@ def turn_body(turn: LiveTurn) -> Turn:
     return body
 
 
-def _session(edge: Edge, view: SessionInfo, response: Response | None = None) -> Session:
+def _session(edge: Edge, tenant: Tenant, view: SessionInfo, response: Response | None = None) -> Session:
     if response is not None:
         response.headers["etag"] = _etag(view.version)
-    turn = edge.desk.open_turn(view.session_id)
+    turn = edge.desk.open_turn((tenant.name, view.session_id))
     return Session(
-        id=outer_id(view.session_id),
+        id=view.session_id,
         state=view.state,
         turn=view.turn,
         turn_id=turn.id if turn is not None else None,

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from tenuto.base.checks import MOST_SECONDS
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
-from tenuto.serve.options import Items, Messages, Object, at_most, with_options
+from tenuto.serve.options import Items, Messages, Object, at_most, field_of, with_options
 
 ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
 """Of a session's id: whatever needs no quoting in a URL. Clients leave `.` and `..` out of URLs, so they are no ids."""
@@ -67,14 +66,9 @@ class NewSession(Body):
 
     id: NewId = None
     system: str | None = Field(None, description="A system message, put before the first messages.")
-    ttl: float | None = Field(
-        None,
-        gt=0,
-        le=MOST_SECONDS,
-        description="Seconds without a turn until it is closed; by default as the server has it.",
-    )
+    ttl: float | None = field_of("ttl", "Seconds without a turn until it is closed; by default as the server has it.")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Of its turns; higher runs first.")
-    max_tokens: int | None = Field(None, ge=1, description="Cap on its history, in tokens.")
+    max_tokens: int | None = field_of("max_tokens")
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(
         default_factory=dict,
         description="Noted with it, and shown: up to 16 entries, of 64 and 512 characters.",

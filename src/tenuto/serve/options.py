@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, create_model, model_validator
 
 from tenuto.base.checks import Bounds
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import MAX_STOP_IDS, OPTIONS, TurnOptions
+from tenuto.base.options import MAX_STOP_IDS, OPTIONS, Policy, TurnOptions
 from tenuto.base.sampling import MAX_BIASES, MAX_SEED, MAX_TOKEN_ID, TokenLogprob
 
 T = TypeVar("T")
@@ -66,9 +67,13 @@ class Object(BaseModel):
         return given
 
 
+_OF_SESSIONS = {each.name: each for each in fields(Policy)}
+
+
 def field_of(name: str, description: str | None = None) -> Any:
-    """A field of a request that is the engine's option of this name, as far as its bounds go."""
-    given = OPTIONS[name].metadata
+    """A field of a request that is the engine's option of this name, of a turn or else of a session, as far as its
+    bounds go."""
+    given = (OPTIONS.get(name) or _OF_SESSIONS[name]).metadata
     bounds: Bounds | None = given["bounds"]
     limits: dict[str, Any] = {}
     if bounds is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -12,12 +11,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from tenuto.base.errors import DeadlinePassed, Draining, TurnAborted, TurnFailed
-from tenuto.base.messages import HIDDEN, CloseSession, Fork, OpenSession, StartTurn
+from tenuto.base.messages import CloseSession, Fork, OpenSession, StartTurn
 from tenuto.base.options import OF_PREFILL, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import Delta, EndReason, TurnResult
-from tenuto.serve.edge import Edge, inner_id
-from tenuto.serve.settings import Tenant
+from tenuto.serve.edge import Edge
+from tenuto.serve.settings import Tenant, hidden_session_id
 from tenuto.serve.turns import LiveTurn
 
 T = TypeVar("T")
@@ -66,7 +65,7 @@ class Samples:
         if n == 1:
             self.turns.append(await self._edge.start(self._tenant, request))
             return
-        root = inner_id(self._tenant, f"{HIDDEN}n-{secrets.token_hex(12)}")
+        root = hidden_session_id()
         await self._open(root, request)
         params = replace(request.params, input_logprobs=None)
         sampling = params.sampling
@@ -81,15 +80,9 @@ class Samples:
 
     async def _open(self, root: str, request: StartTurn) -> None:
         """A hidden session whose history is the prompt."""
-        tenant, limits = self._tenant, self._tenant.limits
+        tenant = self._tenant
         self._sessions.append(root)
-        opening = OpenSession(
-            session=root,
-            tenant=tenant.name,
-            ttl=HIDDEN_TTL,
-            most_sessions=limits.sessions,
-            most_tokens=limits.tokens,
-        )
+        opening = OpenSession(tenant=tenant.name, session=root, ttl=HIDDEN_TTL, hidden=True, limits=tenant.limits)
         await self._edge.link.call(opening)
         params = TurnParams(**{name: getattr(request.params, name) for name in OF_PREFILL})
         append = msgspec.structs.replace(request, kind="append", session=root, params=params)
@@ -97,9 +90,9 @@ class Samples:
         check_end(self._edge, await self.prompt.finished())
 
     async def _fork(self, root: str, child: str) -> str:
-        limits = self._tenant.limits
+        tenant = self._tenant
         self._sessions.append(child)
-        fork = Fork(session=root, child=child, most_sessions=limits.sessions, most_tokens=limits.tokens)
+        fork = Fork(tenant=tenant.name, session=root, child=child, limits=tenant.limits)
         return (await self._edge.link.call(fork)).session_id
 
     def close(self) -> None:
@@ -113,8 +106,8 @@ class Samples:
 
     async def _close(self, sessions: list[str]) -> None:
         """In the order of messages this comes after whatever opens them."""
-        closing = (self._edge.link.call(CloseSession(session=session)) for session in sessions)
-        await asyncio.gather(*closing, return_exceptions=True)
+        closing = [CloseSession(tenant=self._tenant.name, session=session) for session in sessions]
+        await asyncio.gather(*map(self._edge.link.call, closing), return_exceptions=True)
 
 
 async def start_all(edge: Edge, tenant: Tenant, requests: Iterable[StartTurn], n: int = 1) -> list[Samples]:

@@ -24,7 +24,7 @@ from tenuto.base.errors import (
 )
 from tenuto.base.messages import GetSession, OpenSession, StartTurn
 from tenuto.base.turns import Transcript
-from tenuto.serve.edge import Edge, inner_id
+from tenuto.serve.edge import Edge
 from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.samples import Samples, all_of
 from tenuto.serve.settings import Tenant, new_session_id
@@ -77,24 +77,23 @@ class Requests:
     async def open(self, tenant: Tenant, body: NewSession) -> str:
         """The id of a new session. Raises `InvalidRequest` if it is taken."""
         name = body.session_id or new_session_id()
-        key, inner = (tenant.name, name), inner_id(tenant, name)
+        key = tenant.name, name
         taken = InvalidRequest(f"session {name!r} is open already")
         if key in self._sessions:
             raise taken
         timeout = self._edge.settings.ttl(body.timeout, named=body.session_id is not None)
         if not body.streaming:
             with suppress(NotFound):
-                await self._edge.link.call(GetSession(session=inner))
+                await self._edge.link.call(GetSession(tenant=tenant.name, session=name))
                 raise taken
             self._add_branches(tenant, name, timeout)
             return name
         opening = OpenSession(
-            session=inner,
             tenant=tenant.name,
+            session=name,
             ttl=timeout,
             metadata={"capacity_of_str_len": str(body.capacity_of_str_len)},
-            most_sessions=tenant.limits.sessions,
-            most_tokens=tenant.limits.tokens,
+            limits=tenant.limits,
         )
         try:
             await self._edge.link.call(opening)
@@ -123,7 +122,7 @@ class Requests:
             await branches.close()
             return
         with suppress(NotFound, SessionClosed):
-            await self._edge.desk.close_session(inner_id(tenant, name), finish=True)
+            await self._edge.desk.close_session((tenant.name, name), finish=True)
 
     # -- requests
 
@@ -184,7 +183,7 @@ class Requests:
             params=item.params,
             keep_bos=False,
             echo=item.params.input_logprobs is not None,
-            most_tokens=tenant.limits.tokens,
+            limits=tenant.limits,
             markup=True,
         )
         if item.session is not None and item.session.id is not None:
@@ -206,7 +205,7 @@ class Requests:
         branches = self._sessions.get((tenant.name, name))
         if branches is None:
             request = _appending(request, params, name)
-            request = replace(request, session=inner_id(tenant, name))
+            request = replace(request, session=name)
             try:
                 self._began(running, await self._edge.start(tenant, request))
             except (NotFound, SessionClosed):

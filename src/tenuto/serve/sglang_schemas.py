@@ -8,7 +8,6 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, Field
 
-from tenuto.base.checks import MOST_SECONDS
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_LOGPROBS, MAX_TOKEN_ID
@@ -70,11 +69,8 @@ class NewSession(Body):
         None, pattern=ID_PATTERN, max_length=ID_LENGTH, description="Made up by the server if not given."
     )
     streaming: bool | None = None
-    timeout: float | None = Field(
-        None,
-        gt=0,
-        le=MOST_SECONDS,
-        description="Seconds without a turn until it is closed; by default as the server has it.",
+    timeout: float | None = field_of(
+        "ttl", "Seconds without a turn until it is closed; by default as the server has it."
     )
 
 

@@ -26,7 +26,7 @@ from tenuto.base.errors import (
 from tenuto.base.link import Link, TurnNews
 from tenuto.base.messages import AbortTurn, CloseSession, StartTurn, Withdraw
 from tenuto.base.turns import Delta, Keep, TurnResult, joined, kept
-from tenuto.base.views import Ticket
+from tenuto.base.views import SessionKey, Ticket
 
 MOST_REMEMBERED = 4096
 """Ended turns that are kept for readers who come back, and for repeated requests."""
@@ -190,11 +190,11 @@ class TurnDesk:
         self._turns: dict[str, LiveTurn] = {}  # by id
         self._past: deque[LiveTurn] = deque()  # those that were accepted and have ended, in the order of their ends
         self._past_updates = 0  # of them all, weighted
-        self._open: dict[str, LiveTurn] = {}  # by session
-        self._lines: dict[str, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}  # by session
+        self._open: dict[SessionKey, LiveTurn] = {}
+        self._lines: dict[SessionKey, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}
         self._keys: dict[Key, tuple[LiveTurn, bytes]] = {}
         self._line_bytes = 0  # of input, of all turns that wait for a session
-        self._closing: Counter[str] = Counter()  # sessions that the engine is being asked to close, how often
+        self._closing: Counter[SessionKey] = Counter()  # sessions that the engine is being asked to close, how often
         self._tasks: set[asyncio.Task[None]] = set()
         self.open = Counter[str]()  # turns that have not ended, by tenant
         self.in_line = Counter[str]()  # of them, those that wait for a session, by tenant
@@ -212,7 +212,7 @@ class TurnDesk:
         """Turns of `tenant` (`None`: of all) that have not ended."""
         return [turn for turn in self._turns.values() if not turn.ended and tenant in (None, turn.tenant)]
 
-    def open_turn(self, session: str) -> LiveTurn | None:
+    def open_turn(self, session: SessionKey) -> LiveTurn | None:
         """The session's turn that has begun and not ended."""
         return self._open.get(session)
 
@@ -271,8 +271,8 @@ class TurnDesk:
     async def _start(self, turn: LiveTurn, queue: bool, most_in_line: int | None) -> None:
         request = turn.request
         try:
-            if request.session is not None:
-                request = await self._turn_of(request.session, turn, queue, most_in_line)
+            if request.key is not None:
+                request = await self._turn_of(request.key, turn, queue, most_in_line)
             await self._link.start(request, lambda news: self._deliver(turn, news))
         except Exception as error:
             turn.fail(error if isinstance(error, TenutoError) else TenutoError("the server failed; its log says why"))
@@ -280,7 +280,7 @@ class TurnDesk:
             if turn.error is not error:
                 raise
 
-    async def _turn_of(self, session: str, turn: LiveTurn, queue: bool, most_in_line: int | None) -> StartTurn:
+    async def _turn_of(self, session: SessionKey, turn: LiveTurn, queue: bool, most_in_line: int | None) -> StartTurn:
         """Be the session's open turn, at once or when those before have ended. Of its deadlines, what waiting has left;
         raises `DeadlinePassed` if that is nothing."""
         line = self._lines.get(session)
@@ -334,7 +334,7 @@ class TurnDesk:
 
     def _ended(self, turn: LiveTurn) -> None:
         """The next one of its session may start; if it was not committed, its idempotency key is free."""
-        session = turn.request.session
+        session = turn.request.key
         self.open[turn.tenant] -= 1
         if turn.state != "committed":
             self._forget_key(turn)
@@ -351,7 +351,7 @@ class TurnDesk:
             del self._open[session]
             self._promote(session)
 
-    def _promote(self, session: str) -> None:
+    def _promote(self, session: SessionKey) -> None:
         """The first that waits for the session begins, unless the session has an open turn or is being closed."""
         line = self._lines.get(session)
         while line and session not in self._open and session not in self._closing:
@@ -386,21 +386,24 @@ class TurnDesk:
         if keep == "delivered":
             keep = turn.delivered
         turn.hold()
-        await self._link.call(AbortTurn(session=turn.ticket.session, turn=turn.ticket.turn, keep=keep))
+        await self._link.call(
+            AbortTurn(tenant=turn.tenant, session=turn.ticket.session, turn=turn.ticket.turn, keep=keep)
+        )
         with suppress(TenutoError):
             await turn.finished()
 
     def _leave_line(self, turn: LiveTurn, error: TenutoError) -> None:
-        for waiting, ready in self._lines.get(turn.request.session or "", ()):
+        line = self._lines.get(turn.request.key, ()) if turn.request.key is not None else ()
+        for waiting, ready in line:
             if waiting is turn and not ready.done():
                 ready.set_exception(error)
 
-    async def close_session(self, session: str, *, finish: bool = False, version: int | None = None) -> None:
+    async def close_session(self, session: SessionKey, *, finish: bool = False, version: int | None = None) -> None:
         """Have the engine close a session. Those that wait for it are refused, before another may have its id. Raises
         what the engine refuses with."""
         self._closing[session] += 1
         try:
-            await self._link.call(CloseSession(session=session, finish=finish, version=version))
+            await self._link.call(CloseSession(tenant=session[0], session=session[1], finish=finish, version=version))
             for waiting, _ in list(self._lines.get(session, ())):
                 self._leave_line(waiting, SessionClosed("the session was closed before the turn began"))
         finally:
