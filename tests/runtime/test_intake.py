@@ -26,7 +26,7 @@ from tenuto.base.messages import (
     Withdraw,
     WorkerSettings,
 )
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta
 from tenuto.base.views import Ticket
 from tenuto.engine.engine import Engine
@@ -87,7 +87,7 @@ def play(story: Callable[[LocalLink], Awaitable[None]]) -> None:
         link = LocalLink(SETTINGS)
         try:
             async with asyncio.timeout(SECONDS):
-                await link.call(OpenSession(tenant="t", session="s"))
+                await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
                 await story(link)
             assert "every unit accounted for" in str(await link.call(Audit()))
         finally:
@@ -167,7 +167,7 @@ def test_what_is_left_of_a_context_counts(encoder: Encoder) -> None:
 def test_a_system_message_that_cannot_fit_opens_no_session(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         with pytest.raises(ContextExceeded):
-            await link.call(OpenSession(tenant="t", session="big", system=TOO_LONG))
+            await link.call(OpenSession(session="big", policy=Policy(tenant="t"), system=TOO_LONG))
         with pytest.raises(NotFound):
             await link.call(GetSession(tenant="t", session="big"))
 
@@ -196,7 +196,7 @@ def test_others_go_on_while_long_input_is_encoded(encoder: Encoder) -> None:
         encoder.hold()
         long = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT))))
         await waiting(encoder.held)
-        await link.call(OpenSession(tenant="t", session="other"))
+        await link.call(OpenSession(session="other", policy=Policy(tenant="t")))
         for text in ("hello", "a word " * 900):
             assert (await ended(link, turn(said(text[:SHORT_INPUT]), "other"))).prompt_tokens > 5
         assert not long.done()
@@ -263,7 +263,7 @@ def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_i
         starting = [asyncio.ensure_future(link.call(first)) for _ in range(2)]
         starting.append(asyncio.ensure_future(link.start(turn("y" * length), Reader())))
         await link.call(CloseSession(tenant="t", session="s"))
-        await link.call(OpenSession(tenant="t", session="s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         encoder.release()
         for start in starting:
             with pytest.raises(SessionClosed):

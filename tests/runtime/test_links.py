@@ -26,7 +26,7 @@ from tenuto.base.messages import (
     StartTurn,
     WorkerSettings,
 )
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta
 from tenuto.base.views import Ticket
 from tenuto.runtime.local import LocalLink
@@ -83,7 +83,7 @@ def turn(session: str | None, tokens: list[int], most: int = 4, **rest: object) 
 
 
 def opened(session: str = "s", **rest: object) -> OpenSession:
-    return OpenSession(session=session, tenant="t", **rest)  # type: ignore[arg-type]
+    return OpenSession(session=session, policy=Policy(tenant="t"), **rest)  # type: ignore[arg-type]
 
 
 def test_a_turn_brings_its_ticket_then_its_tokens_then_its_result(play) -> None:
@@ -205,15 +205,17 @@ def test_text_is_given_back_for_tokens(play) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        WorkerSettings(model="witness", page_size=0),
-        WorkerSettings(model="witness", config={"nonsense": 1}),
-        WorkerSettings(model="witness:fast"),
-        WorkerSettings(model="witness", memory_bytes=-1),
+        {"page_size": 0},
+        {"config": {"nonsense": 1}},
+        {"config": {"context_length": 2**30}},
+        {"config": {"max_running": 99, "token_budget": 99}},
+        {"model": "witness:fast"},
+        {"memory_bytes": -1},
     ],
 )
 def test_an_engine_that_cannot_be_made_says_why(link: Callable[[WorkerSettings], Awaitable[Link]], settings) -> None:
     with pytest.raises(ConfigError):
-        asyncio.run(link(settings))  # type: ignore[arg-type]
+        asyncio.run(link(WorkerSettings(**{"model": "witness", **settings})))  # type: ignore[arg-type]
 
 
 def test_an_unknown_request_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.base.errors import LimitReached, NotFound, SessionClosed
 from tenuto.base.messages import GetSession, OpenSession, StartTurn, Withdraw, WorkerSettings
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.runtime.local import LocalLink
 from tenuto.serve import turns
 from tenuto.serve.turns import TurnDesk
@@ -70,7 +70,7 @@ def test_a_repeated_request_is_no_new_turn_and_a_limit_does_not_refuse_it() -> N
 
 def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(tenant="t", session="s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         for delay in range(40):
             asked = [asyncio.ensure_future(desk.start(one_shot(500, "s"), queue=True)) for _ in range(4)]
             for _ in range(delay):
@@ -91,7 +91,7 @@ def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
 
 def test_only_turns_that_wait_for_a_session_count_against_the_line() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(tenant="t", session="s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         first = await desk.start(one_shot(2000, "s"), queue=True, most_in_line=0)
         with pytest.raises(LimitReached):
             await desk.start(one_shot(1, "s"), queue=True, most_in_line=0)
@@ -102,7 +102,7 @@ def test_only_turns_that_wait_for_a_session_count_against_the_line() -> None:
 
 def test_whoever_repeats_a_request_reads_its_turn_also_when_the_first_has_gone() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(tenant="t", session="s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         blocking = await desk.start(one_shot(300, "s"))
         first = asyncio.ensure_future(desk.start(one_shot(3, "s"), queue=True, key="k"))
         second = asyncio.ensure_future(desk.start(one_shot(3, "s"), queue=True, key="k"))
@@ -128,12 +128,12 @@ def test_a_repeated_request_does_not_join_a_turn_that_is_being_aborted() -> None
 
 def test_a_closed_session_takes_its_line_along() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(tenant="t", session="s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         first = await desk.start(one_shot(2000, "s"))
         waiting = asyncio.ensure_future(desk.start(one_shot(1, "s"), queue=True))
         await asyncio.sleep(0)
         await desk.close_session(("t", "s"))
-        await link.call(OpenSession(tenant="t", session="s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         with pytest.raises(SessionClosed):
             await waiting
         assert not (await first.finished()).committed
@@ -144,7 +144,7 @@ def test_a_closed_session_takes_its_line_along() -> None:
 
 def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_gone() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(tenant="t", session="s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         first = await desk.start(one_shot(2000, "s"))
         asking = asyncio.ensure_future(desk.start(one_shot(1, "s"), queue=True))
         await asyncio.sleep(0)

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 from weakref import finalize
 
 from tenuto.api.core import EngineCore, SessionCore
 from tenuto.api.reader import Deliver, Event, TurnReader
+from tenuto.base.config import EngineOptions
 from tenuto.base.errors import EngineStopped
 from tenuto.base.options import Policy, TurnOptions
 from tenuto.base.turns import Delta, Keep, TurnResult
@@ -53,7 +54,7 @@ class AsyncEngine:
         dtype: str | None = None,
         memory_bytes: int | None = None,
         page_size: int = 16,
-        **config: Any,
+        **config: Unpack[EngineOptions],
     ) -> None:
         self._core = EngineCore(model, device, dtype, memory_bytes, page_size, config)
         self._closer = finalize(self, self._core.loop.request_stop)

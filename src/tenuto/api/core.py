@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
 
 from tenuto.api.reader import Deliver, TurnReader
+from tenuto.base.config import EngineOptions, engine_config
 from tenuto.base.options import Policy, TurnOptions, TurnParams, turn_params
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.engine import engine as engines
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.loop import EngineLoop
-from tenuto.runtime.models import build_engine, engine_config, load_model
+from tenuto.runtime.models import build_engine, load_model
 from tenuto.runtime.views import session_info
 from tenuto.text.prompt import Input, parse_input
 
@@ -26,12 +26,12 @@ class EngineCore:
         dtype: str | None,
         memory_bytes: int | None,
         page_size: int,
-        config: dict[str, Any],
+        config: EngineOptions,
     ) -> None:
         """Raises `ModelError` or `ConfigError`."""
         loaded = load_model(model, device, dtype, page_size)
         self.tokenizer = loaded.tokenizer
-        self.config = engine_config(loaded, config)
+        self.config = engine_config(config, loaded.max_context)
         engine = build_engine(loaded, self.config, memory_bytes)
         self.chats = ChatEngine(engine, loaded.chat, loaded.tokenizer)
         self.loop = EngineLoop(engine, loaded.executor.close)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 from weakref import finalize
 
 from tenuto.api.core import EngineCore, SessionCore
 from tenuto.api.reader import Deliver, Event, TurnReader
+from tenuto.base.config import EngineOptions
 from tenuto.base.options import Policy, TurnOptions
 from tenuto.base.turns import Delta, Keep, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
@@ -34,7 +35,7 @@ class Engine:
         dtype: str | None = None,
         memory_bytes: int | None = None,
         page_size: int = 16,
-        **config: Any,
+        **config: Unpack[EngineOptions],
     ) -> None:
         self._core = EngineCore(model, device, dtype, memory_bytes, page_size, config)
         self._closer = finalize(self, self._core.loop.request_stop)

@@ -10,6 +10,8 @@ from typing import Any, SupportsFloat
 
 from tenuto.base.errors import InvalidRequest, TenutoError
 
+MAX_COUNT = 2**40
+"""The largest number of anything that callers count."""
 MOST_SECONDS = 1e9
 """The longest time span, about 30 years."""
 

@@ -11,11 +11,21 @@ from typing import Any, Generic, TypeVar, cast, get_args
 
 import msgspec
 
-from tenuto.base.config import Limits
+from tenuto.base.config import EngineOptions, Limits, engine_config
 from tenuto.base.errors import TenutoError
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, Keep, TurnKind
-from tenuto.base.views import AuditReport, ModelView, RecordPage, SessionInfo, SessionKey, SessionPage, Stats, Ticket
+from tenuto.base.views import (
+    AuditReport,
+    ModelView,
+    RecordPage,
+    SessionInfo,
+    SessionKey,
+    SessionPage,
+    StateFilter,
+    Stats,
+    Ticket,
+)
 
 T = TypeVar("T")
 
@@ -25,14 +35,18 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=Tr
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is made; the first message to an engine process. `config`: fields of `EngineConfig`."""
+    """How an engine is made; the first message to an engine process. Raises `ConfigError` if `config` is wrong whatever
+    the model is."""
 
     model: str
     device: str = "cpu"
     dtype: str | None = None
     memory_bytes: int | None = None
     page_size: int = 16
-    config: dict[str, Any] = {}
+    config: EngineOptions = {}
+
+    def __post_init__(self) -> None:
+        engine_config(self.config)
 
 
 class Request(Message, Generic[T], frozen=True, kw_only=True):
@@ -59,16 +73,17 @@ class Describe(Request[ModelView], frozen=True, kw_only=True):
     """What runs."""
 
 
-class OpenSession(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """A new session. `hidden`: it is not listed. `limits`: its tenant's."""
+class OpenSession(Request[SessionInfo], frozen=True, kw_only=True):
+    """A new session. `limits`: its tenant's."""
 
+    session: str
+    policy: Policy
     system: str | None = None
-    priority: int = 0
-    ttl: float | None = None
-    max_tokens: int | None = None
-    metadata: dict[str, str] = {}
-    hidden: bool = False
     limits: Limits = Limits()
+
+    @property
+    def tenant(self) -> str:
+        return self.policy.tenant
 
 
 class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
@@ -76,13 +91,12 @@ class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class ListSessions(Request[SessionPage], frozen=True, kw_only=True):
-    """Up to `limit` of `tenant`, by id, those after `after` that are not hidden, in `state` if
-    given: open, closing, or a state of their turn (`idle`: none)."""
+    """Up to `limit` of `tenant`, by id, those after `after` that are not hidden; in `state`, if it is given."""
 
     tenant: str
     after: str = ""
     limit: int = 100
-    state: str | None = None
+    state: StateFilter | None = None
 
 
 class ListTurns(OfSession[RecordPage], frozen=True, kw_only=True):
@@ -96,11 +110,11 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     """Start a turn. After the answer come `Delta`s under the same call, the last with a result, or a `Refusal` if the
     engine stops.
 
-    `session` `None`: the only turn of an ephemeral session of `tenant`. `input`:
-    text, token ids or messages. `version`: the session's must be that.
-    `keep_bos` false: a beginning-of-sequence token at the start of an input to a session with a history is dropped, if
-    the tokenizer adds one by itself. `echo`: the ticket has the prompt's tokens and text. `markup`: control tokens that
-    are written out in a text are those tokens. `name`: by which it can be withdrawn, unlike any other.
+    `session` `None`: the only turn of an ephemeral session of `tenant`. `input`: text, token ids or messages.
+    `version`: the session's must be that. `keep_bos` false: a beginning-of-sequence token at the start of an input to a
+    session with a history is dropped, if the tokenizer adds one by itself. `echo`: the ticket has the prompt's tokens
+    and text. `markup`: control tokens that are written out in a text are those tokens. `name`: by which it can be
+    withdrawn, unlike any other.
     """
 
     kind: TurnKind

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, TypedDict
 
-from tenuto.base.checks import MOST_SECONDS, Bounds, check_options, items, option, shown, whole
+from tenuto.base.checks import MAX_COUNT, MOST_SECONDS, Bounds, check_options, items, option, shown, whole
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, MAX_TOKEN_ID, Sampling
 
-MAX_NEW_TOKENS = 2**40
+MAX_NEW_TOKENS = MAX_COUNT
 MAX_STOP_IDS = 64
 MAX_PRIORITY = 1000
 PRIORITIES = Bounds(-MAX_PRIORITY, MAX_PRIORITY)
@@ -74,7 +74,7 @@ class Policy:
 
     priority: int = option(0, "Of its turns; higher runs first.", PRIORITIES)
     ttl: float | None = option(None, "Seconds without a turn until it is closed.", SECONDS)
-    max_tokens: int | None = option(None, "Cap on its history, in tokens.", Bounds(1, MAX_NEW_TOKENS))
+    max_tokens: int | None = option(None, "Cap on its history, in tokens.", Bounds(1, MAX_COUNT))
     ephemeral: bool = False
     tenant: str = ""
     hidden: bool = False

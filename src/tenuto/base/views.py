@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -21,6 +22,10 @@ class SessionState(StrEnum):
     OPEN = "open"
     CLOSING = "closing"
     CLOSED = "closed"
+
+
+StateFilter = Literal["open", "closing", "idle", "drafting", "queued", "running", "preempted"]
+"""Sessions in this state, or with an open turn in it; `idle`: without one."""
 
 
 @dataclass(frozen=True, slots=True)

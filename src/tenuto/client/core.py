@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tenuto.base.checks import items, shown, whole
+from tenuto.base.checks import MAX_COUNT, items, shown, whole
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import OF_PREFILL, Policy, RemoteOptions
 from tenuto.base.turns import TurnResult
@@ -24,7 +24,6 @@ from tenuto.client.wire import (
 )
 from tenuto.text.prompt import Input
 
-MOST = 2**40
 PAGE = 1000
 """Sessions, or turns, that one request lists."""
 
@@ -138,7 +137,7 @@ class SessionCore:
         return self.server.new(self.id, "fork", {**_place(turn, position), "id": child})
 
     def trim(self, turns: Sequence[int], child: str | None) -> Future[SessionCore]:
-        numbers = [whole("a turn's number", turn, 0, MOST) for turn in items("turns", turns, "numbers of turns")]
+        numbers = [whole("a turn's number", turn, 0, MAX_COUNT) for turn in items("turns", turns, "numbers of turns")]
         return self.server.new(self.id, "trim", {"turns": numbers, "id": child})
 
     def rewind(self, turn: int | None, position: int | None) -> Future[SessionInfo]:
@@ -192,4 +191,4 @@ async def list_turns(connection: Connection, session_id: str) -> list[dict[str, 
 
 def _place(turn: int | None, position: int | None) -> dict[str, int | None]:
     given = {"turn": turn, "position": position}
-    return {name: None if value is None else whole(name, value, 0, MOST) for name, value in given.items()}
+    return {name: None if value is None else whole(name, value, 0, MAX_COUNT) for name, value in given.items()}

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tenuto.base.checks import whole
-from tenuto.base.config import EngineConfig
+from tenuto.base.checks import MAX_COUNT, whole
+from tenuto.base.config import EngineConfig, engine_config
 from tenuto.base.errors import EngineStopped, InvalidRequest, LimitReached, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
@@ -61,7 +61,7 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Basis, Prepared
 from tenuto.runtime.intake import Input, Intake, size_of
-from tenuto.runtime.models import Model, build_engine, engine_config, load_model, server_budget
+from tenuto.runtime.models import Model, build_engine, load_model, server_budget
 from tenuto.runtime.views import bytes_of, first_page, session_info, turn_state
 from tenuto.session.session import Session, TurnRecord
 from tenuto.session.turn import Turn
@@ -158,18 +158,9 @@ class Service:
 
     @_handle.register
     def _(self, request: OpenSession) -> None:
-        policy = Policy(
-            request.priority,
-            request.ttl,
-            request.max_tokens,
-            tenant=request.tenant,
-            hidden=request.hidden,
-            metadata=tuple(request.metadata.items()),
-        )
-
         def work(engine: Engine) -> SessionInfo:
             self._check_limits(engine, request, opens=True)
-            return self._view(self._chats.open(request.session, policy, request.system))
+            return self._view(self._chats.open(request.session, request.policy, request.system))
 
         self._do(request, work)
 
@@ -198,7 +189,7 @@ class Service:
 
     @_handle.register
     def _(self, request: ListTurns) -> None:
-        first, limit = whole("first", request.first, 1, 2**40), whole("limit", request.limit, 1, MOST_LISTED)
+        first, limit = whole("first", request.first, 1, MAX_COUNT), whole("limit", request.limit, 1, MOST_LISTED)
 
         def work(_: Engine) -> tuple[list[TurnRecord], array[int], bool]:
             session = self._chats.session(request.session, tenant=request.tenant)
@@ -510,7 +501,7 @@ class Service:
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
     """Load a model and serve it. Raises `ModelError` or `ConfigError`."""
     model = load_model(settings.model, settings.device, settings.dtype, settings.page_size)
-    config = engine_config(model, settings.config)
+    config = engine_config(settings.config, model.max_context)
     memory = settings.memory_bytes if settings.memory_bytes is not None else server_budget(model, config)
     return Service(model, config, memory, send)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import IllegalTransition, InvalidRequest, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
@@ -24,9 +25,9 @@ from tenuto.base.messages import (
     StartTurn,
     Trim,
 )
-from tenuto.base.options import turn_params
+from tenuto.base.options import Policy, turn_params
 from tenuto.base.turns import TurnKind, check_keep
-from tenuto.base.views import SessionInfo
+from tenuto.base.views import SessionInfo, StateFilter
 from tenuto.serve.edge import Caller, Edge, EdgeOf, Failure, digest_of
 from tenuto.serve.native_schemas import (
     REFUSALS,
@@ -66,13 +67,15 @@ async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response:
     """Open a session."""
     view = await edge.link.call(
         OpenSession(
-            tenant=tenant.name,
             session=body.id or new_session_id(),
+            policy=Policy(
+                body.priority,
+                edge.settings.ttl(body.ttl, named=body.id is not None),
+                body.max_tokens,
+                tenant=tenant.name,
+                metadata=tuple(body.metadata.items()),
+            ),
             system=body.system,
-            priority=body.priority,
-            ttl=edge.settings.ttl(body.ttl, named=body.id is not None),
-            max_tokens=body.max_tokens,
-            metadata=body.metadata,
             limits=tenant.limits,
         )
     )
@@ -87,7 +90,7 @@ async def list_sessions(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[str, Query(pattern=r"^[A-Za-z0-9._:-]{0,64}$", description="List those behind this id.")] = "",
     state: Annotated[
-        Literal["open", "closing", "idle", "drafting", "queued", "running", "preempted"] | None,
+        StateFilter | None,
         Query(description="Of the session, or of its open turn."),
     ] = None,
 ) -> SessionList:
@@ -309,7 +312,9 @@ async def follow_turn(
     session_id: SessionId,
     turn_id: TurnId,
     request: Request,
-    last_event_id: Annotated[int | None, Header(ge=0, le=2**40, description="Send what came after this event.")] = None,
+    last_event_id: Annotated[
+        int | None, Header(ge=0, le=MAX_COUNT, description="Send what came after this event.")
+    ] = None,
 ) -> Response:
     """The events of a turn, from its beginning or from where a broken stream ended."""
     turn = edge.desk.find(tenant.name, session_id, turn_id)

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, ModelNotFound, NotFound, TenutoError
 from tenuto.base.messages import OpenSession, StartTurn
+from tenuto.base.options import Policy
 from tenuto.serve.edge import Caller, Edge, EdgeOf, digest_of
 from tenuto.serve.native_schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.openai_answers import Answer, Writer
@@ -178,9 +179,8 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: str | N
 async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
     """Whether the session was opened by this, or else by somebody else."""
     opening = OpenSession(
-        tenant=tenant.name,
         session=session,
-        ttl=edge.settings.ttl(None, named=True),
+        policy=Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name),
         limits=tenant.limits,
     )
     try:

@@ -12,7 +12,7 @@ import msgspec
 
 from tenuto.base.errors import DeadlinePassed, Draining, TurnAborted, TurnFailed
 from tenuto.base.messages import CloseSession, Fork, OpenSession, StartTurn
-from tenuto.base.options import OF_PREFILL, TurnParams
+from tenuto.base.options import OF_PREFILL, Policy, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import Delta, EndReason, TurnResult
 from tenuto.serve.edge import Edge
@@ -82,7 +82,9 @@ class Samples:
         """A hidden session whose history is the prompt."""
         tenant = self._tenant
         self._sessions.append(root)
-        opening = OpenSession(tenant=tenant.name, session=root, ttl=HIDDEN_TTL, hidden=True, limits=tenant.limits)
+        opening = OpenSession(
+            session=root, policy=Policy(ttl=HIDDEN_TTL, tenant=tenant.name, hidden=True), limits=tenant.limits
+        )
         await self._edge.link.call(opening)
         params = TurnParams(**{name: getattr(request.params, name) for name in OF_PREFILL})
         append = msgspec.structs.replace(request, kind="append", session=root, params=params)

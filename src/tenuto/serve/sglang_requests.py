@@ -23,6 +23,7 @@ from tenuto.base.errors import (
     TenutoError,
 )
 from tenuto.base.messages import GetSession, OpenSession, StartTurn
+from tenuto.base.options import Policy
 from tenuto.base.turns import Transcript
 from tenuto.serve.edge import Edge
 from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
@@ -88,11 +89,10 @@ class Requests:
                 raise taken
             self._add_branches(tenant, name, timeout)
             return name
+        metadata = (("capacity_of_str_len", str(body.capacity_of_str_len)),)
         opening = OpenSession(
-            tenant=tenant.name,
             session=name,
-            ttl=timeout,
-            metadata={"capacity_of_str_len": str(body.capacity_of_str_len)},
+            policy=Policy(ttl=timeout, tenant=tenant.name, metadata=metadata),
             limits=tenant.limits,
         )
         try:

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, Field
 
+from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_LOGPROBS, MAX_TOKEN_ID
@@ -44,7 +45,7 @@ IGNORED = frozenset(
 
 TokenIds = Items[TokenId]
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
-StartLength = Annotated[int, Field(ge=-1, le=MAX_NEW_TOKENS)]
+StartLength = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
 TopNumber = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -93,7 +94,7 @@ class SessionParams(Body):
 
     id: str | None = Field(None, max_length=ID_LENGTH)
     rid: str | None = None
-    offset: int | None = Field(None, ge=-(2**40), le=2**40)
+    offset: int | None = Field(None, ge=-MAX_COUNT, le=MAX_COUNT)
     replace: bool | None = None
     drop_previous_output: bool | None = None
 

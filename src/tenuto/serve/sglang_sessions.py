@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.messages import Fork, OpenSession
+from tenuto.base.options import Policy
 from tenuto.serve.edge import Edge
 from tenuto.serve.settings import Tenant, hidden_session_id
 from tenuto.serve.sglang_schemas import SessionParams
@@ -174,7 +175,7 @@ class Branches:
             parent, position = place.source
             request = Fork(tenant=tenant, session=parent.id, child=place.line.id, position=position, limits=limits)
         else:
-            request = OpenSession(tenant=tenant, session=place.line.id, hidden=True, limits=limits)
+            request = OpenSession(session=place.line.id, policy=Policy(tenant=tenant, hidden=True), limits=limits)
         place.line.tokens = (await self._edge.link.call(request)).tokens
 
     # -- ends

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tenuto.base.checks import items, whole
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.sampling import MAX_TOKEN_ID
 from tenuto.text.chat import Message
 from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer
@@ -38,4 +39,4 @@ def parse_input(given: Input, tokenizer: Tokenizer | None, room: Room | None = N
         return Prompt(messages=tuple(Message.from_dict(part) for part in parts))
     if room is not None:
         room.require(len(parts))
-    return Prompt(tokens=tuple(whole("a token id of the input", part, 0, 2**31 - 1) for part in parts))
+    return Prompt(tokens=tuple(whole("a token id of the input", part, 0, MAX_TOKEN_ID) for part in parts))
