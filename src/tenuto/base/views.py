@@ -113,13 +113,14 @@ class SessionPage(View, frozen=True, kw_only=True):
     more: bool
 
 
-class RecordView(View, frozen=True, kw_only=True):
-    """A committed turn; its tokens, and their text if there is a tokenizer."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A committed turn, and its texts if there is a tokenizer. `start`: its place in the history, in tokens."""
 
     number: int
     start: int
-    input: list[int]
-    output: list[int]
+    input_tokens: list[int]
+    output_tokens: list[int]
     input_text: str | None
     output_text: str | None
 
@@ -127,7 +128,7 @@ class RecordView(View, frozen=True, kw_only=True):
 class RecordPage(View, frozen=True, kw_only=True):
     """Committed turns in order. `more`: as of `SessionPage`."""
 
-    records: list[RecordView]
+    records: list[Record]
     more: bool
 
 

@@ -49,8 +49,8 @@ from tenuto.base.turns import Delta
 from tenuto.base.views import (
     ModelView,
     PoolReport,
+    Record,
     RecordPage,
-    RecordView,
     SessionInfo,
     SessionPage,
     Stats,
@@ -209,15 +209,15 @@ class Service:
 
         self._loop.call(work).add_done_callback(reply)
 
-    def _record(self, number: int, record: TurnRecord, at: int, tokens: array[int]) -> RecordView:
+    def _record(self, number: int, record: TurnRecord, at: int, tokens: array[int]) -> Record:
         """A turn as it is shown; `tokens` are the history from `at` on."""
         given = tokens[record.start - at : record.input_end - at].tolist()
         output = tokens[record.input_end - at : record.end - at].tolist()
-        return RecordView(
+        return Record(
             number=number,
             start=record.start,
-            input=given,
-            output=output,
+            input_tokens=given,
+            output_tokens=output,
             input_text=self._text(given),
             output_text=self._text(output),
         )

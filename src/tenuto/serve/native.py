@@ -43,7 +43,6 @@ from tenuto.serve.native_schemas import (
     NewTrim,
     NewTurn,
     Position,
-    Record,
     RecordList,
     Session,
     SessionId,
@@ -131,18 +130,7 @@ async def list_turns(
 ) -> RecordList:
     """Its committed turns, with their tokens and texts."""
     page = await edge.link.call(ListTurns(tenant=tenant.name, session=session_id, first=first, limit=limit))
-    data = [
-        Record(
-            number=record.number,
-            start=record.start,
-            input_tokens=record.input,
-            output_tokens=record.output,
-            input_text=record.input_text,
-            output_text=record.output_text,
-        )
-        for record in page.records
-    ]
-    return RecordList(data=data, next=first + len(data) if page.more else None)
+    return RecordList(data=page.records, next=first + len(page.records) if page.more else None)
 
 
 @router.post("/{session_id}/fork", status_code=201, responses=REFUSALS)

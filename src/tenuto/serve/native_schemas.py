@@ -8,6 +8,7 @@ from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
+from tenuto.base.views import Record
 from tenuto.serve.options import Items, Messages, Object, at_most, field_of, with_options
 
 ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
@@ -169,17 +170,6 @@ class SessionList(BaseModel):
 
     data: list[Session]
     next: str | None
-
-
-class Record(BaseModel):
-    """A committed turn. `start`: its place in the history, in tokens."""
-
-    number: int
-    start: int
-    input_tokens: list[int]
-    output_tokens: list[int]
-    input_text: str | None
-    output_text: str | None
 
 
 class RecordList(BaseModel):
