@@ -138,6 +138,25 @@ def test_many_calls_at_once_each_get_their_own_answer(play) -> None:
     play(story)
 
 
+def test_a_tenant_reaches_and_sees_its_own_sessions_alone_and_no_hidden_ones(play) -> None:
+    async def story(link: Link) -> None:
+        await link.call(opened())
+        await link.call(OpenSession(session="hidden", policy=Policy(tenant="t", hidden=True)))
+        fork = await link.call(Fork(tenant="t", session="hidden", child="as hidden"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="other", priority=5)))
+        listed = await link.call(ListSessions(tenant="t"))
+        assert [(view.session_id, view.priority) for view in listed.sessions] == [("s", 0)]
+        assert (await link.call(GetSession(tenant="t", session=fork.session_id))).version == 0
+        await link.call(CloseSession(tenant="other", session="s"))
+        for tenant, session in (("other", "s"), ("other", "hidden"), ("", "s")):
+            with pytest.raises(NotFound) as refused:
+                await link.call(GetSession(tenant=tenant, session=session))
+            assert "other" not in str(refused.value)
+        assert (await link.call(GetSession(tenant="t", session="s"))).state == "open"
+
+    play(story)
+
+
 def test_an_abort_names_the_turn_it_means(play) -> None:
     async def story(link: Link) -> None:
         await link.call(opened())
