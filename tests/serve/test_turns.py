@@ -152,10 +152,10 @@ def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_go
         (waiting,) = (entry[0] for entry in desk._lines["t", "s"])
         asked = link.call
 
-        async def slow(request: Any, answer: type[Any]) -> Any:
+        async def slow(request: Any) -> Any:
             if isinstance(request, Withdraw):
                 await first.finished()  # its place comes up before the engine has answered
-            return await asked(request, answer)
+            return await asked(request)
 
         link.call = slow  # type: ignore[method-assign]
         asking.cancel()
