@@ -22,7 +22,7 @@ from tenuto.base.messages import (
 )
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
-from tenuto.base.turns import Delta, EndReason, TurnResult, Usage
+from tenuto.base.turns import Delta, EndReason, Message, TurnResult, Usage
 from tenuto.base.views import RecordPage, SessionInfo, SessionState
 
 
@@ -49,6 +49,7 @@ def test_every_request_names_the_type_of_its_answer() -> None:
                 logprobs=0,
             ),
         ),
+        StartTurn(kind="turn", tenant="t", input=[Message("user", "hé"), Message("assistant", "")]),
         OpenSession(session="s", policy=Policy(3, 1.5, tenant="t", hidden=True, metadata=(("a", "b"),))),
     ],
 )

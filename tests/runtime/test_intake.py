@@ -27,7 +27,7 @@ from tenuto.base.messages import (
     WorkerSettings,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.turns import Delta
+from tenuto.base.turns import Delta, Message
 from tenuto.base.views import Ticket
 from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import LARGE_INPUT, LONG_INPUT, MESSAGE_SIZE, SHORT_INPUT, size_of
@@ -109,7 +109,7 @@ class Reader:
 
 
 def said(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
+    return [Message("user", text)]
 
 
 def turn(given: str | list[Any], session: str | None = "s", **rest: Any) -> StartTurn:

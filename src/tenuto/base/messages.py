@@ -7,14 +7,14 @@ deltas name it. A session is named by its tenant and its id among the sessions o
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Generic, TypeVar, cast, get_args
+from typing import Generic, TypeVar, cast, get_args
 
 import msgspec
 
 from tenuto.base.config import EngineOptions, Limits, engine_config
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.turns import Delta, Keep, TurnKind
+from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
     AuditReport,
     ModelView,
@@ -30,7 +30,7 @@ from tenuto.base.views import (
 T = TypeVar("T")
 
 
-class Message(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
+class WireMessage(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
     """Base of all messages; on the wire an array that begins with the message's name."""
 
 
@@ -49,7 +49,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         engine_config(self.config)
 
 
-class Request(Message, Generic[T], frozen=True, kw_only=True):
+class Request(WireMessage, Generic[T], frozen=True, kw_only=True):
     """Edge to engine, to be answered with a `T`. `call` is set by the link."""
 
     call: int = 0
@@ -110,7 +110,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     """Start a turn. After the answer come `Delta`s under the same call, the last with a result, or a `Refusal` if the
     engine stops.
 
-    `session` `None`: the only turn of an ephemeral session of `tenant`. `input`: text, token ids or messages.
+    `session` `None`: the only turn of an ephemeral session of `tenant`.
     `version`: the session's must be that. `keep_bos` false: a beginning-of-sequence token at the start of an input to a
     session with a history is dropped, if the tokenizer adds one by itself. `echo`: the ticket has the prompt's tokens
     and text. `markup`: control tokens that are written out in a text are those tokens. `name`: by which it can be
@@ -120,7 +120,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     kind: TurnKind
     tenant: str
     session: str | None = None
-    input: str | list[Any] = []
+    input: TurnInput = ()
     params: TurnParams = TurnParams()
     version: int | None = None
     keep_bos: bool = True
@@ -138,7 +138,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
 class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):
     """The whole draft as it reads now. `name`: as of `StartTurn`."""
 
-    input: str | list[Any]
+    input: TurnInput
     version: int | None = None
     limits: Limits = Limits()
     name: str = ""
@@ -232,14 +232,14 @@ AnyRequest = (
 )
 
 
-class Answer(Message, frozen=True, kw_only=True):
+class Answer(WireMessage, frozen=True, kw_only=True):
     """Engine to edge: what was asked for, encoded on its own."""
 
     call: int
     value: msgspec.Raw
 
 
-class Refusal(Message, frozen=True, kw_only=True):
+class Refusal(WireMessage, frozen=True, kw_only=True):
     """Engine to edge: a `TenutoError`."""
 
     call: int
@@ -248,13 +248,13 @@ class Refusal(Message, frozen=True, kw_only=True):
     param: str | None = None
 
 
-class Updates(Message, frozen=True, kw_only=True):
+class Updates(WireMessage, frozen=True, kw_only=True):
     """Engine to edge: what a step has brought, by call."""
 
     updates: list[tuple[int, Delta]]
 
 
-class Stopped(Message, frozen=True, kw_only=True):
+class Stopped(WireMessage, frozen=True, kw_only=True):
     """Engine to edge: the last message."""
 
     reason: str

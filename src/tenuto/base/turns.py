@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +21,35 @@ TurnKind = Literal["turn", "append", "regenerate"]
 Keep = int | Literal["delivered", "all"] | None
 """What of an aborted turn is committed: nothing, or its input and so many output tokens, those whose text the caller
 has been given, or all."""
+
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one side said. Raises `InvalidRequest` on an unknown role or content that is not text."""
+
+    role: str
+    content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise InvalidRequest(f"a message has role {self.role!r}; allowed: {', '.join(ROLES)}")
+        if not isinstance(self.content, str):
+            raise InvalidRequest(f"a message's content is a {type(self.content).__name__}; allowed: text")
+
+    @classmethod
+    def from_dict(cls, raw: object) -> Message:
+        """From what a client sent: an object with `role` and `content` and nothing else."""
+        if not isinstance(raw, Mapping) or set(raw) != {"role", "content"}:
+            given = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
+            raise InvalidRequest(f"a message has {given}; allowed: exactly role and content")
+        return cls(raw["role"], raw["content"])
+
+
+TurnInput = str | Sequence[int | Message]
+"""Text, token ids or chat messages."""
 
 
 class TurnState(StrEnum):

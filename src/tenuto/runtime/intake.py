@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
 
 from tenuto.base.errors import EngineStopped, SessionClosed, TenutoError, TurnAborted
+from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import SessionKey
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.engine import Engine
@@ -241,12 +241,12 @@ class _Lane:
                 give_back()
 
 
-def size_of(given: str | list[Any]) -> int:
+def size_of(given: TurnInput) -> int:
     """Characters of text or messages, or token ids; a message counts `MESSAGE_SIZE` besides its content."""
     if isinstance(given, str):
         return len(given)
-    if given and isinstance(given[0], dict):
-        return sum(MESSAGE_SIZE + len(str(part.get("content", ""))) for part in given if isinstance(part, dict))
+    if given and isinstance(given[0], Message):
+        return sum(MESSAGE_SIZE + len(part.content) for part in given if isinstance(part, Message))
     return len(given)
 
 

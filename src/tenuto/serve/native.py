@@ -26,8 +26,9 @@ from tenuto.base.messages import (
     Trim,
 )
 from tenuto.base.options import Policy, turn_params
-from tenuto.base.turns import TurnKind, check_keep
+from tenuto.base.turns import Message, TurnInput, TurnKind, check_keep
 from tenuto.base.views import SessionInfo, StateFilter
+from tenuto.serve import native_schemas
 from tenuto.serve.edge import Caller, Edge, EdgeOf, Failure, digest_of
 from tenuto.serve.native_schemas import (
     REFUSALS,
@@ -35,7 +36,6 @@ from tenuto.serve.native_schemas import (
     Abort,
     IdempotencyKey,
     IfMatch,
-    Message,
     NewAppend,
     NewDraft,
     NewFork,
@@ -469,7 +469,7 @@ def _version(if_match: str | None) -> int | None:
     return int(bare)
 
 
-def _input(given: str | list[int] | list[Message]) -> str | list[Any]:
+def _input(given: str | list[int] | list[native_schemas.Message]) -> TurnInput:
     if isinstance(given, str):
         return given
-    return [part.model_dump() if isinstance(part, Message) else part for part in given]
+    return [Message(part.role, part.content) if isinstance(part, native_schemas.Message) else part for part in given]

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, ModelNotFound, NotFound, TenutoError
 from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
+from tenuto.base.turns import TurnInput
 from tenuto.serve.edge import Caller, Edge, EdgeOf, digest_of
 from tenuto.serve.native_schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.openai_answers import Answer, Writer
@@ -129,7 +130,7 @@ def _check(edge: Edge, body: Generation, prompts: int) -> None:
         raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MOST_CHOICES} answers in all")
 
 
-def _start(tenant: Tenant, body: Generation, given: str | list[Any]) -> StartTurn:
+def _start(tenant: Tenant, body: Generation, given: TurnInput) -> StartTurn:
     return StartTurn(
         kind="turn",
         tenant=tenant.name,

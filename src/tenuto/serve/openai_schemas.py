@@ -11,6 +11,7 @@ from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
+from tenuto.base.turns import Message
 from tenuto.serve.invalid import unsupported
 from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.options import (
@@ -255,10 +256,10 @@ class ChatMessage(Body):
             raise unsupported("", f"is {shown(role)}; that is not supported, allowed: {', '.join(ROLES)}")
         return role
 
-    def rendered(self) -> dict[str, str]:
+    def rendered(self) -> Message:
         """The message as the engine takes it."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return Message("system" if self.role == "developer" else self.role, text)
 
 
 class ChatBody(Generation):
