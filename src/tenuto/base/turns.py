@@ -52,6 +52,10 @@ TurnInput = str | Sequence[int | Message]
 """Text, token ids or chat messages."""
 
 
+MOST_PIECES = 256
+"""Of a transcript's text before they become one, so that asking for it after every piece stays cheap."""
+
+
 class TurnState(StrEnum):
     """Four states of an open turn, and two in which it has ended."""
 
@@ -169,8 +173,7 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
+        return "".join(self._pieces)
 
     @property
     def ended(self) -> bool:
@@ -192,6 +195,8 @@ class Transcript:
         self.input_logprobs += news.input_logprobs
         if news.text:
             self._pieces.append(news.text)
+            if len(self._pieces) > MOST_PIECES:
+                self._pieces = [self.text]
         self._delivered = news.delivered
         self.result = news.result
         return news
