@@ -14,11 +14,12 @@ from random import Random
 from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.options import TurnParams
 from tenuto.base.plan import Plan, StepResult
+from tenuto.base.turns import TurnState
+from tenuto.base.views import AuditReport
 from tenuto.engine.engine import Engine
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.memory.audit import AuditReport
-from tenuto.session.turn import TurnParams, TurnState
 
 VOCAB = 50_000
 PAGE_SIZE = 16

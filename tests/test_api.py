@@ -23,9 +23,9 @@ from tenuto.base.errors import (
     NotFound,
     SessionBusy,
 )
+from tenuto.base.turns import EndReason
 from tenuto.exec.witness import WitnessExecutor, history_hash, next_token
 from tenuto.runtime.models import load_model
-from tenuto.session.turn import EndReason
 
 CONTEXT = 4096
 

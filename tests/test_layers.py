@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "engine": frozenset({"sched", "session", "memory", "text", "base"}),
     "runtime": EVERYTHING - {"serve", "client", "api", "cli", "demo"},
     "serve": frozenset({"base"}),
-    "client": frozenset({"session", "memory", "text", "base"}),
+    "client": frozenset({"text", "base"}),
     "api": EVERYTHING - {"serve", "client", "cli", "demo"},
     "cli": EVERYTHING,
     "demo": EVERYTHING,

@@ -20,8 +20,8 @@ from tenuto.base.errors import (
     NotFound,
     SessionBusy,
 )
+from tenuto.base.turns import EndReason
 from tenuto.exec.witness import history_hash, next_token
-from tenuto.session.turn import EndReason
 from tests.client.conftest import CONTEXT
 from tests.serve.server import Server
 

@@ -10,11 +10,13 @@ import pytest
 from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.options import TurnParams
 from tenuto.base.plan import Plan, StepResult
+from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
 from tenuto.session.session import Policy, Session
-from tenuto.session.turn import Turn, TurnParams, TurnState
+from tenuto.session.turn import Turn
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 VOCABULARY = 997
@@ -97,8 +99,10 @@ class Stage:
 
     # -- turns
 
-    def say(self, session_id: str, tokens: Sequence[int], output: int | None = 8, **params: object) -> Turn:
-        return self.engine.submit(session_id, tokens, TurnParams(max_new_tokens=output, **params))  # type: ignore[arg-type]
+    def say(
+        self, session_id: str, tokens: Sequence[int], output: int | None = 8, tenant: str = "", **params: object
+    ) -> Turn:
+        return self.engine.submit(session_id, tokens, TurnParams(max_new_tokens=output, **params), tenant=tenant)  # type: ignore[arg-type]
 
     def step(self) -> StepReport:
         return self.engine.step()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest
-from tenuto.engine.engine import DELIVERED
-from tenuto.session.turn import EndReason, TurnParams, TurnState
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import FULL, STATES, Stage, continuation, count_from, every_mix, every_overlap
 
 
@@ -129,7 +129,7 @@ def test_a_barge_in_before_anything_was_said_keeps_the_input(mix) -> None:
     session = stage.told()
     before = list(session.history)
     stage.reach("mid-prefill")
-    stage.engine.abort("s", DELIVERED)
+    stage.engine.abort("s", "delivered")
     assert list(session.history) == [*before, *count_from(600, 20)]
     stage.engine.audit()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tenuto.base.errors import EngineStopped, InvariantError
+from tenuto.base.views import AuditReport
 from tenuto.engine import auditor
-from tenuto.memory.audit import AuditReport
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, every_mix
 from tests.sim.actions import RandomWorld
 from tests.sim.setting import small_world

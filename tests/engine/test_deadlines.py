@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.base.errors import NotFound, SessionClosed
-from tenuto.session.turn import EndReason, TurnState
+from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import STATES, Stage, continuation, every_mix
 
 
@@ -88,13 +88,13 @@ def test_a_session_does_not_expire_while_its_turn_is_open(state: str) -> None:
     stage.reach(state)
     stage.clock.advance(1000.0)
     stage.engine.step()
-    assert "s" in stage.engine.sessions
+    assert stage.engine.sessions.find("s") is not None
     stage.engine.abort("s")
     stage.engine.step()
-    assert "s" in stage.engine.sessions
+    assert stage.engine.sessions.find("s") is not None
     stage.clock.advance(11.0)
     stage.step()
-    assert "s" not in stage.engine.sessions
+    assert stage.engine.sessions.find("s") is None
 
 
 @every_mix
@@ -116,7 +116,7 @@ def test_an_ephemeral_session_closes_when_its_only_turn_ends(mix) -> None:
     stage.play()
     assert list(turn.output) == continuation([1, 2, 3], 5)
     assert turn.result.committed
-    assert "s" not in stage.engine.sessions
+    assert stage.engine.sessions.find("s") is None
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 
 
@@ -128,7 +128,7 @@ def test_an_ephemeral_session_closes_also_when_its_turn_is_aborted(state: str) -
     stage.reach(state)
     stage.engine.abort("s")
     stage.play()
-    assert "s" not in stage.engine.sessions
+    assert stage.engine.sessions.find("s") is None
     assert stage.engine.memory.pools[0].leased == 0
 
 
@@ -139,7 +139,7 @@ def test_closing_aborts_the_open_turn(mix, state: str) -> None:
     stage.told()
     turn = stage.reach(state)
     stage.engine.close("s")
-    assert (turn.state, "s" in stage.engine.sessions) == (TurnState.ABORTED, False)
+    assert (turn.state, stage.engine.sessions.find("s")) == (TurnState.ABORTED, None)
     stage.play()
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 
@@ -158,7 +158,7 @@ def test_closing_with_finish_lets_a_submitted_turn_end_first_but_no_draft(mix, s
             stage.engine.fork("s")
         stage.play()
         assert (turn.result.reason, len(session.history)) == (EndReason.LENGTH, 36 + 40)
-    assert "s" not in stage.engine.sessions
+    assert stage.engine.sessions.find("s") is None
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 
 
@@ -168,7 +168,7 @@ def test_closing_without_finish_ends_a_session_that_was_closing_with_it() -> Non
     turn = stage.reach("mid-decode")
     stage.engine.close("s", finish=True)
     stage.engine.close("s")
-    assert (turn.state, "s" in stage.engine.sessions) == (TurnState.ABORTED, False)
+    assert (turn.state, stage.engine.sessions.find("s")) == (TurnState.ABORTED, None)
 
 
 def test_an_id_can_be_used_again_after_its_session_was_closed_under_a_running_turn() -> None:

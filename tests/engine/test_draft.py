@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import ContextExceeded
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import EndReason, TurnState
 from tenuto.memory.paged import pages_for
-from tenuto.session.turn import EndReason, TurnParams, TurnState
 from tests.engine.stage import FULL, PAGE, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
 
 

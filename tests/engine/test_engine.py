@@ -13,7 +13,8 @@ from tenuto.base.errors import (
     Overloaded,
     SessionBusy,
 )
-from tenuto.session.turn import EndReason, TurnParams, TurnState
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import (
     VOCABULARY,
     Stage,

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.plan import Plan
+from tenuto.base.turns import EndReason, TurnState
 from tenuto.sched.suspects import MAX_FAILURES
-from tenuto.session.turn import EndReason, Turn, TurnState
+from tenuto.session.turn import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
 
 

@@ -15,16 +15,18 @@ from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import EngineStopped, InvalidRequest, InvariantError, NotFound, TenutoError
 from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import Delta, EndReason
 from tenuto.engine import auditor
 from tenuto.engine.engine import Engine
-from tenuto.engine.loop import EngineLoop, TurnEvent
+from tenuto.engine.loop import EngineLoop
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.session.session import Policy
-from tenuto.session.turn import EndReason, Turn, TurnParams
+from tenuto.session.turn import Turn
 
 VOCABULARY = 97
 LONG = TurnParams(max_new_tokens=4000)
-Event = TurnEvent | TenutoError
+Event = Delta | TenutoError
 
 
 def make_engine(late: Callable[[], bool] = lambda: False) -> Engine:
@@ -40,12 +42,12 @@ def loop() -> Iterator[EngineLoop]:
     running.close()
 
 
-def events_of(events: SimpleQueue[Event]) -> list[TurnEvent]:
+def events_of(events: SimpleQueue[Event]) -> list[Delta]:
     """All events of a turn, up to its result."""
     got = []
     while not got or got[-1].result is None:
         event = events.get(timeout=20)
-        assert isinstance(event, TurnEvent)
+        assert isinstance(event, Delta)
         got.append(event)
     return got
 
@@ -70,7 +72,7 @@ def test_a_turn_reports_its_tokens_and_at_last_its_result(loop: EngineLoop) -> N
     tokens: list[int] = []
     while True:
         event = events.get(timeout=20)
-        assert isinstance(event, TurnEvent)
+        assert isinstance(event, Delta)
         tokens += event.tokens
         assert event.delivered == len(tokens)
         if event.result is not None:
@@ -96,7 +98,7 @@ def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
         for _ in range(3):
             events, started = begin(loop, TurnParams(max_new_tokens=8), name, (number,))
             while (event := events.get(timeout=20)) is not None:
-                assert isinstance(event, TurnEvent)
+                assert isinstance(event, Delta)
                 if event.result is not None:
                     break
             started.result()
@@ -114,7 +116,7 @@ def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
 def test_aborting_ends_the_turn_at_once_and_twice_is_not_an_error(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.open("s")).result()
     events, started = begin(loop, LONG)
-    assert isinstance(events.get(timeout=20), TurnEvent)
+    assert isinstance(events.get(timeout=20), Delta)
     result = loop.abort(started, keep=1).result()
     assert (result.reason, result.committed, result.kept) == (EndReason.ABORT, True, 1)
     assert loop.abort(started).result() == result
@@ -169,7 +171,7 @@ def test_a_broken_invariant_stops_everything_and_tells_everyone_why() -> None:
     for future in (breaking, waiting):
         with pytest.raises(EngineStopped, match="wrong count"):
             future.result()
-    while isinstance(event := events.get(timeout=20), TurnEvent):
+    while isinstance(event := events.get(timeout=20), Delta):
         pass
     assert isinstance(event, EngineStopped)
     with pytest.raises(EngineStopped, match="wrong count"):
@@ -196,7 +198,7 @@ def test_closing_twice_is_fine_and_afterwards_nothing_is_taken() -> None:
     events, _ = begin(loop, LONG)
     loop.close()
     loop.close()
-    while isinstance(event := events.get(timeout=20), TurnEvent):
+    while isinstance(event := events.get(timeout=20), Delta):
         pass
     assert isinstance(event, EngineStopped)
     with pytest.raises(EngineStopped, match="closed"):
@@ -246,7 +248,7 @@ def test_commands_that_bring_commands_do_not_keep_the_engine_from_its_steps(loop
     events, _ = begin(loop, TurnParams(max_new_tokens=3))
     try:
         while (event := events.get(timeout=20)) is not None:
-            assert isinstance(event, TurnEvent)
+            assert isinstance(event, Delta)
             if event.result is not None:
                 break
     finally:

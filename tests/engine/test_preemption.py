@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.session.turn import EndReason, TurnState
+from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import (
     FULL,
     SLIDING,
@@ -132,7 +132,7 @@ def _conversations(mix, seed: int, wrong: int, overlap: int, lookahead: int) -> 
     sizes = Random(seed)
     for _ in range(2):
         for i in range(3):
-            if f"s{i}" not in stage.engine.sessions:
+            if stage.engine.sessions.find(f"s{i}") is None:
                 stage.open(f"s{i}")
             tokens = count_from(sizes.randrange(99), sizes.randint(1, 20))
             stage.say(f"s{i}", tokens, sizes.randint(1, 9), stop_ids=(5,))

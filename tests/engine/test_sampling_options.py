@@ -15,13 +15,15 @@ from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import InvalidRequest, StepFailed
 from tenuto.base.groups import Kind
+from tenuto.base.options import TurnParams
 from tenuto.base.plan import Plan, StepResult
-from tenuto.base.sampling import Sampling, TokenLogprob
+from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
+from tenuto.base.turns import EndReason, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.exec.torch_executor import TorchExecutor, load_executor
 from tenuto.kernels.sampling import uniforms
 from tenuto.models.store import ModelFiles, resolve
-from tenuto.session.turn import EndReason, Turn, TurnParams, TurnState
+from tenuto.session.turn import Turn
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 from tests.kernels.reference import Row, reference_kept, reference_logits
 from tests.models.tiny import save_hf, tiny_llama
@@ -145,8 +147,10 @@ def check_logprobs(got: Sequence[TokenLogprob], tokens: Sequence[int], logits: n
     for entry, expected in zip(got, exact, strict=True):
         assert entry.logprob == pytest.approx(expected[entry.token], abs=5e-4)
         assert len(entry.top) == most
-        assert [p for _, p in entry.top] == pytest.approx(-np.sort(-expected)[:most], abs=5e-4)
-        assert [expected[token] for token, _ in entry.top] == pytest.approx([p for _, p in entry.top], abs=5e-4)
+        assert [other.logprob for other in entry.top] == pytest.approx(-np.sort(-expected)[:most], abs=5e-4)
+        assert [expected[other.token] for other in entry.top] == pytest.approx(
+            [other.logprob for other in entry.top], abs=5e-4
+        )
 
 
 def outputs(turn: Turn) -> list[int]:
@@ -395,9 +399,9 @@ def test_on_every_memory_each_input_token_is_scored_once_whatever_is_computed_ag
     scores = [entry for entry in turn.input_logprobs if entry is not None]
     assert [entry.token for entry in scores] == given
     likeliest = [continuation([*history, *given[:i]], 1)[0] for i in range(len(given))]
-    assert [entry.top for entry in scores] == [((token, 0.0),) for token in likeliest]
+    assert [entry.top for entry in scores] == [(Candidate(token, 0.0),) for token in likeliest]
     assert [entry.logprob == 0 for entry in scores] == [a == b for a, b in zip(given, likeliest, strict=True)]
-    assert turn.output_logprobs == [TokenLogprob(token, 0.0, ((token, 0.0),)) for token in turn.output]
+    assert turn.output_logprobs == [TokenLogprob(token, 0.0, (Candidate(token, 0.0),)) for token in turn.output]
     assert not stage.engine.batch.scoring
 
 

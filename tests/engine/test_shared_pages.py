@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.session.turn import Turn, TurnParams
+from tenuto.base.options import TurnParams
+from tenuto.session.turn import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from
 
 sliding_mixes = pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tenuto.base.plan import (
     StateMoves,
     TableChanges,
 )
-from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, Sampling, TokenLogprob
+from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, Candidate, Sampling, TokenLogprob
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token, next_unmasked, seeded
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
@@ -431,7 +431,7 @@ def test_masked_tokens_are_not_said_before_their_position_and_others_are_certain
     bench.witness.submit(plan)
     result = bench.witness.collect()
     assert result.tokens.tolist() == [said]
-    assert result.sampled.entries(0, [said], 3) == [TokenLogprob(said, 0.0, ((said, 0.0),))]
+    assert result.sampled.entries(0, [said], 3) == [TokenLogprob(said, 0.0, (Candidate(said, 0.0),))]
     free = next_token(history_hash([*given, said]), VOCABULARY)
     bench.witness.submit(replace(bench.plan((0, 3, [said], 1)), sampling=()))
     assert bench.witness.collect().tokens.tolist() == [free]
@@ -460,6 +460,6 @@ def test_an_input_token_is_certain_if_the_witness_would_have_said_it() -> None:
     scores = InputScores(ints([0, 1]), ints([likely, (after + 1) % VOCABULARY]), 2)
     bench.witness.submit(replace(bench.plan((0, 0, [5, likely, 9], 0)), scores=scores))
     assert bench.witness.collect().scored.entries(0, scores.targets.tolist(), 1) == [
-        TokenLogprob(likely, 0.0, ((likely, 0.0),)),
-        TokenLogprob((after + 1) % VOCABULARY, LEAST_LOGPROB, ((after, 0.0),)),
+        TokenLogprob(likely, 0.0, (Candidate(likely, 0.0),)),
+        TokenLogprob((after + 1) % VOCABULARY, LEAST_LOGPROB, (Candidate(after, 0.0),)),
     ]

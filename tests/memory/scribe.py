@@ -13,7 +13,8 @@ import numpy as np
 
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import NO_SLOT
-from tenuto.memory.audit import AuditReport, recount
+from tenuto.base.views import AuditReport
+from tenuto.memory.audit import recount
 from tenuto.memory.full import FullTable
 from tenuto.memory.group import Growth, Table
 from tenuto.memory.memory import KINDS, Memory, Reservation

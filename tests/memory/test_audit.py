@@ -40,7 +40,7 @@ def test_a_healthy_pool_is_accounted_for_to_the_last_unit() -> None:
     damage = Damage()
     report = recount(damage.memory, (damage.anna, damage.ben))
     (pool,) = report.pools
-    assert (pool.capacity, pool.free, pool.limbo, pool.leased) == (10, 5, 0, 5)
+    assert (pool.capacity, pool.free, pool.in_flight, pool.leased) == (10, 5, 0, 5)
     assert pool.by_holder == {"session": 4, "shared": 1}
     assert str(report) == (
         "every unit accounted for (2 holders, 3 leases) | full0: 10 units = free 5, session 4, shared 1"
@@ -51,7 +51,7 @@ def test_borrowed_memory_is_not_counted_twice() -> None:
     """Known fault: a healthy server reports a leak because a shared unit was counted by each of its holders."""
     damage = Damage()
     (pool,) = recount(damage.memory, (damage.anna, damage.ben)).pools
-    assert pool.free + pool.limbo + sum(pool.by_holder.values()) == pool.capacity
+    assert pool.free + pool.in_flight + sum(pool.by_holder.values()) == pool.capacity
 
 
 def test_a_unit_nobody_lists_is_a_leak() -> None:
@@ -145,7 +145,7 @@ def test_a_step_in_flight_may_touch_what_is_held_or_waits_in_limbo() -> None:
     units = list(damage.ben.held[0].units)
     damage.ben.held.pop(0).release()
     report = recount(damage.memory, (damage.anna, damage.ben), [(0, [*units, *damage.lease.units])])
-    assert report.pools[0].limbo == 2
+    assert report.pools[0].in_flight == 2
     assert "in flight 2" in str(report)
 
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.audit import AuditCycle, AuditReport, recount
+from tenuto.base.views import AuditReport
+from tenuto.memory.audit import AuditCycle, recount
 from tenuto.memory.pool import Lease, Pool
 from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script, Someone
 

@@ -19,10 +19,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tenuto.base.config import EngineConfig
-from tenuto.engine.engine import DELIVERED, Engine
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import TurnState
+from tenuto.engine.engine import Engine
 from tenuto.models.llama import Llama
 from tenuto.session.session import Session
-from tenuto.session.turn import Turn, TurnParams, TurnState
+from tenuto.session.turn import Turn
 from tests.numerics.real import real_engine
 
 CLOSE = 2e-3
@@ -146,7 +148,7 @@ class Conversations:
     def _barge_in(self) -> None:
         session = self._pick(lambda s: s.has_running_turn)
         if session is not None:
-            self._abort_turn(session, self.rng.choice((0, 3, DELIVERED)))
+            self._abort_turn(session, self.rng.choice((0, 3, "delivered")))
 
     def _abort_turn(self, session: Session, keep: int | None) -> None:
         self._take_in(self.engine.abort(session.id, keep))

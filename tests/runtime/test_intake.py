@@ -11,25 +11,24 @@ from typing import Any
 
 import pytest
 
+from tenuto.base.config import Limits
 from tenuto.base.errors import ContextExceeded, NotFound, SessionClosed, TenutoError, TurnAborted, VersionMismatch
 from tenuto.base.link import TurnNews
 from tenuto.base.messages import (
     Audit,
-    AuditView,
     CloseSession,
     Draft,
     GetSession,
     GetStats,
     OpenSession,
     Rewind,
-    SessionView,
     StartTurn,
-    Stats,
-    Ticket,
-    TurnUpdate,
     Withdraw,
     WorkerSettings,
 )
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.turns import Delta, Message
+from tenuto.base.views import Ticket
 from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import LARGE_INPUT, LONG_INPUT, MESSAGE_SIZE, SHORT_INPUT, size_of
 from tenuto.runtime.local import LocalLink
@@ -88,9 +87,9 @@ def play(story: Callable[[LocalLink], Awaitable[None]]) -> None:
         link = LocalLink(SETTINGS)
         try:
             async with asyncio.timeout(SECONDS):
-                await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+                await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
                 await story(link)
-            assert "every unit accounted for" in (await link.call(Audit(), AuditView)).summary
+            assert "every unit accounted for" in str(await link.call(Audit()))
         finally:
             await link.close()
 
@@ -105,16 +104,16 @@ class Reader:
     def __call__(self, news: TurnNews) -> None:
         if isinstance(news, Ticket):
             self.ticket = news
-        elif not isinstance(news, TurnUpdate) or news.result is not None:
+        elif not isinstance(news, Delta) or news.result is not None:
             self.ended.set()
 
 
 def said(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
+    return [Message("user", text)]
 
 
-def turn(given: str | list[Any], session: str | None = "t/s", **rest: Any) -> StartTurn:
-    return StartTurn(kind="turn", tenant="t", session=session, input=given, options={"max_new_tokens": 1}, **rest)
+def turn(given: str | list[Any], session: str | None = "s", **rest: Any) -> StartTurn:
+    return StartTurn(kind="turn", tenant="t", session=session, input=given, params=TurnParams(max_new_tokens=1), **rest)
 
 
 async def ended(link: LocalLink, request: StartTurn) -> Ticket:
@@ -140,8 +139,8 @@ def test_what_cannot_fit_is_refused_and_never_encoded(encoder: Encoder, given: s
             with pytest.raises(ContextExceeded):
                 await link.start(request, Reader())
         with pytest.raises(ContextExceeded):
-            await link.call(Draft(session="t/s", input=given), SessionView)
-        view = await link.call(GetSession(session="t/s"), SessionView)
+            await link.call(Draft(tenant="t", session="s", input=given))
+        view = await link.call(GetSession(tenant="t", session="s"))
         assert (view.version, view.turn) == (0, None)
         await ended(link, turn(said("x")))
 
@@ -159,7 +158,7 @@ def test_what_is_left_of_a_context_counts(encoder: Encoder) -> None:
         with pytest.raises(ContextExceeded):
             await link.start(turn("x" * LONGEST * 900), Reader())
         assert encoder.lengths()  # it might have fitted
-        await link.call(Rewind(session="t/s", turn=0), SessionView)
+        await link.call(Rewind(tenant="t", session="s", turn=0))
         await ended(link, turn("x" * LONGEST * 1001))
 
     play(story)
@@ -168,9 +167,9 @@ def test_what_is_left_of_a_context_counts(encoder: Encoder) -> None:
 def test_a_system_message_that_cannot_fit_opens_no_session(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         with pytest.raises(ContextExceeded):
-            await link.call(OpenSession(session="t/big", tenant="t", system=TOO_LONG), SessionView)
+            await link.call(OpenSession(session="big", policy=Policy(tenant="t"), system=TOO_LONG))
         with pytest.raises(NotFound):
-            await link.call(GetSession(session="t/big"), SessionView)
+            await link.call(GetSession(tenant="t", session="big"))
 
     play(story)
     assert encoder.lengths() == []
@@ -182,10 +181,10 @@ def test_input_is_encoded_outside_the_engines_thread(encoder: Encoder, length: i
     async def story(link: LocalLink) -> None:
         text = "x" * length
         given: str | list[Any] = said(text) if as_messages else text
-        for session in ("t/s", None):
+        for session in ("s", None):
             assert (await ended(link, turn(given, session))).prompt_tokens >= length
-        await link.call(Rewind(session="t/s", turn=0), SessionView)
-        await link.call(Draft(session="t/s", input=given), SessionView)
+        await link.call(Rewind(tenant="t", session="s", turn=0))
+        await link.call(Draft(tenant="t", session="s", input=given))
 
     play(story)
     assert len(encoder.lengths()) == 3
@@ -197,9 +196,9 @@ def test_others_go_on_while_long_input_is_encoded(encoder: Encoder) -> None:
         encoder.hold()
         long = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT))))
         await waiting(encoder.held)
-        await link.call(OpenSession(session="t/other", tenant="t"), SessionView)
+        await link.call(OpenSession(session="other", policy=Policy(tenant="t")))
         for text in ("hello", "a word " * 900):
-            assert (await ended(link, turn(said(text[:SHORT_INPUT]), "t/other"))).prompt_tokens > 5
+            assert (await ended(link, turn(said(text[:SHORT_INPUT]), "other"))).prompt_tokens > 5
         assert not long.done()
         encoder.release()
         assert (await long).prompt_tokens > LONG_INPUT
@@ -215,7 +214,7 @@ def test_input_is_prepared_again_if_its_session_changes_meanwhile(encoder: Encod
         encoder.hold()
         starting = asyncio.ensure_future(ended(link, turn(opening)))
         await waiting(encoder.held)
-        await link.call(Rewind(session="t/s", turn=0), SessionView)
+        await link.call(Rewind(tenant="t", session="s", turn=0))
         encoder.release()
         ticket = await starting
         assert (ticket.history, ticket.prompt_tokens) == (0, alone)  # as an opening, not as what follows a message
@@ -230,11 +229,11 @@ def test_a_version_that_has_passed_while_input_was_prepared_refuses_it(encoder: 
         encoder.hold()
         starting = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT), version=1)))
         await waiting(encoder.held)
-        await link.call(Rewind(session="t/s", turn=0), SessionView)
+        await link.call(Rewind(tenant="t", session="s", turn=0))
         encoder.release()
         with pytest.raises(VersionMismatch):
             await starting
-        assert (await link.call(GetSession(session="t/s"), SessionView)).version == 2
+        assert (await link.call(GetSession(tenant="t", session="s"))).version == 2
 
     play(story)
 
@@ -244,7 +243,7 @@ def test_a_session_that_is_closed_while_input_is_prepared_refuses_it(encoder: En
         encoder.hold()
         starting = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT))))
         await waiting(encoder.held)
-        await link.call(CloseSession(session="t/s"), type(None))
+        await link.call(CloseSession(tenant="t", session="s"))
         encoder.release()
         with pytest.raises(NotFound):
             await starting
@@ -260,17 +259,17 @@ def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_i
         encoder.hold()
         other = asyncio.ensure_future(link.start(turn("x" * LONG_INPUT, None), Reader()))
         await waiting(encoder.held)  # and with it the lane of the long ones
-        first = Draft(session="t/s", input="x" * LONG_INPUT)
-        starting = [asyncio.ensure_future(link.call(first, SessionView)) for _ in range(2)]
+        first = Draft(tenant="t", session="s", input="x" * LONG_INPUT)
+        starting = [asyncio.ensure_future(link.call(first)) for _ in range(2)]
         starting.append(asyncio.ensure_future(link.start(turn("y" * length), Reader())))
-        await link.call(CloseSession(session="t/s"), type(None))
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        await link.call(CloseSession(tenant="t", session="s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         encoder.release()
         for start in starting:
             with pytest.raises(SessionClosed):
                 await start
         await other
-        view = await link.call(GetSession(session="t/s"), SessionView)
+        view = await link.call(GetSession(tenant="t", session="s"))
         assert (view.turns, view.turn) == (0, None)
 
     play(story)
@@ -279,7 +278,7 @@ def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_i
 def test_what_is_refused_anyway_is_refused_before_long_input_is_encoded(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         long = said("x" * LONG_INPUT)
-        for request in (turn(long, "t/nowhere"), turn(long, version=7), turn(long, most_tokens=0)):
+        for request in (turn(long, "nowhere"), turn(long, version=7), turn(long, limits=Limits(tokens=0))):
             with pytest.raises(TenutoError):
                 await link.start(request, Reader())
 
@@ -295,13 +294,13 @@ def test_input_that_is_withdrawn_starts_no_turn_and_is_not_encoded_if_it_was_not
         starting = [asyncio.ensure_future(link.start(request, Reader())) for request in requests]
         await waiting(encoder.held)
         for name in names:
-            assert await link.call(Withdraw(name=name), bool)
+            assert await link.call(Withdraw(name=name))
         encoder.release()
         for start in starting:
             with pytest.raises(TurnAborted):
                 await start
-        assert not await link.call(Withdraw(name="first"), bool)
-        stats = await link.call(GetStats(), Stats)
+        assert not await link.call(Withdraw(name="first"))
+        stats = await link.call(GetStats())
         assert (stats.sessions, stats.transitions.get("submit", 0)) == (1, 0)
 
     play(story)
@@ -319,13 +318,13 @@ def test_a_client_that_goes_while_its_input_is_prepared_leaves_no_turn(encoder: 
             await starting
         while desk.open_turns() and not any(live.leaving for live in desk.open_turns()):
             await asyncio.sleep(0.01)
-        await link.call(GetStats(), Stats)  # what was sent before is known now
+        await link.call(GetStats())  # what was sent before is known now
         encoder.release()
         while desk.open_turns():
             await asyncio.sleep(0.01)
-        stats = await link.call(GetStats(), Stats)
+        stats = await link.call(GetStats())
         assert (stats.generated_tokens, stats.prompt_tokens, stats.steps) == (0, 0, stats.steps)
-        assert (await link.call(GetSession(session="t/s"), SessionView)).turn is None
+        assert (await link.call(GetSession(tenant="t", session="s"))).turn is None
         assert desk.open.total() == 0
 
     play(story)
@@ -334,10 +333,10 @@ def test_a_client_that_goes_while_its_input_is_prepared_leaves_no_turn(encoder: 
 def test_input_of_one_session_keeps_its_order(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         encoder.hold()
-        long = asyncio.ensure_future(link.call(Draft(session="t/s", input="x" * LONG_INPUT), SessionView))
+        long = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="x" * LONG_INPUT)))
         await waiting(encoder.held)
-        short = asyncio.ensure_future(link.call(Draft(session="t/s", input="yy"), SessionView))
-        await link.call(GetStats(), Stats)
+        short = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="yy")))
+        await link.call(GetStats())
         assert not short.done()
         encoder.release()
         await asyncio.gather(long, short)
@@ -370,9 +369,9 @@ def test_input_that_has_to_be_prepared_again_is_not_overtaken(monkeypatch: pytes
     drafted: list[int] = []
     draft = Engine.draft
 
-    def noted(engine: Engine, session_id: str, tokens: Sequence[int]) -> Turn:
+    def noted(engine: Engine, session_id: str, tokens: Sequence[int], **rest: Any) -> Turn:
         drafted.append(len(tokens))
-        return draft(engine, session_id, tokens)
+        return draft(engine, session_id, tokens, **rest)
 
     monkeypatch.setattr(Engine, "draft", noted)
 
@@ -381,14 +380,14 @@ def test_input_that_has_to_be_prepared_again_is_not_overtaken(monkeypatch: pytes
         before, between = Gate(link), None
         try:
             await waiting(before.reached)
-            rewinding = asyncio.ensure_future(link.call(Rewind(session="t/s", turn=0), SessionView))
+            rewinding = asyncio.ensure_future(link.call(Rewind(tenant="t", session="s", turn=0)))
             await asyncio.sleep(0)
             between = Gate(link)
-            older = asyncio.ensure_future(link.call(Draft(session="t/s", input="older"), SessionView))
+            older = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="older")))
             await asyncio.sleep(0)  # its history is not what it seems
             before.open()
             await waiting(between.reached)
-            newer = asyncio.ensure_future(link.call(Draft(session="t/s", input="new"), SessionView))
+            newer = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="new")))
             await asyncio.sleep(0)
         finally:
             before.open()

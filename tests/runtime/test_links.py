@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tenuto.base.config import Limits
 from tenuto.base.errors import ConfigError, InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
 from tenuto.base.link import Link, TurnNews
 from tenuto.base.messages import (
     AbortTurn,
     Audit,
-    AuditView,
     CloseSession,
     Describe,
     Detokenize,
@@ -21,17 +21,14 @@ from tenuto.base.messages import (
     GetSession,
     GetStats,
     ListSessions,
-    ModelView,
     OpenSession,
     Request,
-    SessionPage,
-    SessionView,
     StartTurn,
-    Stats,
-    Ticket,
-    TurnUpdate,
     WorkerSettings,
 )
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.turns import Delta
+from tenuto.base.views import Ticket
 from tenuto.runtime.local import LocalLink
 from tenuto.serve.process import ProcessLink
 
@@ -51,12 +48,12 @@ def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Link], Awaitable
             link: Link = await request.param(settings)
             try:
                 await story(link)
-                assert "every unit accounted for" in (await link.call(Audit(), AuditView)).summary
+                assert "every unit accounted for" in str(await link.call(Audit()))
             finally:
                 await link.close()
             assert link.stopped is not None
             with pytest.raises(TenutoError):
-                await link.call(Describe(), ModelView)
+                await link.call(Describe())
 
         asyncio.run(whole())
 
@@ -72,34 +69,35 @@ class Reader:
 
     def __call__(self, news: TurnNews) -> None:
         self.news.append(news)
-        if isinstance(news, TenutoError) or (isinstance(news, TurnUpdate) and news.result is not None):
+        if isinstance(news, TenutoError) or (isinstance(news, Delta) and news.result is not None):
             self.ended.set()
 
     @property
     def tokens(self) -> list[int]:
-        return [token for news in self.news if isinstance(news, TurnUpdate) for token in news.tokens]
+        return [token for news in self.news if isinstance(news, Delta) for token in news.tokens]
 
 
 def turn(session: str | None, tokens: list[int], most: int = 4, **rest: object) -> StartTurn:
-    return StartTurn(kind="turn", tenant="t", session=session, input=tokens, options={"max_new_tokens": most}, **rest)  # type: ignore[arg-type]
+    params = TurnParams(max_new_tokens=most)
+    return StartTurn(kind="turn", tenant="t", session=session, input=tokens, params=params, **rest)  # type: ignore[arg-type]
 
 
-def opened(session: str = "t/s", **rest: object) -> OpenSession:
-    return OpenSession(session=session, tenant="t", **rest)  # type: ignore[arg-type]
+def opened(session: str = "s", **rest: object) -> OpenSession:
+    return OpenSession(session=session, policy=Policy(tenant="t"), **rest)  # type: ignore[arg-type]
 
 
 def test_a_turn_brings_its_ticket_then_its_tokens_then_its_result(play) -> None:
     async def story(link: Link) -> None:
-        await link.call(opened(), SessionView)
+        await link.call(opened())
         reader = Reader()
-        await link.start(turn("t/s", [1, 2]), reader)
+        await link.start(turn("s", [1, 2]), reader)
         await reader.ended.wait()
         ticket, *updates = reader.news
         assert isinstance(ticket, Ticket)
-        assert (ticket.session, ticket.history, ticket.prompt_tokens) == ("t/s", 0, 2)
+        assert (ticket.session, ticket.history, ticket.prompt_tokens) == ("s", 0, 2)
         assert len(reader.tokens) == 4
         last = updates[-1]
-        assert isinstance(last, TurnUpdate)
+        assert isinstance(last, Delta)
         assert last.result is not None
         assert (last.result.reason, last.result.committed, last.result.version) == ("length", True, 1)
 
@@ -109,10 +107,10 @@ def test_a_turn_brings_its_ticket_then_its_tokens_then_its_result(play) -> None:
 def test_a_refused_turn_raises_and_brings_nothing(play) -> None:
     async def story(link: Link) -> None:
         for request, error in (
-            (turn("t/nowhere", [1]), NotFound),
+            (turn("nowhere", [1]), NotFound),
             (turn(None, [10**6]), InvalidRequest),
             (turn(None, []), InvalidRequest),
-            (StartTurn(kind="turn", tenant="t", input=[1], options={"top_q": 1}), InvalidRequest),
+            (StartTurn(kind="turn", tenant="t", input=[1], params=TurnParams(stop_ids=(10**6,))), InvalidRequest),
         ):
             reader = Reader()
             with pytest.raises(error):
@@ -124,33 +122,52 @@ def test_a_refused_turn_raises_and_brings_nothing(play) -> None:
 
 def test_many_calls_at_once_each_get_their_own_answer(play) -> None:
     async def story(link: Link) -> None:
-        names = [f"t/{n}" for n in range(50)]
-        views = await asyncio.gather(*(link.call(opened(name), SessionView) for name in names))
-        assert [view.id for view in views] == names
+        names = [f"{n}" for n in range(50)]
+        views = await asyncio.gather(*(link.call(opened(name)) for name in names))
+        assert [view.session_id for view in views] == names
         readers = [Reader() for _ in names]
         await asyncio.gather(
             *(link.start(turn(name, [n]), reader) for n, (name, reader) in enumerate(zip(names, readers, strict=True)))
         )
         await asyncio.gather(*(reader.ended.wait() for reader in readers))
-        listed = await link.call(ListSessions(tenant="t", limit=1000), SessionPage)
-        assert {view.id: view.tokens for view in listed.sessions} == dict.fromkeys(names, 5)
-        stats = await link.call(GetStats(), Stats)
+        listed = await link.call(ListSessions(tenant="t", limit=1000))
+        assert {view.session_id: view.tokens for view in listed.sessions} == dict.fromkeys(names, 5)
+        stats = await link.call(GetStats())
         assert (stats.sessions, stats.generated_tokens, stats.held_tokens) == (50, 200, {"t": 250})
+
+    play(story)
+
+
+def test_a_tenant_reaches_and_sees_its_own_sessions_alone_and_no_hidden_ones(play) -> None:
+    async def story(link: Link) -> None:
+        await link.call(opened())
+        await link.call(OpenSession(session="hidden", policy=Policy(tenant="t", hidden=True)))
+        fork = await link.call(Fork(tenant="t", session="hidden", child="as hidden"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="other", priority=5)))
+        listed = await link.call(ListSessions(tenant="t"))
+        assert [(view.session_id, view.priority) for view in listed.sessions] == [("s", 0)]
+        assert (await link.call(GetSession(tenant="t", session=fork.session_id))).version == 0
+        await link.call(CloseSession(tenant="other", session="s"))
+        for tenant, session in (("other", "s"), ("other", "hidden"), ("", "s")):
+            with pytest.raises(NotFound) as refused:
+                await link.call(GetSession(tenant=tenant, session=session))
+            assert "other" not in str(refused.value)
+        assert (await link.call(GetSession(tenant="t", session="s"))).state == "open"
 
     play(story)
 
 
 def test_an_abort_names_the_turn_it_means(play) -> None:
     async def story(link: Link) -> None:
-        await link.call(opened(), SessionView)
+        await link.call(opened())
         reader = Reader()
-        await link.start(turn("t/s", [1], most=1900), reader)
+        await link.start(turn("s", [1], most=1900), reader)
         ticket = reader.news[0]
         assert isinstance(ticket, Ticket)
-        assert not await link.call(AbortTurn(session="t/s", turn=ticket.turn + 1), bool)
-        assert await link.call(AbortTurn(session="t/s", turn=ticket.turn, keep=2), bool)
+        assert not await link.call(AbortTurn(tenant="t", session="s", turn=ticket.turn + 1))
+        assert await link.call(AbortTurn(tenant="t", session="s", turn=ticket.turn, keep=2))
         await reader.ended.wait()
-        view = await link.call(GetSession(session="t/s"), SessionView)
+        view = await link.call(GetSession(tenant="t", session="s"))
         assert view.tokens <= 3
 
     play(story)
@@ -158,31 +175,31 @@ def test_an_abort_names_the_turn_it_means(play) -> None:
 
 def test_versions_and_limits_are_checked_where_sessions_live(play) -> None:
     async def story(link: Link) -> None:
-        await link.call(opened(most_sessions=1), SessionView)
+        await link.call(opened(limits=Limits(sessions=1)))
         with pytest.raises(LimitReached):
-            await link.call(opened("t/more", most_sessions=1), SessionView)
+            await link.call(opened("more", limits=Limits(sessions=1)))
         with pytest.raises(LimitReached):
-            await link.call(Fork(session="t/s", child="t/c", most_sessions=1), SessionView)
+            await link.call(Fork(tenant="t", session="s", child="c", limits=Limits(sessions=1)))
         with pytest.raises(VersionMismatch):
-            await link.call(CloseSession(session="t/s", version=3), type(None))
+            await link.call(CloseSession(tenant="t", session="s", version=3))
         reader = Reader()
-        await link.start(turn("t/s", [1, 2, 3]), reader)
+        await link.start(turn("s", [1, 2, 3]), reader)
         await reader.ended.wait()
         with pytest.raises(LimitReached):
-            await link.start(turn("t/s", [1], most_tokens=7), Reader())
+            await link.start(turn("s", [1], limits=Limits(tokens=7)), Reader())
 
     play(story)
 
 
 def test_dropped_memory_is_counted_with_its_reason_when_it_is_computed_again(play) -> None:
     async def story(link: Link) -> None:
-        await link.call(opened(), SessionView)
+        await link.call(opened())
         for _ in range(2):
             reader = Reader()
-            await link.start(turn("t/s", [5] * 40), reader)
+            await link.start(turn("s", [5] * 40), reader)
             await reader.ended.wait()
-            await link.call(DropMemory(), int)
-        stats = await link.call(GetStats(), Stats)
+            await link.call(DropMemory())
+        stats = await link.call(GetStats())
         assert stats.recomputed == {"flushed": 43}
 
     play(story)
@@ -192,12 +209,12 @@ def test_text_is_given_back_for_tokens(play) -> None:
     async def story(link: Link) -> None:
         reader = Reader()
         await link.start(
-            StartTurn(kind="turn", tenant="t", input="héllo", echo=True, options={"max_new_tokens": 1}), reader
+            StartTurn(kind="turn", tenant="t", input="héllo", echo=True, params=TurnParams(max_new_tokens=1)), reader
         )
         ticket = reader.news[0]
         assert isinstance(ticket, Ticket)
         assert ticket.text == "héllo"
-        assert await link.call(Detokenize(tokens=ticket.prompt), str) == "héllo"
+        assert await link.call(Detokenize(tokens=ticket.prompt)) == "héllo"
         await reader.ended.wait()
 
     play(story)
@@ -207,22 +224,24 @@ def test_text_is_given_back_for_tokens(play) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        WorkerSettings(model="witness", page_size=0),
-        WorkerSettings(model="witness", config={"nonsense": 1}),
-        WorkerSettings(model="witness:fast"),
-        WorkerSettings(model="witness", memory_bytes=-1),
+        {"page_size": 0},
+        {"config": {"nonsense": 1}},
+        {"config": {"context_length": 2**30}},
+        {"config": {"max_running": 99, "token_budget": 99}},
+        {"model": "witness:fast"},
+        {"memory_bytes": -1},
     ],
 )
 def test_an_engine_that_cannot_be_made_says_why(link: Callable[[WorkerSettings], Awaitable[Link]], settings) -> None:
     with pytest.raises(ConfigError):
-        asyncio.run(link(settings))  # type: ignore[arg-type]
+        asyncio.run(link(WorkerSettings(**{"model": "witness", **settings})))  # type: ignore[arg-type]
 
 
 def test_an_unknown_request_is_refused() -> None:
     async def story() -> None:
         link = LocalLink(SETTINGS)
         with pytest.raises(InvalidRequest):
-            await link.call(Request(), int)
+            await link.call(Request())
         await link.close()
 
     asyncio.run(story())

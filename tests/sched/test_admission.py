@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tenuto.session.turn import TurnState
+from tenuto.base.turns import TurnState
 from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix, every_overlap
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine
-from tenuto.session.turn import TurnState
 from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix
 
 

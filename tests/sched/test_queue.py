@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import TurnState
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Policy
-from tenuto.session.turn import Turn, TurnParams, TurnState
+from tenuto.session.turn import Turn
 from tests.session.test_turn import make_session
 
 AGING = 10.0

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tenuto.session.turn import Turn, TurnState
+from tenuto.base.turns import TurnState
+from tenuto.session.turn import Turn
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 
 
@@ -16,7 +17,7 @@ def submit(stage: Stage, tenant: str, turns: int, tokens: int = 4, output: int =
     for _ in range(turns):
         name = f"{tenant}{len(stage.engine.sessions)}"
         stage.open(name, tenant=tenant)
-        said.append(stage.say(name, count_from(len(stage.engine.sessions), tokens), output, **params))
+        said.append(stage.say(name, count_from(len(stage.engine.sessions), tokens), output, tenant=tenant, **params))
     return said
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tenuto.base.errors import ConfigError
-from tenuto.runtime.models import engine_config, load_model
 from tenuto.serve.settings import read_keys
 from tests.serve.server import Server, serving
 
@@ -162,11 +160,3 @@ def test_a_weight_holds_for_all_keys_of_its_tenant_and_is_1_if_none_says(tmp_pat
         "[[keys]]\ntenant = 'b'\nkey = '3'\n[[keys]]\ntenant = 'default'\nkey = '4'\nweight = 4\n"
     )
     assert dict(read_keys(path, "own", None).weights) == {"a": 2.5, "default": 4}
-
-
-def test_weights_that_come_in_a_message_are_checked() -> None:
-    witness = load_model("witness", "cpu", None, 16)
-    assert engine_config(witness, {"tenant_weights": [["a", 2]]}).tenant_weights == (("a", 2),)
-    for wrong in ([["a"]], 3, [["a", 0]], [["a", "b"]], [["a", float("nan")]]):
-        with pytest.raises(ConfigError, match="allowed"):
-            engine_config(witness, {"tenant_weights": wrong})

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tenuto.base.errors import LimitReached, NotFound, SessionClosed
-from tenuto.base.messages import GetSession, OpenSession, SessionView, StartTurn, Withdraw, WorkerSettings
+from tenuto.base.messages import GetSession, OpenSession, StartTurn, Withdraw, WorkerSettings
+from tenuto.base.options import Policy, TurnParams
 from tenuto.runtime.local import LocalLink
 from tenuto.serve import turns
 from tenuto.serve.turns import TurnDesk
@@ -29,7 +30,7 @@ def play(story: Callable[[TurnDesk, LocalLink], Awaitable[None]]) -> None:
 
 
 def one_shot(tokens: int, session: str | None = None) -> StartTurn:
-    return StartTurn(kind="turn", tenant="t", session=session, input=[1], options={"max_new_tokens": tokens})
+    return StartTurn(kind="turn", tenant="t", session=session, input=[1], params=TurnParams(max_new_tokens=tokens))
 
 
 def test_ended_turns_are_forgotten_oldest_first_by_number_and_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +70,9 @@ def test_a_repeated_request_is_no_new_turn_and_a_limit_does_not_refuse_it() -> N
 
 def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         for delay in range(40):
-            asked = [asyncio.ensure_future(desk.start(one_shot(500, "t/s"), queue=True)) for _ in range(4)]
+            asked = [asyncio.ensure_future(desk.start(one_shot(500, "s"), queue=True)) for _ in range(4)]
             for _ in range(delay):
                 await asyncio.sleep(0)
             for task in asked:
@@ -82,7 +83,7 @@ def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
                     desk.abandon(turn)
         while desk.open_turns():
             await asyncio.sleep(0.01)
-        last = await desk.start(one_shot(2, "t/s"))
+        last = await desk.start(one_shot(2, "s"))
         assert (await last.finished()).reason == "length"
 
     play(story)
@@ -90,10 +91,10 @@ def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
 
 def test_only_turns_that_wait_for_a_session_count_against_the_line() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
-        first = await desk.start(one_shot(2000, "t/s"), queue=True, most_in_line=0)
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
+        first = await desk.start(one_shot(2000, "s"), queue=True, most_in_line=0)
         with pytest.raises(LimitReached):
-            await desk.start(one_shot(1, "t/s"), queue=True, most_in_line=0)
+            await desk.start(one_shot(1, "s"), queue=True, most_in_line=0)
         await desk.abort(first)
 
     play(story)
@@ -101,10 +102,10 @@ def test_only_turns_that_wait_for_a_session_count_against_the_line() -> None:
 
 def test_whoever_repeats_a_request_reads_its_turn_also_when_the_first_has_gone() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
-        blocking = await desk.start(one_shot(300, "t/s"))
-        first = asyncio.ensure_future(desk.start(one_shot(3, "t/s"), queue=True, key="k"))
-        second = asyncio.ensure_future(desk.start(one_shot(3, "t/s"), queue=True, key="k"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
+        blocking = await desk.start(one_shot(300, "s"))
+        first = asyncio.ensure_future(desk.start(one_shot(3, "s"), queue=True, key="k"))
+        second = asyncio.ensure_future(desk.start(one_shot(3, "s"), queue=True, key="k"))
         await asyncio.sleep(0)
         first.cancel()
         await blocking.finished()
@@ -127,34 +128,34 @@ def test_a_repeated_request_does_not_join_a_turn_that_is_being_aborted() -> None
 
 def test_a_closed_session_takes_its_line_along() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
-        first = await desk.start(one_shot(2000, "t/s"))
-        waiting = asyncio.ensure_future(desk.start(one_shot(1, "t/s"), queue=True))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
+        first = await desk.start(one_shot(2000, "s"))
+        waiting = asyncio.ensure_future(desk.start(one_shot(1, "s"), queue=True))
         await asyncio.sleep(0)
-        await desk.close_session("t/s")
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
+        await desk.close_session(("t", "s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         with pytest.raises(SessionClosed):
             await waiting
         assert not (await first.finished()).committed
-        assert (await link.call(GetSession(session="t/s"), SessionView)).version == 0
+        assert (await link.call(GetSession(tenant="t", session="s"))).version == 0
 
     play(story)
 
 
 def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_gone() -> None:
     async def story(desk: TurnDesk, link: LocalLink) -> None:
-        await link.call(OpenSession(session="t/s", tenant="t"), SessionView)
-        first = await desk.start(one_shot(2000, "t/s"))
-        asking = asyncio.ensure_future(desk.start(one_shot(1, "t/s"), queue=True))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
+        first = await desk.start(one_shot(2000, "s"))
+        asking = asyncio.ensure_future(desk.start(one_shot(1, "s"), queue=True))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        (waiting,) = (entry[0] for entry in desk._lines["t/s"])
+        (waiting,) = (entry[0] for entry in desk._lines["t", "s"])
         asked = link.call
 
-        async def slow(request: Any, answer: type[Any]) -> Any:
+        async def slow(request: Any) -> Any:
             if isinstance(request, Withdraw):
                 await first.finished()  # its place comes up before the engine has answered
-            return await asked(request, answer)
+            return await asked(request)
 
         link.call = slow  # type: ignore[method-assign]
         asking.cancel()
@@ -162,6 +163,6 @@ def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_go
         while not waiting.ended:
             await asyncio.sleep(0)
         assert waiting.ticket is None
-        assert (await asked(GetSession(session="t/s"), SessionView)).version == 1
+        assert (await asked(GetSession(tenant="t", session="s"))).version == 1
 
     play(story)

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from tenuto.base.clock import ManualClock
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, SessionBusy
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import EndReason
 from tenuto.memory.memory import Memory
 from tenuto.session.registry import MAX_ID_LENGTH, Registry
 from tenuto.session.session import Policy, Session, SessionState
-from tenuto.session.turn import EndReason, Turn, TurnParams
+from tenuto.session.turn import Turn
 from tests.memory.scribe import FULL, make_shape, make_spec
 
 
@@ -62,6 +64,24 @@ def test_an_id_that_no_url_can_have_is_refused(session_id: str) -> None:
         Office().registry.open(similar, Policy())
 
 
+def test_two_tenants_may_call_their_sessions_alike() -> None:
+    office = Office()
+    mine, theirs = (office.registry.open("s", Policy(tenant=tenant, ttl=5.0)) for tenant in ("ann", "bob"))
+    assert (office.registry.get("s", "ann"), office.registry.get("s", "bob")) == (mine, theirs)
+    assert office.registry.find("s") is None
+    with pytest.raises(AlreadyExists, match="session 's' is open already"):
+        office.registry.open("s", Policy(tenant="ann"))
+    office.clock.advance(4.0)
+    office.begin(theirs)
+    office.end(theirs)
+    office.clock.advance(2.0)
+    assert [session.key for session in office.registry.expired()] == [("ann", "s")]
+    office.registry.close(mine)
+    assert office.registry.find("s", "ann") is None
+    assert office.registry.get("s", "bob") is theirs
+    assert (office.registry.use("ann").sessions, office.registry.use("bob").sessions) == (0, 1)
+
+
 def test_an_id_is_taken_until_its_session_closes() -> None:
     office = Office()
     session = office.registry.open("s", Policy())
@@ -90,7 +110,7 @@ def test_a_session_with_an_open_turn_is_not_closed() -> None:
     office.begin(session)
     with pytest.raises(SessionBusy):
         office.registry.close(session)
-    assert "s" in office.registry
+    assert office.registry.find("s") is not None
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import EndReason, TurnState
 from tenuto.session.session import Policy, Session, SessionState, TurnRecord
-from tenuto.session.turn import EndReason, Turn, TurnParams, TurnState
+from tenuto.session.turn import Turn
 from tests.session.test_turn import make_session
 
 

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from tenuto.base.clock import ManualClock
 from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import EndReason, TurnState
 from tenuto.memory.memory import Memory
 from tenuto.session.registry import Registry
 from tenuto.session.session import Policy, Session
-from tenuto.session.turn import TRANSITIONS, EndReason, Turn, TurnParams, TurnState, as_tokens
+from tenuto.session.turn import TRANSITIONS, Turn, as_tokens
 from tests.memory.scribe import FULL, make_shape, make_spec
 
 DRAFTING, QUEUED, RUNNING, PREEMPTED = TurnState.DRAFTING, TurnState.QUEUED, TurnState.RUNNING, TurnState.PREEMPTED

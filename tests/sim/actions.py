@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
+from tenuto.base.options import MAX_PRIORITY, TurnParams
 from tenuto.base.sampling import Sampling
-from tenuto.engine.engine import DELIVERED
+from tenuto.base.turns import TurnState
 from tenuto.session.session import Policy, Session
-from tenuto.session.turn import MAX_PRIORITY, Turn, TurnParams, TurnState
+from tenuto.session.turn import Turn
 from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import VOCAB
 from tests.sim.setting import WorldConfig
@@ -143,7 +144,7 @@ class RandomWorld(MirroredWorld):
         sid = self._pick(lambda s: drafting(s.turn) or (s.turn is None and not again))
         if sid is None:
             return
-        turn = self.engine.sessions.get(sid).turn
+        turn = self.session_of(sid).turn
         if turn is None:
             tokens = self._tokens()
         else:  # typed on, corrected near the end, or rewritten
@@ -155,7 +156,7 @@ class RandomWorld(MirroredWorld):
         sid = self._pick(lambda s: s.turn is not None and s.turn.state is TurnState.DRAFTING)
         if sid is None:
             return
-        turn = self.engine.sessions.get(sid).turn
+        turn = self.session_of(sid).turn
         assert turn is not None
         tokens = list(turn.input) if self.rng.random() < 0.7 else list(turn.input)[:-1] + self._tokens()[:5]
         if self.rng.random() < 0.1:
@@ -175,7 +176,7 @@ class RandomWorld(MirroredWorld):
             self._abort(sid)
 
     def _abort(self, sid: str) -> None:
-        self.abort(sid, self.rng.choice((None, None, DELIVERED, DELIVERED, 0, 1, 3)))
+        self.abort(sid, self.rng.choice((None, None, "delivered", "delivered", 0, 1, 3)))
 
     def op_preempt(self) -> None:
         """A running turn loses its units, and then something happens to it before it can resume."""
@@ -186,7 +187,7 @@ class RandomWorld(MirroredWorld):
             sid = self._pick(lambda s: s.has_running_turn and (not kept or s.memory.computed > 0))
         if sid is None:
             return
-        turn = self.engine.sessions.get(sid).turn
+        turn = self.session_of(sid).turn
         assert turn is not None
         self.engine.lifecycle.preempt(turn)
         self.turns[turn.number].disturbed = True
@@ -195,7 +196,7 @@ class RandomWorld(MirroredWorld):
             self.abort(sid, self.rng.choice((1, 2, 5)))
             return
         if kept and what < 0.8:
-            self.engine.drop(sid)
+            self.engine.drop(sid, **self.own(sid))
         elif what < 0.45:
             self._abort(sid)
         elif what < 0.9:
@@ -254,10 +255,10 @@ class RandomWorld(MirroredWorld):
                 self.submit(sid, self._tokens(), self._params())
         if self.rng.random() < 0.1:
             self.engine.drop()
-        elif sid is not None and not self.engine.sessions.get(sid).has_running_turn:
-            session = self.engine.sessions.get(sid)
+        elif sid is not None and not self.session_of(sid).has_running_turn:
+            session = self.session_of(sid)
             drafted = session.turn is not None and session.memory.turn is not None
-            self.engine.drop(sid)
+            self.engine.drop(sid, **self.own(sid))
             if not drafted and session.memory.computed:
                 self.found("drop", f"{sid} was dropped and holds memory")
 
@@ -267,7 +268,7 @@ class RandomWorld(MirroredWorld):
         some = self._pick(lambda s: True)
         if some is None:
             return
-        turn = self.engine.sessions.get(some).turn
+        turn = self.session_of(some).turn
         naive = self.naive[some]
         calls: list[Callable[[], object]] = [
             lambda: self.submit(some, [1], TurnParams(priority=3)),
@@ -276,7 +277,7 @@ class RandomWorld(MirroredWorld):
             lambda: self.draft(some, [VOCAB]),
             lambda: self.append(some, [1, -1]),
             lambda: self.adopt(some, [1], [VOCAB]),
-            lambda: self.open(Policy(), some),
+            lambda: self.open(Policy(**self.own(some)), some),
             lambda: self.submit(some, [1] * (self.config.context + 1), TurnParams()),
             lambda: self.submit(some, [1], TurnParams(stop_ids=(VOCAB,))),
             lambda: self.rewind(some, position=10**6),
@@ -297,10 +298,10 @@ class RandomWorld(MirroredWorld):
             raise RuntimeError("the caller's own error")
 
         operation: Callable[..., object] = self.rng.choice((self.engine.submit, self.engine.append, self.engine.draft))
-        session = self.engine.sessions.get(sid)
+        session = self.session_of(sid)
         before = self._shape(session)
         try:
-            operation(sid, tokens())
+            operation(sid, tokens(), **self.own(sid))
         except Exception:  # noqa: BLE001 - whatever it is, the engine must not have stopped or changed
             if self.engine.broken is not None:
                 self.engine.broken = None

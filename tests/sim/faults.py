@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from tenuto.base.turns import EndReason, Keep, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.engine.gate import TurnGate
 from tenuto.engine.lifecycle import Lifecycle
@@ -20,7 +21,7 @@ from tenuto.memory.rows import Rows
 from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.admission import Admission
 from tenuto.session.registry import Registry
-from tenuto.session.turn import EndReason, Turn, TurnState
+from tenuto.session.turn import Turn
 
 
 @contextmanager
@@ -118,12 +119,11 @@ def a_rejected_turn_clears_the_live_ones_mark() -> Any:
     """A second turn on a busy session is refused, but the session forgets the first."""
 
     def make(original: Any) -> Any:
-        def submit_turn(self: Engine, session_id: str, *rest: Any) -> Any:
-            if session_id in self.sessions:
-                turn = self.sessions.get(session_id).turn
-                if turn is not None and turn.state is not TurnState.DRAFTING:
-                    turn.session.turn = None
-            return original(self, session_id, *rest)
+        def submit_turn(self: Engine, session_id: str, tenant: str, *rest: Any) -> Any:
+            session = self.sessions.find(session_id, tenant)
+            if session is not None and session.turn is not None and session.turn.state is not TurnState.DRAFTING:
+                session.turn = None
+            return original(self, session_id, tenant, *rest)
 
         return submit_turn
 
@@ -147,11 +147,12 @@ def a_turn_aborted_in_the_queue_is_committed() -> Any:
     """A barge-in on a turn that never ran commits its input."""
 
     def make(original: Any) -> Any:
-        def abort(self: Engine, session_id: str, keep: int | None = None) -> Any:
-            turn = self.sessions.get(session_id).turn if session_id in self.sessions else None
+        def abort(self: Engine, session_id: str, keep: Keep = None, *, tenant: str = "") -> Any:
+            session = self.sessions.find(session_id, tenant)
+            turn = session.turn if session is not None else None
             if turn is not None and keep is not None and turn.state is TurnState.QUEUED:
                 turn.state, turn.started = TurnState.PREEMPTED, True
-            return original(self, session_id, keep)
+            return original(self, session_id, keep, tenant=tenant)
 
         return abort
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.base.turns import TurnState
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
@@ -21,7 +22,7 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import Suspects
 from tenuto.session.session import Session
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import Turn
 from tests.sim.faults import replaced, together
 
 
@@ -174,7 +175,7 @@ def a_fork_inherits_ephemeral() -> Any:
     def make(original: Any) -> Any:
         def fork(self: Engine, session_id: str, **options: Any) -> Session:
             child: Session = original(self, session_id, **options)
-            child.policy = self.sessions.get(session_id).policy
+            child.policy = self.sessions.get(session_id, options["tenant"]).policy
             return child
 
         return fork

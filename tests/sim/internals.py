@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.base.errors import InvariantError
+from tenuto.base.turns import TurnState
 from tenuto.engine import engine as engine_module
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
@@ -19,7 +20,7 @@ from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.state import StateGroup, StateTable
 from tenuto.session.session import Session
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import Turn
 
 MOST_EVENTS = 2000
 """Transitions within one step: far more than there are turns."""

@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.groups import Kind
-from tenuto.engine.engine import DELIVERED
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import Keep, TurnState
 from tenuto.session.session import Policy, Session
-from tenuto.session.turn import Turn, TurnParams, TurnState
+from tenuto.session.turn import Turn
 from tests.sim import internals
 from tests.sim.naive import VOCAB, NaiveSession, NaiveTurn
 from tests.sim.world import World
@@ -25,7 +26,7 @@ class MirroredWorld(World):
 
     def attempt(self, what: str, reasons: Codes, call: Callable[[], T], sid: str | None = None) -> T | None:
         """`call`, which has to be refused for one of `reasons`, or accepted if there is none."""
-        session = self.engine.sessions.get(sid) if sid is not None and sid in self.engine.sessions else None
+        session = self.session_of(sid) if sid is not None and self.is_open(sid) else None
         before = self._shape(session)
         try:
             result = call()
@@ -64,6 +65,7 @@ class MirroredWorld(World):
         session = self.attempt("open", reasons, lambda: self.engine.open(sid, policy))
         if session is None:
             return None
+        self.tenants[session.id] = policy.tenant
         self.naive[session.id] = NaiveSession(policy, self._limit(policy), self.clock.now())
         self._check_limit(session)
         return session.id
@@ -76,7 +78,7 @@ class MirroredWorld(World):
             self.found("limits", f"{session!r} has limit {session.limit}, not {self.naive[session.id].limit}")
 
     def fork(self, sid: str, *, turn: int | None = None, position: int | None = None) -> str | None:
-        naive, session = self.naive[sid], self.engine.sessions.get(sid)
+        naive, session = self.naive[sid], self.session_of(sid)
         reasons: Codes = {"session_closed"} if naive.closing else set()
         if len(self.naive) >= self.config.sessions:
             reasons.add("overloaded")
@@ -85,13 +87,16 @@ class MirroredWorld(World):
         if turn is not None and position is not None:
             reasons.add("invalid_request")
         held = internals.positions_kept(session)
-        child = self.attempt("fork", reasons, lambda: self.engine.fork(sid, turn=turn, position=position), sid)
+        child = self.attempt(
+            "fork", reasons, lambda: self.engine.fork(sid, turn=turn, position=position, **self.own(sid)), sid
+        )
         if child is None or reasons:
             return None
         at = len(naive.tokens) if position is None else position
         if turn is not None:
             at = naive.records[turn - 1][2] if turn else 0
         policy = replace(naive.policy, ephemeral=False)
+        self.tenants[child.id] = policy.tenant
         self.naive[child.id] = naive.fork(at, policy, self._limit(policy), self.clock.now())
         self._check_limit(child)
         if child.history != self.naive[child.id].tokens:
@@ -116,14 +121,19 @@ class MirroredWorld(World):
         return all(group.kind is Kind.FULL for group in self.config.groups)
 
     def rewind(self, sid: str, *, turn: int | None = None, position: int | None = None) -> None:
-        naive, session = self.naive[sid], self.engine.sessions.get(sid)
+        naive, session = self.naive[sid], self.session_of(sid)
         reasons = self._busy(naive)
         if turn is None and position is None:
             reasons.add("invalid_request")
         if (turn is not None and turn > len(naive.records)) or (position or 0) > len(naive.tokens):
             reasons.add("invalid_request")
         computed, held = session.memory.computed, internals.positions_kept(session)
-        if self.attempt("rewind", reasons, lambda: self.engine.rewind(sid, turn=turn, position=position), sid) is None:
+        if (
+            self.attempt(
+                "rewind", reasons, lambda: self.engine.rewind(sid, turn=turn, position=position, **self.own(sid)), sid
+            )
+            is None
+        ):
             return
         at = (naive.records[turn - 1][2] if turn else 0) if turn is not None else position or 0
         naive.cut(at)
@@ -144,23 +154,26 @@ class MirroredWorld(World):
         reasons = self._busy(naive) | self._bad(tokens) | self._bad(output)
         if len(naive.tokens) + len(tokens) + len(output) > naive.limit:
             reasons.add("context_exceeded")
-        if self.attempt("adopt", reasons, lambda: self.engine.adopt(sid, tokens, output), sid) is not None:
+        if (
+            self.attempt("adopt", reasons, lambda: self.engine.adopt(sid, tokens, output, **self.own(sid)), sid)
+            is not None
+        ):
             naive.adopt(tokens, output, self.clock.now())
 
     def close(self, sid: str, *, finish: bool) -> None:
-        naive, session = self.naive[sid], self.engine.sessions.get(sid)
+        naive, session = self.naive[sid], self.session_of(sid)
         turn = session.turn
         finishes = finish and turn is not None and turn.state is not TurnState.DRAFTING
         if turn is not None and not finishes:
             self.asked[turn.number] = None
         naive.closing = turn is not None
-        self.attempt("close", set(), lambda: self.engine.close(sid, finish=finish), sid)
+        self.attempt("close", set(), lambda: self.engine.close(sid, finish=finish, **self.own(sid)), sid)
         if finishes:
             return
         if turn is not None:
             self.ended(turn)
         self.naive.pop(sid, None)
-        if sid in self.engine.sessions:
+        if self.is_open(sid):
             self.found("ends", f"{sid} is open after it was closed")
 
     # -- turns
@@ -197,7 +210,7 @@ class MirroredWorld(World):
             reasons |= self._busy(naive)
         elif params.input_logprobs is not None:
             reasons.add("invalid_request")
-        turn = self.attempt("submit", reasons, lambda: self.engine.submit(sid, given, params), sid)
+        turn = self.attempt("submit", reasons, lambda: self.engine.submit(sid, given, params, **self.own(sid)), sid)
         return self._opened(turn, sid, len(naive.tokens), given, params, params.max_new_tokens)
 
     def append(self, sid: str, tokens: Sequence[int]) -> Turn | None:
@@ -206,7 +219,7 @@ class MirroredWorld(World):
         reasons = self._room(naive, len(naive.tokens), tokens, 0) | self._admitted(TurnParams())
         if not draft:
             reasons |= self._busy(naive)
-        turn = self.attempt("append", reasons, lambda: self.engine.append(sid, tokens), sid)
+        turn = self.attempt("append", reasons, lambda: self.engine.append(sid, tokens, **self.own(sid)), sid)
         return self._opened(turn, sid, len(naive.tokens), tokens, TurnParams(), 0)
 
     def regenerate(self, sid: str, params: TurnParams) -> Turn | None:
@@ -220,7 +233,7 @@ class MirroredWorld(World):
             reasons |= self._room(naive, base, (), params.max_new_tokens)
         if params.max_new_tokens == 0 or params.input_logprobs is not None:
             reasons.add("invalid_request")
-        turn = self.attempt("regenerate", reasons, lambda: self.engine.regenerate(sid, params), sid)
+        turn = self.attempt("regenerate", reasons, lambda: self.engine.regenerate(sid, params, **self.own(sid)), sid)
         turn = self._opened(turn, sid, base, (), params, params.max_new_tokens)
         if turn is not None:
             self.turns[turn.number].replaces = True
@@ -251,7 +264,7 @@ class MirroredWorld(World):
         reasons = self._room(naive, len(naive.tokens), tokens, 0)
         if naive.turn is None or not naive.turn.drafting:
             reasons |= self._busy(naive)
-        turn = self.attempt("draft", reasons, lambda: self.engine.draft(sid, tokens), sid)
+        turn = self.attempt("draft", reasons, lambda: self.engine.draft(sid, tokens, **self.own(sid)), sid)
         if turn is None:
             return None
         if naive.turn is None:
@@ -262,22 +275,25 @@ class MirroredWorld(World):
             naive.turn.redraft(tokens, self.clock.now())
         return turn
 
-    def abort(self, sid: str, keep: int | None) -> None:
-        naive, session = self.naive[sid], self.engine.sessions.get(sid)
+    def abort(self, sid: str, keep: Keep) -> None:
+        naive, session = self.naive[sid], self.session_of(sid)
         turn, memory = session.turn, session.memory
         reasons = {"illegal_transition"} if turn is None else set()
-        if keep is not None and keep < DELIVERED:
+        if isinstance(keep, int) and keep < 0:
             reasons.add("invalid_request")
         before, held = memory.computed, internals.positions_kept(session)
         reached = memory.turn.computed if memory.turn is not None else 0
         own = [*internals.spaced_checkpoints(session), memory.turn.start if memory.turn is not None else 0]
         if turn is not None and not reasons:
             self.asked[turn.number] = keep
-        if self.attempt("abort", reasons, lambda: self.engine.abort(sid, keep), sid) is None or turn is None:
+        if (
+            self.attempt("abort", reasons, lambda: self.engine.abort(sid, keep, **self.own(sid)), sid) is None
+            or turn is None
+        ):
             return
         base = naive.turn.base if naive.turn is not None else 0
         self.ended(turn)
-        if session.id not in self.engine.sessions:
+        if not self.is_open(session.id):
             return
         kept, committed = memory.computed, turn.result is not None and turn.result.committed
         last = max(0, len(session.history) - 1)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tenuto.base.sampling import LEAST_LOGPROB, TokenLogprob
+from tenuto.base.options import TurnParams
+from tenuto.base.sampling import LEAST_LOGPROB, Candidate, TokenLogprob
 from tenuto.exec.witness import START, advance, next_token, next_unmasked, seeded
 from tenuto.session.session import Policy
-from tenuto.session.turn import TurnParams
 
 VOCAB = 13
 EOS = 0
@@ -225,7 +225,7 @@ class NaiveTurn:
         if self.params.logprobs is None:
             return []
         most = self.params.logprobs
-        return [TokenLogprob(token, 0.0, ((token, 0.0),) if most else ()) for token in self.output]
+        return [TokenLogprob(token, 0.0, (Candidate(token, 0.0),) if most else ()) for token in self.output]
 
     def input_logprobs(self) -> list[TokenLogprob | None]:
         """One an input token: what the witness would have said with seed 0 is certain."""
@@ -235,7 +235,7 @@ class NaiveTurn:
                 found.append(None)
                 continue
             said, token = next_token(self.sequence.hashes[position - 1 + 1], VOCAB), self.sequence.tokens[position]
-            top = ((said, 0.0),) if self.params.input_logprobs else ()
+            top = (Candidate(said, 0.0),) if self.params.input_logprobs else ()
             found.append(TokenLogprob(token, 0.0 if said == token else LEAST_LOGPROB, top))
         return found
 

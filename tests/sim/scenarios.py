@@ -8,11 +8,10 @@ from dataclasses import replace
 from random import Random
 
 from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Plan
 from tenuto.base.sampling import Sampling
 from tenuto.memory.shape import Shape
-from tenuto.session.session import Policy
-from tenuto.session.turn import TurnParams
 from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import VOCAB, NaiveTurn
 from tests.sim.setting import MIXES, WorldConfig, engine_config, least_units

@@ -78,7 +78,7 @@ SLIPS = (
     Slip("engine.lifecycle", "        self._queue.remove(turn)\n        self._ended.append", "        self._ended.append"),
     Slip("engine.lifecycle", "            if turn.cached < 0:\n", "            if True:\n"),
     Slip("session.registry", "session.last_turn_end + ttl <= now", "ttl <= now"),
-    Slip("session.registry", " and session.id not in self._watched:", ":"),
+    Slip("session.registry", " and session.key not in self._watched:", ":"),
     Slip("session.registry", "use.tokens - session.counted", "use.tokens - 0 * session.counted"),
     Slip("session.session", "min(last.input_end, position)", "last.input_end"),
     Slip("session.turn", "self.params, self.arrival = params, now", "self.params = params"),

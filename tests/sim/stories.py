@@ -7,9 +7,10 @@ from math import ceil, log2
 from typing import TYPE_CHECKING
 
 from tenuto.base.groups import Kind
+from tenuto.base.options import TurnParams
 from tenuto.base.sampling import Sampling
+from tenuto.base.turns import EndReason
 from tenuto.sched.suspects import MAX_FAILURES
-from tenuto.session.turn import EndReason, TurnParams
 from tests.sim import internals
 from tests.sim.naive import VOCAB
 
@@ -24,7 +25,7 @@ def typing(world: Scenario) -> None:
     """A draft is typed on while it is computed: no token is computed twice, and sending it computes nothing again."""
     rng, config = world.rng, world.config
     sid = world.told(rng.randint(1, 40))
-    had = world.engine.sessions.get(sid).memory.computed
+    had = world.session_of(sid).memory.computed
     text, edits = world.text(rng.randint(1, config.context // 3)), 0
     turn = world.draft(sid, text)
     assert turn is not None
@@ -48,7 +49,7 @@ def typing(world: Scenario) -> None:
             "typing", f"{naive.computed} tokens were computed for a draft that needed {needed}, in {edits} changes"
         )
     world.rewind(sid, position=naive.base)
-    left = world.engine.sessions.get(sid).memory.computed
+    left = world.session_of(sid).memory.computed
     if left < had:
         world.found("kept memory", f"rewound to where a turn began: {left} tokens are in memory, {had} were")
 

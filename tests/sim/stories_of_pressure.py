@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tenuto.session.session import Policy
-from tenuto.session.turn import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tests.sim import internals
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from tenuto.base.groups import Kind
+from tenuto.base.turns import TurnState
 from tenuto.engine.engine import StepReport
 from tenuto.session.session import Session
-from tenuto.session.turn import Turn, TurnState
+from tenuto.session.turn import Turn
 from tests.sim import internals
 from tests.sim.internals import Event
 
@@ -349,7 +350,7 @@ class Watch:
             return
         naive = min((world.turns[t.number] for t in waiting), key=lambda t: t.rank(world.config.aging))
         number, since = self._first
-        turn = world.engine.sessions.get(naive.sid).turn
+        turn = world.session_of(naive.sid).turn
         waits_for_others = turn is not None and turn.preempted and len(world.engine.batch)  # who may grow before it
         if naive.number != number or turn is None or waits_for_others or not self.fits(turn):
             self._first = (naive.number, world.steps)

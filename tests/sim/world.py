@@ -13,10 +13,12 @@ from random import Random
 from tenuto.base.clock import ManualClock
 from tenuto.base.groups import Kind
 from tenuto.base.plan import Plan
+from tenuto.base.turns import EndReason, TurnResult, TurnState
 from tenuto.engine.engine import StepReport
 from tenuto.engine.text import TokenTextStream
 from tenuto.sched.suspects import MAX_FAILURES
-from tenuto.session.turn import EndReason, Turn, TurnResult, TurnState
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.sim import internals
 from tests.sim.checked import CheckedExecutor
 from tests.sim.found import Found
@@ -70,6 +72,19 @@ class World:
         ]
         self._slots = SlotChecker(config.page_size, len(config.groups))
         self.watch = Watch(self)
+        self.tenants: dict[str, str] = {}  # of sessions, ever
+
+    def own(self, sid: str) -> dict[str, str]:
+        """Whose session it is, or was, as operations of the engine take it."""
+        return {"tenant": self.tenants.get(sid, "")}
+
+    def session_of(self, sid: str) -> Session:
+        """The engine's session."""
+        return self.engine.sessions.get(sid, **self.own(sid))
+
+    def is_open(self, sid: str) -> bool:
+        """Whether the engine has it."""
+        return self.engine.sessions.find(sid, **self.own(sid)) is not None
 
     def found(self, rule: str, message: str) -> None:
         """A rule is broken; goes on if that is to be looked past."""
@@ -153,13 +168,13 @@ class World:
             self.found("deadlines", f"turn {number} goes on past its deadline at {now}")
         for sid in expiring:
             self.naive.pop(sid)
-            if sid in self.engine.sessions:
+            if self.is_open(sid):
                 self.found("expiry", f"session {sid} is still open at {now}")
         for session in self.engine.sessions:
             if session.turn is not None and session.turn.started and session.turn.number in self.turns:
                 self.turns[session.turn.number].started = True
-        if len(self.naive) != len(self.engine.sessions) or any(sid not in self.engine.sessions for sid in self.naive):
-            lost = [sid for sid in self.naive if sid not in self.engine.sessions]
+        if len(self.naive) != len(self.engine.sessions) or any(not self.is_open(sid) for sid in self.naive):
+            lost = [sid for sid in self.naive if not self.is_open(sid)]
             self.found("expiry", f"sessions {lost} are gone, of {len(self.naive)}; {len(self.engine.sessions)} remain")
             self.naive = {sid: naive for sid, naive in self.naive.items() if sid not in lost}
         self.watch.after(report)
@@ -244,7 +259,7 @@ class World:
         self._check_result(turn, naive, result)
         if session.closing or session.policy.ephemeral:
             self.naive.pop(naive.sid, None)
-            if turn.session.id in self.engine.sessions:
+            if self.is_open(turn.session.id):
                 self.found("ends", f"{naive.sid} is open after its last turn")
 
     def _check_commit(self, turn: Turn, naive: NaiveTurn, result: TurnResult, asked: object) -> None:
@@ -253,8 +268,9 @@ class World:
             if asked == "nobody" or asked is None or not naive.started:
                 self.found("ends", f"{turn!r} was committed, asked to keep {asked}")
                 return
-            assert isinstance(asked, int)
-            wanted = naive.delivered if asked < 0 else min(asked, len(output))
+            most = naive.delivered if asked == "delivered" else asked
+            assert isinstance(most, int)
+            wanted = min(most, len(output))
             if result.kept != wanted:
                 self.found("kept", f"{turn!r} kept {result.kept} of {len(output)} tokens, asked {asked}, not {wanted}")
             return
@@ -317,12 +333,12 @@ class World:
             self.step()
         self.watch.drafts_are_computed()
         for sid in list(self.naive):
-            if sid in self.engine.sessions:
-                turn = self.engine.sessions.get(sid).turn
+            if self.is_open(sid):
+                turn = self.session_of(sid).turn
                 if turn is not None:
                     self.asked[turn.number] = None
                 self.naive[sid].closing = turn is not None
-                self.engine.close(sid)
+                self.engine.close(sid, **self.own(sid))
                 if turn is not None:
                     self.ended(turn)
                 self.naive.pop(sid, None)

@@ -4,10 +4,9 @@ from tenuto.api.aio import AsyncEngine, AsyncSession, AsyncTurnStream
 from tenuto.api.sync import Engine, Session, TurnStream
 from tenuto.base import errors
 from tenuto.base.errors import TenutoError
-from tenuto.memory.audit import AuditReport
-from tenuto.session.info import SessionInfo
-from tenuto.session.options import TurnOptions
-from tenuto.session.turn import EndReason, TurnResult, Usage
+from tenuto.base.options import TurnOptions
+from tenuto.base.turns import EndReason, TurnResult, Usage
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.text.prompt import Input
 
 __all__ = [

@@ -7,18 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 from weakref import finalize
 
 from tenuto.api.core import EngineCore, SessionCore
 from tenuto.api.reader import Deliver, Event, TurnReader
+from tenuto.base.config import EngineOptions
 from tenuto.base.errors import EngineStopped
-from tenuto.memory.audit import AuditReport
-from tenuto.session.info import SessionInfo
-from tenuto.session.options import TurnOptions
-from tenuto.session.session import Policy
-from tenuto.session.transcript import Keep, News
-from tenuto.session.turn import TurnResult
+from tenuto.base.options import Policy, TurnOptions
+from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.text.prompt import Input
 from tenuto.text.tokenizer import Tokenizer
 
@@ -56,7 +54,7 @@ class AsyncEngine:
         dtype: str | None = None,
         memory_bytes: int | None = None,
         page_size: int = 16,
-        **config: Any,
+        **config: Unpack[EngineOptions],
     ) -> None:
         self._core = EngineCore(model, device, dtype, memory_bytes, page_size, config)
         self._closer = finalize(self, self._core.loop.request_stop)
@@ -241,7 +239,7 @@ class AsyncTurnStream:
         """Abort the turn if it has not ended."""
         self._closer()
 
-    async def _next(self) -> News | None:
+    async def _next(self) -> Delta | None:
         if self._reader.ended:
             return None
         try:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
 
 from tenuto.api.reader import Deliver, TurnReader
+from tenuto.base.config import EngineOptions, engine_config
+from tenuto.base.options import Policy, TurnOptions, TurnParams, turn_params
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.engine import engine as engines
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.loop import EngineLoop
-from tenuto.memory.audit import AuditReport
-from tenuto.runtime.models import build_engine, engine_config, load_model
-from tenuto.session.info import SessionInfo
-from tenuto.session.options import TurnOptions, turn_params
-from tenuto.session.session import Policy, Session
-from tenuto.session.turn import TurnParams
+from tenuto.runtime.models import build_engine, load_model
+from tenuto.runtime.views import session_info
 from tenuto.text.prompt import Input, parse_input
-
-T = TypeVar("T")
 
 
 class EngineCore:
@@ -31,12 +26,12 @@ class EngineCore:
         dtype: str | None,
         memory_bytes: int | None,
         page_size: int,
-        config: dict[str, Any],
+        config: EngineOptions,
     ) -> None:
         """Raises `ModelError` or `ConfigError`."""
         loaded = load_model(model, device, dtype, page_size)
         self.tokenizer = loaded.tokenizer
-        self.config = engine_config(loaded, config)
+        self.config = engine_config(config, loaded.max_context)
         engine = build_engine(loaded, self.config, memory_bytes)
         self.chats = ChatEngine(engine, loaded.chat, loaded.tokenizer)
         self.loop = EngineLoop(engine, loaded.executor.close)
@@ -53,7 +48,7 @@ class EngineCore:
         return self.loop.call(lambda engine: engine.audit())
 
     def sessions(self) -> Future[list[SessionInfo]]:
-        return self.loop.call(lambda engine: [describe(session) for session in engine.sessions])
+        return self.loop.call(lambda engine: [session_info(engine, session) for session in engine.sessions])
 
 
 class SessionCore:
@@ -101,30 +96,15 @@ class SessionCore:
 
     def rewind(self, turn: int | None, position: int | None) -> Future[SessionInfo]:
         chats = self.engine.chats
-        return self.engine.loop.call(lambda _: describe(chats.rewind(self.id, turn=turn, position=position)))
+        return self.engine.loop.call(
+            lambda engine: session_info(engine, chats.rewind(self.id, turn=turn, position=position))
+        )
 
     def close(self, *, finish: bool) -> Future[None]:
         return self.engine.loop.call(lambda engine: engine.close(self.id, finish=finish))
 
     def info(self) -> Future[SessionInfo]:
-        return self._of_session(describe)
+        return self.engine.loop.call(lambda engine: session_info(engine, engine.sessions.get(self.id)))
 
     def history(self) -> Future[list[int]]:
-        return self._of_session(lambda session: list(session.history))
-
-    def _of_session(self, question: Callable[[Session], T]) -> Future[T]:
-        return self.engine.loop.call(lambda engine: question(engine.sessions.get(self.id)))
-
-
-def describe(session: Session) -> SessionInfo:
-    """For the engine's thread."""
-    return SessionInfo(
-        session.id,
-        session.state.value,
-        session.turn.state.value if session.turn is not None else None,
-        session.version,
-        len(session.records),
-        len(session.history),
-        session.memory.computed,
-        session.context_left,
-    )
+        return self.engine.loop.call(lambda engine: list(engine.sessions.get(self.id).history))

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from tenuto.base.errors import EngineStopped, TenutoError
+from tenuto.base.turns import Delta, Keep, Transcript, TurnResult, done
 from tenuto.engine.engine import Engine
-from tenuto.engine.loop import EngineLoop, TurnEvent
-from tenuto.session.transcript import Keep, Transcript, done
-from tenuto.session.turn import Turn, TurnResult
+from tenuto.engine.loop import EngineLoop
+from tenuto.session.turn import Turn
 
-Event = TurnEvent | TenutoError
+Event = Delta | TenutoError
 Deliver = Callable[[Event], None]
 """Brings an event from the engine's thread to the reader's."""
 
@@ -28,7 +28,7 @@ class TurnReader(Transcript):
         started = time.perf_counter()
 
         def stamped(event: Event) -> None:
-            if self.time_to_first_token is None and isinstance(event, TurnEvent) and event.tokens:
+            if self.time_to_first_token is None and isinstance(event, Delta) and event.tokens:
                 self.time_to_first_token = time.perf_counter() - started
             deliver(event)
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 from weakref import finalize
 
 from tenuto.api.core import EngineCore, SessionCore
 from tenuto.api.reader import Deliver, Event, TurnReader
-from tenuto.memory.audit import AuditReport
-from tenuto.session.info import SessionInfo
-from tenuto.session.options import TurnOptions
-from tenuto.session.session import Policy
-from tenuto.session.transcript import Keep, News
-from tenuto.session.turn import TurnResult
+from tenuto.base.config import EngineOptions
+from tenuto.base.options import Policy, TurnOptions
+from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.text.prompt import Input
 from tenuto.text.tokenizer import Tokenizer
 
@@ -37,7 +35,7 @@ class Engine:
         dtype: str | None = None,
         memory_bytes: int | None = None,
         page_size: int = 16,
-        **config: Any,
+        **config: Unpack[EngineOptions],
     ) -> None:
         self._core = EngineCore(model, device, dtype, memory_bytes, page_size, config)
         self._closer = finalize(self, self._core.loop.request_stop)
@@ -230,5 +228,5 @@ class TurnStream:
         """Abort the turn if it has not ended."""
         self._closer()
 
-    def _next(self) -> News | None:
+    def _next(self) -> Delta | None:
         return None if self._reader.ended else self._reader.take(self._events.get())

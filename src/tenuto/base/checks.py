@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from operator import index
 from typing import Any, SupportsFloat
 
 from tenuto.base.errors import InvalidRequest, TenutoError
 
+MAX_COUNT = 2**40
+"""The largest number of anything that callers count."""
 MOST_SECONDS = 1e9
 """The longest time span, about 30 years."""
 
@@ -24,11 +27,20 @@ def whole(name: str, value: object, low: int, high: int, error: type[TenutoError
     return number
 
 
-def real(name: str, value: object, low: float, high: float, error: type[TenutoError] = InvalidRequest) -> float:
-    """`value` as a number in [low, high]. Raises `error`."""
+def real(
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    error: type[TenutoError] = InvalidRequest,
+    *,
+    above: bool = False,
+) -> float:
+    """`value` as a number in [low, high], or with `above` in (low, high]. Raises `error`."""
     number = _float(value)
-    if number is None or not low <= number <= high:
-        raise error(f"{name} is {shown(value)}; allowed: a number from {low:g} to {high:g}", param=_param(name))
+    if number is None or not low <= number <= high or (above and number == low):
+        allowed = f"more than {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
+        raise error(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
     return number
 
 
@@ -41,6 +53,37 @@ def seconds(name: str, value: object, error: type[TenutoError] = InvalidRequest)
         allowed = f"more than 0 and at most {MOST_SECONDS:g} seconds, or none"
         raise error(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
     return number
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The numbers that an option may be: from `low` to `high`, whole ones if these are ints; with `above`, more than
+    `low`."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Raises `InvalidRequest`."""
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            whole(name, value, self.low, self.high)
+        else:
+            real(name, value, self.low, self.high, above=self.above)
+
+
+def option(default: Any, description: str = "", bounds: Bounds | None = None) -> Any:
+    """A field of a dataclass of options, with its bounds and a description for those who write it in a request. If the
+    default is `None`, that is allowed, too."""
+    return field(default=default, metadata={"description": description, "bounds": bounds})
+
+
+def check_options(options: Any) -> None:
+    """Raises `InvalidRequest` if a field that `option` has made is out of its bounds."""
+    for each in fields(options):
+        value, bounds = getattr(options, each.name), each.metadata.get("bounds")
+        if bounds is not None and not (value is None and each.default is None):
+            bounds.check(each.name, value)
 
 
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:

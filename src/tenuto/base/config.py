@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any, TypedDict
 
-from tenuto.base.checks import real, seconds, whole
+import msgspec
+
+from tenuto.base.checks import MAX_COUNT, real, seconds, shown, whole
 from tenuto.base.errors import ConfigError
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 """Bounds of a tenant's weight."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant may have at once; `None`: as much as the server has. `turns` that have not ended, of which `queued`
+    may wait for a session of theirs; open `sessions`; committed `tokens` in them."""
+
+    turns: Count | None = None
+    queued: Count | None = None
+    sessions: Count | None = None
+    tokens: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +58,6 @@ class EngineConfig:
     audit_every: int = 1000
 
     def __post_init__(self) -> None:
-        most = 2**40
         for name in (
             "context_length",
             "max_running",
@@ -51,9 +66,9 @@ class EngineConfig:
             "checkpoint_interval",
             "token_budget",
         ):
-            whole(name, getattr(self, name), 1, most, ConfigError)
+            whole(name, getattr(self, name), 1, MAX_COUNT, ConfigError)
         for name in ("lookahead", "audit_every"):
-            whole(name, getattr(self, name), 0, most, ConfigError)
+            whole(name, getattr(self, name), 0, MAX_COUNT, ConfigError)
         if self.token_budget <= self.max_running:
             raise ConfigError(
                 f"token_budget is {self.token_budget}; allowed: more than max_running ({self.max_running}), "
@@ -66,6 +81,48 @@ class EngineConfig:
         real("checkpoint_share", self.checkpoint_share, 0, 1, ConfigError)
         for tenant, weight in self.tenant_weights:
             real(f"the weight of tenant {tenant!r}", weight, MIN_WEIGHT, MAX_WEIGHT, ConfigError)
+
+
+class EngineOptions(TypedDict, total=False):
+    """Fields of `EngineConfig`, all optional."""
+
+    context_length: int
+    max_running: int
+    max_sessions: int
+    max_queued: int
+    token_budget: int
+    overlap: int
+    lookahead: int
+    aging_seconds: float
+    checkpoint_interval: int
+    checkpoint_share: float
+    tenant_weights: tuple[tuple[str, float], ...]
+    draft_timeout: float
+    audit_every: int
+
+
+def engine_config(given: EngineOptions, max_context: int | None = None) -> EngineConfig:
+    """The configuration from what is given; the context length defaults to a model's, `max_context`, if that is less.
+    Raises `ConfigError`."""
+    unknown = given.keys() - EngineOptions.__annotations__.keys()
+    if unknown:
+        raise ConfigError(f"unknown engine options {sorted(unknown)}; allowed: {sorted(EngineOptions.__annotations__)}")
+    if "tenant_weights" in given:
+        given = {**given, "tenant_weights": _pairs(given["tenant_weights"])}
+    config = EngineConfig(**given)
+    if max_context is None or config.context_length <= max_context:
+        return config
+    if "context_length" not in given:
+        return replace(config, context_length=max_context)
+    raise ConfigError(f"context_length is {config.context_length}; allowed: at most the model's {max_context} tokens")
+
+
+def _pairs(weights: Iterable[Iterable[Any]]) -> tuple[tuple[str, float], ...]:
+    """Tenants' weights from any pairs. Raises `ConfigError`."""
+    try:
+        return tuple((tenant, weight) for tenant, weight in weights)
+    except (TypeError, ValueError):
+        raise ConfigError(f"tenant_weights is {shown(weights)}; allowed: pairs of a tenant and its weight") from None
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

@@ -10,24 +10,15 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from tenuto.base.errors import EngineStopped, TenutoError
-from tenuto.base.messages import (
-    Answer,
-    AnyReply,
-    Refusal,
-    Request,
-    StartTurn,
-    Stopped,
-    Ticket,
-    TurnUpdate,
-    Updates,
-    error_of,
-)
+from tenuto.base.messages import Answer, AnyReply, Refusal, Request, StartTurn, Stopped, Updates, answer_of, error_of
+from tenuto.base.turns import Delta
+from tenuto.base.views import Ticket
 
 T = TypeVar("T")
 
-TurnNews = Ticket | TurnUpdate | TenutoError
+TurnNews = Ticket | Delta | TenutoError
 Deliver = Callable[[TurnNews], None]
-"""Takes what a turn brings, in order: the ticket, then updates, of which the last has a result, or at last an error."""
+"""Takes what a turn brings, in order: the ticket, then deltas, of which the last has a result, or at last an error."""
 
 
 class Link(Protocol):
@@ -38,8 +29,8 @@ class Link(Protocol):
         """Why there is no engine any more; `None` while there is one."""
         ...
 
-    async def call(self, request: Request, answer: type[T]) -> T:
-        """Raises what the engine refuses with, and `EngineStopped`."""
+    async def call(self, request: Request[T]) -> T:
+        """The answer. Raises what the engine refuses with, and `EngineStopped`."""
         ...
 
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
@@ -59,7 +50,7 @@ class Link(Protocol):
 class Switchboard:
     """Which call waits for what. The half of a link that is the same wherever the engine runs."""
 
-    def __init__(self, send: Callable[[Request], None]) -> None:
+    def __init__(self, send: Callable[[Request[Any]], None]) -> None:
         self.stopped: str | None = None
         self._ended = asyncio.Event()
         self._send = send
@@ -67,9 +58,11 @@ class Switchboard:
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._streams: dict[int, Deliver] = {}
 
-    async def call(self, request: Request, answer: type[T]) -> T:
+    async def call(self, request: Request[T]) -> T:
         """See `Link.call`."""
-        return msgspec.msgpack.decode(await self._ask(request, next(self._numbers)), type=answer)
+        raw = await self._ask(request, next(self._numbers))
+        answer: T = msgspec.msgpack.decode(raw, type=answer_of(type(request)))
+        return answer
 
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
         """See `Link.start`."""
@@ -85,7 +78,7 @@ class Switchboard:
         """See `Link.ended`."""
         await self._ended.wait()
 
-    async def _ask(self, request: Request, number: int) -> msgspec.Raw:
+    async def _ask(self, request: Request[Any], number: int) -> msgspec.Raw:
         if self.stopped is not None:
             raise EngineStopped(self.stopped)
         future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
@@ -101,8 +94,8 @@ class Switchboard:
         """The engine has said something."""
         match reply:
             case Updates():
-                for update in reply.updates:
-                    self._update(update.call, update, ended=update.result is not None)
+                for call, delta in reply.updates:
+                    self._update(call, delta, ended=delta.result is not None)
             case Answer():
                 if (deliver := self._streams.get(reply.call)) is not None:
                     deliver(msgspec.msgpack.decode(reply.value, type=Ticket))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.groups import MemorySpec
-from tenuto.base.sampling import Sampling, TokenLogprob
+from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -124,7 +124,7 @@ class Logprobs:
         """Those of `tokens`, which begin at entry `start`, each with the `most` likeliest."""
         part = slice(start, start + len(tokens))
         chosen, ids, top = self.chosen[part].tolist(), self.top_tokens[part, :most], self.top[part, :most]
-        likeliest = [tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), top.tolist(), strict=True)]
+        likeliest = [tuple(map(Candidate, *pair)) for pair in zip(ids.tolist(), top.tolist(), strict=True)]
         return [TokenLogprob(*entry) for entry in zip(tokens, chosen, likeliest, strict=True)]
 
 

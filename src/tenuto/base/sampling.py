@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenuto.base.checks import items, real, shown, whole
+import msgspec
+
+from tenuto.base.checks import Bounds, check_options, items, option, real, shown, whole
 from tenuto.base.errors import InvalidRequest
 
+MAX_TOKEN_ID = 2**31 - 1
+MAX_SEED = 2**63 - 1
 MAX_BIASES = 1024
+MAX_BIAS = 100
 MAX_LOGPROBS = 20
 """Of how many of the likeliest tokens a turn may ask the log-probabilities."""
 
@@ -35,26 +40,18 @@ class Sampling:
     preempted and resumed, or that shares a batch with others, draws the same numbers.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    temperature: float = option(0.0, "0, the default, is greedy.", Bounds(0.0, 1e6))
+    top_k: int = option(0, "0, the default, keeps all.", Bounds(0, MAX_TOKEN_ID))
+    top_p: float = option(1.0, bounds=Bounds(0.0, 1.0, above=True))
+    seed: int = option(0, "Made up by the server if not given.", Bounds(0, MAX_SEED))
+    min_p: float = option(0.0, bounds=Bounds(0.0, 1.0))
+    repetition_penalty: float = option(1.0, bounds=Bounds(0.01, 100.0))
+    presence_penalty: float = option(0.0, bounds=Bounds(-2.0, 2.0))
+    frequency_penalty: float = option(0.0, bounds=Bounds(-2.0, 2.0))
+    logit_bias: tuple[tuple[int, float], ...] = option((), "By token id.")
 
     def __post_init__(self) -> None:
-        real("temperature", self.temperature, 0, 1e6)
-        whole("top_k", self.top_k, 0, 2**31 - 1)
-        if not real("top_p", self.top_p, 0, 1):
-            raise InvalidRequest("top_p is 0; allowed: 0 < top_p <= 1", param="top_p")
-        whole("seed", self.seed, 0, 2**63 - 1)
-        real("min_p", self.min_p, 0, 1)
-        real("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        real("presence_penalty", self.presence_penalty, -2, 2)
-        real("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_options(self)
         if self.logit_bias != ():
             try:
                 _check_bias(self.logit_bias)
@@ -75,15 +72,24 @@ class Sampling:
 GREEDY = Sampling()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """The natural logarithm of a token's probability given what precedes it, and the likeliest tokens there with
-    theirs, in falling order. Probabilities are the softmax of the model's own logits, before any sampling option; none
-    is below `LEAST_LOGPROB`."""
+class Candidate(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A token that may come next and the natural logarithm of its probability. `raw`: what it says, not always whole
+    UTF-8; empty within an engine, which knows no text."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    raw: bytes = b""
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The natural logarithm of a token's probability given what precedes it, and the likeliest tokens there with
+    theirs, in falling order. Probabilities are the softmax of the model's own logits, before any sampling option; none
+    is below `LEAST_LOGPROB`. `raw`: as of `Candidate`."""
+
+    token: int
+    logprob: float
+    top: tuple[Candidate, ...] = ()
+    raw: bytes = b""
 
 
 def _check_bias(logit_bias: object) -> None:
@@ -94,7 +100,7 @@ def _check_bias(logit_bias: object) -> None:
     for pair in logit_bias:
         if len(items("a logit_bias entry", pair, "a token id and a number")) != 2:
             raise InvalidRequest("a logit_bias entry is no pair; allowed: a token id and a number")
-        whole("a logit_bias id", pair[0], 0, 2**31 - 1)
-        real("a logit bias", pair[1], -100, 100)
+        whole("a logit_bias id", pair[0], 0, MAX_TOKEN_ID)
+        real("a logit bias", pair[1], -MAX_BIAS, MAX_BIAS)
     if len({token for token, _ in logit_bias}) < len(logit_bias):
         raise InvalidRequest("logit_bias has a token id twice; allowed: each at most once")

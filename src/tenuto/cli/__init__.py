@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tenuto.base.errors import TenutoError
 from tenuto.cli import sessions
+
+if TYPE_CHECKING:
+    from tenuto.base.config import EngineOptions
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -90,7 +93,7 @@ def chat(
     from tenuto.api import Engine, TurnOptions  # noqa: PLC0415
     from tenuto.cli.chat import run_chat  # noqa: PLC0415 - see the module's docstring
 
-    config = {} if context_length is None else {"context_length": context_length}
+    config: EngineOptions = {} if context_length is None else {"context_length": context_length}
     options = TurnOptions(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
     with Engine(model, device=device, dtype=dtype, page_size=page_size, **config) as engine:
         run_chat(engine, system, options)
@@ -189,7 +192,7 @@ def serve(
     from tenuto.serve.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415
 
     held = read_keys(keys, api_key, admin_api_key)
-    config: dict[str, Any] = {
+    config: EngineOptions = {
         "tenant_weights": held.weights,
         "token_budget": chunked_prefill_size,
         "max_running": max_running_requests,

@@ -8,7 +8,8 @@ import typer
 import uvloop
 
 from tenuto.base.errors import EngineStopped
-from tenuto.base.messages import ModelView, WorkerSettings
+from tenuto.base.messages import WorkerSettings
+from tenuto.base.views import ModelView
 from tenuto.serve.logs import configure_logs
 from tenuto.serve.run import serve
 from tenuto.serve.settings import ServeSettings
@@ -35,7 +36,7 @@ def _show(model: ModelView, address: str) -> None:
         f"model      {model.model}{f' ({model.path})' if model.path else ''}",
         f"context    {model.context_length} tokens a session (the model's own limit is {model.max_context})",
         f"memory     {model.capacity_tokens} tokens fit, in pages of {model.page_size} ({units})",
-        f"steps      {model.config['max_running']} turns at once, {model.config['token_budget']} tokens a step",
+        f"steps      {model.config.max_running} turns at once, {model.config.token_budget} tokens a step",
         f"listening  {address}  (API description at {address}/docs)",
     ]
     typer.echo("\n".join(lines))

@@ -11,15 +11,12 @@ from typing import Self, TypeVar, Unpack
 from weakref import finalize
 
 from tenuto.base.errors import EngineStopped
+from tenuto.base.options import Policy, RemoteOptions
+from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import ServerCore, SessionCore
 from tenuto.client.feed import Deliver, Event
 from tenuto.client.reader import TurnReader
-from tenuto.client.wire import RemoteOptions
-from tenuto.memory.audit import AuditReport
-from tenuto.session.info import SessionInfo
-from tenuto.session.session import Policy
-from tenuto.session.transcript import Keep, News
-from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 
 T = TypeVar("T")
@@ -249,7 +246,7 @@ class AsyncRemoteTurnStream:
         """See `RemoteTurnStream.close`."""
         self._closer()
 
-    async def _next(self) -> News | None:
+    async def _next(self) -> Delta | None:
         if self._reader.ended:
             return None
         try:

@@ -6,27 +6,24 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from tenuto.base.checks import items, shown, whole
+import msgspec
+
+from tenuto.base.checks import MAX_COUNT, items, shown, whole
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import OF_PREFILL, Policy, RemoteOptions
+from tenuto.base.turns import TurnResult
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Deliver, Source, session_path
 from tenuto.client.reader import TurnReader
 from tenuto.client.wire import (
-    OF_APPENDS,
-    RemoteOptions,
-    audit_report,
     input_body,
     session_info,
     turn_body,
     turn_result,
 )
-from tenuto.memory.audit import AuditReport
-from tenuto.session.info import SessionInfo
-from tenuto.session.session import Policy
-from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 
-MOST = 2**40
 PAGE = 1000
 """Sessions, or turns, that one request lists."""
 
@@ -83,7 +80,7 @@ class ServerCore:
 
     def audit(self) -> Future[AuditReport]:
         async def ask() -> AuditReport:
-            return audit_report(await self.connection.ask("GET", "/audit"))
+            return msgspec.convert(await self.connection.ask("GET", "/audit"), AuditReport)
 
         return self.connection.call(ask())
 
@@ -114,7 +111,7 @@ class SessionCore:
         return TurnReader(self._connection, Source(self.id, turn_id=str(turn_id)), deliver)
 
     def append(self, given: Input, options: RemoteOptions) -> Future[TurnResult]:
-        body = {name: value for name, value in turn_body(options).items() if name in (*OF_APPENDS, "if_busy")}
+        body = {name: value for name, value in turn_body(options).items() if name in (*OF_PREFILL, "if_busy")}
         body["input"] = input_body(given)
 
         async def ask() -> TurnResult:
@@ -140,7 +137,7 @@ class SessionCore:
         return self.server.new(self.id, "fork", {**_place(turn, position), "id": child})
 
     def trim(self, turns: Sequence[int], child: str | None) -> Future[SessionCore]:
-        numbers = [whole("a turn's number", turn, 0, MOST) for turn in items("turns", turns, "numbers of turns")]
+        numbers = [whole("a turn's number", turn, 0, MAX_COUNT) for turn in items("turns", turns, "numbers of turns")]
         return self.server.new(self.id, "trim", {"turns": numbers, "id": child})
 
     def rewind(self, turn: int | None, position: int | None) -> Future[SessionInfo]:
@@ -194,4 +191,4 @@ async def list_turns(connection: Connection, session_id: str) -> list[dict[str, 
 
 def _place(turn: int | None, position: int | None) -> dict[str, int | None]:
     given = {"turn": turn, "position": position}
-    return {name: None if value is None else whole(name, value, 0, MOST) for name, value in given.items()}
+    return {name: None if value is None else whole(name, value, 0, MAX_COUNT) for name, value in given.items()}

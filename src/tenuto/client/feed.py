@@ -15,11 +15,10 @@ from urllib.parse import quote
 import msgspec
 
 from tenuto.base.errors import Disconnected, EngineStopped, IllegalTransition, NotFound, TenutoError, Unreachable
+from tenuto.base.turns import Delta, Keep, TurnResult
 from tenuto.client.connection import Connection
 from tenuto.client.sse import EventParser, ServerEvent
 from tenuto.client.wire import error_from, turn_result
-from tenuto.session.transcript import Said
-from tenuto.session.turn import TurnResult
 
 PATIENCE_SECONDS = 30.0
 """How long a broken stream is tried again without anything new."""
@@ -29,7 +28,7 @@ ONE_SHOT_TTL = 60.0
 """The session of a one-shot turn closes itself after so many seconds, should its client be gone."""
 
 
-Event = Said | TenutoError
+Event = Delta | TenutoError
 Deliver = Callable[[Event], None]
 """Brings an event from the connection's thread to the reader's."""
 
@@ -84,7 +83,7 @@ class Feed:
             self.ended.set_result(last.result)
             self._deliver(last)
 
-    async def abort(self, keep: int | None) -> TurnResult:
+    async def abort(self, keep: Keep) -> TurnResult:
         """End the turn, if it has not ended."""
         await asyncio.shield(asyncio.wrap_future(self.started))
         body = {"keep": "none" if keep is None else keep, "turn_id": self.turn_id}
@@ -98,7 +97,7 @@ class Feed:
         self.ended.set_exception(error)
         self._deliver(error)
 
-    async def _one_shot(self) -> Said:
+    async def _one_shot(self) -> Delta:
         opened = await self._connection.ask("POST", "/v1/sessions", {"ttl": ONE_SHOT_TTL})
         try:
             return await self._follow(opened["id"])
@@ -106,7 +105,7 @@ class Feed:
             with suppress(TenutoError):
                 await self._connection.ask("DELETE", session_path(opened["id"]))
 
-    async def _follow(self, session: str) -> Said:
+    async def _follow(self, session: str) -> Delta:
         """Until the last event. A turn that outlives its connection is found again on the next."""
         self._path = session_path(session)
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
@@ -129,7 +128,7 @@ class Feed:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _read(self) -> Said:
+    async def _read(self) -> Delta:
         """Events of one connection, until the last."""
         if self.turn_id is None:
             headers = {"idempotency-key": self._key} if self._source.continues else None
@@ -148,7 +147,7 @@ class Feed:
                 raise
         return last or await self._look_up()
 
-    def _take(self, event: ServerEvent) -> Said | None:
+    def _take(self, event: ServerEvent) -> Delta | None:
         """The last update, if that is it."""
         if event.name == "error":
             raise error_from(500, event.data.encode())
@@ -163,17 +162,17 @@ class Feed:
                 self._received = (self._received[0] + len(said["tokens"]), self._received[1] + len(said["text"]))
                 if said["tokens"] and self.time_to_first_token is None:
                     self.time_to_first_token = time.perf_counter() - self._began
-                self._deliver(Said(tuple(said["tokens"]), said["text"], self._delivered, None))
+                self._deliver(Delta(tuple(said["tokens"]), said["text"], self._delivered, None))
             case "committed" | "aborted":
-                return Said((), "", self._delivered, turn_result(said))
+                return Delta((), "", self._delivered, turn_result(said))
         return None
 
-    async def _look_up(self) -> Said:
+    async def _look_up(self) -> Delta:
         """A stream has ended without its last event. If that is all that is missing, it is not sent again."""
         if self.turn_id is not None and self._source.continues:
             turn = await self._connection.ask("GET", f"{self._path}/turns/{self.turn_id}")
             if turn["usage"] is not None and (len(turn["tokens"]), len(turn["text"])) == self._received:
-                return Said((), "", self._delivered, turn_result(turn))
+                return Delta((), "", self._delivered, turn_result(turn))
         raise Disconnected("the stream of the turn ended before the turn")
 
 

@@ -6,10 +6,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from tenuto.base.errors import EngineStopped
+from tenuto.base.turns import Keep, Transcript, TurnResult, done
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Deliver, Feed, Source
-from tenuto.session.transcript import Keep, Transcript, done
-from tenuto.session.turn import TurnResult
 
 
 class TurnReader(Transcript):

@@ -8,15 +8,12 @@ from types import TracebackType
 from typing import Self, Unpack
 from weakref import finalize
 
+from tenuto.base.options import Policy, RemoteOptions
+from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import ServerCore, SessionCore
 from tenuto.client.feed import Deliver, Event
 from tenuto.client.reader import TurnReader
-from tenuto.client.wire import RemoteOptions
-from tenuto.memory.audit import AuditReport
-from tenuto.session.info import SessionInfo
-from tenuto.session.session import Policy
-from tenuto.session.transcript import Keep, News
-from tenuto.session.turn import TurnResult
 from tenuto.text.prompt import Input
 
 
@@ -230,5 +227,5 @@ class RemoteTurnStream:
         """Read no more. The turn is aborted if it has not ended and is not to continue without."""
         self._closer()
 
-    def _next(self) -> News | None:
+    def _next(self) -> Delta | None:
         return None if self._reader.ended else self._reader.take(self._events.get())

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from operator import index
-from typing import Any, Literal, SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 import msgspec
 
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.messages import Refusal, error_of
-from tenuto.base.sampling import Sampling
-from tenuto.memory.audit import AuditReport, PoolReport
-from tenuto.session.info import SessionInfo
-from tenuto.session.options import TurnOptions, turn_params
-from tenuto.session.turn import EndReason, TurnResult, Usage
+from tenuto.base.options import OF_SAMPLING, RemoteOptions, turn_params
+from tenuto.base.turns import EndReason, TurnResult, Usage
+from tenuto.base.views import SessionInfo
 from tenuto.text.prompt import Input, parse_input
-
-_SAMPLING = frozenset(field.name for field in fields(Sampling))
-OF_APPENDS = ("priority", "queue_timeout", "timeout", "input_logprobs")
-"""Options that mean something where nothing is generated."""
-
-
-class RemoteOptions(TurnOptions, total=False):
-    """Options of a turn on a server: those of `TurnOptions` and two more.
-
-    `if_busy`: while another turn of the session is open, "reject" (the default) refuses this one, "queue" waits.
-    `on_disconnect`: with "abort" (the default) a turn whose connection breaks is rolled back; with "continue" it goes
-    on, its stream connects again and misses nothing, and a stream that is dropped leaves it running.
-    """
-
-    if_busy: Literal["reject", "queue"]
-    on_disconnect: Literal["abort", "continue"]
 
 
 def encode(body: Any) -> bytes:
@@ -65,7 +46,7 @@ def turn_body(options: RemoteOptions) -> dict[str, Any]:
     body = {name: rest.pop(name) for name in ("if_busy", "on_disconnect") if name in rest}
     params = turn_params(rest)
     for name in rest:
-        value = getattr(params.sampling if name in _SAMPLING else params, name)
+        value = getattr(params.sampling if name in OF_SAMPLING else params, name)
         if value is not None:
             body[name] = dict(value) if name == "logit_bias" else value
     return body
@@ -73,8 +54,7 @@ def turn_body(options: RemoteOptions) -> dict[str, Any]:
 
 def session_info(body: dict[str, Any]) -> SessionInfo:
     """From a session."""
-    rest = {field.name: body[field.name] for field in fields(SessionInfo) if field.name != "session_id"}
-    return SessionInfo(session_id=body["id"], **rest)
+    return msgspec.convert({**body, "session_id": body["id"], "limit": body["max_tokens"]}, SessionInfo)
 
 
 def turn_result(body: dict[str, Any]) -> TurnResult:
@@ -90,17 +70,6 @@ def turn_result(body: dict[str, Any]) -> TurnResult:
         body["context_left"],
         body.get("stop"),
     )
-
-
-def audit_report(body: dict[str, Any]) -> AuditReport:
-    """From a clean audit."""
-    pools = tuple(
-        PoolReport(
-            pool["name"], pool["capacity"], pool["free"], pool["in_flight"], pool["leased"], pool.get("by_holder", {})
-        )
-        for pool in body["pools"]
-    )
-    return AuditReport(pools, body["holders"], body["leases"])
 
 
 def error_from(status: int, content: bytes) -> TenutoError:

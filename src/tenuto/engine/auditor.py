@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.audit import AuditCycle, AuditReport, recount
+from tenuto.base.views import AuditReport
+from tenuto.memory.audit import AuditCycle, recount
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
 from tenuto.sched.batch import Batch

@@ -9,11 +9,12 @@ from weakref import WeakKeyDictionary
 
 from tenuto.base.checks import items, shown, whole
 from tenuto.base.errors import InvalidRequest, InvariantError, NotFound, VersionMismatch
+from tenuto.base.options import Policy, TurnParams
 from tenuto.engine.chats import ChatLog
 from tenuto.engine.engine import Engine
 from tenuto.engine.rendering import Basis, Prepared, Renderer
-from tenuto.session.session import Policy, Session
-from tenuto.session.turn import Turn, TurnParams
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tenuto.text.chat import ChatTemplate, Conversation
 from tenuto.text.prompt import Prompt
 from tenuto.text.tokenizer import Tokenizer
@@ -37,9 +38,9 @@ class ChatEngine:
         self._renderer = Renderer(template, tokenizer)
         self._logs: WeakKeyDictionary[Session, ChatLog] = WeakKeyDictionary()
 
-    def session(self, session_id: str, version: int | None = None) -> Session:
+    def session(self, session_id: str, version: int | None = None, *, tenant: str = "") -> Session:
         """Raises `NotFound`, `VersionMismatch`."""
-        session = self.engine.sessions.get(session_id)
+        session = self.engine.sessions.get(session_id, tenant)
         if version is not None and session.version != version:
             raise VersionMismatch(f"session {session_id} has version {session.version}, not {version}")
         return session
@@ -56,16 +57,16 @@ class ChatEngine:
 
     # -- input in steps
 
-    def basis(self, session_id: str, version: int | None = None) -> Basis:
+    def basis(self, session_id: str, version: int | None = None, *, tenant: str = "") -> Basis:
         """What the session's next input is to be rendered against. Raises `NotFound`, `VersionMismatch`."""
-        session = self.session(session_id, version)
+        session = self.session(session_id, version, tenant=tenant)
         return self._logs[session].basis(session)
 
-    def guess(self, session_id: str) -> Basis | None:
+    def guess(self, session_id: str, *, tenant: str = "") -> Basis | None:
         """As `basis`, for any thread: what it returns may have changed meanwhile, or never have been so, and `begin`
         will tell. `None` if there is nothing to go by."""
         try:
-            return self.basis(session_id)
+            return self.basis(session_id, tenant=tenant)
         except (NotFound, LookupError):  # it changes while it is looked at
             return None
 
@@ -85,15 +86,17 @@ class ChatEngine:
         *,
         generate: bool = True,
         version: int | None = None,
+        tenant: str = "",
     ) -> Turn | None:
         """As `turn`. `None`, and nothing was done, if the input has to be prepared again: the session has changed."""
-        session = self.session(session_id, version)
+        session = self.session(session_id, version, tenant=tenant)
         log, start = self._logs[session], len(session.history)
         if log.basis(session) != prepared.basis:
             return None
         if not generate:
             params = replace(params, max_new_tokens=0)
-        turn = self.engine.submit(session_id, prepared.tokens, _with_stops(params, log, prepared.conversation))
+        params = _with_stops(params, log, prepared.conversation)
+        turn = self.engine.submit(session_id, prepared.tokens, params, tenant=tenant)
         log.note(start, len(prepared.tokens), prepared.conversation)
         return turn
 
@@ -101,16 +104,19 @@ class ChatEngine:
         """As `one_shot`, of input that was prepared against `opening`."""
         session = self.open(None, replace(policy, ephemeral=True))
         try:
-            return _begun(self.begin(session.id, prepared, params, generate=params.max_new_tokens != 0))
+            generate = params.max_new_tokens != 0
+            return _begun(self.begin(session.id, prepared, params, generate=generate, tenant=policy.tenant))
         except BaseException:
-            self.engine.close(session.id)
+            self.engine.close(session.id, tenant=policy.tenant)
             raise
 
-    def begin_draft(self, session_id: str, prepared: Prepared, version: int | None = None) -> Turn | None:
+    def begin_draft(
+        self, session_id: str, prepared: Prepared, version: int | None = None, *, tenant: str = ""
+    ) -> Turn | None:
         """As `draft`; see `begin`."""
-        if self.basis(session_id, version) != prepared.basis:
+        if self.basis(session_id, version, tenant=tenant) != prepared.basis:
             return None
-        return self.engine.draft(session_id, prepared.tokens)
+        return self.engine.draft(session_id, prepared.tokens, tenant=tenant)
 
     # -- turns
 
@@ -126,11 +132,12 @@ class ChatEngine:
         prepared = self.prepare(self.opening(), prompt, generate=params.max_new_tokens != 0)
         return self.begin_one_shot(prepared, params, policy)
 
-    def regenerate(self, session_id: str, params: TurnParams, version: int | None = None) -> Turn:
+    def regenerate(self, session_id: str, params: TurnParams, version: int | None = None, *, tenant: str = "") -> Turn:
         """See `Engine.regenerate`."""
-        session = self.session(session_id, version)
+        session = self.session(session_id, version, tenant=tenant)
         log = self._logs[session]
-        return self.engine.regenerate(session_id, _with_stops(params, log, log.of_last_turn(session)))
+        params = _with_stops(params, log, log.of_last_turn(session))
+        return self.engine.regenerate(session_id, params, tenant=tenant)
 
     def draft(self, session_id: str, prompt: Prompt, version: int | None = None) -> Turn:
         """See `Engine.draft`."""
@@ -138,39 +145,51 @@ class ChatEngine:
         return _begun(self.begin_draft(session_id, prepared))
 
     def fork(
-        self, session_id: str, *, turn: int | None = None, position: int | None = None, child: str | None = None
+        self,
+        session_id: str,
+        *,
+        turn: int | None = None,
+        position: int | None = None,
+        child: str | None = None,
+        tenant: str = "",
     ) -> Session:
         """See `Engine.fork`."""
-        forked = self.engine.fork(session_id, turn=turn, position=position, child=child)
-        self._logs[forked] = self._logs[self.session(session_id)].fork(len(forked.history))
+        forked = self.engine.fork(session_id, turn=turn, position=position, child=child, tenant=tenant)
+        self._logs[forked] = self._logs[self.session(session_id, tenant=tenant)].fork(len(forked.history))
         return forked
 
     def rewind(
-        self, session_id: str, *, turn: int | None = None, position: int | None = None, version: int | None = None
+        self,
+        session_id: str,
+        *,
+        turn: int | None = None,
+        position: int | None = None,
+        version: int | None = None,
+        tenant: str = "",
     ) -> Session:
         """See `Engine.rewind`."""
-        self.session(session_id, version)
-        session = self.engine.rewind(session_id, turn=turn, position=position)
+        self.session(session_id, version, tenant=tenant)
+        session = self.engine.rewind(session_id, turn=turn, position=position, tenant=tenant)
         self._logs[session].forget(len(session.history))
         return session
 
-    def trim(self, session_id: str, turns: Sequence[int], child: str | None = None) -> Session:
+    def trim(self, session_id: str, turns: Sequence[int], child: str | None = None, *, tenant: str = "") -> Session:
         """A new session with the turns numbered `turns` (from 1, ascending) of this one. What of them stands at its
         start is shared in memory, the rest is computed when it is wanted. Raises `InvalidRequest`."""
-        session = self.session(session_id)
+        session = self.session(session_id, tenant=tenant)
         log = self._logs[session]
         numbers = _ascending(turns, len(session.records))
         log.check_pick(numbers)
         shared = next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
-        trimmed = self.fork(session_id, turn=shared, child=child)
+        trimmed = self.fork(session_id, turn=shared, child=child, tenant=tenant)
         try:
             for number in numbers[shared:]:
                 start = len(trimmed.history)
                 taken = self._logs[trimmed].moved(log, session, number, trimmed)
-                self.engine.adopt(trimmed.id, taken.input, taken.output)
+                self.engine.adopt(trimmed.id, taken.input, taken.output, tenant=tenant)
                 self._logs[trimmed].note(start, len(taken.input), taken.conversation)
         except BaseException:
-            self.engine.close(trimmed.id)
+            self.engine.close(trimmed.id, tenant=tenant)
             raise
         return trimmed
 

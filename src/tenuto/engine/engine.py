@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
 
-from tenuto.base.checks import whole
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
@@ -20,12 +19,14 @@ from tenuto.base.errors import (
     SessionBusy,
     StepFailed,
 )
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Executor, StepResult
+from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
+from tenuto.base.views import AuditReport, SessionState
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.memory.audit import AuditReport
 from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
 from tenuto.sched.admission import Admission
@@ -36,13 +37,10 @@ from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
 from tenuto.session.registry import Registry
-from tenuto.session.session import Policy, Session, SessionState
-from tenuto.session.turn import EndReason, Turn, TurnParams, TurnState, as_tokens
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn, as_tokens
 
 log = logging.getLogger("tenuto.engine")
-
-DELIVERED = -1
-"""`Engine.abort(keep=DELIVERED)`: keep every output token whose text the caller has been given."""
 
 
 @dataclass(slots=True)
@@ -56,7 +54,8 @@ class StepReport:
 
 
 class Engine:
-    """Owns sessions, memory and the schedule; single-threaded. `units[g]` is the size of each pool of the model."""
+    """Owns sessions, memory and the schedule; single-threaded. `units[g]` is the size of each pool of the model. An
+    operation finds a session by its id among those of a `tenant`; without tenants, that is left out."""
 
     def __init__(
         self,
@@ -228,11 +227,17 @@ class Engine:
 
     @guarded
     def fork(
-        self, session_id: str, *, turn: int | None = None, position: int | None = None, child: str | None = None
+        self,
+        session_id: str,
+        *,
+        turn: int | None = None,
+        position: int | None = None,
+        child: str | None = None,
+        tenant: str = "",
     ) -> Session:
         """A new session that starts with this one's first `turn` turns, or `position` tokens, or all. While a turn is
         open the fork sees the last commit."""
-        parent = self.sessions.get(session_id)
+        parent = self.sessions.get(session_id, tenant)
         parent.require_open()
         at = self._position(parent, turn, position)
         forked = self.open(child, replace(parent.policy, ephemeral=False))
@@ -243,10 +248,12 @@ class Engine:
         return forked
 
     @guarded
-    def rewind(self, session_id: str, *, turn: int | None = None, position: int | None = None) -> Session:
+    def rewind(
+        self, session_id: str, *, turn: int | None = None, position: int | None = None, tenant: str = ""
+    ) -> Session:
         """Cut the history back to its first `turn` turns or `position` tokens. Raises `SessionBusy` while a turn is
         open."""
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_idle("rewind")
         if turn is None and position is None:
             raise InvalidRequest("rewind needs the number of turns or of tokens to keep")
@@ -257,11 +264,11 @@ class Engine:
         return session
 
     @guarded
-    def adopt(self, session_id: str, tokens: Iterable[int], output: Iterable[int]) -> Session:
+    def adopt(self, session_id: str, tokens: Iterable[int], output: Iterable[int], *, tenant: str = "") -> Session:
         """Commit a turn that was computed elsewhere: its tokens join the history, and are computed here when that is
         wanted. Raises `SessionBusy`, `ContextExceeded` or `InvalidRequest`."""
         given, answer = self._read(tokens), self._read(output)
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_idle("add a turn to")
         self._gate.allowed(session, len(session.history) + len(given) + len(answer), 0)
         session.adopt(given, answer, self._clock.now())
@@ -283,10 +290,10 @@ class Engine:
         return session.check_position(position if position is not None else len(session.history))
 
     @guarded
-    def close(self, session_id: str, *, finish: bool = False) -> None:
+    def close(self, session_id: str, *, finish: bool = False, tenant: str = "") -> None:
         """Close a session. With `finish` a submitted turn may end first; otherwise, and always for a draft, it is
         aborted."""
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         turn = session.turn
         if turn is not None and finish and not turn.drafting:
             session.state = SessionState.CLOSING
@@ -299,13 +306,13 @@ class Engine:
         self.lifecycle.close(session)
 
     @guarded
-    def drop(self, session_id: str | None = None) -> int:
+    def drop(self, session_id: str | None = None, *, tenant: str = "") -> int:
         """Drop a session, or every session, without a running turn to its tokens, to be recomputed when wanted. Returns
         how many held something."""
         if session_id is None:
             sessions = [session for session in self.sessions if not session.has_running_turn]
         else:
-            sessions = [self.sessions.get(session_id)]
+            sessions = [self.sessions.get(session_id, tenant)]
             if sessions[0].has_running_turn:
                 raise SessionBusy(f"cannot drop session {session_id}: its turn is running")
         dropped = 0
@@ -319,23 +326,29 @@ class Engine:
     # -- turns
 
     @guarded
-    def submit(self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None) -> Turn:
+    def submit(
+        self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None, *, tenant: str = ""
+    ) -> Turn:
         """Open a turn: append `tokens` and generate. An open draft becomes this turn, and what it has computed of
         `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed
         nothing."""
-        return self._submit_turn(session_id, tokens, params or TurnParams(), None)
+        return self._submit_turn(session_id, tenant, tokens, params or TurnParams(), None)
 
     @guarded
-    def append(self, session_id: str, tokens: Iterable[int], params: TurnParams | None = None) -> Turn:
+    def append(
+        self, session_id: str, tokens: Iterable[int], params: TurnParams | None = None, *, tenant: str = ""
+    ) -> Turn:
         """Open a prefill-only turn: append `tokens` and commit them once they are computed."""
         params = params or TurnParams()
         if params.max_new_tokens:
             raise InvalidRequest(f"a prefill-only turn has max_new_tokens {params.max_new_tokens}; allowed: 0")
-        return self._submit_turn(session_id, tokens, params, 0)
+        return self._submit_turn(session_id, tenant, tokens, params, 0)
 
-    def _submit_turn(self, session_id: str, tokens: Iterable[int], params: TurnParams, generate: int | None) -> Turn:
+    def _submit_turn(
+        self, session_id: str, tenant: str, tokens: Iterable[int], params: TurnParams, generate: int | None
+    ) -> Turn:
         checked = self._read(tokens)
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_open()
         draft = session.turn if session.turn is not None and session.turn.drafting else None
         if draft is None:
@@ -356,9 +369,9 @@ class Engine:
         return turn
 
     @guarded
-    def regenerate(self, session_id: str, params: TurnParams | None = None) -> Turn:
+    def regenerate(self, session_id: str, params: TurnParams | None = None, *, tenant: str = "") -> Turn:
         """Open a turn that generates the last turn's output again. The old output stays until this turn commits."""
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_idle("regenerate in")
         params = params or TurnParams()
         record = session.regenerated_turn()
@@ -375,11 +388,11 @@ class Engine:
         return turn
 
     @guarded
-    def draft(self, session_id: str, tokens: Iterable[int]) -> Turn:
+    def draft(self, session_id: str, tokens: Iterable[int], *, tenant: str = "") -> Turn:
         """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
         token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
         checked = self._read(tokens)
-        session = self.sessions.get(session_id)
+        session = self.sessions.get(session_id, tenant)
         session.require_open()
         turn = session.turn
         if turn is not None and not turn.drafting:
@@ -398,19 +411,18 @@ class Engine:
         return turn
 
     @guarded
-    def abort(self, session_id: str, keep: int | None = None) -> Turn:
-        """End the open turn now. `keep` `None` rolls it back; `keep` k, or `DELIVERED`, commits its input and that many
-        output tokens (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
-        session = self.sessions.get(session_id)
+    def abort(self, session_id: str, keep: Keep = None, *, tenant: str = "") -> Turn:
+        """End the open turn now. `keep` `None` rolls it back; otherwise its input and what `keep` says of its output
+        are committed (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
+        session = self.sessions.get(session_id, tenant)
         turn = session.turn
         if turn is None:
             raise IllegalTransition(f"session {session_id} has no open turn to abort")
-        if keep is not None:
-            keep = whole("keep", keep, DELIVERED, 2**40)
-        if keep is None or not turn.started:
+        if check_keep(keep) is None or not turn.started:
             self.lifecycle.abort(turn, EndReason.ABORT)
         else:
-            self.lifecycle.commit(turn, EndReason.ABORT, turn.delivered if keep == DELIVERED else keep)
+            kept = {"delivered": turn.delivered, "all": None}[keep] if isinstance(keep, str) else keep
+            self.lifecycle.commit(turn, EndReason.ABORT, kept)
         return turn
 
     # -- audit

@@ -11,14 +11,16 @@ from itertools import count
 
 from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
+from tenuto.base.turns import EndReason, TurnState, Usage
+from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.sched.batch import Batch, continues_from, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.registry import Registry
-from tenuto.session.session import Session, SessionState
-from tenuto.session.turn import EndReason, Turn, TurnState, Usage
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 MOST_IDLE_TIMERS = 1024
 """Timers of ended turns that may wait for their time, besides a few a session."""
@@ -48,7 +50,7 @@ class Lifecycle:
         self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
         self.totals: Counter[str] = Counter()  # tokens of all ended turns, by field of `Usage`
         self.recomputed: Counter[str] = Counter()  # tokens that were computed and have to be again, by why
-        self._timers: list[tuple[float, int, Timer, str, int]] = []  # a heap; names turns, so that ended ones can go
+        self._timers: list[tuple[float, int, Timer, SessionKey, int]] = []  # a heap; ended turns can go
         self._entries = count()
         self._ended: list[Turn] = []
 
@@ -69,19 +71,24 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def _set_timer(self, turn: Turn, when: float, timer: Timer) -> None:
-        heapq.heappush(self._timers, (when, next(self._entries), timer, turn.session.id, turn.number))
+        heapq.heappush(self._timers, (when, next(self._entries), timer, turn.session.key, turn.number))
         if len(self._timers) > MOST_IDLE_TIMERS + 8 * len(self._sessions):  # at most three a session still count
             self._timers = [entry for entry in self._timers if self._counts(*entry)]
             heapq.heapify(self._timers)
 
-    def _counts(self, when: float, _: int, timer: Timer, session_id: str, number: int) -> bool:
+    def _counts(self, when: float, _: int, timer: Timer, key: SessionKey, number: int) -> bool:
         """Whether a timer may still end a turn: an ended turn's, and all but a draft's last, do not."""
-        turn = self._sessions.get(session_id).turn if session_id in self._sessions else None
+        turn = self._open_turn(key)
         return (
             turn is not None
             and turn.number == number
             and (timer is not Timer.DRAFT or when >= turn.changed + self._draft_timeout)
         )
+
+    def _open_turn(self, key: SessionKey) -> Turn | None:
+        tenant, session_id = key
+        session = self._sessions.find(session_id, tenant)
+        return session.turn if session is not None else None
 
     def start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
         """A waiting turn gets its row."""
@@ -260,8 +267,8 @@ class Lifecycle:
         """End turns past a deadline, drafts nobody changed, and sessions nobody used."""
         now = self._clock.now()
         while self._timers and self._timers[0][0] <= now:
-            _, _, timer, session_id, number = heapq.heappop(self._timers)
-            turn = self._sessions.get(session_id).turn if session_id in self._sessions else None
+            _, _, timer, key, number = heapq.heappop(self._timers)
+            turn = self._open_turn(key)
             if turn is not None and turn.number == number and self._is_due(turn, timer, now):
                 self.abort(turn, EndReason.DEADLINE)
         for session in self._sessions.expired():

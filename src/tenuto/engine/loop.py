@@ -7,15 +7,15 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from tenuto.base.errors import EngineStopped, InvariantError, TenutoError
 from tenuto.base.sampling import TokenLogprob
+from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.views import AuditReport
 from tenuto.engine.engine import Engine
-from tenuto.memory.audit import AuditReport
-from tenuto.session.turn import Turn, TurnResult
+from tenuto.session.turn import Turn
 
 log = logging.getLogger("tenuto.engine")
 
@@ -26,23 +26,8 @@ IDLE_SECONDS = 0.1
 """With nothing to compute, how often the clock is looked at: deadlines and idle timeouts are this exact."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnEvent:
-    """What a turn has brought since its last event. `delivered`: its leading output tokens whose text has been
-    delivered whole, up to now. `result`: in the last event that of the turn, else `None`. `logprobs`: one a token, if
-    asked for. `input_logprobs`: of the input tokens, if asked for, in the first event with tokens or a result; only the
-    first token of all has `None`, and a turn that was aborted early may lack the last."""
-
-    tokens: tuple[int, ...]
-    text: str
-    delivered: int
-    result: TurnResult | None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    input_logprobs: tuple[TokenLogprob | None, ...] = ()
-
-
-Subscriber = Callable[[TurnEvent | TenutoError], None]
-"""Called in the engine's thread with every event of a turn; at last with its result, or with the error that kept the
+Subscriber = Callable[[Delta | TenutoError], None]
+"""Called in the engine's thread with every delta of a turn; the last has its result. Or with the error that kept the
 turn from starting or stopped the engine. It must not block. If it raises, nobody is there, and the turn is aborted."""
 
 
@@ -90,14 +75,14 @@ class EngineLoop:
 
         return self.call(start_turn)
 
-    def abort(self, started: Future[Turn], keep: int | None = None) -> Future[TurnResult]:
+    def abort(self, started: Future[Turn], keep: Keep = None) -> Future[TurnResult]:
         """End a turn that `start` has started, as `Engine.abort`; the result of a turn that has ended already is
         returned as it is."""
 
         def abort_turn(engine: Engine) -> TurnResult:
             turn = started.result()  # commands are done in order: it is there
             if not turn.state.ended:
-                self.publish(engine.abort(turn.session.id, keep))
+                self.publish(engine.abort(turn.session.id, keep, tenant=turn.session.policy.tenant))
             if turn.result is None:
                 raise InvariantError(f"{turn.name} has ended without a result")
             return turn.result
@@ -180,7 +165,7 @@ class EngineLoop:
     def _publish_all(self, turns: Iterable[Turn]) -> None:
         for turn in turns:
             if not self.publish(turn):
-                self._engine.abort(turn.session.id)
+                self._engine.abort(turn.session.id, tenant=turn.session.policy.tenant)
 
     def publish(self, turn: Turn) -> bool:
         """Tell the turn's subscriber what is new, in the engine's thread. False if the turn is open and nobody is there
@@ -235,7 +220,7 @@ class _Subscription:
         if turn.params.input_logprobs is not None and not self._input_sent and (tokens or turn.result is not None):
             scores, self._input_sent = turn.input_logprobs, True
         text = turn.text.take_text() if turn.text is not None else ""
-        self._subscriber(TurnEvent(tokens, text, turn.delivered, turn.result, logprobs, scores))
+        self._subscriber(Delta(tokens, text, turn.delivered, turn.result, logprobs, scores))
 
     def refuse(self, reason: str) -> None:
         with suppress(Exception):  # if nobody is there, nobody is told

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest
-from tenuto.text.chat import ChatTemplate, Conversation, Message, Rendered
+from tenuto.base.turns import Message
+from tenuto.text.chat import ChatTemplate, Conversation, Rendered
 from tenuto.text.prompt import Prompt
 from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer

@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from tenuto.base.errors import InvariantError
+from tenuto.base.views import AuditReport, PoolReport
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, Lease, Pool
 from tenuto.memory.session_memory import SessionMemory
 
 UNITS_A_VISIT = 16
 """So many units take about as long as a lease or a holder."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolReport:
-    """Units of one pool: `capacity` = `free` + `limbo` + `leased`; `by_holder` counts leased units by the first word of
-    their holder's name (a unit with several holders counts once, under "shared")."""
-
-    name: str
-    capacity: int
-    free: int
-    limbo: int
-    leased: int
-    by_holder: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class AuditReport:
-    """A clean audit: `holders` that have a lease, and their `leases`."""
-
-    pools: tuple[PoolReport, ...]
-    holders: int
-    leases: int
-
-    def __str__(self) -> str:
-        """One line: every unit accounted for, by holder."""
-        parts = []
-        for pool in self.pools:
-            held = ", ".join(f"{name} {count}" for name, count in sorted(pool.by_holder.items()))
-            rest = f", in flight {pool.limbo}" if pool.limbo else ""
-            parts.append(f"{pool.name}: {pool.capacity} units = free {pool.free}{rest}{', ' if held else ''}{held}")
-        return f"every unit accounted for ({self.holders} holders, {self.leases} leases) | " + " | ".join(parts)
 
 
 class _Book:

@@ -6,13 +6,13 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
 
-from tenuto.base.errors import EngineStopped, NotFound, SessionClosed, TenutoError, TurnAborted
+from tenuto.base.errors import EngineStopped, SessionClosed, TenutoError, TurnAborted
+from tenuto.base.turns import Message, TurnInput
+from tenuto.base.views import SessionKey
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
@@ -40,13 +40,13 @@ LARGE_INPUT = 2**18
 class Input:
     """A request's input on its way into the engine.
 
-    `name`: by which it can be withdrawn. `session`: the engine's id, `None` for a session of its own. `size`: see
+    `name`: by which it can be withdrawn. `session`: `None` for one of its own. `size`: see
     `size_of`. `basis` says what to prepare it against, in the engine's thread, and raises what the request is refused
     for in any case. `parse` may use the room that a basis has. `begin` takes it in, in the engine's thread; `None` if
     it has to be prepared again. `post` has that done, and `reply` and `refuse` say what came of it."""
 
     name: str
-    session: str | None
+    session: SessionKey | None
     size: int
     generate: bool
     basis: Callable[[Engine], Basis]
@@ -73,8 +73,8 @@ class Intake:
         self._chats = chats
         self._loop = loop
         self._lock = threading.Lock()
-        self._pending: dict[str, tuple[_Lane, int]] = {}
-        self._returned: dict[str, set[int]] = {}
+        self._pending: dict[SessionKey, tuple[_Lane, int]] = {}
+        self._returned: dict[SessionKey, set[int]] = {}
         self._numbers = count(1)
         self._named: dict[str, Input] = {}
         self._short, self._long = _Lane("short", self._take), _Lane("long", self._take)
@@ -170,7 +170,8 @@ class Intake:
     def _guess(self, taken: Input) -> Basis | None:
         if taken.session is None:
             return self._chats.opening()
-        return self._chats.guess(taken.session) if taken.size < LONG_INPUT else None
+        tenant, session_id = taken.session
+        return self._chats.guess(session_id, tenant=tenant) if taken.size < LONG_INPUT else None
 
     # -- in the engine's thread
 
@@ -188,7 +189,7 @@ class Intake:
 
     def _would_overtake(self, taken: Input) -> bool:
         with self._lock:
-            returned = self._returned.get(taken.session or "", ())
+            returned = self._returned.get(taken.session, ()) if taken.session is not None else ()
             return any(number < taken.number for number in returned)
 
     def _begun(self, taken: Input, done: Future[Turn | None]) -> None:
@@ -240,12 +241,12 @@ class _Lane:
                 give_back()
 
 
-def size_of(given: str | list[Any]) -> int:
+def size_of(given: TurnInput) -> int:
     """Characters of text or messages, or token ids; a message counts `MESSAGE_SIZE` besides its content."""
     if isinstance(given, str):
         return len(given)
-    if given and isinstance(given[0], dict):
-        return sum(MESSAGE_SIZE + len(str(part.get("content", ""))) for part in given if isinstance(part, dict))
+    if given and isinstance(given[0], Message):
+        return sum(MESSAGE_SIZE + len(part.content) for part in given if isinstance(part, Message))
     return len(given)
 
 
@@ -262,12 +263,15 @@ def _basis(engine: Engine, taken: Input) -> Basis:
 def _meet(engine: Engine, taken: Input) -> None:
     """The session that has the input's id now is the one that it is meant for, unless that is known."""
     if not taken.met and taken.session is not None:
-        with suppress(NotFound):  # as it will be refused
-            taken.meant = engine.sessions.get(taken.session)
+        tenant, session_id = taken.session
+        taken.meant = engine.sessions.find(session_id, tenant)  # if there is none, it will be refused
     taken.met = True
 
 
 def _require_meant(engine: Engine, taken: Input) -> None:
     """Raises `NotFound`, or `SessionClosed` if another session has the id by now."""
-    if taken.session is not None and engine.sessions.get(taken.session) is not taken.meant:
-        raise SessionClosed(f"the session with the id {taken.session} was another when this input came")
+    if taken.session is None:
+        return
+    tenant, session_id = taken.session
+    if engine.sessions.get(session_id, tenant) is not taken.meant:
+        raise SessionClosed(f"the session with the id {session_id} was another when this input came")

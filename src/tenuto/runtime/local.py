@@ -25,8 +25,8 @@ class LocalLink:
     def stopped(self) -> str | None:
         return self._board.stopped
 
-    async def call(self, request: Request, answer: type[T]) -> T:
-        return await self._board.call(request, answer)
+    async def call(self, request: Request[T]) -> T:
+        return await self._board.call(request)
 
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
         await self._board.start(request, deliver)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from random import SystemRandom
 from time import sleep
-from typing import Any
 
-from tenuto.base.checks import real, shown, whole
+from tenuto.base.checks import real, whole
 from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.errors import ConfigError
@@ -78,33 +77,6 @@ def _witness(name: str, page_size: int, step_seconds: str) -> Model:
     executor = WitnessExecutor(page_size, groups, WITNESS_VOCABULARY, wait=partial(sleep, seconds))
     tokenizer = witness_tokenizer(WITNESS_VOCABULARY)
     return Model(executor, WITNESS_VOCABULARY, (), 2**20, tokenizer, ChatTemplate(CHAT_TEMPLATE, tokenizer))
-
-
-def engine_config(model: Model, given: dict[str, Any]) -> EngineConfig:
-    """The configuration from fields of `EngineConfig`; the context length defaults to the model's if that is less.
-    Raises `ConfigError`."""
-    known = {f.name for f in fields(EngineConfig)}
-    unknown = given.keys() - known
-    if unknown:
-        raise ConfigError(f"unknown engine options {sorted(unknown)}; allowed: {sorted(known)}")
-    if "context_length" not in given:
-        given = {**given, "context_length": min(EngineConfig().context_length, model.max_context)}
-    if "tenant_weights" in given:
-        given = {**given, "tenant_weights": _pairs(given["tenant_weights"])}
-    config = EngineConfig(**given)
-    if config.context_length > model.max_context:
-        raise ConfigError(
-            f"context_length is {config.context_length}; allowed: at most the model's {model.max_context} tokens"
-        )
-    return config
-
-
-def _pairs(weights: Any) -> tuple[tuple[str, float], ...]:
-    """Tenants' weights, from lists as messages have them, too. Raises `ConfigError`."""
-    try:
-        return tuple((tenant, weight) for tenant, weight in weights)
-    except (TypeError, ValueError):
-        raise ConfigError(f"tenant_weights is {shown(weights)}; allowed: pairs of a tenant and its weight") from None
 
 
 def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None) -> Engine:

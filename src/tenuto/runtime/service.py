@@ -7,23 +7,21 @@ import os
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import singledispatchmethod
 from heapq import nsmallest
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import msgspec
 
-from tenuto.base.checks import whole
-from tenuto.base.config import EngineConfig
+from tenuto.base.checks import MAX_COUNT, whole
+from tenuto.base.config import EngineConfig, engine_config
 from tenuto.base.errors import EngineStopped, InvalidRequest, LimitReached, TenutoError
 from tenuto.base.messages import (
-    HIDDEN,
     AbortTurn,
     Answer,
     AnyReply,
     Audit,
-    Candidate,
     CloseSession,
     Describe,
     Detokenize,
@@ -34,42 +32,44 @@ from tenuto.base.messages import (
     GetStats,
     ListSessions,
     ListTurns,
-    LogprobView,
-    ModelView,
     OpenSession,
-    PoolView,
-    RecordPage,
-    RecordView,
     Refusal,
     Request,
     Rewind,
-    SessionPage,
-    SessionView,
     StartTurn,
-    Stats,
     Stopped,
-    Ticket,
     Trim,
-    TurnUpdate,
     Updates,
     Withdraw,
     WorkerSettings,
 )
-from tenuto.base.sampling import TokenLogprob
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.turns import Delta
+from tenuto.base.views import (
+    ModelView,
+    PoolReport,
+    Record,
+    RecordPage,
+    SessionInfo,
+    SessionPage,
+    Stats,
+    Ticket,
+)
 from tenuto.engine.chat_engine import ChatEngine
 from tenuto.engine.engine import Engine
-from tenuto.engine.loop import EngineLoop, TurnEvent
+from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Basis, Prepared
-from tenuto.memory.audit import AuditReport
 from tenuto.runtime.intake import Input, Intake, size_of
-from tenuto.runtime.models import Model, build_engine, engine_config, load_model, server_budget
-from tenuto.runtime.views import audit_view, bytes_of, first_page, held, result_view, turn_state
-from tenuto.session.options import TurnOptions, turn_params
-from tenuto.session.session import Policy, Session, TurnRecord
-from tenuto.session.turn import Turn, TurnParams
+from tenuto.runtime.models import Model, build_engine, load_model, server_budget
+from tenuto.runtime.views import bytes_of, first_page, session_info, turn_state
+from tenuto.session.session import Session, TurnRecord
+from tenuto.session.turn import Turn
 from tenuto.text.prompt import Prompt, parse_input
 
 log = logging.getLogger("tenuto.runtime")
+
+T = TypeVar("T")
 
 MOST_LISTED = 1000
 """Sessions or turns on one page."""
@@ -93,7 +93,7 @@ class Service:
         self._send = send
         engine = build_engine(model, config, memory_bytes)
         self._chats = ChatEngine(engine, model.chat, model.tokenizer)
-        self._updates: list[TurnUpdate] = []  # of the round; the engine's thread alone
+        self._updates: list[tuple[int, Delta]] = []  # of the round; the engine's thread alone
         self._describe = self._describe_model(engine)
         self._loop = EngineLoop(engine, self._stopped, after_round=self._flush)
         self._intake = Intake(self._chats, self._loop)
@@ -103,7 +103,7 @@ class Service:
         self._loop.close()
         self._intake.close()
 
-    def handle(self, request: Request) -> None:
+    def handle(self, request: Request[Any]) -> None:
         """Answer a request, now or later."""
         try:
             self._handle(request)
@@ -114,13 +114,13 @@ class Service:
             self._refuse(request.call, error)
 
     @singledispatchmethod
-    def _handle(self, request: Request) -> None:
+    def _handle(self, request: Request[Any]) -> None:
         raise InvalidRequest(f"there is no answer to {type(request).__name__}")
 
     # -- answers
 
-    def _answer(self, call: int, value: Any) -> None:
-        self._send(Answer(call=call, value=msgspec.Raw(msgspec.msgpack.encode(value))))
+    def _answer(self, request: Request[T], value: T) -> None:
+        self._send(Answer(call=request.call, value=msgspec.Raw(msgspec.msgpack.encode(value))))
 
     def _refuse(self, call: int, error: BaseException) -> None:
         code = error.code if isinstance(error, TenutoError) else TenutoError.code
@@ -128,21 +128,21 @@ class Service:
         param = error.param if isinstance(error, TenutoError) else None
         self._send(Refusal(call=call, code=code, message=text, param=param))
 
-    def _do(self, request: Request, work: Callable[[Engine], Any]) -> None:
+    def _do(self, request: Request[T], work: Callable[[Engine], T]) -> None:
         """Have `work` done in the engine's thread, and answer with what it returns."""
-        self._loop.call(work).add_done_callback(lambda done: self._reply(request.call, done))
+        self._loop.call(work).add_done_callback(lambda done: self._reply(request, done))
 
     def _reply_refusal(self, call: int, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
             self._refuse(call, error)
 
-    def _reply(self, call: int, done: Future[Any]) -> None:
+    def _reply(self, request: Request[T], done: Future[T]) -> None:
         error = done.exception()
         if error is not None:
-            self._refuse(call, error)
+            self._refuse(request.call, error)
         else:
-            self._answer(call, done.result())
+            self._answer(request, done.result())
 
     def _flush(self) -> None:
         if self._updates:
@@ -158,23 +158,15 @@ class Service:
 
     @_handle.register
     def _(self, request: OpenSession) -> None:
-        policy = Policy(
-            request.priority,
-            request.ttl,
-            request.max_tokens,
-            tenant=request.tenant,
-            metadata=tuple(request.metadata.items()),
-        )
-
-        def work(engine: Engine) -> SessionView:
-            self._check_use(engine, request.tenant, request.most_sessions, request.most_tokens)
-            return self._view(self._chats.open(request.session, policy, request.system))
+        def work(engine: Engine) -> SessionInfo:
+            self._check_limits(engine, request, opens=True)
+            return self._view(self._chats.open(request.session, request.policy, request.system))
 
         self._do(request, work)
 
     @_handle.register
     def _(self, request: GetSession) -> None:
-        self._do(request, lambda _: self._view(self._chats.session(request.session)))
+        self._do(request, lambda _: self._view(self._chats.session(request.session, tenant=request.tenant)))
 
     @_handle.register
     def _(self, request: ListSessions) -> None:
@@ -184,10 +176,9 @@ class Service:
             found = (
                 session
                 for session in engine.sessions
-                if request.tenant in (None, session.policy.tenant)
+                if session.policy.tenant == request.tenant
                 and session.id > request.after
-                and not session.policy.ephemeral
-                and HIDDEN not in session.id
+                and not (session.policy.ephemeral or session.policy.hidden)
                 and request.state in (None, session.state.value, turn_state(session))
             )
             first = nsmallest(limit + 1, found, key=lambda session: session.id)
@@ -198,10 +189,10 @@ class Service:
 
     @_handle.register
     def _(self, request: ListTurns) -> None:
-        first, limit = whole("first", request.first, 1, 2**40), whole("limit", request.limit, 1, MOST_LISTED)
+        first, limit = whole("first", request.first, 1, MAX_COUNT), whole("limit", request.limit, 1, MOST_LISTED)
 
         def work(_: Engine) -> tuple[list[TurnRecord], array[int], bool]:
-            session = self._chats.session(request.session)
+            session = self._chats.session(request.session, tenant=request.tenant)
             following = session.records[first - 1 : first - 1 + limit]
             page = first_page(following, limit, PAGE_TOKENS, lambda record: record.end - record.start)
             tokens = session.history[page[0].start : page[-1].end] if page else array("i")
@@ -209,53 +200,63 @@ class Service:
 
         # The answer is made in the engine's thread, too: how much a page may hold bounds how long that takes.
         def reply(done: Future[tuple[list[TurnRecord], array[int], bool]]) -> None:
-            if done.exception() is not None:
-                self._reply(request.call, done)
+            if (error := done.exception()) is not None:
+                self._refuse(request.call, error)
                 return
             page, tokens, more = done.result()
             records = [self._record(first + i, record, page[0].start, tokens) for i, record in enumerate(page)]
-            self._answer(request.call, RecordPage(records=records, more=more))
+            self._answer(request, RecordPage(records=records, more=more))
 
         self._loop.call(work).add_done_callback(reply)
 
-    def _record(self, number: int, record: TurnRecord, at: int, tokens: array[int]) -> RecordView:
+    def _record(self, number: int, record: TurnRecord, at: int, tokens: array[int]) -> Record:
         """A turn as it is shown; `tokens` are the history from `at` on."""
         given = tokens[record.start - at : record.input_end - at].tolist()
         output = tokens[record.input_end - at : record.end - at].tolist()
-        return RecordView(
+        return Record(
             number=number,
             start=record.start,
-            input=given,
-            output=output,
+            input_tokens=given,
+            output_tokens=output,
             input_text=self._text(given),
             output_text=self._text(output),
         )
 
     @_handle.register
     def _(self, request: Fork) -> None:
-        def work(engine: Engine) -> SessionView:
-            parent = self._chats.session(request.session, request.version)
-            self._check_use(engine, parent.policy.tenant, request.most_sessions, request.most_tokens)
-            child = self._chats.fork(request.session, turn=request.turn, position=request.position, child=request.child)
+        def work(engine: Engine) -> SessionInfo:
+            self._chats.session(request.session, request.version, tenant=request.tenant)
+            self._check_limits(engine, request, opens=True)
+            child = self._chats.fork(
+                request.session,
+                turn=request.turn,
+                position=request.position,
+                child=request.child,
+                tenant=request.tenant,
+            )
             return self._view(child)
 
         self._do(request, work)
 
     @_handle.register
     def _(self, request: Trim) -> None:
-        def work(engine: Engine) -> SessionView:
-            parent = self._chats.session(request.session, request.version)
-            self._check_use(engine, parent.policy.tenant, request.most_sessions, request.most_tokens)
-            return self._view(self._chats.trim(request.session, request.turns, request.child))
+        def work(engine: Engine) -> SessionInfo:
+            self._chats.session(request.session, request.version, tenant=request.tenant)
+            self._check_limits(engine, request, opens=True)
+            return self._view(self._chats.trim(request.session, request.turns, request.child, tenant=request.tenant))
 
         self._do(request, work)
 
     @_handle.register
     def _(self, request: Rewind) -> None:
-        def work(_: Engine) -> SessionView:
+        def work(_: Engine) -> SessionInfo:
             return self._view(
                 self._chats.rewind(
-                    request.session, turn=request.turn, position=request.position, version=request.version
+                    request.session,
+                    turn=request.turn,
+                    position=request.position,
+                    version=request.version,
+                    tenant=request.tenant,
                 )
             )
 
@@ -264,8 +265,8 @@ class Service:
     @_handle.register
     def _(self, request: CloseSession) -> None:
         def work(engine: Engine) -> None:
-            self._chats.session(request.session, request.version)
-            engine.close(request.session, finish=request.finish)
+            self._chats.session(request.session, request.version, tenant=request.tenant)
+            engine.close(request.session, finish=request.finish, tenant=request.tenant)
 
         self._do(request, work)
 
@@ -273,9 +274,7 @@ class Service:
 
     @_handle.register
     def _(self, request: StartTurn) -> None:
-        if request.kind not in ("turn", "append", "regenerate"):
-            raise InvalidRequest(f"kind is {request.kind!r}; allowed: turn, append, regenerate")
-        params = turn_params(cast("TurnOptions", request.options))
+        params = request.params
         outlet = _Outlet(request.call, self)
         if request.kind == "regenerate":
             if request.session is None:
@@ -286,39 +285,40 @@ class Service:
         self._intake.put(
             Input(
                 name=request.name,
-                session=request.session,
+                session=request.key,
                 size=size_of(request.input),
                 generate=params.max_new_tokens != 0 if request.session is None else request.kind == "turn",
-                basis=lambda engine: self._basis(engine, request, request.tenant),
+                basis=lambda engine: self._basis(engine, request),
                 parse=lambda basis: self._prompt(request, basis),
                 begin=lambda engine, prepared: self._begin(engine, request, params, prepared),
                 post=lambda work: self._loop.start(work, outlet),
-                reply=lambda turn: self._answer(request.call, self._ticket(turn, echo=request.echo)),
+                reply=lambda turn: self._answer(request, self._ticket(turn, echo=request.echo)),
                 refuse=lambda error: self._refuse(request.call, error),
             )
         )
 
     def _regenerate(self, engine: Engine, request: StartTurn, params: TurnParams) -> Turn:
         assert request.session is not None
-        self._check_use(engine, request.tenant, None, request.most_tokens)
-        turn = self._chats.regenerate(request.session, params, request.version)
-        self._answer(request.call, self._ticket(turn, echo=request.echo))  # before anything that the turn brings
+        self._check_limits(engine, request)
+        turn = self._chats.regenerate(request.session, params, request.version, tenant=request.tenant)
+        self._answer(request, self._ticket(turn, echo=request.echo))  # before anything that the turn brings
         return turn
 
-    def _basis(self, engine: Engine, request: StartTurn | Draft, tenant: str | None = None) -> Basis:
+    def _basis(self, engine: Engine, request: StartTurn | Draft) -> Basis:
         if request.session is None:
             return self._chats.opening()
-        basis = self._chats.basis(request.session, request.version)
-        tenant = engine.sessions.get(request.session).policy.tenant if tenant is None else tenant
-        self._check_use(engine, tenant, None, request.most_tokens)
+        basis = self._chats.basis(request.session, request.version, tenant=request.tenant)
+        self._check_limits(engine, request)
         return basis
 
     def _begin(self, engine: Engine, request: StartTurn, params: TurnParams, prepared: Prepared) -> Turn | None:
-        self._check_use(engine, request.tenant, None, request.most_tokens)
+        self._check_limits(engine, request)
         if request.session is None:
             return self._chats.begin_one_shot(prepared, params, Policy(tenant=request.tenant))
         generate = request.kind == "turn"
-        return self._chats.begin(request.session, prepared, params, generate=generate, version=request.version)
+        return self._chats.begin(
+            request.session, prepared, params, generate=generate, version=request.version, tenant=request.tenant
+        )
 
     def _prompt(self, request: StartTurn, basis: Basis) -> Prompt:
         tokenizer = self._model.tokenizer
@@ -341,35 +341,34 @@ class Service:
     def _(self, request: Draft) -> None:
         def begin(engine: Engine, prepared: Prepared) -> Turn | None:
             self._basis(engine, request)
-            return self._chats.begin_draft(request.session, prepared, request.version)
+            return self._chats.begin_draft(request.session, prepared, request.version, tenant=request.tenant)
 
         self._intake.put(
             Input(
                 name=request.name,
-                session=request.session,
+                session=(request.tenant, request.session),
                 size=size_of(request.input),
                 generate=False,
                 basis=lambda engine: self._basis(engine, request),
                 parse=lambda basis: parse_input(request.input, self._model.tokenizer, basis.room(generate=False)),
                 begin=begin,
                 post=self._loop.call,
-                reply=lambda turn: self._answer(request.call, self._view(turn.session)),
+                reply=lambda turn: self._answer(request, self._view(turn.session)),
                 refuse=lambda error: self._refuse(request.call, error),
             )
         )
 
     @_handle.register
     def _(self, request: Withdraw) -> None:
-        self._answer(request.call, self._intake.withdraw(request.name))
+        self._answer(request, self._intake.withdraw(request.name))
 
     @_handle.register
     def _(self, request: AbortTurn) -> None:
         def work(engine: Engine) -> bool:
-            session = engine.sessions.get(request.session)
-            turn = session.turn
+            turn = engine.sessions.get(request.session, request.tenant).turn
             if request.turn is not None and (turn is None or turn.number != request.turn):
                 return False
-            self._loop.publish(engine.abort(request.session, request.keep))
+            self._loop.publish(engine.abort(request.session, request.keep, tenant=request.tenant))
             return True
 
         self._do(request, work)
@@ -378,7 +377,7 @@ class Service:
 
     @_handle.register
     def _(self, request: Describe) -> None:
-        self._answer(request.call, self._describe)
+        self._answer(request, self._describe)
 
     @_handle.register
     def _(self, request: DropMemory) -> None:
@@ -386,13 +385,7 @@ class Service:
 
     @_handle.register
     def _(self, request: Audit) -> None:
-        def reply(done: Future[AuditReport]) -> None:
-            if done.exception() is not None:
-                self._reply(request.call, done)
-            else:
-                self._answer(request.call, audit_view(done.result()))
-
-        self._loop.audit().add_done_callback(reply)
+        self._loop.audit().add_done_callback(lambda done: self._reply(request, done))
 
     @_handle.register
     def _(self, request: GetStats) -> None:
@@ -403,62 +396,47 @@ class Service:
         text = self._text(request.tokens, special=request.special)
         if text is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none")
-        self._answer(request.call, text)
+        self._answer(request, text)
 
     # -- in the engine's thread, except where nothing but the model is asked
 
-    def publish(self, call: int, event: TurnEvent | TenutoError) -> None:
+    def publish(self, call: int, news: Delta | TenutoError) -> None:
         """A turn has gone on. Errors other than the engine's end are not for here: the turn did not start, and the
         answer to the request says why."""
-        if isinstance(event, TurnEvent):
-            self._updates.append(
-                TurnUpdate(
-                    call,
-                    list(event.tokens),
-                    event.text,
-                    event.delivered,
-                    result_view(event.result) if event.result is not None else None,
-                    [self._logprob(entry) for entry in event.logprobs] if event.logprobs else None,
-                    [self._logprob(entry) if entry is not None else None for entry in event.input_logprobs]
-                    if event.input_logprobs
-                    else None,
-                )
-            )
-        elif isinstance(event, EngineStopped):
-            self._send(Refusal(call=call, code=event.code, message=str(event)))
+        if isinstance(news, Delta):
+            self._updates.append((call, self._with_text(news) if news.logprobs or news.input_logprobs else news))
+        elif isinstance(news, EngineStopped):
+            self._send(Refusal(call=call, code=news.code, message=str(news)))
 
-    def _logprob(self, entry: TokenLogprob) -> LogprobView:
-        raw = self._model.tokenizer.written_bytes if self._model.tokenizer is not None else _no_bytes
-        top = [Candidate(token, logprob, raw(token)) for token, logprob in entry.top]
-        return LogprobView(entry.token, entry.logprob, raw(entry.token), top)
+    def _with_text(self, delta: Delta) -> Delta:
+        """With what the tokens of its log-probabilities say."""
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            return delta
+        raw = tokenizer.written_bytes
+
+        def told(entry: TokenLogprob) -> TokenLogprob:
+            top = tuple(Candidate(other.token, other.logprob, raw(other.token)) for other in entry.top)
+            return TokenLogprob(entry.token, entry.logprob, top, raw(entry.token))
+
+        inputs = tuple(told(entry) if entry is not None else None for entry in delta.input_logprobs)
+        return msgspec.structs.replace(delta, logprobs=tuple(map(told, delta.logprobs)), input_logprobs=inputs)
 
     @staticmethod
-    def _check_use(engine: Engine, tenant: str, most_sessions: int | None, most_tokens: int | None) -> None:
-        use = engine.sessions.use(tenant)
-        if most_sessions is not None and use.sessions >= most_sessions:
-            raise LimitReached(f"{use.sessions} sessions are open; allowed: {most_sessions}; close some first")
-        if most_tokens is not None and use.tokens >= most_tokens:
-            raise LimitReached(f"sessions hold {use.tokens} tokens; allowed: {most_tokens}; close or rewind some first")
+    def _check_limits(
+        engine: Engine, request: OpenSession | Fork | Trim | StartTurn | Draft, *, opens: bool = False
+    ) -> None:
+        """Raises `LimitReached` if the tenant may not have more tokens or, where a session is opened, sessions."""
+        use, limits = engine.sessions.use(request.tenant), request.limits
+        if opens and limits.sessions is not None and use.sessions >= limits.sessions:
+            raise LimitReached(f"{use.sessions} sessions are open; allowed: {limits.sessions}; close some first")
+        if limits.tokens is not None and use.tokens >= limits.tokens:
+            raise LimitReached(
+                f"sessions hold {use.tokens} tokens; allowed: {limits.tokens}; close or rewind some first"
+            )
 
-    def _view(self, session: Session) -> SessionView:
-        engine, memory = self._chats.engine, session.memory
-        return SessionView(
-            id=session.id,
-            tenant=session.policy.tenant,
-            state=session.state.value,
-            turn=session.turn.state.value if session.turn is not None else None,
-            version=session.version,
-            turns=len(session.records),
-            tokens=len(session.history),
-            computed=memory.computed,
-            context_left=session.context_left,
-            limit=session.limit,
-            priority=session.policy.priority,
-            ttl=session.policy.ttl,
-            idle_seconds=0.0 if session.turn is not None else engine.now() - session.last_turn_end,
-            memory=held(engine, session),
-            metadata=dict(session.policy.metadata),
-        )
+    def _view(self, session: Session) -> SessionInfo:
+        return session_info(self._chats.engine, session)
 
     def _ticket(self, turn: Turn, *, echo: bool) -> Ticket:
         prompt = turn.tokens(0, turn.prompt_length).tolist() if echo else []
@@ -486,8 +464,7 @@ class Service:
             steps=engine.steps,
             transitions=dict(engine.transitions),
             pools=[
-                PoolView(name=p.name, capacity=p.capacity, free=p.free, in_flight=p.limbo, leased=p.leased)
-                for p in engine.memory.pools
+                PoolReport(pool.name, pool.capacity, pool.free, pool.limbo, pool.leased) for pool in engine.memory.pools
             ],
             prompt_tokens=totals["prompt"],
             cached_tokens=totals["cached"],
@@ -517,20 +494,20 @@ class Service:
             has_text=tokenizer is not None,
             has_chat=model.chat is not None,
             pid=os.getpid(),
-            config=asdict(self._config),
+            config=self._config,
         )
 
 
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
     """Load a model and serve it. Raises `ModelError` or `ConfigError`."""
     model = load_model(settings.model, settings.device, settings.dtype, settings.page_size)
-    config = engine_config(model, settings.config)
+    config = engine_config(settings.config, model.max_context)
     memory = settings.memory_bytes if settings.memory_bytes is not None else server_budget(model, config)
     return Service(model, config, memory, send)
 
 
 class _Outlet:
-    """Tells a service of a turn's events."""
+    """Tells a service what a turn brings."""
 
     __slots__ = ("_call", "_service")
 
@@ -538,9 +515,5 @@ class _Outlet:
         self._call = call
         self._service = service
 
-    def __call__(self, event: TurnEvent | TenutoError) -> None:
-        self._service.publish(self._call, event)
-
-
-def _no_bytes(_: int) -> bytes:
-    return b""
+    def __call__(self, news: Delta | TenutoError) -> None:
+        self._service.publish(self._call, news)

@@ -8,11 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
-from tenuto.base.messages import AuditView, PoolView, ResultView, SessionView
+from tenuto.base.views import SessionInfo
 from tenuto.engine.engine import Engine
-from tenuto.memory.audit import AuditReport
 from tenuto.session.session import Session
-from tenuto.session.turn import TurnResult
 
 T = TypeVar("T")
 
@@ -29,7 +27,7 @@ def first_page(found: Iterable[T], limit: int, most: int, weight: Callable[[T], 
     return page
 
 
-def bytes_of(view: SessionView) -> int:
+def bytes_of(view: SessionInfo) -> int:
     """Of a view as it is sent."""
     return len(msgspec.msgpack.encode(view))
 
@@ -43,41 +41,23 @@ def held(engine: Engine, session: Session) -> dict[str, int]:
     return {name: len(of_group) for name, of_group in units.items()}
 
 
-def result_view(result: TurnResult) -> ResultView:
-    """How a turn ended."""
-    usage = result.usage
-    return ResultView(
-        reason=result.reason.value,
-        committed=result.committed,
-        version=result.version,
-        kept=result.kept,
-        prompt=usage.prompt,
-        cached=usage.cached,
-        generated=usage.generated,
-        computed=usage.computed,
-        max_new_tokens=result.max_new_tokens,
-        context_left=result.context_left,
-        stop=result.stop,
-    )
-
-
-def audit_view(report: AuditReport) -> AuditView:
-    """What an audit found."""
-    return AuditView(
-        summary=str(report),
-        pools=[
-            PoolView(
-                name=pool.name,
-                capacity=pool.capacity,
-                free=pool.free,
-                in_flight=pool.limbo,
-                leased=pool.leased,
-                by_holder=dict(pool.by_holder),
-            )
-            for pool in report.pools
-        ],
-        holders=report.holders,
-        leases=report.leases,
+def session_info(engine: Engine, session: Session) -> SessionInfo:
+    """A session as it is now."""
+    return SessionInfo(
+        session_id=session.id,
+        state=session.state,
+        turn=session.turn.state if session.turn is not None else None,
+        version=session.version,
+        turns=len(session.records),
+        tokens=len(session.history),
+        computed=session.memory.computed,
+        context_left=session.context_left,
+        limit=session.limit,
+        priority=session.policy.priority,
+        ttl=session.policy.ttl,
+        idle_seconds=0.0 if session.turn is not None else engine.now() - session.last_turn_end,
+        memory=held(engine, session),
+        metadata=dict(session.policy.metadata),
     )
 
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Logprobs, StepResult
+from tenuto.base.turns import EndReason
 from tenuto.memory.group import Mask
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight
-from tenuto.session.turn import EndReason, Turn
+from tenuto.session.turn import Turn
 
 
 @dataclass(slots=True)

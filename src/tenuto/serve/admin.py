@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Response
 
-from tenuto.base.messages import Audit, AuditView
+from tenuto.base.messages import Audit
 from tenuto.serve.edge import Admin, Caller, EdgeOf, Scraper
 from tenuto.serve.metrics import CONTENT_TYPE
 from tenuto.serve.native_schemas import REFUSALS
@@ -32,8 +32,8 @@ async def engine(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
 @router.get("/audit", responses=_REFUSALS)
 async def audit(edge: EdgeOf, _: Admin) -> dict[str, Any]:
     """Recount every unit of memory from its holders."""
-    view = await edge.link.call(Audit(), AuditView)
-    return {"clean": True, **msgspec.to_builtins(view)}
+    report = await edge.link.call(Audit())
+    return {"clean": True, "summary": str(report), **msgspec.to_builtins(report)}
 
 
 @router.get("/metrics", response_class=Response, responses=_REFUSALS | _METRICS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import secrets
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -18,13 +16,12 @@ from starlette.datastructures import Headers
 
 from tenuto.base.errors import Draining, EngineStopped, Forbidden, LimitReached, Overloaded, TenutoError, Unauthorized
 from tenuto.base.link import Link
-from tenuto.base.messages import ModelView, StartTurn
+from tenuto.base.messages import StartTurn
+from tenuto.base.views import ModelView
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.settings import ServeSettings, Tenant
 from tenuto.serve.turns import LiveTurn, TurnDesk
 
-ALL = 2**40
-"""To keep, of an aborted turn: every output token."""
 RETRY_SECONDS = 1
 """In `Retry-After`, where nothing better is known."""
 ABORTING_SECONDS = 5.0
@@ -117,24 +114,9 @@ class Edge:
                 await asyncio.gather(*aborting, return_exceptions=True)
 
 
-def inner_id(tenant: Tenant, session_id: str) -> str:
-    """The engine's id of a tenant's session."""
-    return f"{tenant.name}/{session_id}"
-
-
-def outer_id(session: str) -> str:
-    """The id that its tenant knows."""
-    return session.split("/", 1)[1]
-
-
 async def digest_of(request: Request) -> bytes:
     """What tells a request from others with the same idempotency key: its path and body."""
     return sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
-
-
-def random_seed() -> int:
-    """For turns that draw and name no seed."""
-    return secrets.randbits(63)
 
 
 # -- dependencies of routes
@@ -181,9 +163,8 @@ class Failure:
 
     @staticmethod
     def of(error: TenutoError) -> Failure:
-        """Names sessions as their tenant does. What stopped the engine, or is our mistake, is for the log: it may name
-        anyone's."""
-        message = _OWNER.sub(r"\1", str(error))
+        """What stopped the engine, or is our mistake, is for the log: it may name anyone's sessions."""
+        message = str(error)
         if isinstance(error, EngineStopped):
             message = message.partition(":")[0]
         elif error.status == 500:
@@ -210,7 +191,6 @@ class Failure:
 
 
 BROKEN = "the server failed; its log says why"
-_OWNER = re.compile(r"\b(session '?|turn \d+ of )[A-Za-z0-9_-]{1,32}/")
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",

@@ -18,7 +18,9 @@ from prometheus_client.registry import Collector
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.link import Link
-from tenuto.base.messages import Audit, AuditView, GetStats, Stats, TurnUpdate
+from tenuto.base.messages import Audit, GetStats
+from tenuto.base.turns import Delta
+from tenuto.base.views import AuditReport, Stats
 from tenuto.serve.turns import LiveTurn
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -68,7 +70,7 @@ class Metrics:
             "tenuto_http_requests", "HTTP requests answered", ("method", "route", "status"), registry=registry
         )
 
-    def turn_updated(self, turn: LiveTurn, update: TurnUpdate) -> None:
+    def turn_updated(self, turn: LiveTurn, update: Delta) -> None:
         """A turn has gone on. Tokens that come together are counted as evenly spaced."""
         tokens = len(update.tokens)
         if not tokens:
@@ -84,7 +86,7 @@ class Metrics:
 
     def turn_ended(self, turn: LiveTurn) -> None:
         """An accepted turn has ended."""
-        reason = turn.result.reason if turn.result is not None else "engine_stopped"
+        reason = turn.result.reason.value if turn.result is not None else "engine_stopped"
         self._ended.labels(reason, str(turn.state == "committed").lower()).inc()
         self._whole.observe(time.perf_counter() - turn.asked)
 
@@ -108,7 +110,7 @@ class _EngineFigures(Collector):
         self.in_line = 0
         self._up = False
         self._stats: Stats | None = None
-        self._audit: AuditView | None = None
+        self._audit: AuditReport | None = None
         self._audited = -AUDIT_SECONDS
 
     async def refresh(self, link: Link) -> None:
@@ -116,10 +118,10 @@ class _EngineFigures(Collector):
         self._stats = None
         with suppress(TenutoError, TimeoutError):
             async with asyncio.timeout(PATIENCE_SECONDS):
-                self._stats = await link.call(GetStats(), Stats)
+                self._stats = await link.call(GetStats())
                 if time.monotonic() - self._audited >= AUDIT_SECONDS:
                     self._audited = time.monotonic()
-                    self._audit = await link.call(Audit(), AuditView)
+                    self._audit = await link.call(Audit())
         self._up = link.stopped is None
 
     def describe(self) -> Iterator[Metric]:
@@ -143,7 +145,7 @@ def _of_now(stats: Stats) -> Iterator[Metric]:
     yield _gauge("held_tokens", "Committed tokens of open sessions", _by_name(stats.held_tokens), "tenant")
 
 
-def _of_memory(stats: Stats, audit: AuditView | None) -> Iterator[Metric]:
+def _of_memory(stats: Stats, audit: AuditReport | None) -> Iterator[Metric]:
     states = [
         ((pool.name, TIER, state), count)
         for pool in stats.pools

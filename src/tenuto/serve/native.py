@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import IllegalTransition, InvalidRequest, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
@@ -20,21 +21,21 @@ from tenuto.base.messages import (
     ListSessions,
     ListTurns,
     OpenSession,
-    RecordPage,
     Rewind,
-    SessionPage,
-    SessionView,
     StartTurn,
     Trim,
 )
-from tenuto.serve.edge import ALL, Caller, Edge, EdgeOf, Failure, digest_of, inner_id, outer_id, random_seed
+from tenuto.base.options import Policy, turn_params
+from tenuto.base.turns import Message, TurnInput, TurnKind, check_keep
+from tenuto.base.views import SessionInfo, StateFilter
+from tenuto.serve import native_schemas
+from tenuto.serve.edge import Caller, Edge, EdgeOf, Failure, digest_of
 from tenuto.serve.native_schemas import (
     REFUSALS,
     STREAMED,
     Abort,
     IdempotencyKey,
     IfMatch,
-    Message,
     NewAppend,
     NewDraft,
     NewFork,
@@ -42,7 +43,6 @@ from tenuto.serve.native_schemas import (
     NewTrim,
     NewTurn,
     Position,
-    Record,
     RecordList,
     Session,
     SessionId,
@@ -51,10 +51,10 @@ from tenuto.serve.native_schemas import (
     TurnId,
     Usage,
 )
-from tenuto.serve.options import logprob_body
+from tenuto.serve.options import logprob_body, options_of, random_seed
 from tenuto.serve.settings import Tenant, new_session_id
 from tenuto.serve.sse import EventStream, event, while_connected
-from tenuto.serve.turns import DEADLINES, DELIVERED, LiveTurn
+from tenuto.serve.turns import LiveTurn
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -66,20 +66,20 @@ async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response:
     """Open a session."""
     view = await edge.link.call(
         OpenSession(
-            session=inner_id(tenant, body.id or new_session_id()),
-            tenant=tenant.name,
+            session=body.id or new_session_id(),
+            policy=Policy(
+                body.priority,
+                edge.settings.ttl(body.ttl, named=body.id is not None),
+                body.max_tokens,
+                tenant=tenant.name,
+                metadata=tuple(body.metadata.items()),
+            ),
             system=body.system,
-            priority=body.priority,
-            ttl=edge.settings.ttl(body.ttl, named=body.id is not None),
-            max_tokens=body.max_tokens,
-            metadata=body.metadata,
-            most_sessions=tenant.limits.sessions,
-            most_tokens=tenant.limits.tokens,
-        ),
-        SessionView,
+            limits=tenant.limits,
+        )
     )
-    response.headers["location"] = f"/v1/sessions/{outer_id(view.id)}"
-    return _session(edge, view, response)
+    response.headers["location"] = f"/v1/sessions/{view.session_id}"
+    return _session(edge, tenant, view, response)
 
 
 @router.get("", responses=REFUSALS)
@@ -89,23 +89,21 @@ async def list_sessions(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[str, Query(pattern=r"^[A-Za-z0-9._:-]{0,64}$", description="List those behind this id.")] = "",
     state: Annotated[
-        Literal["open", "closing", "idle", "drafting", "queued", "running", "preempted"] | None,
+        StateFilter | None,
         Query(description="Of the session, or of its open turn."),
     ] = None,
 ) -> SessionList:
     """Your sessions, by id."""
-    page = await edge.link.call(
-        ListSessions(tenant=tenant.name, after=inner_id(tenant, after), limit=limit, state=state), SessionPage
-    )
-    following = outer_id(page.sessions[-1].id) if page.more else None
-    return SessionList(data=[_session(edge, view) for view in page.sessions], next=following)
+    page = await edge.link.call(ListSessions(tenant=tenant.name, after=after, limit=limit, state=state))
+    following = page.sessions[-1].session_id if page.more else None
+    return SessionList(data=[_session(edge, tenant, view) for view in page.sessions], next=following)
 
 
 @router.get("/{session_id}", responses=REFUSALS)
 async def get_session(edge: EdgeOf, tenant: Caller, session_id: SessionId, response: Response) -> Session:
     """A session as it is now."""
-    view = await edge.link.call(GetSession(session=inner_id(tenant, session_id)), SessionView)
-    return _session(edge, view, response)
+    view = await edge.link.call(GetSession(tenant=tenant.name, session=session_id))
+    return _session(edge, tenant, view, response)
 
 
 @router.delete("/{session_id}", status_code=204, responses=REFUSALS)
@@ -118,7 +116,7 @@ async def close_session(
 ) -> Response:
     """Close a session."""
     version = _version(if_match)
-    await edge.desk.close_session(inner_id(tenant, session_id), finish=finish, version=version)
+    await edge.desk.close_session((tenant.name, session_id), finish=finish, version=version)
     return Response(status_code=204)
 
 
@@ -131,19 +129,8 @@ async def list_turns(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> RecordList:
     """Its committed turns, with their tokens and texts."""
-    page = await edge.link.call(ListTurns(session=inner_id(tenant, session_id), first=first, limit=limit), RecordPage)
-    data = [
-        Record(
-            number=record.number,
-            start=record.start,
-            input_tokens=record.input,
-            output_tokens=record.output,
-            input_text=record.input_text,
-            output_text=record.output_text,
-        )
-        for record in page.records
-    ]
-    return RecordList(data=data, next=first + len(data) if page.more else None)
+    page = await edge.link.call(ListTurns(tenant=tenant.name, session=session_id, first=first, limit=limit))
+    return RecordList(data=page.records, next=first + len(page.records) if page.more else None)
 
 
 @router.post("/{session_id}/fork", status_code=201, responses=REFUSALS)
@@ -153,17 +140,16 @@ async def fork(
     """A new session with the same beginning; memory is shared. While a turn is open, it sees the last commit."""
     view = await edge.link.call(
         Fork(
-            session=inner_id(tenant, session_id),
-            child=inner_id(tenant, body.id or new_session_id()),
+            tenant=tenant.name,
+            session=session_id,
+            child=body.id or new_session_id(),
             turn=body.turn,
             position=body.position,
             version=_version(if_match),
-            most_sessions=tenant.limits.sessions,
-            most_tokens=tenant.limits.tokens,
-        ),
-        SessionView,
+            limits=tenant.limits,
+        )
     )
-    return _session(edge, view, response)
+    return _session(edge, tenant, view, response)
 
 
 @router.post("/{session_id}/rewind", responses=REFUSALS)
@@ -172,9 +158,9 @@ async def rewind(
 ) -> Session:
     """Cut the history back. Refused while a turn is open."""
     request = Rewind(
-        session=inner_id(tenant, session_id), turn=body.turn, position=body.position, version=_version(if_match)
+        tenant=tenant.name, session=session_id, turn=body.turn, position=body.position, version=_version(if_match)
     )
-    return _session(edge, await edge.link.call(request, SessionView), response)
+    return _session(edge, tenant, await edge.link.call(request), response)
 
 
 @router.post("/{session_id}/trim", status_code=201, responses=REFUSALS)
@@ -184,16 +170,15 @@ async def trim(
     """A new session with some turns of this one. Those at its start are shared, others are computed when needed."""
     view = await edge.link.call(
         Trim(
-            session=inner_id(tenant, session_id),
-            child=inner_id(tenant, body.id or new_session_id()),
+            tenant=tenant.name,
+            session=session_id,
+            child=body.id or new_session_id(),
             turns=body.turns,
             version=_version(if_match),
-            most_sessions=tenant.limits.sessions,
-            most_tokens=tenant.limits.tokens,
-        ),
-        SessionView,
+            limits=tenant.limits,
+        )
     )
-    return _session(edge, view, response)
+    return _session(edge, tenant, view, response)
 
 
 # -- turns
@@ -242,15 +227,14 @@ async def append(
     idempotency_key: IdempotencyKey = None,
 ) -> Turn:
     """Append input without an answer; it is committed when it is computed."""
-    options = body.model_dump(include={*DEADLINES, "priority", "input_logprobs"}, exclude_none=True)
     start = StartTurn(
         kind="append",
         tenant=tenant.name,
-        session=inner_id(tenant, session_id),
+        session=session_id,
         input=_input(body.input),
-        options=options,
+        params=turn_params(options_of(body)),
         version=_version(if_match),
-        most_tokens=tenant.limits.tokens,
+        limits=tenant.limits,
     )
     running = await _begin(edge, tenant, request, start, idempotency_key, queue=body.if_busy == "queue")
     return await _whole(edge, request, running)
@@ -269,38 +253,36 @@ async def draft(
     """Give the whole text so far, again with every change: what stays the same is computed once. It is no history until
     a turn with it is started; a draft nobody changes is given up."""
     draft = Draft(
-        session=inner_id(tenant, session_id),
+        tenant=tenant.name,
+        session=session_id,
         input=_input(body.input),
         version=_version(if_match),
-        most_tokens=tenant.limits.tokens,
+        limits=tenant.limits,
         name=f"draft-{secrets.token_hex(12)}",
     )
     try:
-        view = await while_connected(request, edge.link.call(draft, SessionView))
+        view = await while_connected(request, edge.link.call(draft))
     except ClientDisconnect:
         edge.spawn(edge.desk.withdraw(draft.name))
         raise
-    return _session(edge, view, response)
+    return _session(edge, tenant, view, response)
 
 
 @router.post("/{session_id}/abort", responses=REFUSALS)
 async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort) -> Turn | None:
     """End the open turn. Its session is as before, or, with `keep`, has what was said so far. `null`: it was a
     draft."""
-    inner = inner_id(tenant, session_id)
-    if isinstance(body.keep, int) and not 0 <= body.keep <= ALL:
-        raise InvalidRequest(f"keep is {body.keep}; allowed: none, delivered, all, or a number of output tokens")
+    keep = check_keep(None if body.keep == "none" else body.keep)
     if body.turn_id is not None:
-        turn = edge.desk.find(tenant.name, inner, body.turn_id)
+        turn = edge.desk.find(tenant.name, session_id, body.turn_id)
         if turn.ended:
             raise IllegalTransition(f"turn {turn.id} has ended: it is {turn.state}")
     else:
-        found = edge.desk.open_turn(inner)
+        found = edge.desk.open_turn((tenant.name, session_id))
         if found is None:
-            await edge.link.call(AbortTurn(session=inner), bool)
+            await edge.link.call(AbortTurn(tenant=tenant.name, session=session_id))
             return None
         turn = found
-    keep = _KEEP[body.keep] if isinstance(body.keep, str) else body.keep
     await edge.desk.abort(turn, keep)
     return turn_body(turn)
 
@@ -308,7 +290,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
 @router.get("/{session_id}/turns/{turn_id}", responses=REFUSALS)
 async def get_turn(edge: EdgeOf, tenant: Caller, session_id: SessionId, turn_id: TurnId) -> Turn:
     """A turn that is open or ended not long ago."""
-    return turn_body(edge.desk.find(tenant.name, inner_id(tenant, session_id), turn_id))
+    return turn_body(edge.desk.find(tenant.name, session_id, turn_id))
 
 
 @router.get("/{session_id}/turns/{turn_id}/events", response_class=Response, responses=REFUSALS | STREAMED)
@@ -318,10 +300,12 @@ async def follow_turn(
     session_id: SessionId,
     turn_id: TurnId,
     request: Request,
-    last_event_id: Annotated[int | None, Header(ge=0, le=2**40, description="Send what came after this event.")] = None,
+    last_event_id: Annotated[
+        int | None, Header(ge=0, le=MAX_COUNT, description="Send what came after this event.")
+    ] = None,
 ) -> Response:
     """The events of a turn, from its beginning or from where a broken stream ended."""
-    turn = edge.desk.find(tenant.name, inner_id(tenant, session_id), turn_id)
+    turn = edge.desk.find(tenant.name, session_id, turn_id)
     position = last_event_id or 0
     if position > len(turn.updates):
         raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.updates)}, the last there is")
@@ -329,24 +313,21 @@ async def follow_turn(
     return _stream(edge, turn, position)
 
 
-_KEEP = {"none": None, "delivered": DELIVERED, "all": ALL}
-
-
 # -- from requests to turns, and from turns to answers
 
 
-def _start(tenant: Tenant, session_id: str, kind: str, body: NewTurn, if_match: str | None) -> StartTurn:
-    options = body.engine_options()
-    if options.get("temperature") and "seed" not in options:
-        options["seed"] = random_seed()
+def _start(tenant: Tenant, session_id: str, kind: TurnKind, body: NewTurn, if_match: str | None) -> StartTurn:
+    options = options_of(body)
+    if options.get("temperature"):
+        options.setdefault("seed", random_seed())
     return StartTurn(
         kind=kind,
         tenant=tenant.name,
-        session=inner_id(tenant, session_id),
+        session=session_id,
         input=_input(body.input),
-        options=options,
+        params=turn_params(options),
         version=_version(if_match),
-        most_tokens=tenant.limits.tokens,
+        limits=tenant.limits,
     )
 
 
@@ -398,7 +379,7 @@ async def _events(turn: LiveTurn, position: int) -> AsyncIterator[bytes]:
             "started",
             {
                 "turn_id": turn.id,
-                "session_id": outer_id(ticket.session),
+                "session_id": ticket.session,
                 "prompt_tokens": ticket.prompt_tokens,
                 "max_new_tokens": ticket.max_new_tokens,
                 "version": ticket.version,
@@ -429,33 +410,34 @@ def turn_body(turn: LiveTurn) -> Turn:
     reply, result, request = turn.reply(), turn.result, turn.request
     body = Turn(
         id=turn.id,
-        session_id=outer_id(request.session or ""),
+        session_id=request.session or "",
         state=turn.state,
         text=reply.text,
-        tokens=reply.tokens,
+        tokens=list(reply.tokens),
         logprobs=[logprob_body(entry) for entry in reply.logprobs] or None,
         input_logprobs=[logprob_body(entry) if entry is not None else None for entry in reply.input_logprobs] or None,
     )
     if turn.ticket is not None:
         body.max_new_tokens = turn.ticket.max_new_tokens
     if result is not None:
-        body.reason, body.committed, body.kept, body.stop = result.reason, result.committed, result.kept, result.stop
+        body.reason, body.committed = result.reason.value, result.committed
+        body.kept, body.stop = result.kept, result.stop
         body.version, body.context_left = result.version, result.context_left
         body.usage = Usage(
-            prompt_tokens=result.prompt,
-            cached_tokens=result.cached,
-            completion_tokens=result.generated,
-            computed_tokens=result.computed,
+            prompt_tokens=result.usage.prompt,
+            cached_tokens=result.usage.cached,
+            completion_tokens=result.usage.generated,
+            computed_tokens=result.usage.computed,
         )
     return body
 
 
-def _session(edge: Edge, view: SessionView, response: Response | None = None) -> Session:
+def _session(edge: Edge, tenant: Tenant, view: SessionInfo, response: Response | None = None) -> Session:
     if response is not None:
         response.headers["etag"] = _etag(view.version)
-    turn = edge.desk.open_turn(view.id)
+    turn = edge.desk.open_turn((tenant.name, view.session_id))
     return Session(
-        id=outer_id(view.id),
+        id=view.session_id,
         state=view.state,
         turn=view.turn,
         turn_id=turn.id if turn is not None else None,
@@ -468,8 +450,8 @@ def _session(edge: Edge, view: SessionView, response: Response | None = None) ->
         priority=view.priority,
         ttl=view.ttl,
         idle_seconds=round(view.idle_seconds, 3),
-        memory=view.memory,
-        metadata=view.metadata,
+        memory=dict(view.memory),
+        metadata=dict(view.metadata),
     )
 
 
@@ -487,7 +469,7 @@ def _version(if_match: str | None) -> int | None:
     return int(bare)
 
 
-def _input(given: str | list[int] | list[Message]) -> str | list[Any]:
+def _input(given: str | list[int] | list[native_schemas.Message]) -> TurnInput:
     if isinstance(given, str):
         return given
-    return [part.model_dump() if isinstance(part, Message) else part for part in given]
+    return [Message(part.role, part.content) if isinstance(part, native_schemas.Message) else part for part in given]

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from tenuto.serve.options import Items, Messages, Object, TurnOptions, at_most
+from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
+from tenuto.base.views import Record
+from tenuto.serve.options import Items, Messages, Object, at_most, field_of, with_options
 
 ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
 """Of a session's id: whatever needs no quoting in a URL. Clients leave `.` and `..` out of URLs, so they are no ids."""
@@ -65,11 +67,9 @@ class NewSession(Body):
 
     id: NewId = None
     system: str | None = Field(None, description="A system message, put before the first messages.")
-    ttl: float | None = Field(
-        None, gt=0, le=1e9, description="Seconds without a turn until it is closed; by default as the server has it."
-    )
-    priority: int = Field(0, ge=-1000, le=1000, description="Of its turns; higher runs first.")
-    max_tokens: int | None = Field(None, ge=1, description="Cap on its history, in tokens.")
+    ttl: float | None = field_of("ttl", "Seconds without a turn until it is closed; by default as the server has it.")
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Of its turns; higher runs first.")
+    max_tokens: int | None = field_of("max_tokens")
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(
         default_factory=dict,
         description="Noted with it, and shown: up to 16 entries, of 64 and 512 characters.",
@@ -78,8 +78,9 @@ class NewSession(Body):
     model_config = ConfigDict(json_schema_extra={"examples": [{"system": "Be brief.", "ttl": 3600}]})
 
 
-class NewTurn(TurnOptions):
-    """A turn to be started."""
+@with_options()
+class NewTurn(Body):
+    """A turn to be started: how it generates, and what is not given is as the engine has it."""
 
     input: Input = ""
     stream: bool = Field(default=True, description="Send events as they come; otherwise one answer at the end.")
@@ -97,15 +98,12 @@ class NewTurn(TurnOptions):
     )
 
 
+@with_options(*OF_PREFILL)
 class NewAppend(Body):
     """Input to be appended without an answer."""
 
     input: Input = ""
     if_busy: Literal["reject", "queue"] = "reject"
-    queue_timeout: float | None = Field(None, gt=0, le=1e9)
-    timeout: float | None = Field(None, gt=0, le=1e9)
-    priority: int | None = Field(None, ge=-1000, le=1000)
-    input_logprobs: int | None = Field(None, ge=0, le=20)
 
 
 class NewDraft(Body):
@@ -172,17 +170,6 @@ class SessionList(BaseModel):
 
     data: list[Session]
     next: str | None
-
-
-class Record(BaseModel):
-    """A committed turn. `start`: its place in the history, in tokens."""
-
-    number: int
-    start: int
-    input_tokens: list[int]
-    output_tokens: list[int]
-    input_text: str | None
-    output_text: str | None
 
 
 class RecordList(BaseModel):

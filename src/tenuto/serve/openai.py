@@ -11,8 +11,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, ModelNotFound, NotFound, TenutoError
-from tenuto.base.messages import OpenSession, SessionView, StartTurn
-from tenuto.serve.edge import Caller, Edge, EdgeOf, digest_of, inner_id
+from tenuto.base.messages import OpenSession, StartTurn
+from tenuto.base.options import Policy
+from tenuto.base.turns import TurnInput
+from tenuto.serve.edge import Caller, Edge, EdgeOf, digest_of
 from tenuto.serve.native_schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.openai_answers import Answer, Writer
 from tenuto.serve.openai_chat import ChatWriter
@@ -128,15 +130,15 @@ def _check(edge: Edge, body: Generation, prompts: int) -> None:
         raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MOST_CHOICES} answers in all")
 
 
-def _start(tenant: Tenant, body: Generation, given: str | list[Any]) -> StartTurn:
+def _start(tenant: Tenant, body: Generation, given: TurnInput) -> StartTurn:
     return StartTurn(
         kind="turn",
         tenant=tenant.name,
-        session=inner_id(tenant, body.session_id) if body.session_id is not None else None,
+        session=body.session_id,
         input=given,
-        options=body.engine_options(),
+        params=body.params(),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
-        most_tokens=tenant.limits.tokens,
+        limits=tenant.limits,
     )
 
 
@@ -168,9 +170,9 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: str | N
         try:
             samples.turns = [await edge.start(tenant, start, key=key, body=digest)]
         except TenutoError:
-            if opened and edge.desk.open_turn(start.session or "") is None:
+            if opened and edge.desk.open_turn((tenant.name, start.session or "")) is None:
                 with suppress(TenutoError):
-                    await edge.desk.close_session(start.session or "", version=0)
+                    await edge.desk.close_session((tenant.name, start.session or ""), version=0)
             raise
     return [samples]
 
@@ -179,13 +181,11 @@ async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
     """Whether the session was opened by this, or else by somebody else."""
     opening = OpenSession(
         session=session,
-        tenant=tenant.name,
-        ttl=edge.settings.ttl(None, named=True),
-        most_sessions=tenant.limits.sessions,
-        most_tokens=tenant.limits.tokens,
+        policy=Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name),
+        limits=tenant.limits,
     )
     try:
-        await edge.link.call(opening, SessionView)
+        await edge.link.call(opening)
     except AlreadyExists:
         return False
     return True

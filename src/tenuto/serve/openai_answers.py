@@ -9,13 +9,18 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from tenuto.base.errors import TenutoError
-from tenuto.base.messages import ResultView, TurnUpdate
+from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.edge import Edge, Failure
 from tenuto.serve.samples import Samples, check_end, merged
 from tenuto.serve.sse import DONE, data
-from tenuto.serve.turns import LiveTurn, Reply
+from tenuto.serve.turns import LiveTurn
 
-FINISH = {"stop": "stop", "abort": "stop", "length": "length", "appended": "length"}
+FINISH = {
+    EndReason.STOP: "stop",
+    EndReason.ABORT: "stop",
+    EndReason.LENGTH: "length",
+    EndReason.APPENDED: "length",
+}
 """Finish reasons, by why a turn was committed; a barge-in is a stop."""
 
 
@@ -26,7 +31,7 @@ class Writer(Protocol):
         """The choice of the first chunk, if it says something before there is text."""
         ...
 
-    def piece(self, said: Reply) -> dict[str, Any]:
+    def piece(self, said: Delta) -> dict[str, Any]:
         """What is new."""
         ...
 
@@ -34,7 +39,7 @@ class Writer(Protocol):
         """The choice of the last chunk."""
         ...
 
-    def whole(self, said: Reply) -> dict[str, Any]:
+    def whole(self, said: Delta) -> dict[str, Any]:
         """The choice."""
         ...
 
@@ -95,9 +100,9 @@ class Answer:
             yield data(Failure.of(error).body)
         yield DONE
 
-    def _event(self, index: int, updates: list[TurnUpdate]) -> bytes:
+    def _event(self, index: int, updates: list[Delta]) -> bytes:
         """What is new in a choice; nothing if a reader would see nothing of it."""
-        said, result, writer = together(updates), updates[-1].result, self._writers[index]
+        said, result, writer = joined(updates), updates[-1].result, self._writers[index]
         event = b""
         if said.text or said.logprobs or said.input_logprobs:
             event = self._chunk(_choice(index, writer.piece(said)))
@@ -127,18 +132,5 @@ class Answer:
         }
 
 
-def together(updates: list[TurnUpdate]) -> Reply:
-    """What updates say, added up; without the tokens."""
-    first = updates[0]
-    if len(updates) == 1:
-        return Reply([], first.text, first.logprobs or [], first.input_logprobs or [])
-    return Reply(
-        [],
-        "".join(update.text for update in updates),
-        [entry for update in updates for entry in update.logprobs or ()],
-        [entry for update in updates for entry in update.input_logprobs or ()],
-    )
-
-
-def _choice(index: int, written: dict[str, Any], result: ResultView | None = None) -> dict[str, Any]:
+def _choice(index: int, written: dict[str, Any], result: TurnResult | None = None) -> dict[str, Any]:
     return {"index": index, **written, "finish_reason": FINISH[result.reason] if result is not None else None}

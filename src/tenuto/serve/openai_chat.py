@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from tenuto.base.messages import Candidate, LogprobView
-from tenuto.serve.turns import Reply
+from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.turns import Delta
 
 
 class ChatWriter:
@@ -17,22 +18,22 @@ class ChatWriter:
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def piece(self, said: Reply) -> dict[str, Any]:
+    def piece(self, said: Delta) -> dict[str, Any]:
         return {"delta": {"content": said.text}, "logprobs": self._shown(said.logprobs)}
 
     def closing(self) -> dict[str, Any]:
         return {"delta": {}, "logprobs": None}
 
-    def whole(self, said: Reply) -> dict[str, Any]:
+    def whole(self, said: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": said.text, "refusal": None}
         return {"message": message, "logprobs": self._shown(said.logprobs)}
 
-    def _shown(self, entries: list[LogprobView]) -> dict[str, Any] | None:
+    def _shown(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = [{**_token(entry), "top_logprobs": [_token(other) for other in entry.top]} for entry in entries]
         return {"content": content, "refusal": None}
 
 
-def _token(entry: LogprobView | Candidate) -> dict[str, Any]:
+def _token(entry: TokenLogprob | Candidate) -> dict[str, Any]:
     return {"token": entry.raw.decode(errors="replace"), "logprob": entry.logprob, "bytes": list(entry.raw)}

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.base.messages import Detokenize, LogprobView
+from tenuto.base.messages import Detokenize
+from tenuto.base.sampling import TokenLogprob
+from tenuto.base.turns import Delta
 from tenuto.serve.edge import Edge
 from tenuto.serve.samples import Samples
-from tenuto.serve.turns import Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Echo:
 
     text: str
     first: bytes = b""
-    scores: Sequence[LogprobView | None] = ()
+    scores: Sequence[TokenLogprob | None] = ()
 
 
 async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, *, logprobs: bool) -> Echo:
@@ -31,7 +32,7 @@ async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, *, logp
     text = prompt if isinstance(prompt, str) else ticket.text or ""
     if not logprobs or not ticket.prompt:
         return Echo(text)
-    first = await edge.link.call(Detokenize(tokens=ticket.prompt[:1]), str)
+    first = await edge.link.call(Detokenize(tokens=ticket.prompt[:1]))
     return Echo(text, first.encode(), turn.reply().input_logprobs if samples.prompt is not None else ())
 
 
@@ -48,9 +49,9 @@ class CompletionWriter:
         """An echo, unless logprobs of it are yet to come."""
         if self._echo is None or (self._logprobs and not self._echo.scores):
             return None
-        return self.piece(Reply())
+        return self.piece(Delta())
 
-    def piece(self, said: Reply) -> dict[str, Any]:
+    def piece(self, said: Delta) -> dict[str, Any]:
         echo, self._echo = self._echo, None
         text = said.text if echo is None else echo.text + said.text
         return {"text": text, "logprobs": self._shown(said, echo) if self._logprobs else None}
@@ -58,10 +59,10 @@ class CompletionWriter:
     def closing(self) -> dict[str, Any]:
         return {"text": "" if self._echo is None else self._echo.text, "logprobs": None}
 
-    def whole(self, said: Reply) -> dict[str, Any]:
+    def whole(self, said: Delta) -> dict[str, Any]:
         return self.piece(said)
 
-    def _shown(self, said: Reply, echo: Echo | None) -> dict[str, Any]:
+    def _shown(self, said: Delta, echo: Echo | None) -> dict[str, Any]:
         shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if echo is not None:
             text, position = echo.text.encode(), 0
@@ -91,7 +92,7 @@ class Characters:
         return before
 
 
-def _add(shown: dict[str, list[Any]], raw: bytes, entry: LogprobView | None, offset: int) -> None:
+def _add(shown: dict[str, list[Any]], raw: bytes, entry: TokenLogprob | None, offset: int) -> None:
     shown["tokens"].append(token_text(raw))
     shown["text_offset"].append(offset)
     shown["token_logprobs"].append(entry.logprob if entry is not None else None)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.serve.edge import random_seed
+from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
+from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
+from tenuto.base.turns import Message
 from tenuto.serve.invalid import unsupported
 from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
-from tenuto.serve.options import MOST_MESSAGES, Items, LogitBias, Messages, Object, Prompts
+from tenuto.serve.options import (
+    MOST_MESSAGES,
+    Items,
+    Messages,
+    Object,
+    Prompts,
+    TokenId,
+    field_of,
+    options_of,
+    random_seed,
+    with_options,
+)
 from tenuto.serve.samples import MOST_SAMPLES
-
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 _NONE: tuple[Any, ...] = (None, False, [], {})
 IGNORED = frozenset(
@@ -86,8 +97,22 @@ class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage of all choices.")
 
 
+@with_options(
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "presence_penalty",
+    "priority",
+    "queue_timeout",
+    "repetition_penalty",
+    "stop",
+    "timeout",
+    "top_p",
+)
 class Generation(Body):
-    """What both kinds of completion take. Fields from `priority` on are not OpenAI's."""
+    """What both kinds of completion take, besides options whose name here is the engine's. Fields from `top_k` on are
+    not OpenAI's, nor are `ignore_eos`, `min_p`, `priority`, `repetition_penalty` and the timeouts."""
 
     ignored = IGNORED
     not_there = NOT_THERE
@@ -96,22 +121,11 @@ class Generation(Body):
     n: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="Answers to a prompt, which is computed once.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0, le=1e6, description="1 if not given.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: LogitBias | None = Field(None, description="By token id.")
     seed: int | None = Field(None, description="Made up by the server if not given.")
-    stop: str | Items[str] | None = Field(None, description="Strings that end the answer.")
-    priority: int | None = Field(None, ge=-1000, le=1000, description="Higher runs first.")
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="-1 and 0 keep all.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    min_tokens: int | None = Field(None, ge=0, le=2**40)
-    stop_token_ids: Items[TokenId] | None = Field(None, max_length=64)
-    ignore_eos: bool | None = None
-    queue_timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds until it must have begun.")
-    timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds until it must have ended.")
+    temperature: float | None = field_of("temperature", "1 if not given.")
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1 and 0 keep all.")
+    min_tokens: int | None = field_of("min_new_tokens")
+    stop_token_ids: Items[TokenId] | None = field_of("stop_ids")
     session_id: str | None = Field(
         None,
         pattern=ID_PATTERN,
@@ -145,37 +159,32 @@ class Generation(Body):
         """The field that an option of the engine's comes from."""
         return {**_FIELDS, "input": self.text_field}.get(option or "", option)
 
-    def engine_options(self) -> dict[str, Any]:
-        """What was given, by the engine's names; what was not is as OpenAI has it."""
-        given = self.model_dump(include=_SAME, exclude_none=True)
-        renamed = {"min_new_tokens": self.min_tokens, "stop_ids": self.stop_token_ids, "top_k": self.top_k}
-        given |= {name: value for name, value in renamed.items() if value is not None}
-        given["top_k"] = max(0, given.get("top_k", 0))
-        temperature = given.setdefault("temperature", 1.0)
+    def params(self) -> TurnParams:
+        """What was given, as the engine has it; what was not is as OpenAI has it. Raises `InvalidRequest`."""
+        try:
+            return turn_params(self.options())
+        except InvalidRequest as error:
+            error.param = self.param(error.param)
+            raise
+
+    def options(self) -> TurnOptions:
+        """By the engine's names."""
+        given: TurnOptions = {"temperature": 1.0, **options_of(self)}
+        given.pop("logprobs", None)  # which is another thing here
+        if self.min_tokens is not None:
+            given["min_new_tokens"] = self.min_tokens
+        if self.stop_token_ids is not None:
+            given["stop_ids"] = self.stop_token_ids
+        given["top_k"] = max(0, self.top_k or 0)
         if self.seed is not None:
-            given["seed"] = self.seed % 2**63
-        elif temperature > 0:
+            given["seed"] = self.seed & MAX_SEED
+        elif given["temperature"] > 0:
             given["seed"] = random_seed()
         return given
 
 
 _FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
 """Fields by the engine's name of the option, where they differ."""
-_SAME = {
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "min_p",
-    "presence_penalty",
-    "priority",
-    "queue_timeout",
-    "repetition_penalty",
-    "stop",
-    "temperature",
-    "timeout",
-    "top_p",
-}
-"""Options whose name here is the engine's."""
 
 
 class CompletionBody(Generation):
@@ -185,7 +194,7 @@ class CompletionBody(Generation):
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of such.", examples=["Once upon a time"]
     )
-    max_tokens: int | None = Field(None, ge=0, le=2**40, description="16 if not given.")
+    max_tokens: int | None = field_of("max_new_tokens", "16 if not given.")
     logprobs: int | None = Field(None, ge=0, le=5, description="Of every token, with so many of the likeliest.")
     echo: bool | None = Field(None, description="Answers begin with the prompt.")
     best_of: int | None = Field(None, description="Refused unless it is `n`.")
@@ -204,8 +213,8 @@ class CompletionBody(Generation):
             said = "session_id with several prompts or echo; allowed: one prompt, without echo"
             raise InvalidRequest(said, param="session_id")
 
-    def engine_options(self) -> dict[str, Any]:
-        given = super().engine_options()
+    def options(self) -> TurnOptions:
+        given = super().options()
         given["max_new_tokens"] = 16 if self.max_tokens is None else self.max_tokens
         if self.logprobs is not None:
             given["logprobs"] = self.logprobs
@@ -247,10 +256,10 @@ class ChatMessage(Body):
             raise unsupported("", f"is {shown(role)}; that is not supported, allowed: {', '.join(ROLES)}")
         return role
 
-    def rendered(self) -> dict[str, str]:
+    def rendered(self) -> Message:
         """The message as the engine takes it."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return Message("system" if self.role == "developer" else self.role, text)
 
 
 class ChatBody(Generation):
@@ -258,10 +267,10 @@ class ChatBody(Generation):
 
     text_field = "messages"
     messages: Messages[ChatMessage] = Field(description="With `session_id`: only the new ones.")
-    max_tokens: int | None = Field(None, ge=1, le=2**40, description="As many as fit if not given.")
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**40, description="The same.")
+    max_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="The same.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="So many of the likeliest at every place.")
+    top_logprobs: int | None = field_of("logprobs", "So many of the likeliest at every place.")
 
     @model_validator(mode="before")
     @classmethod
@@ -287,8 +296,8 @@ class ChatBody(Generation):
             said = "there are no messages; allowed: at least one, or a session_id"
             raise InvalidRequest(said, param="messages")
 
-    def engine_options(self) -> dict[str, Any]:
-        given = super().engine_options()
+    def options(self) -> TurnOptions:
+        given = super().options()
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if most is not None:
             given["max_new_tokens"] = most

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+import secrets
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, create_model, model_validator
 
+from tenuto.base.checks import Bounds
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.messages import LogprobView
+from tenuto.base.options import MAX_STOP_IDS, OPTIONS, Policy, TurnOptions
+from tenuto.base.sampling import MAX_BIASES, MAX_SEED, MAX_TOKEN_ID, TokenLogprob
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 MOST_FIELDS = 128
 """Of an object in a request."""
@@ -37,10 +43,16 @@ def at_most(entries: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-TokenKey = Annotated[int, Field(strict=False)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenKey = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=False)]
 """A token id as a key: JSON has only strings there."""
 
-LogitBias = Annotated[dict[TokenKey, float], at_most(1024)]
+_TYPES: dict[str, Any] = {
+    "logit_bias": Annotated[dict[TokenKey, float], at_most(MAX_BIASES)],
+    "stop": str | Items[str],
+    "stop_ids": Items[TokenId],
+}
+"""Of options that are not numbers or flags."""
 
 
 class Object(BaseModel):
@@ -55,37 +67,54 @@ class Object(BaseModel):
         return given
 
 
-class TurnOptions(Object):
-    """How a turn generates. What is not given is as the engine has it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    max_new_tokens: int | None = Field(None, ge=0, le=2**40, description="As many as fit if not given.")
-    min_new_tokens: int | None = Field(None, ge=0, le=2**40, description="Before so many, nothing ends the turn.")
-    temperature: float | None = Field(None, ge=0, le=1e6, description="0, the default, is greedy.")
-    top_k: int | None = Field(None, ge=0, lt=2**31)
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: LogitBias | None = Field(None, description="By token id.")
-    seed: int | None = Field(None, ge=0, lt=2**63, description="Made up by the server if not given.")
-    stop: str | Items[str] | None = Field(None, description="Strings that end the turn.")
-    stop_ids: Items[int] | None = Field(None, max_length=64, description="Token ids that do.")
-    ignore_eos: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20, description="Of output tokens, with so many of the likeliest.")
-    input_logprobs: int | None = Field(None, ge=0, le=20, description="The same of the input.")
-    priority: int | None = Field(None, ge=-1000, le=1000)
-    queue_timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds until it must have begun.")
-    timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds until it must have ended.")
-
-    def engine_options(self) -> dict[str, Any]:
-        """What was given, by the engine's names."""
-        return self.model_dump(include=set(TurnOptions.model_fields), exclude_none=True)
+_OF_SESSIONS = {each.name: each for each in fields(Policy)}
 
 
-def logprob_body(entry: LogprobView) -> dict[str, Any]:
+def field_of(name: str, description: str | None = None) -> Any:
+    """A field of a request that is the engine's option of this name, of a turn or else of a session, as far as its
+    bounds go."""
+    given = (OPTIONS.get(name) or _OF_SESSIONS[name]).metadata
+    bounds: Bounds | None = given["bounds"]
+    limits: dict[str, Any] = {}
+    if bounds is not None:
+        limits = {"gt" if bounds.above else "ge": bounds.low, "le": bounds.high}
+    elif name == "stop_ids":
+        limits = {"max_length": MAX_STOP_IDS}
+    return Field(None, description=description or given["description"] or None, **limits)
+
+
+def with_options(*names: str) -> Callable[[type[M]], type[M]]:
+    """Gives a model of requests the engine's options with these names, or all: by their own bounds and descriptions,
+    and `None` if they are not given. `options_of` reads them."""
+
+    def add(model: type[M]) -> type[M]:
+        chosen: dict[str, Any] = {name: (_type_of(name) | None, field_of(name)) for name in names or OPTIONS}
+        return create_model(
+            model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **chosen
+        )
+
+    return add
+
+
+def _type_of(name: str) -> Any:
+    if name in _TYPES:
+        return _TYPES[name]
+    bounds = OPTIONS[name].metadata["bounds"]
+    return bool if bounds is None else type(bounds.low)
+
+
+def options_of(request: BaseModel) -> TurnOptions:
+    """The options that a request gives by the engine's names."""
+    given = {name: getattr(request, name, None) for name in OPTIONS}
+    return cast("TurnOptions", {name: value for name, value in given.items() if value is not None})
+
+
+def random_seed() -> int:
+    """For turns that draw and name no seed."""
+    return secrets.randbelow(MAX_SEED + 1)
+
+
+def logprob_body(entry: TokenLogprob) -> dict[str, Any]:
     """A token's log probability and the likeliest in its place."""
     return {
         "token": entry.token,

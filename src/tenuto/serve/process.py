@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import structlog
@@ -15,7 +15,8 @@ import structlog
 from tenuto.base.errors import EngineStopped, InvalidRequest
 from tenuto.base.frames import FrameReader, frame
 from tenuto.base.link import Deliver, Switchboard
-from tenuto.base.messages import AnyReply, ModelView, Refusal, Request, StartTurn, WorkerSettings, error_of
+from tenuto.base.messages import AnyReply, Refusal, Request, StartTurn, WorkerSettings, error_of
+from tenuto.base.views import ModelView
 
 log = structlog.get_logger("tenuto.server")
 
@@ -68,8 +69,8 @@ class ProcessLink(asyncio.Protocol):
         """The child's."""
         return self._child.pid
 
-    async def call(self, request: Request, answer: type[T]) -> T:
-        return await self._board.call(request, answer)
+    async def call(self, request: Request[T]) -> T:
+        return await self._board.call(request)
 
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
         await self._board.start(request, deliver)
@@ -83,7 +84,7 @@ class ProcessLink(asyncio.Protocol):
         self._board.stop("the engine was closed")
         await self._bury()
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: Request[Any]) -> None:
         try:
             message = self._encoder.encode(request)
         except (OverflowError, UnicodeEncodeError) as error:

@@ -16,7 +16,8 @@ import uvicorn
 
 from tenuto.base.errors import ConfigError, EngineStopped, ModelError
 from tenuto.base.link import Link
-from tenuto.base.messages import ModelView, WorkerSettings
+from tenuto.base.messages import WorkerSettings
+from tenuto.base.views import ModelView
 from tenuto.serve.app import build_app
 from tenuto.serve.edge import Edge
 from tenuto.serve.metrics import Metrics

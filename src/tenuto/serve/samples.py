@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from tenuto.base.errors import DeadlinePassed, Draining, TurnAborted, TurnFailed
-from tenuto.base.messages import HIDDEN, CloseSession, Fork, OpenSession, ResultView, SessionView, StartTurn, TurnUpdate
-from tenuto.serve.edge import Edge, inner_id
-from tenuto.serve.settings import Tenant
+from tenuto.base.messages import CloseSession, Fork, OpenSession, StartTurn
+from tenuto.base.options import OF_PREFILL, Policy, TurnParams
+from tenuto.base.sampling import MAX_SEED
+from tenuto.base.turns import Delta, EndReason, TurnResult
+from tenuto.serve.edge import Edge
+from tenuto.serve.settings import Tenant, hidden_session_id
 from tenuto.serve.turns import LiveTurn
 
 T = TypeVar("T")
@@ -22,9 +25,6 @@ MOST_SAMPLES = 128
 """Answers to one prompt."""
 HIDDEN_TTL = 300.0
 """Seconds until a hidden session closes itself, if all else fails."""
-
-_OF_THE_PROMPT = frozenset({"input_logprobs", "priority", "queue_timeout", "timeout"})
-"""Options that the prefill-only turn takes."""
 
 
 class Samples:
@@ -46,18 +46,18 @@ class Samples:
     @property
     def prompt_tokens(self) -> int:
         """Once all have ended."""
-        return max(turn.result.prompt for turn in self.turns if turn.result is not None)
+        return max(turn.result.usage.prompt for turn in self.turns if turn.result is not None)
 
     @property
     def cached_tokens(self) -> int:
         """Of the prompt, what did not have to be computed. Once all have ended."""
         result = self.input_turn.result
-        return result.cached if result is not None else 0
+        return result.usage.cached if result is not None else 0
 
     @property
     def generated_tokens(self) -> int:
         """Of all answers. Once they have ended."""
-        return sum(turn.result.generated for turn in self.turns if turn.result is not None)
+        return sum(turn.result.usage.generated for turn in self.turns if turn.result is not None)
 
     async def start(self, request: StartTurn, n: int = 1) -> None:
         """Start `n` turns of what `request` says; several are without a session, and their seeds follow each other.
@@ -65,42 +65,37 @@ class Samples:
         if n == 1:
             self.turns.append(await self._edge.start(self._tenant, request))
             return
-        root = inner_id(self._tenant, f"{HIDDEN}n-{secrets.token_hex(12)}")
+        root = hidden_session_id()
         await self._open(root, request)
-        options = {name: value for name, value in request.options.items() if name != "input_logprobs"}
-        seed = options.get("seed", 0)
+        params = replace(request.params, input_logprobs=None)
+        sampling = params.sampling
 
         async def sample(i: int) -> LiveTurn:
             session = root if i == 0 else await self._fork(root, f"{root}-{i}")
-            start = msgspec.structs.replace(
-                request, session=session, input=[], options={**options, "seed": (seed + i) % 2**63}, echo=False
-            )
+            mine = replace(params, sampling=replace(sampling, seed=(sampling.seed + i) & MAX_SEED))
+            start = msgspec.structs.replace(request, session=session, input=[], params=mine, echo=False)
             return await self._edge.start(self._tenant, start)
 
         self.turns = await all_of(sample(i) for i in range(n))
 
     async def _open(self, root: str, request: StartTurn) -> None:
         """A hidden session whose history is the prompt."""
-        tenant, limits = self._tenant, self._tenant.limits
+        tenant = self._tenant
         self._sessions.append(root)
         opening = OpenSession(
-            session=root,
-            tenant=tenant.name,
-            ttl=HIDDEN_TTL,
-            most_sessions=limits.sessions,
-            most_tokens=limits.tokens,
+            session=root, policy=Policy(ttl=HIDDEN_TTL, tenant=tenant.name, hidden=True), limits=tenant.limits
         )
-        await self._edge.link.call(opening, SessionView)
-        options = {name: value for name, value in request.options.items() if name in _OF_THE_PROMPT}
-        append = msgspec.structs.replace(request, kind="append", session=root, options=options)
+        await self._edge.link.call(opening)
+        params = TurnParams(**{name: getattr(request.params, name) for name in OF_PREFILL})
+        append = msgspec.structs.replace(request, kind="append", session=root, params=params)
         self.prompt = await self._edge.start(tenant, append)
         check_end(self._edge, await self.prompt.finished())
 
     async def _fork(self, root: str, child: str) -> str:
-        limits = self._tenant.limits
+        tenant = self._tenant
         self._sessions.append(child)
-        fork = Fork(session=root, child=child, most_sessions=limits.sessions, most_tokens=limits.tokens)
-        return (await self._edge.link.call(fork, SessionView)).id
+        fork = Fork(tenant=tenant.name, session=root, child=child, limits=tenant.limits)
+        return (await self._edge.link.call(fork)).session_id
 
     def close(self) -> None:
         """Turns that have not ended are aborted, unless others read them; hidden sessions are closed."""
@@ -113,8 +108,8 @@ class Samples:
 
     async def _close(self, sessions: list[str]) -> None:
         """In the order of messages this comes after whatever opens them."""
-        closing = (self._edge.link.call(CloseSession(session=session), type(None)) for session in sessions)
-        await asyncio.gather(*closing, return_exceptions=True)
+        closing = [CloseSession(tenant=self._tenant.name, session=session) for session in sessions]
+        await asyncio.gather(*map(self._edge.link.call, closing), return_exceptions=True)
 
 
 async def start_all(edge: Edge, tenant: Tenant, requests: Iterable[StartTurn], n: int = 1) -> list[Samples]:
@@ -146,20 +141,20 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def check_end(edge: Edge, result: ResultView) -> None:
+def check_end(edge: Edge, result: TurnResult) -> None:
     """Raises the error that says why a turn that was not committed has ended."""
     if result.committed:
         return
-    if result.reason == "deadline":
+    if result.reason is EndReason.DEADLINE:
         raise DeadlinePassed("the turn had not ended, or begun, by its deadline, and was rolled back")
-    if result.reason == "failed":
+    if result.reason is EndReason.FAILED:
         raise TurnFailed("the steps that the turn was in failed, and it was rolled back; try again")
     if edge.draining:
         raise Draining("the server is about to end, and the turn was rolled back; try again later")
     raise TurnAborted("the turn was aborted, and rolled back")
 
 
-async def merged(turns: Sequence[LiveTurn]) -> AsyncGenerator[tuple[int, list[TurnUpdate]], None]:
+async def merged(turns: Sequence[LiveTurn]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
     """What the turns say as it comes: which of them, and all that is new. Raises the error that ended one."""
     followed = [turn.follow() for turn in turns]
     if len(followed) == 1:
@@ -185,7 +180,7 @@ async def merged(turns: Sequence[LiveTurn]) -> AsyncGenerator[tuple[int, list[Tu
             await news.aclose()
 
 
-async def _next(news: AsyncGenerator[tuple[int, list[TurnUpdate]], None]) -> list[TurnUpdate] | None:
+async def _next(news: AsyncGenerator[tuple[int, list[Delta]], None]) -> list[Delta] | None:
     with suppress(StopAsyncIteration):
         return (await anext(news))[1]
     return None

@@ -8,12 +8,11 @@ import secrets
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
 from tenuto.base.checks import real, seconds, shown
-from tenuto.base.config import MAX_WEIGHT, MIN_WEIGHT
+from tenuto.base.config import MAX_WEIGHT, MIN_WEIGHT, Limits
 from tenuto.base.errors import ConfigError
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
@@ -22,19 +21,6 @@ BODY_BYTES_A_SECOND = 1024
 DAY = 86_400.0
 """Seconds. Idle sessions cost little, as their memory is the first to go; a day leaves room for any break in a
 conversation."""
-
-
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant may have at once; `None`: as much as the server has. `turns` that have not ended, of which `queued`
-    may wait for a session of theirs; open `sessions`; committed `tokens` in them."""
-
-    turns: Count | None = None
-    queued: Count | None = None
-    sessions: Count | None = None
-    tokens: Count | None = None
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,3 +189,8 @@ def _is_loopback(host: str) -> bool:
 def new_session_id() -> str:
     """An id that cannot be guessed."""
     return f"session-{secrets.token_hex(12)}"
+
+
+def hidden_session_id() -> str:
+    """Of a session that the edge has made for its own use: one that no client can name in a request."""
+    return f"~{secrets.token_hex(12)}"

@@ -14,7 +14,10 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from tenuto.base.errors import InvalidRequest, LimitReached, Overloaded, TenutoError
-from tenuto.base.messages import Detokenize, DropMemory, GetStats, LogprobView, ResultView, StartTurn, Stats
+from tenuto.base.messages import Detokenize, DropMemory, GetStats, StartTurn
+from tenuto.base.options import TurnParams
+from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.turns import EndReason, TurnResult, joined
 from tenuto.serve.edge import Admin, Caller, Edge, EdgeOf, Failure
 from tenuto.serve.native_schemas import REFUSALS
 from tenuto.serve.samples import all_of, merged
@@ -40,9 +43,9 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 UNWELL: dict[int | str, dict[str, Any]] = {503: {"description": "There is no engine, or the server is about to end"}}
 _REASONS = {
-    "abort": "the request was aborted",
-    "deadline": "the request had not begun, or ended, by its deadline",
-    "failed": "the steps that the request was in failed; try again",
+    EndReason.ABORT: "the request was aborted",
+    EndReason.DEADLINE: "the request had not begun, or ended, by its deadline",
+    EndReason.FAILED: "the steps that the request was in failed; try again",
 }
 
 
@@ -112,7 +115,7 @@ async def abort_request(edge: EdgeOf, requests: RequestsOf, tenant: Caller, body
 
 async def _finish(running: Running) -> None:
     await _turn(running).finished()
-    running.reply = _turn(running).reply()
+    running.reply.take(_turn(running).reply())
 
 
 async def _events(edge: Edge, running: Sequence[Running], *, several: bool) -> AsyncIterator[bytes]:
@@ -121,11 +124,7 @@ async def _events(edge: Edge, running: Sequence[Running], *, several: bool) -> A
         async with aclosing(merged([_turn(one) for one in running])) as news:
             async for index, updates in news:
                 one = running[index]
-                for update in updates:
-                    one.reply.text += update.text
-                    one.reply.tokens += update.tokens
-                    one.reply.logprobs += update.logprobs or ()
-                    one.reply.input_logprobs += update.input_logprobs or ()
+                one.reply.take(joined(updates))
                 answer = await _answer(edge, one, updates[-1].result, updates[-1].delivered)
                 yield data({**answer, "index": index} if several else answer)
     except TenutoError as error:
@@ -136,16 +135,16 @@ async def _events(edge: Edge, running: Sequence[Running], *, several: bool) -> A
 # -- answers
 
 
-async def _answer(edge: Edge, running: Running, result: ResultView | None, delivered: int = 0) -> dict[str, Any]:
+async def _answer(edge: Edge, running: Running, result: TurnResult | None, delivered: int = 0) -> dict[str, Any]:
     """What a request has brought so far. `result`: once that is all."""
     reply, ticket = running.reply, _turn(running).ticket
     assert ticket is not None
     meta: dict[str, Any] = {
         "id": running.rid,
-        "finish_reason": _finish_reason(result, len(reply.tokens)) if result is not None else None,
+        "finish_reason": _finish_reason(result, len(reply.token_ids)) if result is not None else None,
         "prompt_tokens": ticket.prompt_tokens,
         "weight_version": WEIGHT_VERSION,
-        "completion_tokens": len(reply.tokens),
+        "completion_tokens": len(reply.token_ids),
         "cached_tokens": _cached(running, result) if result is not None else None,
     }
     if running.item.look.logprobs:
@@ -153,7 +152,7 @@ async def _answer(edge: Edge, running: Running, result: ResultView | None, deliv
     if result is not None:
         meta["e2e_latency"] = (running.ended or time.perf_counter()) - running.started
     text = await _text(edge, running, result, delivered)
-    return {"text": text, "output_ids": reply.tokens, "meta_info": meta}
+    return {"text": text, "output_ids": reply.token_ids, "meta_info": meta}
 
 
 def _turn(running: Running) -> LiveTurn:
@@ -161,36 +160,36 @@ def _turn(running: Running) -> LiveTurn:
     return running.turn
 
 
-def _finish_reason(result: ResultView, generated: int) -> dict[str, Any]:
-    if result.reason == "stop":
+def _finish_reason(result: TurnResult, generated: int) -> dict[str, Any]:
+    if result.reason is EndReason.STOP:
         return {"type": "stop", "matched": result.stop}
-    if result.reason in ("length", "appended"):
+    if result.reason in (EndReason.LENGTH, EndReason.APPENDED):
         return {"type": "length", "length": generated}
     return {
         "type": "abort",
-        "message": _REASONS.get(result.reason, result.reason),
+        "message": _REASONS[result.reason],
         "status_code": None,
         "err_type": None,
     }
 
 
-def _cached(running: Running, result: ResultView) -> int:
+def _cached(running: Running, result: TurnResult) -> int:
     """The prompt of several answers was computed once, for the first."""
     if running.prompt is not None and running.prompt.result is not None and running.sample == 0:
-        return running.prompt.result.cached
-    return result.cached
+        return running.prompt.result.usage.cached
+    return result.usage.cached
 
 
-async def _text(edge: Edge, running: Running, result: ResultView | None, delivered: int) -> str:
+async def _text(edge: Edge, running: Running, result: TurnResult | None, delivered: int) -> str:
     """The text of the output, with control tokens and with what ended it if they are wanted."""
     look, reply = running.item.look, running.reply
     stop = result.stop if result is not None else None
     if not look.special and not _differs(edge, stop, trim=look.trim):
         return reply.text
-    tokens = reply.tokens if result is not None else reply.tokens[:delivered]
+    tokens = reply.token_ids if result is not None else reply.token_ids[:delivered]
     if look.trim and isinstance(stop, int):
         tokens = tokens[:-1]
-    text = await edge.link.call(Detokenize(tokens=tokens, special=look.special), str)
+    text = await edge.link.call(Detokenize(tokens=tokens, special=look.special))
     if look.trim and isinstance(stop, str):
         text = text[: text.rfind(stop)] if stop in text else text
     return text
@@ -226,7 +225,9 @@ async def _of_prompt(edge: Edge, running: Running) -> list[tuple[list[Any], list
     if ticket is None or not views or look.start >= ticket.history + len(views):
         return []
     first = ticket.prompt[look.start]
-    text = await edge.link.call(Detokenize(tokens=[first]), str) if look.token_text else None
+    text = None
+    if look.token_text:
+        text = await edge.link.call(Detokenize(tokens=[first]))
     rest = [view for view in views[look.start + 1 - ticket.history :] if view is not None]
     return [
         ([None, first, text], None),
@@ -234,11 +235,11 @@ async def _of_prompt(edge: Edge, running: Running) -> list[tuple[list[Any], list
     ]
 
 
-def _entry(view: Any, *, text: bool) -> list[Any]:
+def _entry(view: TokenLogprob | Candidate, *, text: bool) -> list[Any]:
     return [view.logprob, view.token, view.raw.decode(errors="replace") if text else None]
 
 
-def _top(view: LogprobView, *, text: bool) -> list[Any]:
+def _top(view: TokenLogprob, *, text: bool) -> list[Any]:
     return [_entry(candidate, text=text) for candidate in view.top]
 
 
@@ -249,7 +250,7 @@ def _top(view: LogprobView, *, text: bool) -> list[Any]:
 @router.post("/flush_cache", response_class=PlainTextResponse, responses=REFUSALS)
 async def flush_cache(edge: EdgeOf, _: Admin) -> Response:
     """Drop the memory of what is not running; it is computed again when it is wanted."""
-    dropped = await edge.link.call(DropMemory(), int)
+    dropped = await edge.link.call(DropMemory())
     return PlainTextResponse(f"Dropped the memory of {dropped} sessions; running turns keep theirs.\n")
 
 
@@ -276,15 +277,14 @@ async def health_generate(edge: EdgeOf, requests: RequestsOf) -> Response:
 
 async def _probe(edge: Edge) -> bool:
     """Whether the engine generates."""
-    options = {"max_new_tokens": 1, "timeout": PROBE_SECONDS}
-    probe = StartTurn(kind="turn", tenant="", input=[0], options=options)
+    probe = StartTurn(kind="turn", tenant="", input=[0], params=TurnParams(max_new_tokens=1, timeout=PROBE_SECONDS))
     try:
-        before = await edge.link.call(GetStats(), Stats)
+        before = await edge.link.call(GetStats())
         with suppress(LimitReached, Overloaded):  # it is busy, but is it getting on?
             turn = await edge.start(Tenant(""), probe)
             if (await turn.finished()).committed:
                 return True
-        after = await edge.link.call(GetStats(), Stats)
+        after = await edge.link.call(GetStats())
     except TenutoError:
         return False
     return after.steps > before.steps
@@ -311,7 +311,7 @@ async def model_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
 async def server_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     """The model, its memory, and what the engine is doing."""
     model, settings = edge.model, edge.settings
-    stats = await edge.link.call(GetStats(), Stats)
+    stats = await edge.link.call(GetStats())
     return {
         "model_path": model.path or model.model,
         "tokenizer_path": model.path or model.model,
@@ -321,7 +321,7 @@ async def server_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
         "context_length": model.context_length,
         "max_req_input_len": model.context_length - 1,
         "max_total_num_tokens": model.capacity_tokens,
-        "max_running_requests": model.config.get("max_running"),
+        "max_running_requests": model.config.max_running,
         "page_size": model.page_size,
         "status": "stopping" if edge.draining else "ready",
         "version": version("tenuto"),

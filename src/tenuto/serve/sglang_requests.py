@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -21,14 +22,16 @@ from tenuto.base.errors import (
     SessionClosed,
     TenutoError,
 )
-from tenuto.base.messages import GetSession, OpenSession, SessionView, StartTurn
-from tenuto.serve.edge import Edge, inner_id
+from tenuto.base.messages import GetSession, OpenSession, StartTurn
+from tenuto.base.options import Policy
+from tenuto.base.turns import Transcript
+from tenuto.serve.edge import Edge
 from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.samples import Samples, all_of
 from tenuto.serve.settings import Tenant, new_session_id
 from tenuto.serve.sglang_schemas import Item, NewSession, SessionParams
 from tenuto.serve.sglang_sessions import Branches, Place
-from tenuto.serve.turns import LiveTurn, Reply
+from tenuto.serve.turns import LiveTurn
 
 ID = re.compile(ID_PATTERN)
 MOST_SESSIONS = 100_000
@@ -48,7 +51,7 @@ class Running:
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
     aborted: bool = False
-    reply: Reply = field(default_factory=Reply)
+    reply: Transcript = field(default_factory=Transcript)
     turn: LiveTurn | None = None
     prompt: LiveTurn | None = None
     samples: Samples | None = None
@@ -75,27 +78,25 @@ class Requests:
     async def open(self, tenant: Tenant, body: NewSession) -> str:
         """The id of a new session. Raises `InvalidRequest` if it is taken."""
         name = body.session_id or new_session_id()
-        key, inner = (tenant.name, name), inner_id(tenant, name)
+        key = tenant.name, name
         taken = InvalidRequest(f"session {name!r} is open already")
         if key in self._sessions:
             raise taken
         timeout = self._edge.settings.ttl(body.timeout, named=body.session_id is not None)
         if not body.streaming:
             with suppress(NotFound):
-                await self._edge.link.call(GetSession(session=inner), SessionView)
+                await self._edge.link.call(GetSession(tenant=tenant.name, session=name))
                 raise taken
             self._add_branches(tenant, name, timeout)
             return name
+        metadata = (("capacity_of_str_len", str(body.capacity_of_str_len)),)
         opening = OpenSession(
-            session=inner,
-            tenant=tenant.name,
-            ttl=timeout,
-            metadata={"capacity_of_str_len": str(body.capacity_of_str_len)},
-            most_sessions=tenant.limits.sessions,
-            most_tokens=tenant.limits.tokens,
+            session=name,
+            policy=Policy(ttl=timeout, tenant=tenant.name, metadata=metadata),
+            limits=tenant.limits,
         )
         try:
-            await self._edge.link.call(opening, SessionView)
+            await self._edge.link.call(opening)
         except AlreadyExists:
             raise taken from None
         return name
@@ -121,7 +122,7 @@ class Requests:
             await branches.close()
             return
         with suppress(NotFound, SessionClosed):
-            await self._edge.desk.close_session(inner_id(tenant, name), finish=True)
+            await self._edge.desk.close_session((tenant.name, name), finish=True)
 
     # -- requests
 
@@ -179,10 +180,10 @@ class Requests:
             kind="turn",
             tenant=tenant.name,
             input=item.input,
-            options=item.options,
+            params=item.params,
             keep_bos=False,
-            echo="input_logprobs" in item.options,
-            most_tokens=tenant.limits.tokens,
+            echo=item.params.input_logprobs is not None,
+            limits=tenant.limits,
             markup=True,
         )
         if item.session is not None and item.session.id is not None:
@@ -204,7 +205,7 @@ class Requests:
         branches = self._sessions.get((tenant.name, name))
         if branches is None:
             request = _appending(request, params, name)
-            request = replace(request, session=inner_id(tenant, name))
+            request = replace(request, session=name)
             try:
                 self._began(running, await self._edge.start(tenant, request))
             except (NotFound, SessionClosed):
@@ -263,5 +264,4 @@ def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTur
     for field_name, value in asked.items():
         if value:
             raise InvalidRequest(f"{field_name} is {value}; a streaming session is only appended to, leave it out")
-    options = {key: value for key, value in request.options.items() if key != "input_logprobs"}
-    return replace(request, options=options, echo=False)
+    return replace(request, params=dataclasses.replace(request.params, input_logprobs=None), echo=False)

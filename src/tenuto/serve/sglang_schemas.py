@@ -8,11 +8,23 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, Field
 
+from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.serve.edge import random_seed
+from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
+from tenuto.base.sampling import MAX_LOGPROBS, MAX_TOKEN_ID
 from tenuto.serve.invalid import unsupported
 from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
-from tenuto.serve.options import MOST_PROMPTS, Items, Object, Prompts, at_most
+from tenuto.serve.options import (
+    MOST_PROMPTS,
+    Items,
+    Object,
+    Prompts,
+    TokenId,
+    field_of,
+    options_of,
+    random_seed,
+    with_options,
+)
 from tenuto.serve.samples import MOST_SAMPLES
 
 GREEDY_BELOW = 1e-6
@@ -31,12 +43,10 @@ IGNORED = frozenset(
 )
 """Fields of `/generate` that change no answer here, whatever they say."""
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Items[TokenId]
-BiasKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON has only texts as keys
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
-StartLength = Annotated[int, Field(ge=-1, le=2**40)]
-TopNumber = Annotated[int, Field(ge=0, le=20)]
+StartLength = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
+TopNumber = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(Object):
@@ -60,8 +70,8 @@ class NewSession(Body):
         None, pattern=ID_PATTERN, max_length=ID_LENGTH, description="Made up by the server if not given."
     )
     streaming: bool | None = None
-    timeout: float | None = Field(
-        None, gt=0, le=1e9, description="Seconds without a turn until it is closed; by default as the server has it."
+    timeout: float | None = field_of(
+        "ttl", "Seconds without a turn until it is closed; by default as the server has it."
     )
 
 
@@ -84,50 +94,50 @@ class SessionParams(Body):
 
     id: str | None = Field(None, max_length=ID_LENGTH)
     rid: str | None = None
-    offset: int | None = Field(None, ge=-(2**40), le=2**40)
+    offset: int | None = Field(None, ge=-MAX_COUNT, le=MAX_COUNT)
     replace: bool | None = None
     drop_previous_output: bool | None = None
 
 
+@with_options(
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_new_tokens",
+    "min_p",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "top_p",
+)
 class SamplingParams(Body):
     """How to generate. `null` is the default, but of `max_new_tokens`, where it is as many as fit."""
 
-    max_new_tokens: int | None = Field(128, ge=0, le=2**40)
-    min_new_tokens: int | None = None
-    temperature: float | None = Field(None, ge=0, le=1e6, description="1 if not given; 0 is greedy.")
-    top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="-1: all.")
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[BiasKey, float], at_most(1024)] | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    sampling_seed: int | None = Field(None, ge=0, lt=2**63, description="Made up by the server if not given.")
+    max_new_tokens: int | None = Field(128, ge=0, le=MAX_NEW_TOKENS)
+    temperature: float | None = field_of("temperature", "1 if not given; 0 is greedy.")
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1: all.")
+    stop_token_ids: TokenIds | None = field_of("stop_ids")
+    sampling_seed: int | None = field_of("seed")
     n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     spaces_between_special_tokens: bool | None = Field(None, description="Changes nothing: there are none.")
     stream_interval: int | None = Field(None, ge=1, description="Changes nothing: chunks come as tokens do.")
 
-    def engine_options(self) -> dict[str, Any]:
+    def options(self) -> TurnOptions:
         """By the engine's names."""
-        same = ("min_new_tokens", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-        given = {name: getattr(self, name) for name in ("max_new_tokens", *same, "logit_bias", "stop", "ignore_eos")}
-        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        given: TurnOptions = {"temperature": 1.0, **options_of(self)}
         if self.top_k == 0:
             raise InvalidRequest("top_k is 0; allowed: -1 for all, or at least 1", param="top_k")
-        if self.top_k not in (None, -1):
-            options["top_k"] = self.top_k
+        if self.top_k == -1:
+            del given["top_k"]
         if self.stop_token_ids:
-            options["stop_ids"] = self.stop_token_ids
-        temperature = self.temperature if self.temperature is not None else 1.0
-        if temperature >= GREEDY_BELOW:
-            options["temperature"] = temperature
-            options["seed"] = self.sampling_seed if self.sampling_seed is not None else random_seed()
-        return options
+            given["stop_ids"] = self.stop_token_ids
+        if given["temperature"] < GREEDY_BELOW:
+            del given["temperature"]
+        else:
+            given["seed"] = self.sampling_seed if self.sampling_seed is not None else random_seed()
+        return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +160,7 @@ class Item:
     rid: str
     family: str
     input: str | list[int]
-    options: dict[str, Any]
+    params: TurnParams
     session: SessionParams | None
     n: int
     look: Look
@@ -240,21 +250,21 @@ class Generate(Body):
         session: SessionParams | None,
         look: Look,
     ) -> Item:
-        options = params.engine_options()
+        options = params.options()
         if look.logprobs:
             options["logprobs"] = look.top
             if look.start >= 0:
                 options["input_logprobs"] = look.top
         if self.priority is not None:
             options["priority"] = self.priority
-        n = params.n or 1
+        n, turn = params.n or 1, turn_params(options)
         if session is None or session.id is None:
-            return Item(rid, family, part, options, None, n, look)
+            return Item(rid, family, part, turn, None, n, look)
         if n > 1:
             raise Unsupported(
                 f"n is {n}; allowed in a session: 1; continue one request several times instead", param="n"
             )
-        return Item(rid, family, part, options, session, 1, look)
+        return Item(rid, family, part, turn, session, 1, look)
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:

@@ -6,16 +6,16 @@ What is appended where a history ends goes into the same hidden session; whateve
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.base.messages import HIDDEN, Fork, OpenSession, SessionView
-from tenuto.serve.edge import Edge, inner_id
-from tenuto.serve.settings import Tenant
+from tenuto.base.messages import Fork, OpenSession
+from tenuto.base.options import Policy
+from tenuto.serve.edge import Edge
+from tenuto.serve.settings import Tenant, hidden_session_id
 from tenuto.serve.sglang_schemas import SessionParams
 from tenuto.serve.turns import LiveTurn
 
@@ -136,7 +136,7 @@ class Branches:
         if parent is not None and not parent.line.busy and position == parent.line.tokens:
             place = Place(rid, parent.line, parent, replaces, exists=True)
         else:
-            line = Line(inner_id(self._tenant, f"{self._id}{HIDDEN}{secrets.token_hex(8)}"))
+            line = Line(hidden_session_id())
             self.lines.add(line)
             source = (parent.line, position) if parent is not None and position else None
             place = Place(rid, line, parent, replaces, source)
@@ -169,25 +169,14 @@ class Branches:
     async def _open(self, place: Place) -> None:
         if place.exists:
             return
-        limits = self._tenant.limits
+        tenant, limits = self._tenant.name, self._tenant.limits
         request: Fork | OpenSession
         if place.source is not None:
             parent, position = place.source
-            request = Fork(
-                session=parent.id,
-                child=place.line.id,
-                position=position,
-                most_sessions=limits.sessions,
-                most_tokens=limits.tokens,
-            )
+            request = Fork(tenant=tenant, session=parent.id, child=place.line.id, position=position, limits=limits)
         else:
-            request = OpenSession(
-                session=place.line.id,
-                tenant=self._tenant.name,
-                most_sessions=limits.sessions,
-                most_tokens=limits.tokens,
-            )
-        place.line.tokens = (await self._edge.link.call(request, SessionView)).tokens
+            request = OpenSession(session=place.line.id, policy=Policy(tenant=tenant, hidden=True), limits=limits)
+        place.line.tokens = (await self._edge.link.call(request)).tokens
 
     # -- ends
 
@@ -218,7 +207,7 @@ class Branches:
 
     async def _close(self, line: Line) -> None:
         with suppress(TenutoError):  # it never came to be, or the engine is gone
-            await self._edge.desk.close_session(line.id, finish=line.busy)
+            await self._edge.desk.close_session((self._tenant.name, line.id), finish=line.busy)
 
     async def _abort(self, turn: LiveTurn) -> None:
         with suppress(TenutoError):

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -24,16 +24,9 @@ from tenuto.base.errors import (
     TenutoError,
 )
 from tenuto.base.link import Link, TurnNews
-from tenuto.base.messages import (
-    AbortTurn,
-    CloseSession,
-    LogprobView,
-    ResultView,
-    StartTurn,
-    Ticket,
-    TurnUpdate,
-    Withdraw,
-)
+from tenuto.base.messages import AbortTurn, CloseSession, StartTurn, Withdraw
+from tenuto.base.turns import Delta, Keep, TurnResult, joined, kept
+from tenuto.base.views import SessionKey, Ticket
 
 MOST_REMEMBERED = 4096
 """Ended turns that are kept for readers who come back, and for repeated requests."""
@@ -41,24 +34,12 @@ MOST_UPDATES = 2**18
 """Updates of ended turns that are kept; those with log-probabilities count more."""
 LOGPROBS_WEIGHT = 16
 """For how many updates one with log-probabilities counts."""
-DELIVERED = -1
-"""To keep, of an aborted turn: the output tokens that its readers were given."""
 MOST_QUEUED = 64
 """Turns that may wait for one session."""
 MOST_LINE_BYTES = 2**27
 """Input that all of them may have together."""
 DEADLINES = ("queue_timeout", "timeout")
 """Options of a turn that are seconds from its arrival."""
-
-
-@dataclass(slots=True)
-class Reply:
-    """All that a turn has said, added up."""
-
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[LogprobView] = field(default_factory=list)
-    input_logprobs: list[LogprobView | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +62,9 @@ class LiveTurn:
         self.id = f"turn-{secrets.token_hex(12)}"
         self.request = msgspec.structs.replace(request, name=self.id)
         self.continues = continues  # also when nobody reads
-        self.updates: list[TurnUpdate] = []
+        self.updates: list[Delta] = []
         self.ticket: Ticket | None = None
-        self.result: ResultView | None = None
+        self.result: TurnResult | None = None
         self.error: TenutoError | None = None
         self.readers = 0
         self.leaving = False  # nobody reads it any more, and it is being aborted
@@ -91,7 +72,7 @@ class LiveTurn:
         self.heard: float | None = None  # when its last tokens came; written by the metrics
         self.answered = asyncio.Event()  # the engine has accepted it, or it has failed
         self.key: Key | None = None  # its idempotency key
-        self._held: list[TurnUpdate] | None = None  # what comes after an abort; its result says what of it is kept
+        self._held: list[Delta] | None = None  # what comes after an abort; its result says what of it is kept
         self._wakers: list[asyncio.Future[None]] = []
 
     @property
@@ -119,7 +100,7 @@ class LiveTurn:
     @property
     def weight(self) -> int:
         """How much room its updates take."""
-        return len(self.updates) * (LOGPROBS_WEIGHT if "logprobs" in self.request.options else 1)
+        return len(self.updates) * (LOGPROBS_WEIGHT if self.request.params.logprobs is not None else 1)
 
     def accept(self, ticket: Ticket) -> None:
         """The engine has it, and its input."""
@@ -137,16 +118,16 @@ class LiveTurn:
         if self._held is None:
             self._held = []
 
-    def take(self, update: TurnUpdate) -> None:
+    def take(self, update: Delta) -> None:
         """The turn has gone on."""
         if self._held is not None:
             self._held.append(update)
             if update.result is None:
                 return
-            update = self._kept(self._held, update.result)
+            update = kept(self._held, sum(len(said.tokens) for said in self.updates), self.delivered)
         if update.result is not None and (update.tokens or update.text):  # the end is an event of its own, to resume at
             self.updates.append(msgspec.structs.replace(update, result=None))
-            update = TurnUpdate(update.call, [], "", update.delivered, update.result)
+            update = Delta(delivered=update.delivered, result=update.result)
         self.updates.append(update)
         self.result = update.result
         self._wake()
@@ -158,7 +139,7 @@ class LiveTurn:
         self.answered.set()
         self._wake()
 
-    async def follow(self, position: int = 0) -> AsyncGenerator[tuple[int, list[TurnUpdate]], None]:
+    async def follow(self, position: int = 0) -> AsyncGenerator[tuple[int, list[Delta]], None]:
         """Updates after the first `position`, as they come: where they end, and all there are by then. Raises the error
         that ended the turn."""
         self.readers += 1
@@ -179,34 +160,16 @@ class LiveTurn:
         finally:
             self.readers -= 1
 
-    async def finished(self) -> ResultView:
+    async def finished(self) -> TurnResult:
         """Wait for the end. Raises the error that it ended with."""
         async for _ in self.follow(len(self.updates)):
             pass
         assert self.result is not None
         return self.result
 
-    def reply(self) -> Reply:
+    def reply(self) -> Delta:
         """What has been said so far."""
-        reply = Reply(text="".join(update.text for update in self.updates))
-        for update in self.updates:
-            reply.tokens += update.tokens
-            reply.logprobs += update.logprobs or ()
-            reply.input_logprobs += update.input_logprobs or ()
-        return reply
-
-    def _kept(self, held: list[TurnUpdate], result: ResultView) -> TurnUpdate:
-        """The last update of a turn that was to be aborted: what came since, as far as it is committed."""
-        said = sum(len(update.tokens) for update in self.updates)
-        kept = result.kept if result.reason == "abort" else said + sum(len(update.tokens) for update in held)
-        if kept < said or (result.reason == "abort" and not result.committed):
-            return TurnUpdate(held[-1].call, [], "", self.delivered, result)
-        tokens = [token for update in held for token in update.tokens][: kept - said]
-        logprobs = [entry for update in held for entry in update.logprobs or ()][: kept - said]
-        whole = [update for update in held if update.delivered <= kept]  # no text of tokens that are not kept
-        text, delivered = "".join(update.text for update in whole), whole[-1].delivered if whole else self.delivered
-        inputs = next((update.input_logprobs for update in held if update.input_logprobs), None)
-        return TurnUpdate(held[-1].call, tokens, text, delivered, result, logprobs or None, inputs)
+        return joined(self.updates)
 
     def _wake(self) -> None:
         wakers, self._wakers = self._wakers, []
@@ -227,15 +190,15 @@ class TurnDesk:
         self._turns: dict[str, LiveTurn] = {}  # by id
         self._past: deque[LiveTurn] = deque()  # those that were accepted and have ended, in the order of their ends
         self._past_updates = 0  # of them all, weighted
-        self._open: dict[str, LiveTurn] = {}  # by session
-        self._lines: dict[str, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}  # by session
+        self._open: dict[SessionKey, LiveTurn] = {}
+        self._lines: dict[SessionKey, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}
         self._keys: dict[Key, tuple[LiveTurn, bytes]] = {}
         self._line_bytes = 0  # of input, of all turns that wait for a session
-        self._closing: Counter[str] = Counter()  # sessions that the engine is being asked to close, how often
+        self._closing: Counter[SessionKey] = Counter()  # sessions that the engine is being asked to close, how often
         self._tasks: set[asyncio.Task[None]] = set()
         self.open = Counter[str]()  # turns that have not ended, by tenant
         self.in_line = Counter[str]()  # of them, those that wait for a session, by tenant
-        self.on_update: list[Callable[[LiveTurn, TurnUpdate], None]] = []  # called with every update of a turn
+        self.on_update: list[Callable[[LiveTurn, Delta], None]] = []  # called with every update of a turn
         self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every turn that was accepted and has ended
 
     def find(self, tenant: str, session: str | None, turn_id: str) -> LiveTurn:
@@ -249,7 +212,7 @@ class TurnDesk:
         """Turns of `tenant` (`None`: of all) that have not ended."""
         return [turn for turn in self._turns.values() if not turn.ended and tenant in (None, turn.tenant)]
 
-    def open_turn(self, session: str) -> LiveTurn | None:
+    def open_turn(self, session: SessionKey) -> LiveTurn | None:
         """The session's turn that has begun and not ended."""
         return self._open.get(session)
 
@@ -308,8 +271,8 @@ class TurnDesk:
     async def _start(self, turn: LiveTurn, queue: bool, most_in_line: int | None) -> None:
         request = turn.request
         try:
-            if request.session is not None:
-                request = await self._turn_of(request.session, turn, queue, most_in_line)
+            if request.key is not None:
+                request = await self._turn_of(request.key, turn, queue, most_in_line)
             await self._link.start(request, lambda news: self._deliver(turn, news))
         except Exception as error:
             turn.fail(error if isinstance(error, TenutoError) else TenutoError("the server failed; its log says why"))
@@ -317,7 +280,7 @@ class TurnDesk:
             if turn.error is not error:
                 raise
 
-    async def _turn_of(self, session: str, turn: LiveTurn, queue: bool, most_in_line: int | None) -> StartTurn:
+    async def _turn_of(self, session: SessionKey, turn: LiveTurn, queue: bool, most_in_line: int | None) -> StartTurn:
         """Be the session's open turn, at once or when those before have ended. Of its deadlines, what waiting has left;
         raises `DeadlinePassed` if that is nothing."""
         line = self._lines.get(session)
@@ -339,7 +302,8 @@ class TurnDesk:
         line.append((turn, ready))
         self.in_line[turn.tenant] += 1
         self._line_bytes += size
-        deadlines = {name: turn.request.options[name] for name in DEADLINES if name in turn.request.options}
+        params = turn.request.params
+        deadlines = {name: seconds for name in DEADLINES if (seconds := getattr(params, name)) is not None}
         began = time.monotonic()
         try:
             async with asyncio.timeout(min(deadlines.values(), default=None)):
@@ -351,13 +315,13 @@ class TurnDesk:
             self._line_bytes -= size
         waited = time.monotonic() - began
         left = {name: max(1e-3, seconds - waited) for name, seconds in deadlines.items()}
-        return msgspec.structs.replace(turn.request, options=turn.request.options | left)
+        return msgspec.structs.replace(turn.request, params=replace(params, **left))
 
     def _deliver(self, turn: LiveTurn, news: TurnNews) -> None:
         match news:
             case Ticket():
                 turn.accept(news)
-            case TurnUpdate():
+            case Delta():
                 turn.take(news)
                 for told in self.on_update:
                     told(turn, news)
@@ -370,7 +334,7 @@ class TurnDesk:
 
     def _ended(self, turn: LiveTurn) -> None:
         """The next one of its session may start; if it was not committed, its idempotency key is free."""
-        session = turn.request.session
+        session = turn.request.key
         self.open[turn.tenant] -= 1
         if turn.state != "committed":
             self._forget_key(turn)
@@ -387,7 +351,7 @@ class TurnDesk:
             del self._open[session]
             self._promote(session)
 
-    def _promote(self, session: str) -> None:
+    def _promote(self, session: SessionKey) -> None:
         """The first that waits for the session begins, unless the session has an open turn or is being closed."""
         line = self._lines.get(session)
         while line and session not in self._open and session not in self._closing:
@@ -412,31 +376,34 @@ class TurnDesk:
         if turn.key is not None and self._keys.get(turn.key, (None, b""))[0] is turn:
             del self._keys[turn.key]
 
-    async def abort(self, turn: LiveTurn, keep: int | None = None) -> None:
-        """End the turn, committing its input and `keep` (`DELIVERED`: those that readers were given) output tokens, or
-        nothing. One that has ended stays as it is."""
+    async def abort(self, turn: LiveTurn, keep: Keep = None) -> None:
+        """End the turn, committing what `keep` says; what was delivered is what its readers were given. One that has
+        ended stays as it is."""
         self._leave_line(turn, IllegalTransition("the turn was aborted before it began"))
         await turn.answered.wait()
         if turn.ended or turn.ticket is None:
             return
-        if keep == DELIVERED:
+        if keep == "delivered":
             keep = turn.delivered
         turn.hold()
-        await self._link.call(AbortTurn(session=turn.ticket.session, turn=turn.ticket.turn, keep=keep), bool)
+        await self._link.call(
+            AbortTurn(tenant=turn.tenant, session=turn.ticket.session, turn=turn.ticket.turn, keep=keep)
+        )
         with suppress(TenutoError):
             await turn.finished()
 
     def _leave_line(self, turn: LiveTurn, error: TenutoError) -> None:
-        for waiting, ready in self._lines.get(turn.request.session or "", ()):
+        line = self._lines.get(turn.request.key, ()) if turn.request.key is not None else ()
+        for waiting, ready in line:
             if waiting is turn and not ready.done():
                 ready.set_exception(error)
 
-    async def close_session(self, session: str, *, finish: bool = False, version: int | None = None) -> None:
+    async def close_session(self, session: SessionKey, *, finish: bool = False, version: int | None = None) -> None:
         """Have the engine close a session. Those that wait for it are refused, before another may have its id. Raises
         what the engine refuses with."""
         self._closing[session] += 1
         try:
-            await self._link.call(CloseSession(session=session, finish=finish, version=version), type(None))
+            await self._link.call(CloseSession(tenant=session[0], session=session[1], finish=finish, version=version))
             for waiting, _ in list(self._lines.get(session, ())):
                 self._leave_line(waiting, SessionClosed("the session was closed before the turn began"))
         finally:
@@ -469,4 +436,4 @@ class TurnDesk:
     async def withdraw(self, name: str) -> None:
         """Nobody waits any more for what has this name; see `messages.Withdraw`."""
         with suppress(TenutoError):
-            await self._link.call(Withdraw(name=name), bool)
+            await self._link.call(Withdraw(name=name))

@@ -1,4 +1,4 @@
-"""All open sessions, by id, and when idle ones expire."""
+"""All open sessions, by tenant and id, and when idle ones expire."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from random import Random
 from tenuto.base.checks import shown
 from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
+from tenuto.base.options import Policy
+from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
-from tenuto.session.session import Policy, Session, SessionState
+from tenuto.session.session import Session
 
 MAX_ID_LENGTH = 128
 UNREACHABLE = frozenset({".", ".."})
@@ -38,10 +40,10 @@ class Registry:
         self._random = random
         self.context_length = min(context_length, memory.max_length)  # tokens that fit a session at the most
         self._max_sessions = max_sessions
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[SessionKey, Session] = {}
         self._use: dict[str, TenantUse] = {}  # by tenant; those without sessions are not there
-        self._expiries: list[tuple[float, int, str]] = []  # a heap; an entry is too early if there was a turn since
-        self._watched: dict[str, int] = {}  # session id -> its live entry
+        self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; too early if there was a turn since
+        self._watched: dict[SessionKey, int] = {}  # session -> its live entry
         self._entries = count(1)
 
     def __len__(self) -> int:
@@ -50,12 +52,13 @@ class Registry:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._sessions
+    def find(self, session_id: str, tenant: str = "") -> Session | None:
+        """The session that a tenant calls so, if there is one."""
+        return self._sessions.get((tenant, session_id))
 
-    def get(self, session_id: str) -> Session:
-        """Raises `NotFound`."""
-        session = self._sessions.get(session_id)
+    def get(self, session_id: str, tenant: str = "") -> Session:
+        """As `find`. Raises `NotFound`."""
+        session = self.find(session_id, tenant)
         if session is None:
             raise NotFound(f"there is no session {session_id!r}; it was never opened, was closed, or has expired")
         return session
@@ -72,14 +75,14 @@ class Registry:
             raise InvalidRequest(
                 f"session id is {shown(session_id)}; allowed: ids that are not '.' or '..' and have no such part"
             )
-        if session_id in self._sessions:
+        if (policy.tenant, session_id) in self._sessions:
             raise AlreadyExists(f"session {session_id!r} is open already")
         if len(self._sessions) >= self._max_sessions:
             raise Overloaded(f"{self._max_sessions} sessions are open, the most allowed; close some first")
         limit = min(self.context_length, policy.max_tokens or self.context_length)
         memory = SessionMemory(self._memory, f"session {session_id}")
         session = Session(session_id, policy, memory, limit, self._clock.now())
-        self._sessions[session_id] = session
+        self._sessions[session.key] = session
         self._use.setdefault(policy.tenant, TenantUse()).sessions += 1
         self.watch(session)
         return session
@@ -101,8 +104,8 @@ class Registry:
     def close(self, session: Session) -> None:
         """Release what it holds and forget it. It must have no open turn."""
         session.close()
-        del self._sessions[session.id]
-        self._watched.pop(session.id, None)
+        del self._sessions[session.key]
+        self._watched.pop(session.key, None)
         self._forget_dead_expiries()
         tenant = session.policy.tenant
         use = self._use[tenant]
@@ -112,9 +115,9 @@ class Registry:
 
     def watch(self, session: Session) -> None:
         """The session is idle from `last_turn_end` on: note when it would expire."""
-        if session.policy.ttl is not None and session.id not in self._watched:
-            entry = self._watched[session.id] = next(self._entries)
-            heapq.heappush(self._expiries, (session.last_turn_end + session.policy.ttl, entry, session.id))
+        if session.policy.ttl is not None and session.key not in self._watched:
+            entry = self._watched[session.key] = next(self._entries)
+            heapq.heappush(self._expiries, (session.last_turn_end + session.policy.ttl, entry, session.key))
             self._forget_dead_expiries()
 
     def _forget_dead_expiries(self) -> None:
@@ -127,18 +130,18 @@ class Registry:
         """Idle sessions whose TTL has run out, counted from the end of their last turn. A session with an open turn
         never expires; it is watched again when the turn ends."""
         now = self._clock.now()
-        found: dict[str, Session] = {}
+        found: dict[SessionKey, Session] = {}
         while self._expiries and self._expiries[0][0] <= now:
-            _, entry, session_id = heapq.heappop(self._expiries)
-            if self._watched.get(session_id) != entry:
+            _, entry, key = heapq.heappop(self._expiries)
+            if self._watched.get(key) != entry:
                 continue
-            del self._watched[session_id]
-            session = self._sessions[session_id]
+            del self._watched[key]
+            session = self._sessions[key]
             if session.turn is not None or session.state is not SessionState.OPEN:
                 continue
             ttl = session.policy.ttl
             if ttl is not None and session.last_turn_end + ttl <= now:
-                found[session.id] = session
+                found[key] = session
             else:
                 self.watch(session)
         return list(found.values())

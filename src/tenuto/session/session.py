@@ -4,40 +4,14 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from enum import Enum
 
-from tenuto.base.checks import seconds, whole
+from tenuto.base.checks import whole
 from tenuto.base.errors import IllegalTransition, SessionBusy, SessionClosed
+from tenuto.base.options import Policy
+from tenuto.base.turns import TurnState
+from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.session_memory import SessionMemory
-from tenuto.session.turn import MAX_PRIORITY, Turn, TurnState
-
-
-class SessionState(Enum):
-    """Open; closing, when its running turn may still end; closed."""
-
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What holds for all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
-    `None` for never. `max_tokens`: cap on its history, at most the context length (`None`: that). An `ephemeral`
-    session closes when its only turn ends. `tenant`: on whose account it is. `metadata`: whatever its owner notes."""
-
-    priority: int = 0
-    ttl: float | None = None
-    max_tokens: int | None = None
-    ephemeral: bool = False
-    tenant: str = ""
-    metadata: tuple[tuple[str, str], ...] = ()
-
-    def __post_init__(self) -> None:
-        whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
-        seconds("ttl", self.ttl)
-        if self.max_tokens is not None:
-            whole("max_tokens", self.max_tokens, 1, 2**40)
+from tenuto.session.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +44,11 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<session {self.id} {self.state.value}, {len(self.history)} tokens>"
+
+    @property
+    def key(self) -> SessionKey:
+        """What it is found by."""
+        return self.policy.tenant, self.id
 
     @property
     def context_left(self) -> int:

@@ -5,43 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from tenuto.base.checks import seconds, shown, whole
+from tenuto.base.checks import shown
 from tenuto.base.errors import ContextExceeded, IllegalTransition, InvalidRequest
-from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, Sampling, TokenLogprob
+from tenuto.base.options import TurnParams
+from tenuto.base.sampling import TokenLogprob
+from tenuto.base.turns import EndReason, TurnResult, TurnState, Usage
 
 if TYPE_CHECKING:
     from tenuto.session.session import Session
-
-
-class TurnState(Enum):
-    """Four states of an open turn, and two in which it has ended."""
-
-    DRAFTING = "drafting"
-    QUEUED = "queued"
-    RUNNING = "running"
-    PREEMPTED = "preempted"
-    COMMITTED = "committed"
-    ABORTED = "aborted"
-
-    @property
-    def ended(self) -> bool:
-        return self in (TurnState.COMMITTED, TurnState.ABORTED)
-
-
-class EndReason(Enum):
-    """Why a turn ended."""
-
-    STOP = "stop"  # a stop id or stop string
-    LENGTH = "length"  # max_new_tokens, or what fits
-    APPENDED = "appended"  # a prefill-only turn is done
-    ABORT = "abort"  # by the caller, a disconnect or a closing session
-    DEADLINE = "deadline"  # one of its deadlines passed
-    FAILED = "failed"  # steps with it in them fail, also when it is alone in one
 
 
 Rank = tuple[bool, float, int]
@@ -58,57 +32,6 @@ TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
     ),
 }
 """Every transition of an open turn: from which states, to which."""
-
-
-MAX_STOP_IDS = 64
-MAX_PRIORITY = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class TurnParams:
-    """What the caller may choose for a turn.
-
-    `max_new_tokens` `None` means as many as fit. `stop_ids` end the turn and are part of the committed output;
-    `ignore_eos` leaves out the model's own. Deadlines are seconds from the turn's arrival: `queue_timeout` until it
-    first runs, `timeout` until it ends; `None` for none. `priority` `None` takes the session's; higher runs first.
-
-    The first `min_new_tokens` output tokens are no stop ids, and no stop string is looked for in their text. `logprobs`
-    n asks for the log-probability of every output token and of the n likeliest at its place, and `input_logprobs` of
-    every input token, except one that nothing precedes; `None` does not ask. See `base.sampling.TokenLogprob`.
-    """
-
-    max_new_tokens: int | None = None
-    sampling: Sampling = GREEDY
-    stop_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    priority: int | None = None
-    queue_timeout: float | None = None
-    timeout: float | None = None
-    min_new_tokens: int = 0
-    logprobs: int | None = None
-    input_logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens is not None:
-            whole("max_new_tokens", self.max_new_tokens, 0, 2**40)
-        whole("min_new_tokens", self.min_new_tokens, 0, 2**40 if self.max_new_tokens is None else self.max_new_tokens)
-        if self.logprobs is not None:
-            whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.input_logprobs is not None:
-            whole("input_logprobs", self.input_logprobs, 0, MAX_LOGPROBS)
-        if len(self.stop_ids) > MAX_STOP_IDS:
-            raise InvalidRequest(
-                f"there are {len(self.stop_ids)} stop_ids; allowed: at most {MAX_STOP_IDS}", param="stop_ids"
-            )
-        for token in self.stop_ids:
-            whole("a stop id", token, 0, 2**31 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos is {shown(self.ignore_eos)}; allowed: true or false", param="ignore_eos")
-        if self.priority is not None:
-            whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
-        seconds("queue_timeout", self.queue_timeout)
-        seconds("timeout", self.timeout)
 
 
 class TextStream(Protocol):
@@ -135,33 +58,6 @@ class TextStream(Protocol):
     def take_text(self) -> str:
         """Text delivered since the last call."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Exact token counts of an ended turn. `prompt`: history and input; `cached`: those of them whose state was there
-    and did not have to be computed; `generated`: sampled tokens; `computed`: tokens computed, repeats after a
-    preemption included."""
-
-    prompt: int
-    cached: int
-    generated: int
-    computed: int
-
-
-@dataclass(frozen=True, slots=True)
-class TurnResult:
-    """How a turn ended. `version` is the session's; `kept` the output tokens committed; `max_new_tokens` the effective
-    value; `context_left` the tokens that still fit; `stop` the stop id or stop string that ended it, if one did."""
-
-    reason: EndReason
-    committed: bool
-    version: int
-    kept: int
-    usage: Usage
-    max_new_tokens: int
-    context_left: int
-    stop: str | int | None = None
 
 
 class Turn:

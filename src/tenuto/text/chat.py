@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import NamedTuple
 
 from tenuto.base.errors import InvalidRequest, ModelError, TenutoError
+from tenuto.base.turns import Message
 from tenuto.text.guard import Guard, Markup
 from tenuto.text.room import Room
 from tenuto.text.template import Template
 from tenuto.text.tokenizer import Tokenizer
-
-ROLES = ("system", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What one side said. Raises `InvalidRequest` on an unknown role or content that is not text."""
-
-    role: str
-    content: str
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise InvalidRequest(f"a message has role {self.role!r}; allowed: {', '.join(ROLES)}")
-        if not isinstance(self.content, str):
-            raise InvalidRequest(f"a message's content is a {type(self.content).__name__}; allowed: text")
-
-    @classmethod
-    def from_dict(cls, raw: object) -> Message:
-        """From what a client sent: an object with `role` and `content` and nothing else."""
-        if not isinstance(raw, Mapping) or set(raw) != {"role", "content"}:
-            given = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
-            raise InvalidRequest(f"a message has {given}; allowed: exactly role and content")
-        return cls(raw["role"], raw["content"])
 
 
 @dataclass(frozen=True, slots=True)

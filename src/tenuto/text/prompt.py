@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from tenuto.base.checks import items, whole
 from tenuto.base.errors import InvalidRequest
-from tenuto.text.chat import Message
+from tenuto.base.sampling import MAX_TOKEN_ID
+from tenuto.base.turns import Message, TurnInput
 from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ class Prompt:
     text: bool = False
 
 
-def parse_input(given: Input, tokenizer: Tokenizer | None, room: Room | None = None) -> Prompt:
+def parse_input(given: Input | TurnInput, tokenizer: Tokenizer | None, room: Room | None = None) -> Prompt:
     """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages, and `ContextExceeded` if it is text,
     or token ids, and certainly does not fit into `room`; the text has not been encoded then."""
     if isinstance(given, str):
@@ -34,8 +35,8 @@ def parse_input(given: Input, tokenizer: Tokenizer | None, room: Room | None = N
             room.require(tokenizer.least_tokens(given))
         return Prompt(tokens=tuple(tokenizer.encode(given)), text=True)
     parts = items("input", given, "text, token ids, or a list of messages")
-    if parts and isinstance(parts[0], Mapping):
-        return Prompt(messages=tuple(Message.from_dict(part) for part in parts))
+    if parts and isinstance(parts[0], Mapping | Message):
+        return Prompt(messages=tuple(one if isinstance(one, Message) else Message.from_dict(one) for one in parts))
     if room is not None:
         room.require(len(parts))
-    return Prompt(tokens=tuple(whole("a token id of the input", part, 0, 2**31 - 1) for part in parts))
+    return Prompt(tokens=tuple(whole("a token id of the input", part, 0, MAX_TOKEN_ID) for part in parts))

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import OPTIONS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_BIASES, Sampling
-from tenuto.session.options import TurnOptions, turn_params
-from tenuto.session.turn import TurnParams
 
 FULL: TurnOptions = {
     "max_new_tokens": 9,
@@ -35,7 +34,7 @@ FULL: TurnOptions = {
 
 
 def test_every_option_arrives_where_it_belongs() -> None:
-    assert FULL.keys() == TurnOptions.__annotations__.keys()
+    assert FULL.keys() == TurnOptions.__annotations__.keys() == OPTIONS.keys()
     assert turn_params(FULL) == TurnParams(
         max_new_tokens=9,
         sampling=Sampling(0.5, 4, 0.5, 3, 0.25, 1.5, -1, 2, ((7, -100), (8, 1.5))),

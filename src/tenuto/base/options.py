@@ -1,0 +1,154 @@
+"""What callers may choose for a session and for a turn: every option with its bounds, declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from typing import Any, Literal, TypedDict
+
+from tenuto.base.checks import MAX_COUNT, MOST_SECONDS, Bounds, check_options, items, option, shown, whole
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, MAX_TOKEN_ID, Sampling
+
+MAX_NEW_TOKENS = MAX_COUNT
+MAX_STOP_IDS = 64
+MAX_PRIORITY = 1000
+PRIORITIES = Bounds(-MAX_PRIORITY, MAX_PRIORITY)
+SECONDS = Bounds(0.0, MOST_SECONDS, above=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnParams:
+    """What the caller may choose for a turn.
+
+    `max_new_tokens` `None` means as many as fit. `stop_ids` end the turn and are part of the committed output;
+    `ignore_eos` leaves out the model's own. Deadlines are seconds from the turn's arrival: `queue_timeout` until it
+    first runs, `timeout` until it ends; `None` for none. `priority` `None` takes the session's; higher runs first.
+
+    The first `min_new_tokens` output tokens are no stop ids, and no stop string is looked for in their text. `logprobs`
+    n asks for the log-probability of every output token and of the n likeliest at its place, and `input_logprobs` of
+    every input token, except one that nothing precedes; `None` does not ask. See `base.sampling.TokenLogprob`.
+    """
+
+    max_new_tokens: int | None = option(None, "As many as fit if not given.", Bounds(0, MAX_NEW_TOKENS))
+    sampling: Sampling = GREEDY
+    stop_ids: tuple[int, ...] = option((), "Token ids that end the turn.")
+    stop: tuple[str, ...] = option((), "Strings that end the turn.")
+    ignore_eos: bool = option(default=False, description="Leave out the model's own.")
+    priority: int | None = option(None, "Higher runs first.", PRIORITIES)
+    queue_timeout: float | None = option(None, "Seconds until it must have begun.", SECONDS)
+    timeout: float | None = option(None, "Seconds until it must have ended.", SECONDS)
+    min_new_tokens: int = option(0, "Before so many, nothing ends the turn.", Bounds(0, MAX_NEW_TOKENS))
+    logprobs: int | None = option(None, "Of output tokens, with so many of the likeliest.", Bounds(0, MAX_LOGPROBS))
+    input_logprobs: int | None = option(None, "The same of the input.", Bounds(0, MAX_LOGPROBS))
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.max_new_tokens is not None:
+            whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
+        if len(self.stop_ids) > MAX_STOP_IDS:
+            raise InvalidRequest(
+                f"there are {len(self.stop_ids)} stop_ids; allowed: at most {MAX_STOP_IDS}", param="stop_ids"
+            )
+        for token in self.stop_ids:
+            whole("a stop id", token, 0, MAX_TOKEN_ID)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos is {shown(self.ignore_eos)}; allowed: true or false", param="ignore_eos")
+
+
+OPTIONS: dict[str, Field[Any]] = {
+    each.name: each for each in (*fields(Sampling), *fields(TurnParams)) if each.name != "sampling"
+}
+"""Every option by its name."""
+OF_SAMPLING = frozenset(each.name for each in fields(Sampling))
+OF_PREFILL = ("priority", "queue_timeout", "timeout", "input_logprobs")
+"""Options that mean something where nothing is generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What holds for all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
+    `None` for never. `max_tokens`: cap on its history, at most the context length (`None`: that). An `ephemeral`
+    session closes when its only turn ends. `tenant`: on whose account it is. `hidden`: it is not listed. `metadata`:
+    whatever its owner notes."""
+
+    priority: int = option(0, "Of its turns; higher runs first.", PRIORITIES)
+    ttl: float | None = option(None, "Seconds without a turn until it is closed.", SECONDS)
+    max_tokens: int | None = option(None, "Cap on its history, in tokens.", Bounds(1, MAX_COUNT))
+    ephemeral: bool = False
+    tenant: str = ""
+    hidden: bool = False
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+class TurnOptions(TypedDict, total=False):
+    """Options of a turn, all optional.
+
+    `max_new_tokens`: as many as fit if not given. `temperature` 0 (the default) is greedy; `top_k` 0, `top_p` 1 and
+    `min_p` 0 keep every token; the penalties and `logit_bias` (token id to number) are 1, 0, 0 and none. `seed`: turns
+    with the same seed at the same position draw the same. `base.sampling.Sampling` says what each does. `stop`: strings
+    that end the turn; `stop_ids`: token ids that do, besides the model's own unless `ignore_eos`; none does before
+    there are `min_new_tokens`. `logprobs` and `input_logprobs` n: log-probabilities of every output or input token, and
+    the n likeliest there. `priority`: higher runs first; the session's if not given. `queue_timeout` and `timeout`:
+    seconds until the turn must have started, and ended.
+    """
+
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    stop: str | Sequence[str]
+    stop_ids: Sequence[int]
+    ignore_eos: bool
+    priority: int | None
+    queue_timeout: float | None
+    timeout: float | None
+    min_new_tokens: int
+    logprobs: int | None
+    input_logprobs: int | None
+
+
+class RemoteOptions(TurnOptions, total=False):
+    """Options of a turn on a server: those of `TurnOptions` and two more.
+
+    `if_busy`: while another turn of the session is open, "reject" (the default) refuses this one, "queue" waits.
+    `on_disconnect`: with "abort" (the default) a turn whose connection breaks is rolled back; with "continue" it goes
+    on, its stream connects again and misses nothing, and a stream that is dropped leaves it running.
+    """
+
+    if_busy: Literal["reject", "queue"]
+    on_disconnect: Literal["abort", "continue"]
+
+
+def turn_params(options: TurnOptions) -> TurnParams:
+    """Raises `InvalidRequest` for a name that is no option, and for values out of range."""
+    unknown = options.keys() - OPTIONS.keys()
+    if unknown:
+        raise InvalidRequest(f"unknown turn options {sorted(unknown)}; allowed: {sorted(OPTIONS)}")
+    rest: dict[str, Any] = dict(options)
+    sampling: dict[str, Any] = {name: rest.pop(name) for name in OF_SAMPLING & rest.keys()}
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = _pairs(sampling["logit_bias"])
+    stop = rest.pop("stop", ())
+    return TurnParams(
+        sampling=Sampling(**sampling),
+        stop=(stop,) if isinstance(stop, str) else items("stop", stop, "a string or a list of strings"),
+        stop_ids=items("stop_ids", rest.pop("stop_ids", ()), "a list of token ids"),
+        **rest,
+    )
+
+
+def _pairs(logit_bias: object) -> tuple[tuple[int, float], ...]:
+    """The entries of a mapping or of a collection of pairs."""
+    pairs = logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias
+    allowed = "a mapping from token ids to numbers, or pairs"
+    return tuple(items("a logit_bias entry", pair, "a pair") for pair in items("logit_bias", pairs, allowed))

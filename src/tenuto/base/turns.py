@@ -1,0 +1,229 @@
+"""What a turn is asked for, what it brings, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from tenuto.base.checks import shown, whole
+from tenuto.base.errors import InvalidRequest, TenutoError
+from tenuto.base.options import MAX_NEW_TOKENS
+from tenuto.base.sampling import TokenLogprob
+
+TurnKind = Literal["turn", "append", "regenerate"]
+"""Append input and generate; append input alone; generate the last turn's output again."""
+
+Keep = int | Literal["delivered", "all"] | None
+"""What of an aborted turn is committed: nothing, or its input and so many output tokens, those whose text the caller
+has been given, or all."""
+
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one side said. Raises `InvalidRequest` on an unknown role or content that is not text."""
+
+    role: str
+    content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise InvalidRequest(f"a message has role {self.role!r}; allowed: {', '.join(ROLES)}")
+        if not isinstance(self.content, str):
+            raise InvalidRequest(f"a message's content is a {type(self.content).__name__}; allowed: text")
+
+    @classmethod
+    def from_dict(cls, raw: object) -> Message:
+        """From what a client sent: an object with `role` and `content` and nothing else."""
+        if not isinstance(raw, Mapping) or set(raw) != {"role", "content"}:
+            given = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
+            raise InvalidRequest(f"a message has {given}; allowed: exactly role and content")
+        return cls(raw["role"], raw["content"])
+
+
+TurnInput = str | Sequence[int | Message]
+"""Text, token ids or chat messages."""
+
+
+MOST_PIECES = 256
+"""Of a transcript's text before they become one, so that asking for it after every piece stays cheap."""
+
+
+class TurnState(StrEnum):
+    """Four states of an open turn, and two in which it has ended."""
+
+    DRAFTING = "drafting"
+    QUEUED = "queued"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+    @property
+    def ended(self) -> bool:
+        return self in (TurnState.COMMITTED, TurnState.ABORTED)
+
+
+class EndReason(StrEnum):
+    """Why a turn ended."""
+
+    STOP = "stop"  # a stop id or stop string
+    LENGTH = "length"  # max_new_tokens, or what fits
+    APPENDED = "appended"  # a prefill-only turn is done
+    ABORT = "abort"  # by the caller, a disconnect or a closing session
+    DEADLINE = "deadline"  # one of its deadlines passed
+    FAILED = "failed"  # steps with it in them fail, also when it is alone in one
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Exact token counts of an ended turn. `prompt`: history and input; `cached`: those of them whose state was there
+    and did not have to be computed; `generated`: sampled tokens; `computed`: tokens computed, repeats after a
+    preemption included."""
+
+    prompt: int
+    cached: int
+    generated: int
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """How a turn ended. `version` is the session's; `kept` the output tokens committed; `max_new_tokens` the effective
+    value; `context_left` the tokens that still fit; `stop` the stop id or stop string that ended it, if one did."""
+
+    reason: EndReason
+    committed: bool
+    version: int
+    kept: int
+    usage: Usage
+    max_new_tokens: int
+    context_left: int
+    stop: str | int | None = None
+
+
+class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a turn has brought since its last delta. `delivered`: its leading output tokens whose text has been
+    delivered whole, up to now. `result`: in the last delta that of the turn, else `None`. `logprobs`: one a token, if
+    asked for. `input_logprobs`: of the input tokens, if asked for, in the first delta with tokens or a result; only the
+    first token of all has `None`, and a turn that was aborted early may lack the last."""
+
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    delivered: int = 0
+    result: TurnResult | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    input_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """What they bring together, the last of them now."""
+    if len(deltas) == 1:
+        return deltas[0]
+    if not deltas:
+        return Delta()
+    return Delta(
+        tuple(token for delta in deltas for token in delta.tokens),
+        "".join(delta.text for delta in deltas),
+        deltas[-1].delivered,
+        deltas[-1].result,
+        tuple(entry for delta in deltas for entry in delta.logprobs),
+        tuple(entry for delta in deltas for entry in delta.input_logprobs),
+    )
+
+
+def kept(held: Sequence[Delta], said: int, delivered: int) -> Delta:
+    """The one delta in place of `held`, which are all since an abort: nothing before the last has a result, then what
+    of them was committed. Before there were `said` tokens, of which `delivered` had their text out."""
+    result = held[-1].result
+    if result is None or not result.committed or result.kept < said:
+        return Delta(delivered=delivered, result=result)
+    together, room = joined(held), result.kept - said
+    whole_ones = [delta for delta in held if delta.delivered <= result.kept]  # no text of tokens that are not kept
+    return Delta(
+        together.tokens[:room],
+        "".join(delta.text for delta in whole_ones),
+        whole_ones[-1].delivered if whole_ones else delivered,
+        result,
+        together.logprobs[:room],
+        together.input_logprobs,
+    )
+
+
+class Transcript:
+    """Adds up a turn's deltas as its one reader has seen them. After an abort nothing counts until the result says what
+    of it is kept."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.input_logprobs: list[TokenLogprob | None] = []
+        self.result: TurnResult | None = None
+        self.failure: TenutoError | None = None
+        self._pieces: list[str] = []  # of text
+        self._delivered = 0
+        self._held: list[Delta] | None = None  # taken after the abort
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to be waited for. Raises the error that ended the turn, if one did."""
+        if self.failure is not None:
+            raise self.failure
+        return self.result is not None
+
+    def take(self, news: Delta | TenutoError) -> Delta:
+        """The reader has got `news`; what of it counts now. Raises it if it is an error."""
+        if isinstance(news, TenutoError):
+            self.failure = news
+            raise news
+        if self._held is not None:
+            self._held.append(news)
+            news = kept(self._held, len(self.token_ids), self._delivered)
+        self.token_ids += news.tokens
+        self.logprobs += news.logprobs
+        self.input_logprobs += news.input_logprobs
+        if news.text:
+            self._pieces.append(news.text)
+            if len(self._pieces) > MOST_PIECES:
+                self._pieces = [self.text]
+        self._delivered = news.delivered
+        self.result = news.result
+        return news
+
+    def tokens_to_keep(self, keep: Keep) -> Keep:
+        """`keep`, where what was delivered is what this reader has read. Raises `InvalidRequest`."""
+        return self._delivered if check_keep(keep) == "delivered" else keep
+
+    def begin_abort(self) -> None:
+        """What is read from now on may not be kept."""
+        if self._held is None:
+            self._held = []
+
+
+def done(result: TurnResult) -> Future[TurnResult]:
+    """A future that already has `result`."""
+    future: Future[TurnResult] = Future()
+    future.set_result(result)
+    return future
+
+
+def check_keep(keep: Keep) -> Keep:
+    """Raises `InvalidRequest`."""
+    if keep is None or (isinstance(keep, str) and keep in ("delivered", "all")):
+        return keep
+    if isinstance(keep, str):
+        raise InvalidRequest(
+            f"keep is {shown(keep)}; allowed: none, a number of output tokens, 'delivered' or 'all'", param="keep"
+        )
+    return whole("keep", keep, 0, MAX_NEW_TOKENS)

@@ -1,0 +1,162 @@
+"""What callers are shown of an engine: the same values in it, in messages, at the edge and in clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from tenuto.base.config import EngineConfig
+from tenuto.base.turns import TurnState
+
+SessionKey = tuple[str, str]
+"""A session's tenant, and its id among the sessions of that tenant."""
+
+
+class SessionState(StrEnum):
+    """Open; closing, when its running turn may still end; closed."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+StateFilter = Literal["open", "closing", "idle", "drafting", "queued", "running", "preempted"]
+"""Sessions in this state, or with an open turn in it; `idle`: without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as it is now. `turn`: the state of its open turn, if there is one. `version` counts commits and
+    rewinds. Of its `tokens`, the first `computed` have their state in memory; `limit` are the most it may have.
+    `idle_seconds`: since its last turn ended, 0 while one is open; no part of what makes two equal. `memory`: units
+    that it and its turn hold, by group."""
+
+    session_id: str
+    state: SessionState
+    turn: TurnState | None
+    version: int
+    turns: int
+    tokens: int
+    computed: int
+    context_left: int
+    limit: int
+    priority: int
+    ttl: float | None
+    idle_seconds: float = field(compare=False)
+    memory: Mapping[str, int] = field(hash=False)
+    metadata: Mapping[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """Units of one pool: `capacity` = `free` + `in_flight` + `leased`; `by_holder` counts leased units by the first
+    word of their holder's name (a unit with several holders counts once, under "shared")."""
+
+    name: str
+    capacity: int
+    free: int
+    in_flight: int
+    leased: int
+    by_holder: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """A clean audit: `holders` that have a lease, and their `leases`."""
+
+    pools: tuple[PoolReport, ...]
+    holders: int
+    leases: int
+
+    def __str__(self) -> str:
+        """One line: every unit accounted for, by holder."""
+        parts = []
+        for pool in self.pools:
+            held = ", ".join(f"{name} {count}" for name, count in sorted(pool.by_holder.items()))
+            rest = f", in flight {pool.in_flight}" if pool.in_flight else ""
+            parts.append(f"{pool.name}: {pool.capacity} units = free {pool.free}{rest}{', ' if held else ''}{held}")
+        return f"every unit accounted for ({self.holders} holders, {self.leases} leases) | " + " | ".join(parts)
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what answers carry; also what HTTP answers are made of."""
+
+
+class ModelView(View, frozen=True, kw_only=True):
+    """The model that runs, and how."""
+
+    model: str
+    path: str
+    vocab_size: int
+    context_length: int
+    max_context: int
+    page_size: int
+    capacity_tokens: int
+    units: dict[str, int]
+    adds_bos: bool
+    bos_id: int | None
+    eos_ids: list[int]
+    has_text: bool
+    has_chat: bool
+    pid: int
+    config: EngineConfig
+
+
+class SessionPage(View, frozen=True, kw_only=True):
+    """Sessions by id. `more`: others follow; a page ends early if it becomes large, but has one if there is one."""
+
+    sessions: list[SessionInfo]
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A committed turn, and its texts if there is a tokenizer. `start`: its place in the history, in tokens."""
+
+    number: int
+    start: int
+    input_tokens: list[int]
+    output_tokens: list[int]
+    input_text: str | None
+    output_text: str | None
+
+
+class RecordPage(View, frozen=True, kw_only=True):
+    """Committed turns in order. `more`: as of `SessionPage`."""
+
+    records: list[Record]
+    more: bool
+
+
+class Ticket(View, frozen=True, kw_only=True):
+    """A turn that was accepted. `prompt` and `text` only if an echo was asked for."""
+
+    turn: int
+    session: str
+    history: int
+    prompt_tokens: int
+    max_new_tokens: int
+    version: int
+    prompt: list[int] = []
+    text: str | None = None
+
+
+class Stats(View, frozen=True, kw_only=True):
+    """Counts since the start, and how things are now. `recomputed`: tokens computed again, by why."""
+
+    sessions: int
+    running: int
+    queued: int
+    steps: int
+    transitions: dict[str, int]
+    pools: list[PoolReport]
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    computed_tokens: int
+    recomputed: dict[str, int]
+    held_tokens: dict[str, int]
