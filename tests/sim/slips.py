@@ -99,7 +99,7 @@ SLIPS = (
     Slip("sched.batch", " - 1 / self.shares.weight(turn)", ""),
     Slip("sched.batch", "if growth.row in same] + self._taken", "if growth.row in same]"),
     Slip("sched.batch", "in news.sampling.items() if row in same} | self._sampling", "in news.sampling.items() if row in same}"),
-    Slip("sched.admission", "turn.number, self._batch.departures,", "turn.number, 0,"),
+    Slip("sched.admission", "self._passes // RECONSIDERED_AFTER", "0"),
     Slip("sched.pressure", "units[~held[group][units]]", "units"),
     Slip("engine.engine", "if flight.plan.step <= self._void:", "if flight.plan.step < self._void:"),
     Slip("engine.lifecycle", "turn.failed_end = min(turn.failed_end, position + 1)", "pass"),

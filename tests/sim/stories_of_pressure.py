@@ -174,7 +174,7 @@ def unwanted(world: Scenario) -> None:
     """Sessions fill memory, and a draft comes that nobody waits for: none of them yields to it. When they are gone, one
     that is dropped is computed again."""
     rng, slots = world.rng, world.config.page_size * world.config.units[0]
-    told = [world.told(slots // 7) for _ in range(rng.randint(4, 7))]
+    told = [world.told(max(1, slots // 7)) for _ in range(rng.randint(4, 7))]
     sid = world.opened()
     world.draft(sid, world.text(min(world.longest, slots) * 3 // 4))
     for _ in range(rng.randint(2, 6)):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tenuto.base.groups import Kind
 from tenuto.base.turns import TurnState
 from tenuto.engine.engine import StepReport
+from tenuto.sched.admission import RECONSIDERED_AFTER
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tests.sim import internals
@@ -23,8 +24,8 @@ STUCK = 400
 """Steps without any token computed while a submitted turn is open."""
 PATIENCE = 6000
 """Steps a submitted turn may take."""
-STARTS_WITHIN = 6
-"""Steps in which the first in the queue starts once its worst case fits: one would do."""
+STARTS_WITHIN = 6 + RECONSIDERED_AFTER
+"""Steps in which the first in the queue starts once its worst case fits: one would do if it were always considered."""
 AFTER_FAILURE = 60
 """The same after a failed step: those who were in it may first have to show which of them makes steps fail."""
 OVERTAKEN = 1

@@ -15,6 +15,9 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
+RECONSIDERED_AFTER = 8
+"""Steps after which a turn for which no room could be made is considered again: that costs as much as is in memory."""
+
 
 class Admission:
     """Moves turns from the queue into rows while the worst case of their input fits beside what runs already.
@@ -44,6 +47,7 @@ class Admission:
         self._pause = pause
         self._drop = drop
         self._refused: tuple[int, ...] | None = None  # what room could not be made for, as in `_make_room`
+        self._passes = 0  # over the queue, ever
 
     def leases(self) -> list[Lease]:
         """Nothing between steps: what a pass reserves and does not use goes back at its end."""
@@ -51,6 +55,7 @@ class Admission:
 
     def admit(self) -> None:
         """Start waiting turns, in order, until the first that does not fit."""
+        self._passes += 1
         blocked = self._pass()
         while blocked is not None and self._make_room(blocked):
             blocked = self._pass()
@@ -99,9 +104,9 @@ class Admission:
         """Have others yield so that `turn` can start. False if it has to wait, and then nobody yields who would have
         done so in vain."""
         memory, running = self._memory, self._batch.running()
-        asked = turn.number, self._batch.departures, turn.session.memory.computed
+        asked = turn.number, self._batch.departures, turn.session.memory.computed, self._passes // RECONSIDERED_AFTER
         if running and not turn.drafting and self._refused == asked:
-            return False  # looked at again when a turn leaves its row: at worst that much later
+            return False  # considered again when a turn leaves its row, and every few steps: windows and checkpoints go
         need = self._need(turn)
         keeps = turn.session.memory.computed or turn.session.memory.turn is not None
         if keeps and (need > self._pressure.room_beside([turn])).any():
