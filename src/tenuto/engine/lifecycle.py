@@ -129,8 +129,6 @@ class Lifecycle:
             self.drop(turn.session)
             return
         self._leave_row(turn)
-        if not turn.computed_tokens:
-            turn.cached = -1  # what it found when it started has been of no use
         turn.preempt()
         self.transitions["preempt"] += 1
         self._queue.push(turn)
@@ -183,7 +181,7 @@ class Lifecycle:
         turn = session.turn
         if turn is not None and session.memory.turn is not None:
             self._leave_row(turn)
-            turn.release_memory()
+            turn.lose_memory()
         else:
             session.memory.drop()
             session.memory.lost = why

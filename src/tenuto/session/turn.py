@@ -192,11 +192,18 @@ class Turn:
     def preempt(self) -> None:
         """Lose what it acquired, keep its tokens, and queue again."""
         self.go("preempt")
-        self.release_memory()
+        self.lose_memory()
 
     def pause(self) -> None:
         """Leave the row and queue again; what it has acquired stays."""
         self.go("preempt")
+
+    def lose_memory(self) -> None:
+        """Others need what it holds: it will start again. What it had found cached counts only if it has computed
+        something on top of that."""
+        self.release_memory()
+        if not self.computed_tokens:
+            self.cached = -1
 
     def release_memory(self) -> None:
         """Give back everything it holds; its session's memory is untouched."""
