@@ -98,6 +98,7 @@ class Lifecycle:
             turn.started = True
             if turn.cached < 0:
                 turn.cached = min(continues_from(turn), turn.prompt_length)
+                turn.computed_before = turn.computed_tokens
                 self._note_recomputed(turn)
         if is_computed(turn):
             for lease in slots:

@@ -79,7 +79,8 @@ class Turn:
         self.started = False  # has run as a submitted turn
         self.failures = 0  # failed steps with it alone, until it comes to `failed_end`; written by `Suspects`
         self.failed_end = 0  # where the last failed step with it was to end; lowered when a draft changes
-        self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle
+        self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle, as the next
+        self.computed_before = 0  # tokens it had computed then, as a draft
         self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
         self.text: TextStream | None = None
         self.stop: str | int | None = None  # what ended it; written by the settler, as the two below
@@ -202,7 +203,7 @@ class Turn:
         """Others need what it holds: it will start again. What it had found cached counts only if it has computed
         something on top of that."""
         self.release_memory()
-        if not self.computed_tokens:
+        if self.computed_tokens == self.computed_before:
             self.cached = -1
 
     def release_memory(self) -> None:
