@@ -47,6 +47,7 @@ class Admission:
         self._pause = pause
         self._drop = drop
         self._refused: tuple[int, ...] | None = None  # what room could not be made for, as in `_make_room`
+        self._room_for: Turn | None = None  # that others have yielded to and that has not started since
         self._passes = 0  # over the queue, ever
 
     def leases(self) -> list[Lease]:
@@ -88,7 +89,8 @@ class Admission:
             while (turn := self._next(aside)) is not None:
                 need = self._need(turn)
                 available = reserved.available() - self._pledged(turn)
-                fits = memory.rows.free and (need <= available).all() and self._can_stay(turn, need)
+                fits = memory.rows.free and (need <= available).all()
+                fits = fits and (turn is self._room_for or self._can_stay(turn, need))
                 if not fits and not is_computed(turn):
                     if not turn.drafting:
                         return turn
@@ -96,6 +98,8 @@ class Admission:
                     continue
                 self._queue.remove(turn)
                 self._start(turn, reserved.take(need))
+                if turn is self._room_for:
+                    self._room_for = None
         return aside[0] if aside else None
 
     # -- making room
@@ -119,6 +123,7 @@ class Admission:
             return False
         if not memory.rows.free:
             self._pause(victims.pop(0))
+        self._room_for = turn
         self._pressure.relieve(
             lambda: need + self._pledged(turn, later=True),
             [turn, *kept],
