@@ -89,7 +89,7 @@ class Admission:
             while (turn := self._next(aside)) is not None:
                 need = self._need(turn)
                 available = reserved.available() - self._pledged(turn)
-                fits = memory.rows.free and (need <= available).all()
+                fits = memory.rows.free > 0 and bool((need <= available).all())
                 fits = fits and (turn is self._room_for or self._can_stay(turn, need))
                 if not fits and not is_computed(turn):
                     if not turn.drafting:
