@@ -14,7 +14,7 @@ WORLD_STEPS = 150
 
 CALLS = 3
 LOOKED_FOR = 6_000
-"""Steps in which a known seed, or one of the first others, has to show what is planted; else the seeds are out of date."""
+"""Steps in which a known seed, or one of the first others, has to show what is planted, or the seeds are stale."""
 
 JUSTIFIED: dict[str, str] = {
     "a_row_cut_back_keeps_its_alternate_position": "it is where the row is cut back to, until its next step",
