@@ -27,6 +27,18 @@ SEEDS = Path(__file__).with_name("seeds.json")
 WORLD_STEPS = 150
 MOST_STEPS = 100_000
 """Something planted has to show within so many steps."""
+JUSTIFIED: dict[str, str] = {
+    "a_row_cut_back_keeps_its_alternate_position": "it is where the row is cut back to, until its next step",
+    "a_resting_draft_is_never_evictable": "it has its place since it got its row; the note makes it the latest there",
+    "limbo_of_the_second_step_is_merged": "nothing is released between its submission and the end of the first",
+    "memory.pool: gone = self._limbo[-1] if": "as above: what is released finds one step in flight",
+    "memory.turn_memory: if live > began:": "the source's position can be resumed anyway",
+    "memory.rows: self.mark[row] = FAR": "a row gets its mark when it is taken",
+    "sched.batch: self._sampling.pop(row, None)": "the next turn of the row that samples brings its own options",
+    "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked from the last such position on",
+    "session.registry: and session.id not in self._watched": "the later entry takes the place of the earlier",
+}
+"""What may be planted without the simulator noticing, by part of its name, and why that is right."""
 _PLANTED: list[object] = []
 
 
@@ -41,6 +53,11 @@ def names() -> list[str]:
         seen[text] = seen.get(text, 0) + 1
         calls.append(text if seen[text] == 1 else f"{text} #{seen[text]}")
     return [*faults, *slips, *calls]
+
+
+def is_justified(name: str) -> bool:
+    """Whether it may go unnoticed."""
+    return any(part in name for part in JUSTIFIED)
 
 
 def plant(number: int) -> None:
@@ -80,7 +97,7 @@ def main() -> int:
     parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken")
     arguments = parser.parse_args()
     every, seeds = names(), known_seeds()
-    chosen = [number for number, name in enumerate(every) if re.search(arguments.only, name)]
+    chosen = [n for n, name in enumerate(every) if re.search(arguments.only, name) and not is_justified(name)]
     if arguments.unknown:
         chosen = [number for number in chosen if every[number] not in seeds]
     survivors = 0

@@ -16,7 +16,19 @@ from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import VOCAB, NaiveTurn
 from tests.sim.setting import MIXES, WorldConfig, engine_config, least_units
 from tests.sim.sharing import TENANTS, WEIGHTS, sharing
-from tests.sim.stories import churn, editing, failing, guessed, poisoned, scored, shortened, struck, tails, typing
+from tests.sim.stories import (
+    churn,
+    cut_back,
+    editing,
+    failing,
+    guessed,
+    poisoned,
+    scored,
+    shortened,
+    struck,
+    tails,
+    typing,
+)
 from tests.sim.stories_of_pressure import alone, families, outgrow, passed_over, promotion
 
 
@@ -28,7 +40,7 @@ class Scenario(MirroredWorld):
         self.forced = 0  # steps that fail before others do
         self.rows = 0  # used when the last plan was made
         self.given: list[tuple[NaiveTurn, int]] = []  # its turns, and how many tokens it computes for each
-        self._story: Callable[[Scenario], None] = STORIES[(config.seed // EVERY) % len(STORIES)]
+        self._story = story_of(config.seed)
 
     def run(self, steps: int) -> None:
         while self.steps < steps:
@@ -111,7 +123,16 @@ STORIES: tuple[Callable[[Scenario], None], ...] = (
     guessed,
     struck,
     passed_over,
+    cut_back,
 )
+
+
+PLACES = 24
+"""In the order of stories, which then begins again: one that is added changes few seeds."""
+
+
+def story_of(seed: int) -> Callable[[Scenario], None]:
+    return STORIES[(seed // EVERY) % PLACES % len(STORIES)]
 
 
 def is_scenario(seed: int) -> bool:
@@ -121,11 +142,11 @@ def is_scenario(seed: int) -> bool:
 def scenario_world(seed: int) -> WorldConfig:
     """The setting of a scenario: memory is ample or tight as its story asks."""
     rng = Random(seed)
-    story = STORIES[(seed // EVERY) % len(STORIES)]
+    story = story_of(seed)
     ample = story not in (families, outgrow, alone, promotion, passed_over)
     pages_only = story in (outgrow, promotion, alone, passed_over)
     mix = (Kind.FULL,) if pages_only and rng.random() < 0.7 else rng.choice(MIXES)
-    page_size = rng.choice((1, 2, 4, 4, 8)) if story is not tails else rng.choice((3, 4, 8, 16, 32, 64))
+    page_size = rng.choice((1, 2, 4, 4, 8)) if story not in (tails, cut_back) else rng.choice((3, 4, 8, 16, 32, 64))
     running = rng.choice((4, 8, 12)) if story is not alone else 1
     context = rng.choice((200, 400)) if story is not alone else rng.choice((40, 80))
     config = WorldConfig(

@@ -219,6 +219,28 @@ def tails(world: Scenario) -> None:  # noqa: C901 - one stretch of the story aft
     world.play()
 
 
+def cut_back(world: Scenario) -> None:
+    """A fork goes on in a copy of the page it shares, is cut back onto the shared one, and both go on."""
+    rng, size = world.rng, world.config.page_size
+    for _ in range(rng.randint(2, 6)):
+        parent = world.opened()
+        world.append(parent, world.text(rng.randint(2, 2 * size)))
+        world.play()
+        length = len(world.naive[parent].tokens)
+        child = world.fork(parent)
+        assert child is not None
+        world.say(child, world.text(rng.randint(1, 1 + size // 2)), 1)
+        world.play()
+        world.rewind(child, position=rng.randint(max(1, length - size // 2), length + 1))
+        for _ in range(rng.randint(2, 6)):
+            sid = rng.choice((parent, child))
+            if len(world.naive[sid].tokens) + size < world.longest:
+                world.say(sid, world.text(rng.randint(1, 3)), rng.randint(1, 4))
+                world.play()
+        for sid in (parent, child):
+            world.close(sid, finish=False)
+
+
 def churn(world: Scenario) -> None:
     """Sessions and turns come and go by the thousand beside a few that wait: nothing is forgotten or piles up."""
     rng = world.rng
