@@ -237,14 +237,14 @@ def test_closing_an_engine_ends_what_is_open() -> None:
 
 
 def test_an_engine_that_nobody_has_any_more_stops() -> None:
-    loop = tenuto.Engine("witness")._core.loop
+    loop = tenuto.Engine("witness")._transport
     gc.collect()
     eventually(lambda: not loop._thread.is_alive())
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids_only(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(load_model("witness", "cpu", None, 4), tokenizer=None, chat=None)
-    monkeypatch.setattr("tenuto.api.core.load_model", lambda *_: bare)
+    monkeypatch.setattr("tenuto.api.transport.load_model", lambda *_: bare)
     with tenuto.Engine("witness") as engine:
         session = engine.session()
         with pytest.raises(InvalidRequest, match="tokenizer"):
@@ -429,7 +429,7 @@ def test_a_cancelled_abort_still_ends_the_turn() -> None:
             session = await engine.session()
             stream = session.turn([1], max_new_tokens=2000, ignore_eos=True)
             release = threading.Event()
-            engine._core.loop.call(lambda _: release.wait(20))  # so that the abort is still to be done
+            engine._transport._service._loop.call(lambda _: release.wait(20))  # so that the abort is still to be done
             aborting = asyncio.create_task(stream.abort())
             await asyncio.sleep(0)
             aborting.cancel()
@@ -470,7 +470,7 @@ def test_a_turn_whose_end_nobody_read_can_be_aborted_after_the_engine_was_closed
 
 def test_an_engine_that_is_collected_does_not_wait_for_its_thread() -> None:
     engine = tenuto.Engine("witness")
-    loop, entered, release = engine._core.loop, threading.Event(), threading.Event()
+    loop, entered, release = engine._transport._service._loop, threading.Event(), threading.Event()
 
     def work(_: object) -> None:
         entered.set()

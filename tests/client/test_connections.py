@@ -256,7 +256,7 @@ def test_an_engine_that_dies_is_told_from_a_broken_connection() -> None:
 def test_a_client_that_nobody_has_any_more_ends(witness: Server) -> None:
     engine = tenuto.connect(witness.url)
     engine.sessions()
-    thread = engine._core.connection._thread
+    thread = engine.transport.connection._thread
     del engine
     gc.collect()
     eventually(lambda: not thread.is_alive())
@@ -271,7 +271,7 @@ def test_a_client_loads_no_model_code(witness: Server) -> None:
 
 
 def test_sessions_without_a_name_close_with_their_client_and_others_stay(remote: tenuto.RemoteEngine) -> None:
-    with tenuto.connect(str(remote._core.connection._http.base_url)) as engine:
+    with tenuto.connect(str(remote.transport.connection._http.base_url)) as engine:
         plain, named = engine.session(), engine.session("named", ttl=600)
         plain.append([1])
         named.append([1])
@@ -281,13 +281,13 @@ def test_sessions_without_a_name_close_with_their_client_and_others_stay(remote:
         engine.attach("named")
         assert len(remote.sessions()) == 6
         made[0].close()
-        assert len(engine._core.connection.leftovers) == 3
+        assert len(engine.transport.connection.leftovers) == 3
     assert [info.session_id for info in remote.sessions()] == ["named", "named-fork"]
 
 
 def test_more_sessions_than_are_deleted_at_once_close_with_their_client(remote: tenuto.RemoteEngine) -> None:
     async def open_many() -> None:
-        async with tenuto.connect_async(str(remote._core.connection._http.base_url)) as engine:
+        async with tenuto.connect_async(str(remote.transport.connection._http.base_url)) as engine:
             await asyncio.gather(*(engine.session() for _ in range(100)))
             await engine.session("kept")
             assert len(await engine.sessions()) == 101
