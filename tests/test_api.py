@@ -20,12 +20,14 @@ from tenuto.base.errors import (
     EngineStopped,
     IllegalTransition,
     InvalidRequest,
+    InvariantError,
     NotFound,
     SessionBusy,
 )
 from tenuto.base.turns import EndReason
 from tenuto.exec.witness import WitnessExecutor, history_hash, next_token
 from tenuto.runtime.models import load_model
+from tenuto.text.tokenizer import Tokenizer
 
 CONTEXT = 4096
 
@@ -237,14 +239,14 @@ def test_closing_an_engine_ends_what_is_open() -> None:
 
 
 def test_an_engine_that_nobody_has_any_more_stops() -> None:
-    loop = tenuto.Engine("witness")._core.loop
+    loop = tenuto.Engine("witness")._transport
     gc.collect()
     eventually(lambda: not loop._thread.is_alive())
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids_only(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(load_model("witness", "cpu", None, 4), tokenizer=None, chat=None)
-    monkeypatch.setattr("tenuto.api.core.load_model", lambda *_: bare)
+    monkeypatch.setattr("tenuto.api.transport.load_model", lambda *_: bare)
     with tenuto.Engine("witness") as engine:
         session = engine.session()
         with pytest.raises(InvalidRequest, match="tokenizer"):
@@ -429,7 +431,7 @@ def test_a_cancelled_abort_still_ends_the_turn() -> None:
             session = await engine.session()
             stream = session.turn([1], max_new_tokens=2000, ignore_eos=True)
             release = threading.Event()
-            engine._core.loop.call(lambda _: release.wait(20))  # so that the abort is still to be done
+            engine._transport._service._loop.call(lambda _: release.wait(20))  # so that the abort is still to be done
             aborting = asyncio.create_task(stream.abort())
             await asyncio.sleep(0)
             aborting.cancel()
@@ -440,6 +442,65 @@ def test_a_cancelled_abort_still_ends_the_turn() -> None:
             assert await session.history() == []
 
     asyncio.run(abort_and_cancel())
+
+
+def test_a_stream_that_is_closed_before_its_turn_has_begun_leaves_no_turn() -> None:
+    async def close_early() -> None:
+        async with tenuto.AsyncEngine("witness", context_length=CONTEXT) as engine:
+            session = await engine.session()
+            release = threading.Event()
+            engine._transport._service._loop.call(lambda _: release.wait(20))  # so that nothing begins
+            for given in ([1], "text " * 1000):
+                session.turn(given, ignore_eos=True).close()
+            release.set()
+            await session.append([2])
+            assert await session.history() == [2]
+
+    asyncio.run(close_early())
+
+
+def test_input_is_prepared_outside_the_engines_thread(engine: tenuto.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, encode = set[str](), Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, **options: bool) -> list[int]:
+        threads.add(threading.current_thread().name)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    for text in ("short", "long " * 300):
+        session = engine.session()
+        session.chat(text, max_new_tokens=1).result()
+        session.draft([{"role": "user", "content": text}])
+        session.abort()
+    assert threads
+    assert "tenuto-engine" not in threads
+
+
+def test_options_that_only_a_server_takes_are_refused(engine: tenuto.Engine) -> None:
+    session = engine.session()
+    for options in ({"if_busy": "queue"}, {"on_disconnect": "continue"}):
+        with pytest.raises(InvalidRequest, match="unknown turn options"):
+            session.turn([1], **options)
+    assert session.info.turn is None
+
+
+def test_an_engine_that_breaks_tells_everyone_who_waits(engine: tenuto.Engine) -> None:
+    broken = tenuto.Engine("witness", context_length=CONTEXT)
+    session = broken.session()
+    turn = session.turn([1], ignore_eos=True)
+    release = threading.Event()
+
+    def fail(_: object) -> None:
+        release.wait(20)
+        raise InvariantError("planted")
+
+    broken._transport._service._loop.call(fail)
+    waiting = broken._core.sessions()
+    release.set()
+    for answer in (waiting.result, turn.result, turn.abort, broken.audit, session.close):
+        with pytest.raises(EngineStopped, match="planted"):
+            answer()
+    broken.close()
 
 
 def test_numpy_token_ids_are_token_ids(engine: tenuto.Engine) -> None:
@@ -470,7 +531,7 @@ def test_a_turn_whose_end_nobody_read_can_be_aborted_after_the_engine_was_closed
 
 def test_an_engine_that_is_collected_does_not_wait_for_its_thread() -> None:
     engine = tenuto.Engine("witness")
-    loop, entered, release = engine._core.loop, threading.Event(), threading.Event()
+    loop, entered, release = engine._transport._service._loop, threading.Event(), threading.Event()
 
     def work(_: object) -> None:
         entered.set()

@@ -38,7 +38,7 @@ def engine(smollm2_path: Path, template: ChatTemplate) -> Iterator[tenuto.Engine
         return Model(executor, tokenizer.vocab_size, tokenizer.eos_ids, 100_000, tokenizer, template)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tenuto.api.core.load_model", load)
+        patch.setattr("tenuto.api.transport.load_model", load)
         opened = tenuto.Engine("any", page_size=4, context_length=50_000, audit_every=5)
     with opened:
         yield opened

@@ -5,30 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tenuto.api import (
-        AsyncEngine,
-        AsyncSession,
-        AsyncTurnStream,
-        AuditReport,
-        EndReason,
-        Engine,
-        Session,
-        SessionInfo,
-        TenutoError,
-        TurnResult,
-        TurnStream,
-        Usage,
-        errors,
-    )
+    from tenuto.api import AsyncEngine, Engine
     from tenuto.client import (
         AsyncRemoteEngine,
         AsyncRemoteSession,
         AsyncRemoteTurnStream,
+        AsyncSession,
+        AsyncTurnStream,
+        AuditReport,
+        EndReason,
+        Input,
         RemoteEngine,
+        RemoteOptions,
         RemoteSession,
         RemoteTurnStream,
+        Session,
+        SessionInfo,
+        TenutoError,
+        TurnOptions,
+        TurnResult,
+        TurnStream,
+        Usage,
         connect,
         connect_async,
+        errors,
     )
 
 __all__ = [
@@ -41,12 +41,15 @@ __all__ = [
     "AuditReport",
     "EndReason",
     "Engine",
+    "Input",
     "RemoteEngine",
+    "RemoteOptions",
     "RemoteSession",
     "RemoteTurnStream",
     "Session",
     "SessionInfo",
     "TenutoError",
+    "TurnOptions",
     "TurnResult",
     "TurnStream",
     "Usage",
@@ -54,20 +57,19 @@ __all__ = [
     "connect_async",
     "errors",
 ]
-_OF_CLIENT = frozenset(name for name in __all__ if "Remote" in name or name.startswith("connect"))
 
 
 def __getattr__(name: str) -> Any:
     """The public names, loaded when first used: `import tenuto` and `tenuto --help` are fast."""
     if name not in __all__:
         raise AttributeError(f"module 'tenuto' has no attribute {name!r}")
-    if name in _OF_CLIENT:  # which loads no model code
-        from tenuto import client  # noqa: PLC0415 - see above
+    if name in ("AsyncEngine", "Engine"):  # all others load no model code
+        from tenuto import api  # noqa: PLC0415 - see above
 
-        return getattr(client, name)
-    from tenuto import api  # noqa: PLC0415 - see above
+        return getattr(api, name)
+    from tenuto import client  # noqa: PLC0415 - see above
 
-    return getattr(api, name)
+    return getattr(client, name)
 
 
 def __dir__() -> list[str]:

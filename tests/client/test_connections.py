@@ -25,7 +25,7 @@ from tenuto.base.errors import (
     Unauthorized,
     Unreachable,
 )
-from tenuto.client import core, feed
+from tenuto.client import feed
 from tenuto.client.core import SessionCore
 from tests.client.conftest import Proxy
 from tests.client.test_session_interface import eventually, said
@@ -122,50 +122,16 @@ def test_a_turn_may_wait_for_the_one_before(remote: tenuto.RemoteEngine) -> None
     assert first.result().version == 1
 
 
-def test_a_trimmed_session_has_the_turns_that_were_chosen(remote: tenuto.RemoteEngine) -> None:
-    session = remote.session()
-    for number in range(3):
-        session.append([number, 9])
-    trimmed = session.trim([1, 3], session_id="short")
-    assert (trimmed.id, trimmed.history) == ("short", [0, 9, 2, 9])
-    with pytest.raises(InvalidRequest):
-        session.trim("all")
-
-
 def test_a_servers_refusal_names_its_option_as_one_in_this_process_does(remote: tenuto.RemoteEngine) -> None:
     with pytest.raises(InvalidRequest) as refused:
         remote.session().turn([10**6])
     assert refused.value.param == "input"
-    with pytest.raises(InvalidRequest) as refused:
-        remote.session().turn([1], temperature=-1)
-    assert refused.value.param == "temperature"
 
 
 def test_what_no_session_is_called_is_not_found(remote: tenuto.RemoteEngine) -> None:
     for name in ("", ".", "..", "../..", "a/b", "?", "#", "%2e", "é"):
         with pytest.raises((NotFound, InvalidRequest)):
             remote.attach(name)
-
-
-def test_sessions_are_listed_and_histories_read_over_several_pages(
-    remote: tenuto.RemoteEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(core, "PAGE", 2)
-    session = remote.session()
-    for number in range(5):
-        session.append([number])
-    assert session.history == [0, 1, 2, 3, 4]
-    others = {remote.session().id for _ in range(4)}
-    assert {info.session_id for info in remote.sessions()} == {session.id, *others}
-
-
-def test_aborting_from_another_thread_ends_the_reading(remote: tenuto.RemoteEngine) -> None:
-    turn = remote.session().turn([1], ignore_eos=True)
-    next(turn.tokens())
-    aborting = threading.Thread(target=turn.abort)
-    aborting.start()
-    assert not turn.result().committed
-    aborting.join()
 
 
 def test_a_server_that_is_not_there_is_a_typed_error(proxy: Proxy) -> None:
@@ -256,7 +222,7 @@ def test_an_engine_that_dies_is_told_from_a_broken_connection() -> None:
 def test_a_client_that_nobody_has_any_more_ends(witness: Server) -> None:
     engine = tenuto.connect(witness.url)
     engine.sessions()
-    thread = engine._core.connection._thread
+    thread = engine.transport.connection._thread
     del engine
     gc.collect()
     eventually(lambda: not thread.is_alive())
@@ -265,13 +231,13 @@ def test_a_client_that_nobody_has_any_more_ends(witness: Server) -> None:
 def test_a_client_loads_no_model_code(witness: Server) -> None:
     code = (
         f"import sys, tenuto; tenuto.connect({witness.url!r}).sessions(); "
-        "sys.exit(bool({'torch', 'tenuto.engine', 'tenuto.exec', 'fastapi'} & set(sys.modules)))"
+        "sys.exit(bool({'torch', 'tenuto.engine', 'tenuto.runtime', 'tenuto.text', 'fastapi'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_sessions_without_a_name_close_with_their_client_and_others_stay(remote: tenuto.RemoteEngine) -> None:
-    with tenuto.connect(str(remote._core.connection._http.base_url)) as engine:
+    with tenuto.connect(str(remote.transport.connection._http.base_url)) as engine:
         plain, named = engine.session(), engine.session("named", ttl=600)
         plain.append([1])
         named.append([1])
@@ -281,13 +247,13 @@ def test_sessions_without_a_name_close_with_their_client_and_others_stay(remote:
         engine.attach("named")
         assert len(remote.sessions()) == 6
         made[0].close()
-        assert len(engine._core.connection.leftovers) == 3
+        assert len(engine.transport.connection.leftovers) == 3
     assert [info.session_id for info in remote.sessions()] == ["named", "named-fork"]
 
 
 def test_more_sessions_than_are_deleted_at_once_close_with_their_client(remote: tenuto.RemoteEngine) -> None:
     async def open_many() -> None:
-        async with tenuto.connect_async(str(remote._core.connection._http.base_url)) as engine:
+        async with tenuto.connect_async(str(remote.transport.connection._http.base_url)) as engine:
             await asyncio.gather(*(engine.session() for _ in range(100)))
             await engine.session("kept")
             assert len(await engine.sessions()) == 101

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -21,6 +23,8 @@ from tenuto.base.errors import (
     SessionBusy,
 )
 from tenuto.base.turns import EndReason
+from tenuto.base.views import RecordPage
+from tenuto.client import core
 from tenuto.exec.witness import history_hash, next_token
 from tests.client.conftest import CONTEXT
 from tests.serve.server import Server
@@ -177,6 +181,93 @@ def test_fork_and_rewind_are_cheap_and_exact(engine: AnyEngine) -> None:
     assert early.history == history[:10]
 
 
+def test_a_trimmed_session_has_the_turns_that_were_chosen(engine: AnyEngine) -> None:
+    session = engine.session()
+    for number in range(3):
+        session.append([number, 9])
+    trimmed = session.trim([1, 3], session_id="short")
+    assert (trimmed.id, trimmed.history) == ("short", [0, 9, 2, 9])
+    assert trimmed.turn([5], max_new_tokens=2, ignore_eos=True).result().usage.prompt == 5
+    assert session.history == [0, 9, 1, 9, 2, 9]
+    for wrong in ("all", [3, 1], [4], [0], [1.5], 1, None):
+        with pytest.raises(InvalidRequest):
+            session.trim(wrong)  # type: ignore[arg-type]
+
+
+def test_a_session_is_found_again_by_its_name(engine: AnyEngine) -> None:
+    session = engine.session("tea")
+    session.append([1, 2])
+    same = engine.attach("tea")
+    assert (type(same), same.id, same.history) == (type(session), "tea", [1, 2])
+    same.close()
+    for gone in ("tea", "nobody"):
+        with pytest.raises(NotFound):
+            engine.attach(gone)
+    with pytest.raises(InvalidRequest):
+        engine.attach(5)  # type: ignore[arg-type]
+
+
+def test_a_listing_and_a_history_of_several_pages_are_whole(engine: AnyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "PAGE", 2)
+    session = engine.session()
+    for number in range(5):
+        session.append([number])
+    assert session.history == [0, 1, 2, 3, 4]
+    opened = sorted([session.id, *(engine.session().id for _ in range(4))])
+    assert [info.session_id for info in engine.sessions()] == opened
+
+
+def test_a_history_that_changes_while_it_is_read_is_read_again(
+    engine: AnyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "PAGE", 2)
+    session, again = engine.session("changing"), engine.attach("changing")
+    for number in range(5):
+        session.append([number])
+    asked, ask = list[int](), again._core._turns_from
+
+    def rewound_meanwhile(first: int) -> Future[RecordPage]:
+        asked.append(first)
+        if asked != [1, 1, 3]:
+            return ask(first)
+        answer = Future[RecordPage]()
+
+        def work() -> None:
+            session.rewind(turn=1)
+            session.append([7])
+            answer.set_result(ask(first).result())
+
+        threading.Thread(target=work).start()
+        return answer
+
+    monkeypatch.setattr(again._core, "_turns_from", rewound_meanwhile)
+    assert again.history == [0, 7]
+    assert asked == [1, 1, 3, 1]
+
+
+def test_aborting_from_another_thread_ends_the_reading(engine: AnyEngine) -> None:
+    turn = engine.session().turn([1], ignore_eos=True)
+    next(turn.tokens())
+    aborting = threading.Thread(target=turn.abort)
+    aborting.start()
+    assert not turn.result().committed
+    aborting.join()
+
+
+def test_a_refusal_names_its_option(engine: AnyEngine) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        engine.session().turn([1], temperature=-1)
+    assert refused.value.param == "temperature"
+
+
+def test_numbers_of_numpys_are_numbers_everywhere(engine: AnyEngine) -> None:
+    session = engine.session(ttl=np.float32(60), priority=np.int8(1), max_tokens=np.int64(100))  # type: ignore[arg-type]
+    assert (session.info.ttl, session.info.priority, session.info.limit) == (60, 1, 100)
+    options = {"max_new_tokens": np.int16(2), "temperature": np.float32(0.5), "stop_ids": np.array([1, 2])}
+    assert session.turn([1], **options).result().max_new_tokens == 2  # type: ignore[arg-type]
+    assert session.trim(np.array([1])).history == session.history  # type: ignore[arg-type]
+
+
 def test_regenerate_replaces_the_last_output(engine: AnyEngine) -> None:
     session = engine.session()
     session.turn([1], max_new_tokens=5, ignore_eos=True).result()
@@ -289,6 +380,8 @@ def test_the_asynchronous_face_does_the_same(make_async: Callable[[], AnyAsyncEn
             assert "".join([piece async for piece in text]) == text.text
             fork = await session.fork(turn=1)
             assert await fork.history() == [1, 2]
+            assert await (await session.trim([1])).history() == [1, 2]
+            assert await (await engine.attach(fork.id)).history() == [1, 2]
             assert (await session.rewind(turn=1)).tokens == 2
             both = [engine.generate([n], max_new_tokens=9, ignore_eos=True) for n in (1, 2)]
             assert [(await one.result()).kept for one in both] == [9, 9]
@@ -303,7 +396,7 @@ def test_the_asynchronous_face_does_the_same(make_async: Callable[[], AnyAsyncEn
                 break
             assert (await open_turn.abort(keep=0)).kept == 0
             async with fork, session:
-                assert len(await engine.sessions()) == 2
+                assert len(await engine.sessions()) == 3
                 assert (await session.info()).turn is None
             await engine.audit()
 
@@ -357,6 +450,26 @@ def test_a_cancelled_opening_leaves_no_session(make_async: Callable[[], AnyAsync
                 await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(open_and_cancel(), 20))
+
+
+def test_a_cancelled_append_commits_nothing_that_has_not_been_computed(
+    make_async: Callable[[], AnyAsyncEngine],
+) -> None:
+    async def append_and_cancel() -> None:
+        async with make_async() as engine, await engine.session() as session:
+            first = session.turn([1], ignore_eos=True)
+            async for _ in first.tokens():
+                break
+            appending = asyncio.create_task(session.append([2]))  # refused, or cancelled before
+            await asyncio.sleep(0)
+            appending.cancel()
+            await asyncio.gather(appending, return_exceptions=True)
+            await first.abort()
+            assert await session.history() == []
+            assert (await session.append([3])).committed
+            assert await session.history() == [3]
+
+    asyncio.run(append_and_cancel())
 
 
 @pytest.mark.parametrize("where", ["in this process", "over HTTP"])

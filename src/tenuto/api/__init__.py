@@ -1,13 +1,12 @@
-"""The Python interface: one core, and a synchronous and an asynchronous face of it."""
+"""The Python interface: the client, and its engines in this process."""
 
-from tenuto.api.aio import AsyncEngine, AsyncSession, AsyncTurnStream
-from tenuto.api.sync import Engine, Session, TurnStream
+from tenuto.api.engine import AsyncEngine, Engine
 from tenuto.base import errors
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import TurnOptions
-from tenuto.base.turns import EndReason, TurnResult, Usage
+from tenuto.base.turns import EndReason, Input, TurnResult, Usage
 from tenuto.base.views import AuditReport, SessionInfo
-from tenuto.text.prompt import Input
+from tenuto.client import AsyncSession, AsyncTurnStream, Session, TurnStream
 
 __all__ = [
     "AsyncEngine",

@@ -64,12 +64,11 @@ class Bounds:
     high: float
     above: bool = False
 
-    def check(self, name: str, value: object) -> None:
-        """Raises `InvalidRequest`."""
+    def check(self, name: str, value: object) -> float:
+        """`value` as a number of Python's own. Raises `InvalidRequest`."""
         if isinstance(self.low, int) and isinstance(self.high, int):
-            whole(name, value, self.low, self.high)
-        else:
-            real(name, value, self.low, self.high, above=self.above)
+            return whole(name, value, self.low, self.high)
+        return real(name, value, self.low, self.high, above=self.above)
 
 
 def option(default: Any, description: str = "", bounds: Bounds | None = None) -> Any:
@@ -79,11 +78,12 @@ def option(default: Any, description: str = "", bounds: Bounds | None = None) ->
 
 
 def check_options(options: Any) -> None:
-    """Raises `InvalidRequest` if a field that `option` has made is out of its bounds."""
+    """Makes numbers of Python's own of fields that `option` has made with bounds; for a dataclass's `__post_init__`.
+    Raises `InvalidRequest` if one is out of its bounds."""
     for each in fields(options):
         value, bounds = getattr(options, each.name), each.metadata.get("bounds")
         if bounds is not None and not (value is None and each.default is None):
-            bounds.check(each.name, value)
+            object.__setattr__(options, each.name, bounds.check(each.name, value))
 
 
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:

@@ -74,9 +74,9 @@ class Describe(Request[ModelView], frozen=True, kw_only=True):
 
 
 class OpenSession(Request[SessionInfo], frozen=True, kw_only=True):
-    """A new session. `limits`: its tenant's."""
+    """A new session. `session` `None`: the engine makes up an id. `limits`: its tenant's."""
 
-    session: str
+    session: str | None
     policy: Policy
     system: str | None = None
     limits: Limits = Limits()
@@ -159,9 +159,9 @@ class AbortTurn(OfSession[bool], frozen=True, kw_only=True):
 
 
 class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """The child, with the history up to a place."""
+    """The child, with the history up to a place. `child`: its id, as of `OpenSession`."""
 
-    child: str
+    child: str | None
     turn: int | None = None
     position: int | None = None
     version: int | None = None
@@ -169,9 +169,9 @@ class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class Trim(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """The child, with some of the turns."""
+    """The child, with some of the turns. `child`: its id, as of `OpenSession`."""
 
-    child: str
+    child: str | None
     turns: list[int]
     version: int | None = None
     limits: Limits = Limits()

@@ -50,8 +50,8 @@ class TurnParams:
             raise InvalidRequest(
                 f"there are {len(self.stop_ids)} stop_ids; allowed: at most {MAX_STOP_IDS}", param="stop_ids"
             )
-        for token in self.stop_ids:
-            whole("a stop id", token, 0, MAX_TOKEN_ID)
+        stop_ids = tuple(whole("a stop id", token, 0, MAX_TOKEN_ID) for token in self.stop_ids)
+        object.__setattr__(self, "stop_ids", stop_ids)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos is {shown(self.ignore_eos)}; allowed: true or false", param="ignore_eos")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from tenuto.base.checks import shown, whole
+from tenuto.base.checks import items, shown, whole
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import MAX_NEW_TOKENS
-from tenuto.base.sampling import TokenLogprob
+from tenuto.base.sampling import MAX_TOKEN_ID, TokenLogprob
 
 TurnKind = Literal["turn", "append", "regenerate"]
 """Append input and generate; append input alone; generate the last turn's output again."""
@@ -50,6 +50,19 @@ class Message:
 
 TurnInput = str | Sequence[int | Message]
 """Text, token ids or chat messages."""
+
+Input = str | Iterable[int] | Sequence[Mapping[str, str]]
+"""The same as callers write it: text as it is, token ids, or chat messages (objects with `role` and `content`)."""
+
+
+def turn_input(given: Input | TurnInput) -> str | tuple[int, ...] | tuple[Message, ...]:
+    """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages."""
+    if isinstance(given, str):
+        return given
+    parts = items("input", given, "text, token ids, or a list of messages")
+    if parts and isinstance(parts[0], Mapping | Message):
+        return tuple(part if isinstance(part, Message) else Message.from_dict(part) for part in parts)
+    return tuple(whole("a token id of the input", part, 0, MAX_TOKEN_ID) for part in parts)
 
 
 MOST_PIECES = 256

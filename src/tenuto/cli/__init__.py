@@ -132,7 +132,12 @@ def serve(
     ] = None,
     keys: Annotated[Path | None, typer.Option(help="A TOML file of keys, tenants and limits.")] = None,
     memory: Annotated[
-        int | None, typer.Option(help="Bytes for the state of sessions; by default what is spare.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="For the state of sessions: bytes, a size such as 4GiB, or a share of the device's memory such as 0.5;"
+            " by default what is spare.",
+        ),
     ] = None,
     page_size: Annotated[int, typer.Option(help="Token slots a page of memory.")] = 16,
     context_length: Annotated[int | None, typer.Option(help="In tokens; the model's if not given.")] = None,
@@ -184,10 +189,11 @@ def serve(
     \b
     Examples:
       tenuto serve
-      tenuto serve --port 9000 --context-length 4096
+      tenuto serve --port 9000 --context-length 4096 --memory 4GiB
       TENUTO_API_KEY=... tenuto serve --host 0.0.0.0
     """
     from tenuto.base.messages import WorkerSettings  # noqa: PLC0415 - see the module's docstring
+    from tenuto.cli.memory import read_memory  # noqa: PLC0415
     from tenuto.cli.serve import run_server  # noqa: PLC0415
     from tenuto.serve.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415
 
@@ -202,8 +208,9 @@ def serve(
     }
     if context_length is not None:
         config["context_length"] = context_length
+    memory_bytes = read_memory(memory, device) if memory is not None else None
     worker = WorkerSettings(
-        model=model, device=device, dtype=dtype, memory_bytes=memory, page_size=page_size, config=config
+        model=model, device=device, dtype=dtype, memory_bytes=memory_bytes, page_size=page_size, config=config
     )
     settings = ServeSettings(
         host=host,

@@ -24,6 +24,8 @@ Turn = Annotated[int | None, typer.Option(min=0, help="Its first so many turns."
 Position = Annotated[int | None, typer.Option(min=0, help="Its first so many tokens.")]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+PAGE = 1000
+"""Sessions, or turns, that one request lists."""
 SHOWN_TEXT = 60
 """Of a turn's text, how many characters are shown."""
 
@@ -43,10 +45,8 @@ def sessions() -> None:
 @app.command()
 def ls(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """List open sessions, by id."""
-    from tenuto.client.core import list_sessions  # noqa: PLC0415 - help is fast
-
     with _connected(url, api_key) as connection:
-        found = connection.call(list_sessions(connection)).result()
+        found = _listed(connection, "/v1/sessions", "after")
     if as_json:
         _show_json(found)
         return
@@ -60,12 +60,12 @@ def ls(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) 
 @app.command()
 def show(session_id: Id, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """Show a session and its turns."""
-    from tenuto.client.core import list_turns  # noqa: PLC0415 - help is fast
-    from tenuto.client.feed import session_path  # noqa: PLC0415
+    from tenuto.client.wire import session_path  # noqa: PLC0415 - help is fast
 
+    path = session_path(session_id)
     with _connected(url, api_key) as connection:
-        view = connection.call(connection.ask("GET", session_path(session_id))).result()
-        turns = connection.call(list_turns(connection, session_id)).result()
+        view = connection.call(connection.ask("GET", path)).result()
+        turns = _listed(connection, f"{path}/turns", "first")
     if as_json:
         _show_json({**view, "history": turns})
         return
@@ -139,10 +139,22 @@ def _connected(url: str, api_key: str | None) -> Iterator[Connection]:
 
 def _ask(method: str, session_id: str, action: str, body: dict[str, Any] | None, url: str, api_key: str | None) -> Any:
     """The server's answer about one session."""
-    from tenuto.client.feed import session_path  # noqa: PLC0415 - help is fast
+    from tenuto.client.wire import session_path  # noqa: PLC0415 - help is fast
 
     with _connected(url, api_key) as connection:
         return connection.call(connection.ask(method, session_path(session_id) + action, body)).result()
+
+
+def _listed(connection: Connection, path: str, place: str) -> list[dict[str, Any]]:
+    """All that the server lists there, as it shows it. `place` says in a request where to go on."""
+    found: list[dict[str, Any]] = []
+    query: dict[str, Any] = {}
+    while True:
+        page = connection.call(connection.ask("GET", path, limit=PAGE, **query)).result()
+        found += page["data"]
+        if page["next"] is None:
+            return found
+        query = {place: page["next"]}
 
 
 def _show_json(value: Any) -> None:

@@ -1,17 +1,44 @@
-"""The session interface over HTTP: one core, and a synchronous and an asynchronous face of it, as in `tenuto.api`."""
+"""The client: one synchronous and one asynchronous face over a transport, and the transport to a server."""
 
-from tenuto.base.options import RemoteOptions
-from tenuto.client.aio import AsyncRemoteEngine, AsyncRemoteSession, AsyncRemoteTurnStream, connect_async
-from tenuto.client.sync import RemoteEngine, RemoteSession, RemoteTurnStream, connect
+from tenuto.base import errors
+from tenuto.base.errors import TenutoError
+from tenuto.base.options import RemoteOptions, TurnOptions
+from tenuto.base.turns import EndReason, Input, TurnResult, Usage
+from tenuto.base.views import AuditReport, SessionInfo
+from tenuto.client.aio import AsyncSession, AsyncTurnStream
+from tenuto.client.remote import (
+    AsyncRemoteEngine,
+    AsyncRemoteSession,
+    AsyncRemoteTurnStream,
+    RemoteEngine,
+    RemoteSession,
+    RemoteTurnStream,
+    connect,
+    connect_async,
+)
+from tenuto.client.sync import Session, TurnStream
 
 __all__ = [
     "AsyncRemoteEngine",
     "AsyncRemoteSession",
     "AsyncRemoteTurnStream",
+    "AsyncSession",
+    "AsyncTurnStream",
+    "AuditReport",
+    "EndReason",
+    "Input",
     "RemoteEngine",
     "RemoteOptions",
     "RemoteSession",
     "RemoteTurnStream",
+    "Session",
+    "SessionInfo",
+    "TenutoError",
+    "TurnOptions",
+    "TurnResult",
+    "TurnStream",
+    "Usage",
     "connect",
     "connect_async",
+    "errors",
 ]

@@ -6,25 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
-from weakref import finalize
+from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.errors import EngineStopped
-from tenuto.base.options import Policy, RemoteOptions
-from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.options import Policy, TurnOptions
+from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
-from tenuto.client.core import ServerCore, SessionCore
-from tenuto.client.feed import Deliver, Event
-from tenuto.client.reader import TurnReader
-from tenuto.text.prompt import Input
+from tenuto.client.core import SessionCore, TurnReader
+from tenuto.client.faces import ClientBase, SessionBase, TurnStreamBase
+from tenuto.client.transport import Deliver, Event, Options
 
 T = TypeVar("T")
-
-
-def connect_async(url: str, api_key: str | None = None) -> AsyncRemoteEngine:
-    """See `connect`. There is nothing to await yet: `async with tenuto.connect_async(url) as engine`."""
-    return AsyncRemoteEngine(url, api_key)
+AsyncSessionT = TypeVar("AsyncSessionT", bound="AsyncSession")
 
 
 async def _answer(future: Future[T]) -> T:
@@ -46,12 +41,10 @@ def _close_orphan(opened: Future[SessionCore]) -> None:
             opened.result().close(finish=False)
 
 
-class AsyncRemoteEngine:
-    """As `RemoteEngine`. Made by `tenuto.connect_async`."""
+class AsyncClient(ClientBase, Generic[AsyncSessionT]):
+    """As `Client`."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._core = ServerCore(url, api_key)
-        self._closer = finalize(self, self._core.connection.request_stop)
+    _sessions: ClassVar[type[AsyncSession]]  # of which kind they are
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,10 +53,6 @@ class AsyncRemoteEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    async def context_length(self) -> int:
-        """The most tokens a session's history may have."""
-        return await _answer(self._core.context_length())
 
     async def session(
         self,
@@ -73,117 +62,44 @@ class AsyncRemoteEngine:
         ttl: float | None = None,
         priority: int = 0,
         max_tokens: int | None = None,
-    ) -> AsyncRemoteSession:
-        """See `RemoteEngine.session`."""
+    ) -> AsyncSessionT:
+        """See `Client.session`."""
         policy = Policy(priority, ttl, max_tokens)
-        return AsyncRemoteSession(self, await _opened(self._core.open(session_id, system, policy)))
+        return self._session(await _opened(self._core.open(session_id, system, policy)))
 
-    async def attach(self, session_id: str) -> AsyncRemoteSession:
-        """See `RemoteEngine.attach`."""
-        return AsyncRemoteSession(self, await _answer(self._core.attach(session_id)))
+    async def attach(self, session_id: str) -> AsyncSessionT:
+        """See `Client.attach`."""
+        return self._session(await _answer(self._core.attach(session_id)))
 
-    def generate(self, input: Input, **options: Unpack[RemoteOptions]) -> AsyncRemoteTurnStream:  # noqa: A002 - as in `Engine`
-        """See `RemoteEngine.generate`."""
-        return AsyncRemoteTurnStream(self, lambda deliver: self._core.generate(input, options, deliver))
+    def _session(self, core: SessionCore) -> AsyncSessionT:
+        session: AsyncSessionT = self._sessions(self, core)  # type: ignore[assignment] # a subclass says which both are
+        return session
+
+    def generate(self, input: Input, **options: Unpack[TurnOptions]) -> AsyncTurnStream:  # noqa: A002 - as in `Client`
+        """See `Client.generate`."""
+        return self._sessions.streams(self, partial(self._core.start, None, "turn", input, options))
 
     async def sessions(self) -> list[SessionInfo]:
-        """See `RemoteEngine.sessions`."""
+        """See `Client.sessions`."""
         return await _answer(self._core.sessions())
 
     async def audit(self) -> AuditReport:
-        """See `RemoteEngine.audit`."""
+        """See `Client.audit`."""
         return await _answer(self._core.audit())
 
     async def close(self) -> None:
-        """See `RemoteEngine.close`."""
+        """See `Client.close`."""
         self._closer.detach()
-        await asyncio.to_thread(self._core.connection.close)
+        await asyncio.to_thread(self._core.transport.close)
 
 
-class AsyncRemoteSession:
-    """As `RemoteSession`."""
+class AsyncTurnStream(TurnStreamBase):
+    """As `TurnStream`. Cancelling a task that waits for it closes it."""
 
-    def __init__(self, engine: AsyncRemoteEngine, core: SessionCore) -> None:
-        self._engine = engine
-        self._core = core
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    @property
-    def id(self) -> str:
-        return self._core.id
-
-    async def info(self) -> SessionInfo:
-        return await _answer(self._core.info())
-
-    async def history(self) -> list[int]:
-        """Its committed tokens."""
-        return await _answer(self._core.history())
-
-    def turn(self, input: Input = (), **options: Unpack[RemoteOptions]) -> AsyncRemoteTurnStream:  # noqa: A002 - as above
-        """See `RemoteSession.turn`. It starts at once; an error of the server's is raised where the stream is first
-        read."""
-        return AsyncRemoteTurnStream(self._engine, lambda deliver: self._core.turn(input, options, deliver))
-
-    def chat(self, text: str, **options: Unpack[RemoteOptions]) -> AsyncRemoteTurnStream:
-        """A turn of one user message."""
-        return self.turn([{"role": "user", "content": text}], **options)
-
-    async def append(self, input: Input, **options: Unpack[RemoteOptions]) -> TurnResult:  # noqa: A002 - as above
-        """See `RemoteSession.append`."""
-        return await _answer(self._core.append(input, options))
-
-    def regenerate(self, **options: Unpack[RemoteOptions]) -> AsyncRemoteTurnStream:
-        """See `RemoteSession.regenerate`."""
-        return AsyncRemoteTurnStream(self._engine, lambda deliver: self._core.regenerate(options, deliver))
-
-    def follow(self, turn_id: str) -> AsyncRemoteTurnStream:
-        """See `RemoteSession.follow`."""
-        return AsyncRemoteTurnStream(self._engine, lambda deliver: self._core.follow(turn_id, deliver))
-
-    async def draft(self, input: Input) -> None:  # noqa: A002 - as above
-        """See `Session.draft`."""
-        await _answer(self._core.draft(input))
-
-    async def abort(self) -> None:
-        """See `RemoteSession.abort`."""
-        await _answer(self._core.abort())
-
-    async def fork(
-        self, turn: int | None = None, position: int | None = None, *, session_id: str | None = None
-    ) -> AsyncRemoteSession:
-        """See `Session.fork`."""
-        return AsyncRemoteSession(self._engine, await _opened(self._core.fork(turn, position, session_id)))
-
-    async def trim(self, turns: Sequence[int], *, session_id: str | None = None) -> AsyncRemoteSession:
-        """See `RemoteSession.trim`."""
-        return AsyncRemoteSession(self._engine, await _opened(self._core.trim(turns, session_id)))
-
-    async def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
-        """See `RemoteSession.rewind`."""
-        return await _answer(self._core.rewind(turn, position))
-
-    async def close(self, *, finish: bool = False) -> None:
-        """See `RemoteSession.close`."""
-        await _answer(self._core.close(finish=finish))
-
-
-class AsyncRemoteTurnStream:
-    """As `RemoteTurnStream`. Cancelling a task that waits for it closes it."""
-
-    def __init__(self, engine: AsyncRemoteEngine, start: Callable[[Deliver], TurnReader]) -> None:
-        self._engine = engine  # stays open while a turn of it is read
+    def __init__(self, engine: ClientBase, start: Callable[[Deliver], TurnReader]) -> None:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
         self._events = events
-        self._reader = start(lambda event: _post(loop, events, event))
-        self._closer = finalize(self, self._reader.disconnect)
-        self._closer.atexit = False  # the process's own end sees to that
+        super().__init__(engine, start, partial(_post, loop, events))
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self
@@ -216,35 +132,9 @@ class AsyncRemoteTurnStream:
         assert result is not None
         return result
 
-    @property
-    def turn_id(self) -> str | None:
-        """See `RemoteTurnStream.turn_id`; `None` until the server has accepted the turn."""
-        return self._reader.turn_id
-
-    @property
-    def text(self) -> str:
-        """All text read so far."""
-        return self._reader.text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All output token ids read so far."""
-        return list(self._reader.token_ids)
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """See `RemoteTurnStream.time_to_first_token`."""
-        return self._reader.time_to_first_token
-
     async def abort(self, keep: Keep = None) -> TurnResult:
-        """See `TurnStream.abort`."""
-        return await asyncio.shield(
-            asyncio.wrap_future(self._reader.abort(keep))
-        )  # done also if the caller is cancelled
-
-    def close(self) -> None:
-        """See `RemoteTurnStream.close`."""
-        self._closer()
+        """See `TurnStream.abort`. The turn ends also if the caller is cancelled."""
+        return await asyncio.shield(asyncio.wrap_future(self._reader.abort(keep)))
 
     async def _next(self) -> Delta | None:
         if self._reader.ended:
@@ -259,3 +149,70 @@ class AsyncRemoteTurnStream:
 
 def _post(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:
     loop.call_soon_threadsafe(events.put_nowait, event)
+
+
+class AsyncSession(SessionBase):
+    """As `Session`."""
+
+    streams: ClassVar[type[AsyncTurnStream]] = AsyncTurnStream  # of which kind its turns' are
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def info(self) -> SessionInfo:
+        """It as it is now."""
+        return await _answer(self._core.info())
+
+    async def history(self) -> list[int]:
+        """Its committed tokens."""
+        return await _answer(self._core.history())
+
+    def turn(self, input: Input = (), **options: Unpack[TurnOptions]) -> AsyncTurnStream:  # noqa: A002 - as above
+        """See `Session.turn`. It starts at once; an error of the engine's is raised where the stream is first read."""
+        return self._start("turn", input, options)
+
+    def chat(self, text: str, **options: Unpack[TurnOptions]) -> AsyncTurnStream:
+        """A turn of one user message."""
+        return self._start("turn", [{"role": "user", "content": text}], options)
+
+    async def append(self, input: Input, **options: Unpack[TurnOptions]) -> TurnResult:  # noqa: A002 - as above
+        """See `Session.append`."""
+        return await self._start("append", input, options).result()
+
+    def regenerate(self, **options: Unpack[TurnOptions]) -> AsyncTurnStream:
+        """See `Session.regenerate`."""
+        return self._start("regenerate", (), options)
+
+    def _start(self, kind: TurnKind, given: Input, options: Options) -> AsyncTurnStream:
+        return self.streams(self._engine, partial(self._core.start, kind, given, options))
+
+    async def draft(self, input: Input) -> None:  # noqa: A002 - as above
+        """See `Session.draft`."""
+        await _answer(self._core.draft(input))
+
+    async def abort(self) -> None:
+        """See `Session.abort`."""
+        await _answer(self._core.abort())
+
+    async def fork(
+        self, turn: int | None = None, position: int | None = None, *, session_id: str | None = None
+    ) -> Self:
+        """See `Session.fork`."""
+        return type(self)(self._engine, await _opened(self._core.fork(turn, position, session_id)))
+
+    async def trim(self, turns: Sequence[int], *, session_id: str | None = None) -> Self:
+        """See `Session.trim`."""
+        return type(self)(self._engine, await _opened(self._core.trim(turns, session_id)))
+
+    async def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
+        """See `Session.rewind`."""
+        return await _answer(self._core.rewind(turn, position))
+
+    async def close(self, *, finish: bool = False) -> None:
+        """See `Session.close`."""
+        await _answer(self._core.close(finish=finish))

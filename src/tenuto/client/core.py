@@ -1,194 +1,173 @@
-"""What both faces of the client do: every operation, as a request to the server."""
+"""What both faces of the client do: every operation, as requests to a transport."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
-
-import msgspec
+from typing import cast
 
 from tenuto.base.checks import MAX_COUNT, items, shown, whole
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import OF_PREFILL, Policy, RemoteOptions
-from tenuto.base.turns import TurnResult
-from tenuto.base.views import AuditReport, SessionInfo
-from tenuto.client.connection import Connection
-from tenuto.client.feed import Deliver, Source, session_path
-from tenuto.client.reader import TurnReader
-from tenuto.client.wire import (
-    input_body,
-    session_info,
-    turn_body,
-    turn_result,
+from tenuto.base.messages import (
+    AbortTurn,
+    Audit,
+    CloseSession,
+    Describe,
+    Draft,
+    Fork,
+    GetSession,
+    ListSessions,
+    ListTurns,
+    OpenSession,
+    Request,
+    Rewind,
+    StartTurn,
+    Trim,
 )
-from tenuto.text.prompt import Input
+from tenuto.base.options import Policy, TurnOptions, turn_params
+from tenuto.base.turns import Input, Keep, Transcript, TurnKind, TurnResult, done, turn_input
+from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
+from tenuto.client.futures import Steps, chained
+from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
 
 PAGE = 1000
 """Sessions, or turns, that one request lists."""
 
 
-class ServerCore:
-    """A server. Its methods may be called from any thread."""
+class TurnReader(Transcript):
+    """Adds up what a running turn brings. How events come to the reader, and how it waits for them, is its user's
+    business."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self.connection = Connection(url, api_key)
+    def __init__(self, running: RunningTurn) -> None:
+        super().__init__()
+        self.running = running
+
+    def abort(self, keep: Keep) -> Future[TurnResult]:
+        """End the turn, keeping what `keep` says. Raises `InvalidRequest`."""
+        kept = self.tokens_to_keep(keep)
+        if self.result is not None:
+            return done(self.result)
+        self.begin_abort()
+        return self.running.abort(kept)
+
+
+class EngineCore:
+    """An engine, by way of `transport`. Methods may be called from any thread."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
 
     def open(self, session_id: str | None, system: str | None, policy: Policy) -> Future[SessionCore]:
-        body = {
-            "id": session_id,
-            "system": system,
-            "ttl": policy.ttl,
-            "priority": policy.priority,
-            "max_tokens": policy.max_tokens,
-        }
-        return self.connection.call(self._opened("/v1/sessions", body))
+        return self.session(OpenSession(session=session_id, system=system, policy=policy))
 
     def attach(self, session_id: str) -> Future[SessionCore]:
         if not isinstance(session_id, str):
             raise InvalidRequest(f"a session's id is {shown(session_id)}; allowed: text")
+        return self.session(GetSession(tenant="", session=session_id))
 
-        async def ask() -> SessionCore:
-            return SessionCore(self, (await self.connection.ask("GET", session_path(session_id)))["id"])
+    def session(self, request: Request[SessionInfo]) -> Future[SessionCore]:
+        """The session that the answer to `request` shows."""
 
-        return self.connection.call(ask())
+        def steps() -> Steps[SessionCore]:
+            info: SessionInfo = yield self.transport.call(request)
+            return SessionCore(self, info.session_id)
 
-    async def _opened(self, path: str, body: dict[str, Any]) -> SessionCore:
-        """A new session. One that was not given a name is closed with the connection."""
-        session_id = (await self.connection.ask("POST", path, body))["id"]
-        if body["id"] is None:
-            self.connection.leftovers.add(session_path(session_id))
-        return SessionCore(self, session_id)
+        return chained(steps())
 
-    def new(self, session_id: str, action: str, body: dict[str, Any]) -> Future[SessionCore]:
-        """A session made of another."""
-        return self.connection.call(self._opened(f"{session_path(session_id)}/{action}", body))
-
-    def generate(self, given: Input, options: RemoteOptions, deliver: Deliver) -> TurnReader:
-        """The only turn of a session that is closed at its end."""
-        prompt = input_body(given)
-        if not prompt:
+    def start(
+        self, session: str | None, kind: TurnKind, given: Input, options: Options, deliver: Deliver
+    ) -> TurnReader:
+        """A turn of a session, or (`None`) the only one of a session of its own."""
+        parsed = turn_input(given)
+        if session is None and not parsed:
             raise InvalidRequest("the input is empty, and there is nothing to continue")
-        body = {**turn_body(options), "input": prompt}
-        return TurnReader(self.connection, Source(None, "turns", body), deliver)
+        own = {name: value for name, value in options.items() if name not in self.transport.options}
+        params = turn_params(cast("TurnOptions", own))
+        request = StartTurn(kind=kind, tenant="", session=session, input=parsed, params=params)
+        return TurnReader(self.transport.start(request, options, deliver))
 
     def context_length(self) -> Future[int]:
-        async def ask() -> int:
-            return int((await self.connection.ask("GET", "/v1/engine"))["context_length"])
+        def steps() -> Steps[int]:
+            model = yield self.transport.call(Describe())
+            return int(model.context_length)
 
-        return self.connection.call(ask())
+        return chained(steps())
 
     def audit(self) -> Future[AuditReport]:
-        async def ask() -> AuditReport:
-            return msgspec.convert(await self.connection.ask("GET", "/audit"), AuditReport)
-
-        return self.connection.call(ask())
+        return self.transport.call(Audit())
 
     def sessions(self) -> Future[list[SessionInfo]]:
-        async def ask() -> list[SessionInfo]:
-            return [session_info(view) for view in await list_sessions(self.connection)]
+        def steps() -> Steps[list[SessionInfo]]:
+            found: list[SessionInfo] = []
+            more = True
+            while more:
+                after = found[-1].session_id if found else ""
+                page: SessionPage = yield self.transport.call(ListSessions(tenant="", after=after, limit=PAGE))
+                found += page.sessions
+                more = page.more
+            return found
 
-        return self.connection.call(ask())
+        return chained(steps())
 
 
 class SessionCore:
     """One session's operations."""
 
-    def __init__(self, server: ServerCore, session_id: str) -> None:
-        self.server = server
+    def __init__(self, engine: EngineCore, session_id: str) -> None:
+        self.engine = engine
         self.id = session_id
-        self._connection = server.connection
-        self._path = session_path(session_id)
+        self._call = engine.transport.call
 
-    def turn(self, given: Input, options: RemoteOptions, deliver: Deliver) -> TurnReader:
-        body = {**turn_body(options), "input": input_body(given)}
-        return TurnReader(self._connection, Source(self.id, "turns", body), deliver)
+    def start(self, kind: TurnKind, given: Input, options: Options, deliver: Deliver) -> TurnReader:
+        return self.engine.start(self.id, kind, given, options, deliver)
 
-    def regenerate(self, options: RemoteOptions, deliver: Deliver) -> TurnReader:
-        return TurnReader(self._connection, Source(self.id, "regenerate", turn_body(options)), deliver)
+    def draft(self, given: Input) -> Future[SessionInfo]:
+        return self._call(Draft(tenant="", session=self.id, input=turn_input(given)))
 
-    def follow(self, turn_id: str, deliver: Deliver) -> TurnReader:
-        return TurnReader(self._connection, Source(self.id, turn_id=str(turn_id)), deliver)
-
-    def append(self, given: Input, options: RemoteOptions) -> Future[TurnResult]:
-        body = {name: value for name, value in turn_body(options).items() if name in (*OF_PREFILL, "if_busy")}
-        body["input"] = input_body(given)
-
-        async def ask() -> TurnResult:
-            return turn_result(await self._connection.ask("POST", f"{self._path}/append", body))
-
-        return self._connection.call(ask())
-
-    def draft(self, given: Input) -> Future[None]:
-        body = {"input": input_body(given)}
-
-        async def ask() -> None:
-            await self._connection.ask("PUT", f"{self._path}/draft", body)
-
-        return self._connection.call(ask())
-
-    def abort(self) -> Future[None]:
-        async def ask() -> None:
-            await self._connection.ask("POST", f"{self._path}/abort", {})
-
-        return self._connection.call(ask())
+    def abort(self) -> Future[bool]:
+        return self._call(AbortTurn(tenant="", session=self.id))
 
     def fork(self, turn: int | None, position: int | None, child: str | None) -> Future[SessionCore]:
-        return self.server.new(self.id, "fork", {**_place(turn, position), "id": child})
+        turn, position = _count("turn", turn), _count("position", position)
+        return self.engine.session(Fork(tenant="", session=self.id, child=child, turn=turn, position=position))
 
     def trim(self, turns: Sequence[int], child: str | None) -> Future[SessionCore]:
         numbers = [whole("a turn's number", turn, 0, MAX_COUNT) for turn in items("turns", turns, "numbers of turns")]
-        return self.server.new(self.id, "trim", {"turns": numbers, "id": child})
+        return self.engine.session(Trim(tenant="", session=self.id, child=child, turns=numbers))
 
     def rewind(self, turn: int | None, position: int | None) -> Future[SessionInfo]:
-        return self._info("POST", f"{self._path}/rewind", _place(turn, position))
+        turn, position = _count("turn", turn), _count("position", position)
+        return self._call(Rewind(tenant="", session=self.id, turn=turn, position=position))
 
     def info(self) -> Future[SessionInfo]:
-        return self._info("GET", self._path)
-
-    def _info(self, method: str, path: str, body: dict[str, Any] | None = None) -> Future[SessionInfo]:
-        async def ask() -> SessionInfo:
-            return session_info(await self._connection.ask(method, path, body))
-
-        return self._connection.call(ask())
+        return self._call(GetSession(tenant="", session=self.id))
 
     def history(self) -> Future[list[int]]:
-        async def ask() -> list[int]:
-            records = await list_turns(self._connection, self.id)
-            return [token for record in records for token in (*record["input_tokens"], *record["output_tokens"])]
+        return chained(self._history())
 
-        return self._connection.call(ask())
+    def _history(self) -> Steps[list[int]]:
+        """Its committed tokens at one moment, however many requests they take."""
+        page: RecordPage = yield self._turns_from(1)
+        while page.more:
+            before: SessionInfo = yield self.info()
+            pages: list[RecordPage] = [(yield self._turns_from(1))]
+            while pages[-1].more:
+                pages.append((yield self._turns_from(pages[-1].records[-1].number + 1)))
+            after: SessionInfo = yield self.info()
+            if after.version == before.version:
+                return _tokens(pages)
+        return _tokens([page])
+
+    def _turns_from(self, first: int) -> Future[RecordPage]:
+        return self._call(ListTurns(tenant="", session=self.id, first=first, limit=PAGE))
 
     def close(self, *, finish: bool) -> Future[None]:
-        async def ask() -> None:
-            await self._connection.ask("DELETE", self._path, finish="true" if finish else "false")
-            self._connection.leftovers.discard(self._path)
-
-        return self._connection.call(ask())
+        return self._call(CloseSession(tenant="", session=self.id, finish=finish))
 
 
-async def list_sessions(connection: Connection) -> list[dict[str, Any]]:
-    """All sessions of the key's owner, as the server shows them."""
-    sessions: list[dict[str, Any]] = []
-    after: str | None = ""
-    while after is not None:
-        page = await connection.ask("GET", "/v1/sessions", limit=PAGE, after=after)
-        sessions += page["data"]
-        after = page["next"]
-    return sessions
+def _count(name: str, value: int | None) -> int | None:
+    return None if value is None else whole(name, value, 0, MAX_COUNT)
 
 
-async def list_turns(connection: Connection, session_id: str) -> list[dict[str, Any]]:
-    """All committed turns of a session, as the server shows them."""
-    turns: list[dict[str, Any]] = []
-    first: int | None = 1
-    while first is not None:
-        page = await connection.ask("GET", f"{session_path(session_id)}/turns", first=first, limit=PAGE)
-        turns += page["data"]
-        first = page["next"]
-    return turns
-
-
-def _place(turn: int | None, position: int | None) -> dict[str, int | None]:
-    given = {"turn": turn, "position": position}
-    return {name: None if value is None else whole(name, value, 0, MAX_COUNT) for name, value in given.items()}
+def _tokens(pages: list[RecordPage]) -> list[int]:
+    return [token for page in pages for turn in page.records for token in (*turn.input_tokens, *turn.output_tokens)]

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 
-from tenuto.base.errors import Disconnected, EngineStopped, IllegalTransition, NotFound, TenutoError, Unreachable
-from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.errors import Disconnected, EngineStopped, TenutoError, Unreachable
+from tenuto.base.turns import Delta, Keep
 from tenuto.client.connection import Connection
 from tenuto.client.sse import EventParser, ServerEvent
-from tenuto.client.wire import error_from, turn_result
+from tenuto.client.transport import Deliver, RunningTurn
+from tenuto.client.wire import error_from, session_path, turn_result
 
 PATIENCE_SECONDS = 30.0
 """How long a broken stream is tried again without anything new."""
@@ -26,11 +25,6 @@ FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 2.0
 ONE_SHOT_TTL = 60.0
 """The session of a one-shot turn closes itself after so many seconds, should its client be gone."""
-
-
-Event = Delta | TenutoError
-Deliver = Callable[[Event], None]
-"""Brings an event from the connection's thread to the reader's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,65 +43,64 @@ class Source:
         return self.body is None or self.body.get("on_disconnect") == "continue"
 
 
-class Feed:
-    """Starts a turn and hands on its events. `run` and `abort` are for the connection's thread."""
+class Feed(RunningTurn):
+    """A turn on a server. Coroutines are for the connection's thread."""
 
     def __init__(self, connection: Connection, source: Source, deliver: Deliver) -> None:
+        super().__init__(deliver)
         self.turn_id = source.turn_id
-        self.started: Future[None] = Future()  # or the error that kept the turn from starting
-        self.ended: Future[TurnResult] = Future()
-        self.time_to_first_token: float | None = None  # seconds
         self._connection = connection
         self._source = source
-        self._deliver = deliver
-        self._path = ""  # of the session
+        self._path = session_path(source.session) if source.session is not None else ""
         self._position = 0  # the number of the last event
         self._received = (0, 0)  # tokens, and characters of text
         self._delivered = 0
         self._key = secrets.token_hex(16)  # with it a start whose answer is lost can be tried again
-        self._began = time.perf_counter()
+        self._running: Future[None] | None = None
+        self._running = connection.call(self._run())
 
-    async def run(self) -> None:
+    def disconnect(self) -> None:
+        """The server sees it, and does what the turn's options say."""
+        if self._running is not None:
+            self._running.cancel()
+
+    def _end(self, keep: Keep) -> Future[Any]:
+        body = {"keep": "none" if keep is None else keep, "turn_id": self.turn_id}
+        return self._connection.call(self._connection.ask("POST", f"{self._path}/abort", body))
+
+    async def _run(self) -> None:
         """Deliver every event, the last with the result or an error."""
         try:
-            last = await (self._one_shot() if self._source.session is None else self._follow(self._source.session))
+            last = await (self._one_shot() if self._source.session is None else self._whole())
         except TenutoError as error:
-            self._fail(error)
+            self.fail(error)
         except asyncio.CancelledError:
-            self._fail(EngineStopped("the connection to the server was closed"))
+            self.fail(EngineStopped("the connection to the server was closed"))
             raise
         except Exception as error:  # noqa: BLE001 - its reader waits, and has to hear of it
-            self._fail(TenutoError(f"the server's answer is not understood: {error!r}"))
+            self.fail(TenutoError(f"the server's answer is not understood: {error!r}"))
         else:
-            assert last.result is not None
-            self.ended.set_result(last.result)
-            self._deliver(last)
-
-    async def abort(self, keep: Keep) -> TurnResult:
-        """End the turn, if it has not ended."""
-        await asyncio.shield(asyncio.wrap_future(self.started))
-        body = {"keep": "none" if keep is None else keep, "turn_id": self.turn_id}
-        with suppress(IllegalTransition, NotFound):  # it has ended meanwhile
-            await self._connection.ask("POST", f"{self._path}/abort", body)
-        return await asyncio.shield(asyncio.wrap_future(self.ended))
-
-    def _fail(self, error: TenutoError) -> None:
-        if not self.started.done():
-            self.started.set_exception(error)
-        self.ended.set_exception(error)
-        self._deliver(error)
+            self.take(last)
 
     async def _one_shot(self) -> Delta:
         opened = await self._connection.ask("POST", "/v1/sessions", {"ttl": ONE_SHOT_TTL})
+        self._path = session_path(opened["id"])
         try:
-            return await self._follow(opened["id"])
+            return await self._follow()
         finally:
             with suppress(TenutoError):
-                await self._connection.ask("DELETE", session_path(opened["id"]))
+                await self._connection.ask("DELETE", self._path)
 
-    async def _follow(self, session: str) -> Delta:
+    async def _whole(self) -> Delta:
+        """The last event; an append has no others."""
+        if self._source.action != "append":
+            return await self._follow()
+        turn = await self._connection.ask("POST", f"{self._path}/append", self._source.body)
+        self.accept()
+        return Delta(result=turn_result(turn))
+
+    async def _follow(self) -> Delta:
         """Until the last event. A turn that outlives its connection is found again on the next."""
-        self._path = session_path(session)
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
         while True:
             position = self._position
@@ -141,13 +134,13 @@ class Feed:
             async with self._connection.stream(*request) as response:
                 async for piece in response.aiter_bytes():
                     for event in parser.feed(piece):
-                        last = self._take(event) or last
+                        last = self._read_event(event) or last
         except Disconnected:
             if last is None:
                 raise
         return last or await self._look_up()
 
-    def _take(self, event: ServerEvent) -> Delta | None:
+    def _read_event(self, event: ServerEvent) -> Delta | None:
         """The last update, if that is it."""
         if event.name == "error":
             raise error_from(500, event.data.encode())
@@ -155,14 +148,11 @@ class Feed:
         match event.name:
             case "started":
                 self.turn_id = said["turn_id"]
-                if not self.started.done():
-                    self.started.set_result(None)
+                self.accept()
             case "delta":
                 self._position, self._delivered = int(event.id), said["delivered"]
                 self._received = (self._received[0] + len(said["tokens"]), self._received[1] + len(said["text"]))
-                if said["tokens"] and self.time_to_first_token is None:
-                    self.time_to_first_token = time.perf_counter() - self._began
-                self._deliver(Delta(tuple(said["tokens"]), said["text"], self._delivered, None))
+                self.take(Delta(tuple(said["tokens"]), said["text"], self._delivered))
             case "committed" | "aborted":
                 return Delta((), "", self._delivered, turn_result(said))
         return None
@@ -174,10 +164,3 @@ class Feed:
             if turn["usage"] is not None and (len(turn["tokens"]), len(turn["text"])) == self._received:
                 return Delta((), "", self._delivered, turn_result(turn))
         raise Disconnected("the stream of the turn ended before the turn")
-
-
-def session_path(session_id: str) -> str:
-    """Of a session. Raises `NotFound` for what no session is called."""
-    if session_id in ("", ".", ".."):  # in a URL these would be something else
-        raise NotFound(f"there is no session {session_id!r}")
-    return f"/v1/sessions/{quote(session_id, safe='')}"

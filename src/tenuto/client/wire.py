@@ -1,18 +1,114 @@
-"""What the Python interface says, as the HTTP interface writes it, and back."""
+"""Requests as the HTTP interface writes them, and what it answers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import index
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
-from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.base.messages import Refusal, error_of
-from tenuto.base.options import OF_SAMPLING, RemoteOptions, turn_params
-from tenuto.base.turns import EndReason, TurnResult, Usage
-from tenuto.base.views import SessionInfo
-from tenuto.text.prompt import Input, parse_input
+from tenuto.base.errors import InvalidRequest, NotFound, TenutoError
+from tenuto.base.messages import (
+    AbortTurn,
+    Audit,
+    CloseSession,
+    Describe,
+    Draft,
+    Fork,
+    GetSession,
+    ListSessions,
+    ListTurns,
+    OpenSession,
+    Refusal,
+    Request,
+    Rewind,
+    Trim,
+    answer_of,
+    error_of,
+)
+from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TurnParams
+from tenuto.base.turns import EndReason, Message, TurnInput, TurnKind, TurnResult, Usage
+from tenuto.base.views import Record, RecordPage, SessionInfo, SessionPage
+from tenuto.client.transport import Options
+
+T = TypeVar("T")
+
+SERVER_OPTIONS = frozenset({"if_busy", "on_disconnect"})
+"""Of `RemoteOptions`, those that are not in `TurnOptions`."""
+
+
+class Exchange(NamedTuple):
+    """What to send for a request."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None = None
+    query: dict[str, Any] | None = None
+
+
+def exchange_of(request: Request[Any]) -> Exchange:
+    """What to send for one of the requests that the client makes. Raises `NotFound` for what no session is called."""
+    return _EXCHANGES[type(request)](request)
+
+
+def _of_session(method: str, request: Any, action: str = "", body: Any = None, **query: Any) -> Exchange:
+    return Exchange(method, session_path(request.session) + action, body, query)
+
+
+def _opening(request: OpenSession) -> dict[str, Any]:
+    policy = request.policy
+    own = {"ttl": policy.ttl, "priority": policy.priority, "max_tokens": policy.max_tokens}
+    return {"id": request.session, "system": request.system, **own}
+
+
+def _place(request: Fork | Rewind) -> dict[str, int | None]:
+    return {"turn": request.turn, "position": request.position}
+
+
+_EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
+    Describe: lambda _: Exchange("GET", "/v1/engine"),
+    Audit: lambda _: Exchange("GET", "/audit"),
+    OpenSession: lambda r: Exchange("POST", "/v1/sessions", _opening(r)),
+    ListSessions: lambda r: Exchange("GET", "/v1/sessions", query={"limit": r.limit, "after": r.after}),
+    GetSession: lambda r: _of_session("GET", r),
+    ListTurns: lambda r: _of_session("GET", r, "/turns", first=r.first, limit=r.limit),
+    Draft: lambda r: _of_session("PUT", r, "/draft", {"input": input_body(r.input)}),
+    AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # of whichever turn is open
+    Fork: lambda r: _of_session("POST", r, "/fork", {**_place(r), "id": r.child}),
+    Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
+    Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
+    CloseSession: lambda r: _of_session("DELETE", r, finish="true" if r.finish else "false"),
+}
+
+
+def answer_from(request: Request[T], body: Any) -> T:
+    """The answer to `request`, from what came for it. Raises `TenutoError` if that is something else."""
+    kind = answer_of(type(request))
+    try:
+        answer: T = msgspec.convert(_answer(kind, body), kind)
+    except (msgspec.ValidationError, LookupError, TypeError) as error:
+        raise TenutoError(f"the server's answer is not understood: {error!r}; is it one of Tenuto's?") from error
+    return answer
+
+
+def _answer(kind: type, body: Any) -> Any:
+    """What converts to a `kind`."""
+    if kind is SessionInfo:
+        return session_info(body)
+    if kind is SessionPage:
+        return SessionPage(sessions=[session_info(view) for view in body["data"]], more=body["next"] is not None)
+    if kind is RecordPage:
+        return RecordPage(records=msgspec.convert(body["data"], list[Record]), more=body["next"] is not None)
+    return True if kind is bool else body
+
+
+def session_path(session_id: str) -> str:
+    """Of a session. Raises `NotFound` for what no session is called."""
+    if session_id in ("", ".", ".."):  # in a URL these would be something else
+        raise NotFound(f"there is no session {session_id!r}")
+    return f"/v1/sessions/{quote(session_id, safe='')}"
 
 
 def encode(body: Any) -> bytes:
@@ -32,22 +128,22 @@ def _plain(value: object) -> int | float:
     raise TypeError(f"there is a {type(value).__name__} in it")
 
 
-def input_body(given: Input) -> str | list[Any]:
-    """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages."""
+def input_body(given: TurnInput) -> str | list[Any]:
+    """As it is written in JSON."""
     if isinstance(given, str):
         return given
-    prompt = parse_input(given, None)
-    return [{"role": m.role, "content": m.content} for m in prompt.messages] or list(prompt.tokens)
+    return [{"role": one.role, "content": one.content} if isinstance(one, Message) else one for one in given]
 
 
-def turn_body(options: RemoteOptions) -> dict[str, Any]:
-    """Raises `InvalidRequest` for what is no option, and for values out of range."""
-    rest: Any = dict(options)
-    body = {name: rest.pop(name) for name in ("if_busy", "on_disconnect") if name in rest}
-    params = turn_params(rest)
-    for name in rest:
-        value = getattr(params.sampling if name in OF_SAMPLING else params, name)
-        if value is not None:
+def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str, Any]:
+    """The options that were given, as far as that kind of turn takes them."""
+    body: dict[str, Any] = {}
+    for name in options:
+        if name in SERVER_OPTIONS:
+            value: Any = options[name]
+        else:
+            value = getattr(params.sampling if name in OF_SAMPLING else params, name)
+        if value is not None and (kind != "append" or name in (*OF_PREFILL, "if_busy")):
             body[name] = dict(value) if name == "logit_bias" else value
     return body
 

@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from tenuto.base.errors import ConfigError
+
 SHARE_OF_MACHINE = 0.25
 SHARE_OF_DEVICE = 0.85
 
@@ -15,4 +17,18 @@ def spare_bytes(device: str) -> int:
     what is free on a CUDA device."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_DEVICE)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * SHARE_OF_MACHINE)
+    return int(_machine_bytes() * SHARE_OF_MACHINE)
+
+
+def total_bytes(device: str) -> int:
+    """Bytes of a CUDA device's memory, or of the machine's. Raises `ConfigError` if there is no such device."""
+    try:
+        if torch.device(device).type == "cuda":
+            return int(torch.cuda.get_device_properties(device).total_memory)
+    except (RuntimeError, AssertionError) as error:  # how PyTorch says that it has no such device
+        raise ConfigError(f"there is no device {device!r} whose memory could be shared: {error}") from None
+    return _machine_bytes()
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from tenuto.base.checks import items, whole
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.sampling import MAX_TOKEN_ID
-from tenuto.base.turns import Message, TurnInput
+from tenuto.base.turns import Input, Message, TurnInput, turn_input
 from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer
-
-Input = str | Iterable[int] | Sequence[Mapping[str, str]]
-"""A turn's input: text as it is, token ids, or chat messages (objects with `role` and `content`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +29,9 @@ def parse_input(given: Input | TurnInput, tokenizer: Tokenizer | None, room: Roo
         if room is not None:
             room.require(tokenizer.least_tokens(given))
         return Prompt(tokens=tuple(tokenizer.encode(given)), text=True)
-    parts = items("input", given, "text, token ids, or a list of messages")
-    if parts and isinstance(parts[0], Mapping | Message):
-        return Prompt(messages=tuple(one if isinstance(one, Message) else Message.from_dict(one) for one in parts))
+    parts = turn_input(given)
+    if parts and isinstance(parts[0], Message):
+        return Prompt(messages=cast("tuple[Message, ...]", parts))
     if room is not None:
         room.require(len(parts))
-    return Prompt(tokens=tuple(whole("a token id of the input", part, 0, MAX_TOKEN_ID) for part in parts))
+    return Prompt(tokens=cast("tuple[int, ...]", parts))

@@ -1,0 +1,46 @@
+"""How much memory `--memory` asks for."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from tenuto.base.errors import ConfigError
+
+_UNITS = {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("kMGT", 1)}
+_ALLOWED = (
+    f"a number of bytes, a size such as 4GiB (in {', '.join(_UNITS)}), or a share of the device's memory such as 0.5"
+)
+
+
+def read_memory(text: str, device: str) -> int:
+    """Bytes. A share is of a GPU's memory, or of the machine's. Raises `ConfigError`."""
+    number, unit = _split(text)
+    if unit:
+        wanted = float(number) * _UNITS[unit]
+    elif "." in number:
+        if not 0 < float(number) <= 1:
+            raise ConfigError(f"memory is {text}; allowed as a share: more than 0 and at most 1.0")
+        wanted = float(number) * _total_bytes(device)
+    else:
+        wanted = int(number)
+    if wanted < 1:
+        raise ConfigError(f"memory is {text}; allowed: at least one byte")
+    return int(wanted)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """A number and its unit, if it has one."""
+    found = re.fullmatch(rf"(\d{{1,18}}|\d{{0,15}}\.\d{{1,15}}) ?({'|'.join(_UNITS)})?", text.strip(), re.ASCII)
+    if found is None:
+        raise ConfigError(f"memory is {text[:40]!r}; allowed: {_ALLOWED}")
+    return found[1], found[2] or ""
+
+
+def _total_bytes(device: str) -> int:
+    if device.partition(":")[0] == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    from tenuto.exec.device import total_bytes  # noqa: PLC0415 - loads PyTorch, which a CPU does not need here
+
+    return total_bytes(device)

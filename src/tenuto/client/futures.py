@@ -1,0 +1,43 @@
+"""Operations of several steps, each of which waits for a future, for callers that wait and for those that await."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Steps = Generator[Future[Any], Any, T]
+"""Yields futures, is sent their results, or has their errors raised in it, and returns a `T`."""
+
+
+def chained(steps: Steps[T]) -> Future[T]:
+    """What `steps` will return. They go on in the threads in which their futures are done. Whoever cancels the result
+    cancels the future that they wait for."""
+    outcome: Future[T] = Future()
+    awaited: Future[Any] | None = None
+
+    def go_on(done: Future[Any] | None) -> None:
+        nonlocal awaited
+        try:
+            error = done.exception() if done is not None else None
+            if error is not None:
+                awaited = steps.throw(error)
+            else:
+                awaited = steps.send(done.result() if done is not None else None)
+        except StopIteration as end:
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_result(end.value)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the outcome gets it
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_exception(error)
+        else:
+            awaited.add_done_callback(go_on)
+
+    def give_up(done: Future[T]) -> None:
+        if done.cancelled() and awaited is not None:
+            awaited.cancel()
+
+    outcome.add_done_callback(give_up)
+    go_on(None)
+    return outcome

@@ -1,0 +1,55 @@
+"""The transport to a server."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TypeVar
+
+from tenuto.base.messages import CloseSession, Request, StartTurn
+from tenuto.base.views import SessionInfo
+from tenuto.client.connection import Connection
+from tenuto.client.feed import Feed, Source
+from tenuto.client.transport import Deliver, Options, RunningTurn
+from tenuto.client.wire import SERVER_OPTIONS, answer_from, exchange_of, input_body, session_path, turn_body
+
+T = TypeVar("T")
+
+_ACTIONS = {"turn": "turns", "append": "append", "regenerate": "regenerate"}
+
+
+class HttpTransport:
+    """HTTP to the server at `url`. Closing it closes the sessions that were opened by it without a name."""
+
+    options = SERVER_OPTIONS
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Raises `InvalidRequest` if that is no address."""
+        self.connection = Connection(url, api_key)
+
+    def call(self, request: Request[T]) -> Future[T]:
+        return self.connection.call(self._ask(request))
+
+    async def _ask(self, request: Request[T]) -> T:
+        method, path, body, query = exchange_of(request)
+        answer = answer_from(request, await self.connection.ask(method, path, body, **(query or {})))
+        if isinstance(answer, SessionInfo) and body is not None and body.get("id", "") is None:  # not named
+            self.connection.leftovers.add(session_path(answer.session_id))
+        if isinstance(request, CloseSession):
+            self.connection.leftovers.discard(path)
+        return answer
+
+    def start(self, request: StartTurn, options: Options, deliver: Deliver) -> RunningTurn:
+        body = turn_body(request.kind, request.params, options)
+        if request.kind != "regenerate":
+            body["input"] = input_body(request.input)
+        return Feed(self.connection, Source(request.session, _ACTIONS[request.kind], body), deliver)
+
+    def follow(self, session: str, turn_id: str, deliver: Deliver) -> RunningTurn:
+        """The events of a turn that was started before, from its beginning."""
+        return Feed(self.connection, Source(session, turn_id=str(turn_id)), deliver)
+
+    def request_stop(self) -> None:
+        self.connection.request_stop()
+
+    def close(self) -> None:
+        self.connection.close()
