@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 from tenuto.base.checks import items, shown, whole
 from tenuto.base.errors import InvalidRequest, InvariantError, NotFound, VersionMismatch
 from tenuto.base.options import Policy, TurnParams
-from tenuto.engine.chats import ChatLog
 from tenuto.engine.engine import Engine
-from tenuto.engine.rendering import Basis, Prepared, Renderer
+from tenuto.engine.rendering import Basis, Prepared, Renderer, check_pick
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tenuto.text.chat import ChatTemplate, Conversation
@@ -26,17 +24,13 @@ class ChatEngine:
     `VersionMismatch` unless the session's is that.
 
     `turn` and `draft` render and begin in one go. Whoever must not hold the engine up meanwhile gets a `basis`, or
-    guesses one, prepares the input in another thread, and gives it to `begin` or `begin_draft`.
-
-    Invariant: `_logs` has an entry for every session opened here.
-    """
+    guesses one, prepares the input in another thread, and gives it to `begin` or `begin_draft`."""
 
     def __init__(self, engine: Engine, template: ChatTemplate | None, tokenizer: Tokenizer | None) -> None:
         self.engine = engine
         self._template = template
         self._tokenizer = tokenizer
         self._renderer = Renderer(template, tokenizer)
-        self._logs: WeakKeyDictionary[Session, ChatLog] = WeakKeyDictionary()
 
     def session(self, session_id: str, version: int | None = None, *, tenant: str = "") -> Session:
         """Raises `NotFound`, `VersionMismatch`."""
@@ -47,20 +41,20 @@ class ChatEngine:
 
     def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
         """As `Engine.open`; `system` is put before the first messages. Raises `ContextExceeded` if it alone would not
-        fit."""
-        log = ChatLog(self._template, system)
+        fit, and `InvalidRequest` if there is no template for it."""
+        if system is not None and not isinstance(system, str):
+            raise InvalidRequest(f"system is {shown(system)}; allowed: text, or none")
+        if system is not None and self._template is None:
+            raise InvalidRequest("a system message needs a model with a chat template")
         if system is not None and self._tokenizer is not None:
             self.opening().room(generate=True).require(self._tokenizer.least_tokens(system.strip()))
-        session = self.engine.open(session_id, policy)
-        self._logs[session] = log
-        return session
+        return self.engine.open(session_id, policy, system)
 
     # -- input in steps
 
     def basis(self, session_id: str, version: int | None = None, *, tenant: str = "") -> Basis:
         """What the session's next input is to be rendered against. Raises `NotFound`, `VersionMismatch`."""
-        session = self.session(session_id, version, tenant=tenant)
-        return self._logs[session].basis(session)
+        return Basis.of(self.session(session_id, version, tenant=tenant))
 
     def guess(self, session_id: str, *, tenant: str = "") -> Basis | None:
         """As `basis`, for any thread: what it returns may have changed meanwhile, or never have been so, and `begin`
@@ -90,15 +84,12 @@ class ChatEngine:
     ) -> Turn | None:
         """As `turn`. `None`, and nothing was done, if the input has to be prepared again: the session has changed."""
         session = self.session(session_id, version, tenant=tenant)
-        log, start = self._logs[session], len(session.history)
-        if log.basis(session) != prepared.basis:
+        if Basis.of(session) != prepared.basis:
             return None
         if not generate:
             params = replace(params, max_new_tokens=0)
-        params = _with_stops(params, log, prepared.conversation)
-        turn = self.engine.submit(session_id, prepared.tokens, params, tenant=tenant)
-        log.note(start, len(prepared.tokens), prepared.conversation)
-        return turn
+        params = self._with_stops(params, prepared.conversation)
+        return self.engine.submit(session_id, prepared.tokens, params, prepared.conversation, tenant=tenant)
 
     def begin_one_shot(self, prepared: Prepared, params: TurnParams, policy: Policy) -> Turn:
         """As `one_shot`, of input that was prepared against `opening`."""
@@ -135,8 +126,7 @@ class ChatEngine:
     def regenerate(self, session_id: str, params: TurnParams, version: int | None = None, *, tenant: str = "") -> Turn:
         """See `Engine.regenerate`."""
         session = self.session(session_id, version, tenant=tenant)
-        log = self._logs[session]
-        params = _with_stops(params, log, log.of_last_turn(session))
+        params = self._with_stops(params, session.conversation)
         return self.engine.regenerate(session_id, params, tenant=tenant)
 
     def draft(self, session_id: str, prompt: Prompt, version: int | None = None) -> Turn:
@@ -154,9 +144,7 @@ class ChatEngine:
         tenant: str = "",
     ) -> Session:
         """See `Engine.fork`."""
-        forked = self.engine.fork(session_id, turn=turn, position=position, child=child, tenant=tenant)
-        self._logs[forked] = self._logs[self.session(session_id, tenant=tenant)].fork(len(forked.history))
-        return forked
+        return self.engine.fork(session_id, turn=turn, position=position, child=child, tenant=tenant)
 
     def rewind(
         self,
@@ -169,29 +157,34 @@ class ChatEngine:
     ) -> Session:
         """See `Engine.rewind`."""
         self.session(session_id, version, tenant=tenant)
-        session = self.engine.rewind(session_id, turn=turn, position=position, tenant=tenant)
-        self._logs[session].forget(len(session.history))
-        return session
+        return self.engine.rewind(session_id, turn=turn, position=position, tenant=tenant)
 
     def trim(self, session_id: str, turns: Sequence[int], child: str | None = None, *, tenant: str = "") -> Session:
         """A new session with the turns numbered `turns` (from 1, ascending) of this one. What of them stands at its
         start is shared in memory, the rest is computed when it is wanted. Raises `InvalidRequest`."""
         session = self.session(session_id, tenant=tenant)
-        log = self._logs[session]
         numbers = _ascending(turns, len(session.records))
-        log.check_pick(numbers)
+        check_pick(session, numbers)
         shared = next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
         trimmed = self.fork(session_id, turn=shared, child=child, tenant=tenant)
         try:
             for number in numbers[shared:]:
-                start = len(trimmed.history)
-                taken = self._logs[trimmed].moved(log, session, number, trimmed)
-                self.engine.adopt(trimmed.id, taken.input, taken.output, tenant=tenant)
-                self._logs[trimmed].note(start, len(taken.input), taken.conversation)
+                record = session.records[number - 1]
+                tokens, output = (
+                    self._renderer.moved_input(session, record, trimmed),
+                    session.history[record.input_end : record.end],
+                )
+                self.engine.adopt(trimmed.id, tokens, output, record.conversation, cut=record.cut, tenant=tenant)
         except BaseException:
             self.engine.close(trimmed.id, tenant=tenant)
             raise
         return trimmed
+
+    def _with_stops(self, params: TurnParams, conversation: Conversation | None) -> TurnParams:
+        """In a conversation, what ends an answer ends the turn."""
+        if params.ignore_eos:
+            return params
+        return replace(params, stop_ids=(*params.stop_ids, *self._renderer.stop_ids(conversation)))
 
 
 def _begun(turn: Turn | None) -> Turn:
@@ -199,13 +192,6 @@ def _begun(turn: Turn | None) -> Turn:
     if turn is None:
         raise InvariantError("a session has changed between two operations of its engine's thread")
     return turn
-
-
-def _with_stops(params: TurnParams, log: ChatLog, conversation: Conversation | None) -> TurnParams:
-    """In a conversation, what ends an answer ends the turn."""
-    if params.ignore_eos:
-        return params
-    return replace(params, stop_ids=(*params.stop_ids, *log.stop_ids(conversation)))
 
 
 def _ascending(turns: Sequence[int], most: int) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.turns import Message
+from tenuto.session.session import Session, TurnRecord
 from tenuto.text.chat import ChatTemplate, Conversation, Rendered
 from tenuto.text.prompt import Prompt
 from tenuto.text.room import Room
@@ -29,6 +32,19 @@ class Basis:
     """What the last turn made of it; `None` if that was not made of messages."""
     cut: bool = False
     """The history ends inside the last turn's input."""
+
+    @classmethod
+    def of(cls, session: Session) -> Self:
+        """What the next input of `session` is rendered against."""
+        return cls(
+            session=session.id,
+            history=len(session.history),
+            limit=session.limit,
+            system=session.system,
+            last_token=session.history[-1] if session.history else None,
+            conversation=session.conversation,
+            cut=session.cut,
+        )
 
     @property
     def empty(self) -> bool:
@@ -99,3 +115,27 @@ class Renderer:
         return self._template.delta(
             basis.conversation, messages, last_token=basis.last_token, generate=generate, room=room
         )
+
+    def stop_ids(self, conversation: Conversation | None) -> tuple[int, ...]:
+        """The tokens that end an answer, if this is a conversation."""
+        return tuple(self._template.stop_ids) if self._template is not None and conversation is not None else ()
+
+    def moved_input(self, origin: Session, record: TurnRecord, target: Session) -> array[int]:
+        """The input of a turn of `origin` as it reads after the history of `target`, neither of them empty. It begins
+        with what closes the message before it: nothing, where that ended by itself."""
+        tokens = origin.history[record.start : record.input_end]
+        template = self._template
+        if template is not None and record.conversation is not None and template.end_of_turn is not None:
+            was_ended = origin.history[record.start - 1] in template.stop_ids
+            is_ended = target.history[-1] in template.stop_ids
+            if was_ended and not is_ended:
+                tokens.insert(0, template.end_of_turn)
+            elif is_ended and not was_ended and tokens[:1] == array("i", [template.end_of_turn]):
+                del tokens[0]
+        return tokens
+
+
+def check_pick(session: Session, numbers: Sequence[int]) -> None:
+    """Whether a conversation may consist of the turns of `session` with these numbers. Raises `InvalidRequest`."""
+    if numbers[:1] != [1] and numbers and session.records[0].conversation is not None:
+        raise InvalidRequest(f"turn {numbers[0]} cannot open a conversation; allowed: turns that begin with turn 1")

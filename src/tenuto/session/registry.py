@@ -63,8 +63,9 @@ class Registry:
             raise NotFound(f"there is no session {session_id!r}; it was never opened, was closed, or has expired")
         return session
 
-    def open(self, session_id: str | None, policy: Policy) -> Session:
-        """A new, empty session. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
+    def open(self, session_id: str | None, policy: Policy, system: str | None = None) -> Session:
+        """A new, empty session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or
+        `InvalidRequest`."""
         if session_id is None:
             session_id = f"{self._random.getrandbits(96):024x}"
         if type(session_id) is not str or not session_id.isprintable() or not 0 < len(session_id) <= MAX_ID_LENGTH:
@@ -81,7 +82,7 @@ class Registry:
             raise Overloaded(f"{self._max_sessions} sessions are open, the most allowed; close some first")
         limit = min(self.context_length, policy.max_tokens or self.context_length)
         memory = SessionMemory(self._memory, f"session {session_id}")
-        session = Session(session_id, policy, memory, limit, self._clock.now())
+        session = Session(session_id, policy, memory, limit, self._clock.now(), system)
         self._sessions[session.key] = session
         self._use.setdefault(policy.tenant, TenantUse()).sessions += 1
         self.watch(session)

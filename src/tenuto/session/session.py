@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from tenuto.base.checks import whole
-from tenuto.base.errors import IllegalTransition, SessionBusy, SessionClosed
+from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
 from tenuto.base.options import Policy
 from tenuto.base.turns import TurnState
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.session.turn import Turn
+from tenuto.text.chat import Conversation
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """A committed turn in the history: input is tokens [start, input_end), output [input_end, end)."""
+    """A committed turn in the history: input is tokens [start, input_end), output [input_end, end). `conversation`:
+    what the messages up to its end come to; `None` if it is made of tokens that are no messages. `cut`: the history was
+    cut inside its input."""
 
     start: int
     input_end: int
     end: int
+    conversation: Conversation | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """All that a session is, except for its memory, which can be computed again. Plain data: a session is rebuilt from
+    it, in the same engine or in another, and goes on in the same way."""
+
+    session: str
+    policy: Policy
+    system: str | None
+    version: int
+    tokens: tuple[int, ...]
+    records: tuple[TurnRecord, ...]
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest` if the records do not cover the tokens."""
+        bounds = [0, *(at for record in self.records for at in (record.start, record.input_end, record.end))]
+        gaps = any(before.end != after.start for before, after in pairwise(self.records))
+        if gaps or bounds != sorted(bounds) or bounds[:2] not in ([0], [0, 0]) or bounds[-1] != len(self.tokens):
+            raise InvalidRequest(
+                f"session {self.session!r} cannot be restored: its records do not cover its {len(self.tokens)} tokens"
+            )
 
 
 class Session:
@@ -29,9 +57,18 @@ class Session:
     Invariant: `records` cover `history` without gaps; at rest `memory.computed <= max(0, len(history) - 1)`.
     """
 
-    def __init__(self, session_id: str, policy: Policy, memory: SessionMemory, limit: int, now: float) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        policy: Policy,
+        memory: SessionMemory,
+        limit: int,
+        now: float,
+        system: str | None = None,
+    ) -> None:
         self.id = session_id
         self.policy = policy
+        self.system = system  # opens its conversation
         self.memory = memory
         self.limit = limit  # tokens: context window, own cap and what the pools can hold, the least
         self.state = SessionState.OPEN
@@ -54,6 +91,16 @@ class Session:
     def context_left(self) -> int:
         """Tokens that still fit."""
         return self.limit - len(self.history)
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """What the messages in the history come to; `None` if the last turn is not made of messages."""
+        return self.records[-1].conversation if self.records else None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the history ends inside the last turn's input because it was cut there."""
+        return bool(self.records) and self.records[-1].cut
 
     @property
     def has_running_turn(self) -> bool:
@@ -80,24 +127,42 @@ class Session:
         input_end = len(self.history)
         self.history.extend(output)
         if len(self.history) > start:  # an empty append leaves no record
-            self.records.append(TurnRecord(start, input_end, len(self.history)))
+            self.records.append(TurnRecord(start, input_end, len(self.history), turn.conversation))
         self.version += 1
         if self.memory.turn is not None:
             self.memory.turn.commit(self._last())
         else:
             self.memory.truncate(min(turn.base_length, self._last()))
 
-    def adopt(self, tokens: array[int], output: array[int], now: float) -> None:
+    def adopt(
+        self,
+        tokens: array[int],
+        output: array[int],
+        now: float,
+        conversation: Conversation | None = None,
+        cut: bool = False,
+    ) -> None:
         """Commit a turn that was computed elsewhere, and ends now: only its tokens are here."""
         start = len(self.history)
         self.history.extend(tokens)
         input_end = len(self.history)
         self.history.extend(output)
         if len(self.history) > start:
-            self.records.append(TurnRecord(start, input_end, len(self.history)))
+            self.records.append(TurnRecord(start, input_end, len(self.history), conversation, cut))
         self.version += 1
         self.memory.lost = "adopted"
         self.turn_ended(now)
+
+    def saved(self) -> SavedSession:
+        """The session as of its last commit."""
+        return SavedSession(self.id, self.policy, self.system, self.version, tuple(self.history), tuple(self.records))
+
+    def restore(self, saved: SavedSession) -> None:
+        """Fill this fresh session with what was saved."""
+        self.history.extend(saved.tokens)
+        self.records = list(saved.records)
+        self.version = saved.version
+        self.memory.lost = "restored"
 
     def turn_ended(self, now: float) -> None:
         """The open turn has committed or aborted."""
@@ -153,5 +218,6 @@ def _cut(records: list[TurnRecord], position: int) -> list[TurnRecord]:
     kept = [r for r in records if r.start < position]
     if kept and kept[-1].end > position:
         last = kept.pop()
-        kept.append(TurnRecord(last.start, min(last.input_end, position), position))
+        cut = last.cut or position < last.input_end
+        kept.append(replace(last, input_end=min(last.input_end, position), end=position, cut=cut))
     return kept

@@ -13,6 +13,7 @@ from tenuto.base.errors import ContextExceeded, IllegalTransition, InvalidReques
 from tenuto.base.options import TurnParams
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import EndReason, TurnResult, TurnState, Usage
+from tenuto.text.chat import Conversation
 
 if TYPE_CHECKING:
     from tenuto.session.session import Session
@@ -81,6 +82,7 @@ class Turn:
         self.failed_end = 0  # where the last failed step with it was to end; lowered when a draft changes
         self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle
         self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
+        self.conversation: Conversation | None = None  # what the messages come to with it; set where it is submitted
         self.text: TextStream | None = None
         self.stop: str | int | None = None  # what ended it; written by the settler, as the two below
         self.output_logprobs: list[TokenLogprob] = []  # one an output token if asked for
