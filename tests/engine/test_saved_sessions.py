@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from tenuto.base.config import engine_config
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, TenutoError
+from tenuto.base.messages import Fork, OpenSession, Request, Rewind, StartTurn, Trim
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Message
-from tenuto.engine.chat_engine import ChatEngine
+from tenuto.base.views import SessionInfo
+from tenuto.engine.dispatcher import Dispatcher
+from tenuto.engine.rendering import Renderer
 from tenuto.runtime.models import build_engine, load_model
 from tenuto.session.session import SavedSession, Session, TurnRecord
 from tenuto.session.turn import Turn
@@ -26,7 +29,19 @@ class Talk:
     def __init__(self, context_length: int = 2000) -> None:
         model = load_model("witness", "cpu", None, 4)
         self.engine = build_engine(model, engine_config({"context_length": context_length, "audit_every": 1}), None)
-        self.chats = ChatEngine(self.engine, model.chat, model.tokenizer)
+        self.renderer = Renderer(model.chat, model.tokenizer)
+        self.dispatcher = Dispatcher(self.engine, self.renderer)
+
+    def open(self, system: str | None = None) -> Session:
+        return self.do(OpenSession(session="s", policy=Policy(metadata=(("a", "b"),)), system=system))
+
+    def do(self, command: Request[SessionInfo]) -> Session:
+        return self.engine.sessions.get(self.dispatcher.execute(command).session_id)
+
+    def regenerate(self, session: Session, output: int) -> Turn:
+        params = TurnParams(max_new_tokens=output)
+        self.dispatcher.execute(StartTurn(kind="regenerate", tenant="", session=session.id, params=params))
+        return self.engine.sessions.turn(session.id)
 
     def play(self) -> None:
         while not self.engine.idle:
@@ -34,7 +49,15 @@ class Talk:
 
     def begin(self, session: Session, given: str | list[int], output: int) -> Turn:
         prompt = Prompt(messages=(Message("user", given),)) if isinstance(given, str) else Prompt(tuple(given))
-        return self.chats.turn(session.id, prompt, TurnParams(max_new_tokens=output), generate=output > 0)
+        command = StartTurn(
+            kind="turn" if output else "append",
+            tenant="",
+            session=session.id,
+            params=TurnParams(max_new_tokens=output),
+        )
+        prepared = self.renderer.prepare(self.dispatcher.basis(command), prompt, generate=output > 0)
+        self.dispatcher.execute(command, prepared)
+        return self.engine.sessions.turn(session.id)
 
     def goes_on(self, session: Session) -> list[object]:
         """What the session says to two more messages, or why not, and to a continuation."""
@@ -65,7 +88,7 @@ def test_a_session_that_is_rebuilt_from_its_records_goes_on_in_the_same_way(
     system: str | None, steps: list[tuple[str, int]]
 ) -> None:
     here, there = Talk(), Talk()
-    session = here.chats.open("s", Policy(tenant="", metadata=(("a", "b"),)), system)
+    session = here.open(system)
     for number, (step, n) in enumerate([("chat", 3), *steps]):
         try:
             session = take(here, session, step, n, f"message {number}")
@@ -87,15 +110,16 @@ def take(talk: Talk, session: Session, step: str, n: int, text: str) -> Session:
     elif step == "tokens":
         talk.begin(session, [n, n + 1], n)
     elif step == "rewind":
-        talk.chats.rewind(session.id, turn=n % (len(session.records) + 1))
+        talk.do(Rewind(tenant="", session=session.id, turn=n % (len(session.records) + 1)))
     elif step == "cut":
-        talk.chats.rewind(session.id, position=max(0, len(session.history) - 3 * n))
+        talk.do(Rewind(tenant="", session=session.id, position=max(0, len(session.history) - 3 * n)))
     elif step == "fork":
-        return talk.chats.fork(session.id, position=max(0, len(session.history) - 2 * n))
+        return talk.do(Fork(tenant="", session=session.id, position=max(0, len(session.history) - 2 * n), child=text))
     elif step == "regenerate":
-        talk.chats.regenerate(session.id, TurnParams(max_new_tokens=n + 1))
+        talk.regenerate(session, n + 1)
     elif step == "trim":
-        return talk.chats.trim(session.id, [i + 1 for i in range(len(session.records)) if i == 0 or (i + n) % 3])
+        picked = [i + 1 for i in range(len(session.records)) if i == 0 or (i + n) % 3]
+        return talk.do(Trim(tenant="", session=session.id, turns=picked, child=text))
     else:
         turn = talk.begin(session, text, 20)
         while len(turn.output) < 3:
@@ -105,7 +129,7 @@ def take(talk: Talk, session: Session, step: str, n: int, text: str) -> Session:
 
 
 def chatted(talk: Talk) -> Session:
-    session = talk.chats.open("s")
+    session = talk.open()
     for text in ("hello", "and again"):
         talk.begin(session, text, 5)
         talk.play()
@@ -133,10 +157,10 @@ def test_a_record_says_what_its_turn_made_of_the_conversation() -> None:
 def test_a_cut_counts_only_inside_the_input(back: int, cut: bool) -> None:
     talk = Talk()
     session = chatted(talk)
-    talk.chats.rewind("s", position=len(session.history) - back)
+    talk.do(Rewind(tenant="", session="s", position=len(session.history) - back))
     assert session.cut is cut
     if back:
-        talk.chats.rewind("s", position=len(session.history) - 1)  # what is cut stays so
+        talk.do(Rewind(tenant="", session="s", position=len(session.history) - 1))  # what is cut stays so
         assert session.cut
 
 
@@ -145,8 +169,8 @@ def test_a_trim_that_moves_a_cut_turn_leaves_it_cut() -> None:
     session = chatted(talk)
     talk.begin(session, "third", 5)
     talk.play()
-    talk.chats.rewind("s", position=len(session.history) - 7)
-    trimmed = talk.chats.trim("s", [1, 3])
+    talk.do(Rewind(tenant="", session="s", position=len(session.history) - 7))
+    trimmed = talk.do(Trim(tenant="", session="s", turns=[1, 3], child="trimmed"))
     assert [record.cut for record in trimmed.records] == [False, True]
     with pytest.raises(TenutoError, match="cut inside"):
         talk.begin(trimmed, "and then?", 1)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import secrets
 from concurrent.futures import Future
 
 from tenuto.api.reader import Deliver, TurnReader
 from tenuto.base.config import EngineOptions, engine_config
-from tenuto.base.options import Policy, TurnOptions, TurnParams, turn_params
+from tenuto.base.messages import Draft, Fork, OpenSession, Rewind, StartTurn
+from tenuto.base.options import Policy, TurnOptions, turn_params
+from tenuto.base.turns import TurnKind
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.engine import engine as engines
-from tenuto.engine.chat_engine import ChatEngine
+from tenuto.engine.dispatcher import Dispatcher
 from tenuto.engine.loop import EngineLoop
+from tenuto.engine.rendering import Renderer
+from tenuto.engine.views import session_info
 from tenuto.runtime.models import build_engine, load_model
-from tenuto.runtime.views import session_info
-from tenuto.text.prompt import Input, parse_input
+from tenuto.session.turn import Turn
+from tenuto.text.prompt import Input, Prompt, parse_input
 
 
 class EngineCore:
-    """A model, its engine, and the loop that runs it. `chats` belongs to the engine's thread."""
+    """A model, its engine, and the loop that runs it. `dispatcher` belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -33,16 +38,28 @@ class EngineCore:
         self.tokenizer = loaded.tokenizer
         self.config = engine_config(config, loaded.max_context)
         engine = build_engine(loaded, self.config, memory_bytes)
-        self.chats = ChatEngine(engine, loaded.chat, loaded.tokenizer)
+        self.renderer = Renderer(loaded.chat, loaded.tokenizer)
+        self.dispatcher = Dispatcher(engine, self.renderer)
         self.loop = EngineLoop(engine, loaded.executor.close)
 
     def open(self, session_id: str | None, system: str | None, policy: Policy) -> Future[SessionCore]:
-        return self.loop.call(lambda _: SessionCore(self, self.chats.open(session_id, policy, system).id))
+        self.renderer.check_system(system, self.config.context_length)
+        command = OpenSession(session=_named(session_id), policy=policy, system=system)
+        return self.loop.call(lambda _: SessionCore(self, self.dispatcher.execute(command).session_id))
 
     def generate(self, given: Input, options: TurnOptions, deliver: Deliver) -> TurnReader:
         """The only turn of an ephemeral session."""
-        prompt, params = parse_input(given, self.tokenizer), turn_params(options)
-        return TurnReader(self.loop, lambda _: self.chats.one_shot(prompt, params, Policy()), deliver)
+        command = StartTurn(kind="turn", tenant="", params=turn_params(options))
+        return self.start(command, parse_input(given, self.tokenizer), deliver, command.params.max_new_tokens != 0)
+
+    def start(self, command: StartTurn, prompt: Prompt, deliver: Deliver, generate: bool) -> TurnReader:
+        def work(engine: engines.Engine) -> Turn:
+            prepared = None
+            if command.kind != "regenerate":
+                prepared = self.renderer.prepare(self.dispatcher.basis(command), prompt, generate=generate)
+            return engine.sessions.turn(self.dispatcher.execute(command, prepared).session)
+
+        return TurnReader(self.loop, work, deliver)
 
     def audit(self) -> Future[AuditReport]:
         return self.loop.call(lambda engine: engine.audit())
@@ -59,28 +76,28 @@ class SessionCore:
         self.id = session_id
 
     def turn(self, given: Input, options: TurnOptions, deliver: Deliver) -> TurnReader:
-        return self._start(given, turn_params(options), deliver, generate=True)
+        return self._start("turn", given, options, deliver)
 
     def append(self, given: Input, options: TurnOptions, deliver: Deliver) -> TurnReader:
-        return self._start(given, turn_params(options), deliver, generate=False)
-
-    def _start(self, given: Input, params: TurnParams, deliver: Deliver, *, generate: bool) -> TurnReader:
-        prompt = parse_input(given, self.engine.tokenizer)
-        chats = self.engine.chats
-        return TurnReader(self.engine.loop, lambda _: chats.turn(self.id, prompt, params, generate=generate), deliver)
+        return self._start("append", given, options, deliver)
 
     def regenerate(self, options: TurnOptions, deliver: Deliver) -> TurnReader:
-        params = turn_params(options)
-        chats = self.engine.chats
-        return TurnReader(self.engine.loop, lambda _: chats.regenerate(self.id, params), deliver)
+        return self._start("regenerate", (), options, deliver)
+
+    def _start(self, kind: TurnKind, given: Input, options: TurnOptions, deliver: Deliver) -> TurnReader:
+        command = StartTurn(kind=kind, tenant="", session=self.id, params=turn_params(options))
+        prompt = parse_input(given, self.engine.tokenizer)
+        return self.engine.start(command, prompt, deliver, generate=kind == "turn")
 
     def draft(self, given: Input) -> Future[None]:
-        prompt, chats = parse_input(given, self.engine.tokenizer), self.engine.chats
+        core, prompt = self.engine, parse_input(given, self.engine.tokenizer)
+        command = Draft(tenant="", session=self.id, input=())
 
         def work(_: engines.Engine) -> None:
-            chats.draft(self.id, prompt)
+            prepared = core.renderer.prepare(core.dispatcher.basis(command), prompt, generate=False)
+            core.dispatcher.execute(command, prepared)
 
-        return self.engine.loop.call(work)
+        return core.loop.call(work)
 
     def abort(self) -> Future[None]:
         def work(engine: engines.Engine) -> None:
@@ -90,15 +107,12 @@ class SessionCore:
 
     def fork(self, turn: int | None, position: int | None, child: str | None) -> Future[SessionCore]:
         core = self.engine
-        return core.loop.call(
-            lambda _: SessionCore(core, core.chats.fork(self.id, turn=turn, position=position, child=child).id)
-        )
+        command = Fork(tenant="", session=self.id, turn=turn, position=position, child=_named(child))
+        return core.loop.call(lambda _: SessionCore(core, core.dispatcher.execute(command).session_id))
 
     def rewind(self, turn: int | None, position: int | None) -> Future[SessionInfo]:
-        chats = self.engine.chats
-        return self.engine.loop.call(
-            lambda engine: session_info(engine, chats.rewind(self.id, turn=turn, position=position))
-        )
+        command = Rewind(tenant="", session=self.id, turn=turn, position=position)
+        return self.engine.loop.call(lambda _: self.engine.dispatcher.execute(command))
 
     def close(self, *, finish: bool) -> Future[None]:
         return self.engine.loop.call(lambda engine: engine.close(self.id, finish=finish))
@@ -108,3 +122,8 @@ class SessionCore:
 
     def history(self) -> Future[list[int]]:
         return self.engine.loop.call(lambda engine: list(engine.sessions.get(self.id).history))
+
+
+def _named(session_id: str | None) -> str:
+    """An id nobody else has, unless one is given."""
+    return session_id if session_id is not None else secrets.token_hex(12)

@@ -127,10 +127,14 @@ class Engine:
                 self._settle(flight, result, report)
             else:
                 self._retry(flight)
-        report.ended = self.lifecycle.take_ended()
+        report.ended = self.take_ended()
         self.memory.cache.trim()
         self._audit_step()
         return report
+
+    def take_ended(self) -> list[Turn]:
+        """Turns that have ended since the last call, and since the last step, in order."""
+        return self.lifecycle.take_ended()
 
     @property
     def queued(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
+from tenuto.base.checks import shown
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.turns import Message
 from tenuto.session.session import Session, TurnRecord
@@ -46,6 +47,11 @@ class Basis:
             cut=session.cut,
         )
 
+    @classmethod
+    def opening(cls, context_length: int) -> Self:
+        """What the first input of a session without a system message is rendered against."""
+        return cls(session="", history=0, limit=context_length)
+
     @property
     def empty(self) -> bool:
         """Whether there is no history."""
@@ -54,6 +60,10 @@ class Basis:
     def room(self, *, generate: bool, spare: int = 0) -> Room:
         """What is left for the input of a turn, or of a prefill-only one."""
         return Room(self.history, self.limit - generate, self.limit, spare)
+
+
+class Outdated(Exception):
+    """Input was prepared against a basis that is no longer the session's: it has to be prepared again."""
 
 
 class Prepared(NamedTuple):
@@ -115,6 +125,19 @@ class Renderer:
         return self._template.delta(
             basis.conversation, messages, last_token=basis.last_token, generate=generate, room=room
         )
+
+    def check_system(self, system: object, context_length: int) -> None:
+        """Whether a session may have this system message. Raises `InvalidRequest`, and `ContextExceeded` if it alone
+        does not fit into a context."""
+        if system is None:
+            return
+        if not isinstance(system, str):
+            raise InvalidRequest(f"system is {shown(system)}; allowed: text, or none")
+        if self._template is None:
+            raise InvalidRequest("a system message needs a model with a chat template")
+        if self._tokenizer is not None:
+            room = Basis.opening(context_length).room(generate=True)
+            room.require(self._tokenizer.least_tokens(system.strip()))
 
     def stop_ids(self, conversation: Conversation | None) -> tuple[int, ...]:
         """The tokens that end an answer, if this is a conversation."""

@@ -10,13 +10,14 @@ from random import Random
 
 from tenuto.base.checks import shown
 from tenuto.base.clock import Clock
-from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
+from tenuto.base.errors import AlreadyExists, IllegalTransition, InvalidRequest, NotFound, Overloaded
 from tenuto.base.options import Policy
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 MAX_ID_LENGTH = 128
 UNREACHABLE = frozenset({".", ".."})
@@ -62,6 +63,13 @@ class Registry:
         if session is None:
             raise NotFound(f"there is no session {session_id!r}; it was never opened, was closed, or has expired")
         return session
+
+    def turn(self, session_id: str, tenant: str = "") -> Turn:
+        """The open turn of a session. Raises `NotFound`, `IllegalTransition` if it has none."""
+        turn = self.get(session_id, tenant).turn
+        if turn is None:
+            raise IllegalTransition(f"session {session_id} has no open turn")
+        return turn
 
     def open(self, session_id: str | None, policy: Policy, system: str | None = None) -> Session:
         """A new, empty session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or
