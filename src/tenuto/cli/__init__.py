@@ -203,7 +203,13 @@ def serve(
     if context_length is not None:
         config["context_length"] = context_length
     worker = WorkerSettings(
-        model=model, device=device, dtype=dtype, memory_bytes=memory, page_size=page_size, config=config
+        model=model,
+        device=device,
+        dtype=dtype,
+        memory_bytes=memory,
+        page_size=page_size,
+        config=config,
+        log_level=log_level,
     )
     settings = ServeSettings(
         host=host,

@@ -13,6 +13,7 @@ from random import Random
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
+    ConfigError,
     IllegalTransition,
     InvalidRequest,
     InvariantError,
@@ -72,6 +73,9 @@ class Engine:
         text: TextFactory | None = None,
         proposer: Proposer | None = None,
     ) -> None:
+        """Raises `ConfigError`."""
+        if config.lookahead and proposer is None:
+            raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
         self.config = config
         self.vocab_size = vocab_size
         self._executor = executor
@@ -179,7 +183,8 @@ class Engine:
         except StepFailed as error:
             if flight.plan.step > self._void:
                 self.transitions["step failed"] += 1
-                log.warning("a step failed with %s: %s", [turn.name for turn in self._live(flight)], error)
+                turns = [turn.name for turn in self._live(flight)]
+                log.warning("a step failed", extra={"step": flight.plan.step, "turns": turns, "error": str(error)})
         self.memory.step_settled()
         return flight, result
 

@@ -215,9 +215,9 @@ class EngineLoop:
 
         if command.shows_sessions:
             self._announcer.hold(tell)
-            self._announcer.advance()
         else:
             tell(None)
+        self._announcer.advance()
 
     def _open(self, turn: Turn, refusal: TenutoError | None) -> None:
         """Whoever has started the turn has been answered."""

@@ -27,7 +27,7 @@ from tenuto.base.messages import (
     WorkerSettings,
 )
 from tenuto.base.turns import Delta
-from tenuto.base.views import ModelView, RecordPage, Ticket
+from tenuto.base.views import ModelView, RecordPage, SessionInfo, Ticket
 from tenuto.engine.acknowledge import Acknowledger
 from tenuto.engine.dispatcher import Dispatcher
 from tenuto.engine.engine import Engine
@@ -124,7 +124,12 @@ class Service:
 
     def _execute(self, request: Request[T], work: Callable[[Engine], T]) -> None:
         """Have a command carried out, and answer."""
-        self._loop.execute(work, partial(self._reply, request), ends=isinstance(request, AbortTurn))
+
+        def reply(done: Future[T]) -> None:
+            self._flush()  # what has been told before it is sent before it
+            self._reply(request, done)
+
+        self._loop.execute(work, reply, ends=isinstance(request, AbortTurn))
 
     def _regenerate(self, engine: Engine, request: StartTurn) -> Ticket:
         ticket = self._dispatcher.execute(request)
@@ -136,12 +141,16 @@ class Service:
             Input(
                 command=request,
                 subscriber=_Outlet(request.call, self) if isinstance(request, StartTurn) else None,
-                answer=partial(self._answer, request),
+                answer=partial(self._answer_in_order, request),
                 refuse=partial(self._outbox.refuse, request.call),
             )
         )
 
-    # -- answers, mostly in the engine's thread
+    def _answer_in_order(self, request: StartTurn | Draft, value: Ticket | SessionInfo) -> None:
+        self._flush()
+        self._answer(request, value)
+
+    # -- answers
 
     def _reply(self, request: Request[T], done: Future[T]) -> None:
         if (error := done.exception()) is not None:

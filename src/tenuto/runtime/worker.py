@@ -6,6 +6,7 @@ socket, for whatever reason: turns that are open are aborted, and nothing is lef
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import sys
@@ -16,10 +17,13 @@ import msgspec
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.frames import FrameReader, frame
+from tenuto.base.logs import configure_logs
 from tenuto.base.messages import AnyReply, AnyRequest, Describe, Refusal, WorkerSettings
 from tenuto.runtime.service import Service, open_service
 
 RECEIVE_BYTES = 2**18
+
+log = logging.getLogger("tenuto.engine")
 
 _decoder = msgspec.msgpack.Decoder(AnyRequest)
 
@@ -56,7 +60,10 @@ def _obey(payloads: Iterator[bytes], service: Service | None, send: Sender) -> S
     """Handle what has been received; nothing of it is held on to. The service, once the first message has made it."""
     for payload in payloads:
         if service is None:
-            service = open_service(msgspec.msgpack.decode(payload, type=WorkerSettings), send)
+            settings = msgspec.msgpack.decode(payload, type=WorkerSettings)
+            configure_logs(settings.log_level)
+            service = open_service(settings, send)
+            log.info("engine started", extra={"model": settings.model})
             service.handle(Describe(call=0))
         else:
             service.handle(_decoder.decode(payload))
