@@ -70,7 +70,7 @@ class Prepared(NamedTuple):
     """Input as a turn takes it. `conversation`: what the turn makes of it; see `Basis`."""
 
     basis: Basis
-    tokens: list[int]
+    tokens: array[int]
     conversation: Conversation | None
 
 
@@ -91,18 +91,18 @@ class Renderer:
     def _prepare(self, basis: Basis, prompt: Prompt, *, generate: bool) -> Prepared:
         if prompt.messages or (not prompt.tokens and not basis.empty and basis.conversation is not None):
             rendered = self._render(basis, list(prompt.messages), generate=generate)
-            return Prepared(basis, rendered.tokens, rendered.conversation)
+            return Prepared(basis, array("i", rendered.tokens), rendered.conversation)
         if basis.empty:
-            return Prepared(basis, self._opening_tokens(basis, prompt), None)
-        return Prepared(basis, list(prompt.tokens), None)
+            return Prepared(basis, array("i", self._opening_tokens(basis, prompt)), None)
+        return Prepared(basis, array("i", prompt.tokens), None)
 
-    def _opening_tokens(self, basis: Basis, prompt: Prompt) -> list[int]:
+    def _opening_tokens(self, basis: Basis, prompt: Prompt) -> Sequence[int]:
         if basis.system is not None and prompt.tokens:
             raise InvalidRequest("the session has a system message; its first turn must be one of chat messages")
         tokenizer = self._tokenizer
         if prompt.text and tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None:
             return [tokenizer.bos_id, *prompt.tokens]
-        return list(prompt.tokens)
+        return prompt.tokens
 
     def _render(self, basis: Basis, messages: list[Message], *, generate: bool) -> Rendered:
         if self._template is None:

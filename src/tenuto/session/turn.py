@@ -8,6 +8,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from tenuto.base.checks import shown
 from tenuto.base.errors import ContextExceeded, IllegalTransition, InvalidRequest
 from tenuto.base.options import TurnParams
@@ -242,7 +244,8 @@ def as_tokens(tokens: Iterable[int], vocab_size: int, most: int) -> array[int]:
     if len(checked) > most:
         found = str(len(tokens)) if sized else f"more than {most}"  # type: ignore[arg-type]
         raise ContextExceeded(f"input has {found} tokens; allowed: {most}, which is all that can fit")
-    if checked and not (min(checked) >= 0 and max(checked) < vocab_size):
+    ids = np.frombuffer(checked, np.intc)
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         wrong = next(t for t in checked if not 0 <= t < vocab_size)
         raise InvalidRequest(f"input has token id {wrong}; allowed: 0 to {vocab_size - 1}", param="input")
     return checked
