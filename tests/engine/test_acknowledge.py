@@ -14,7 +14,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import Delta, EndReason
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop, Opening
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 from tests.engine.test_loop import LONG, eventually, make_engine
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tenuto.base.plan import Plan
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.sched.suspects import MAX_FAILURES
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
 
 

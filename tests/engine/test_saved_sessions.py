@@ -17,8 +17,8 @@ from tenuto.base.views import SessionInfo
 from tenuto.engine.dispatcher import Dispatcher
 from tenuto.engine.rendering import Renderer
 from tenuto.runtime.models import build_engine, load_model
-from tenuto.session.session import SavedSession, Session, TurnRecord
-from tenuto.session.turn import Turn
+from tenuto.session.records import SavedSession, TurnRecord
+from tenuto.session.session import Session, Turn
 from tenuto.text.chat import Conversation
 from tenuto.text.prompt import Prompt
 

@@ -35,7 +35,7 @@ from tenuto.runtime.lanes import LARGE as LARGE_INPUT
 from tenuto.runtime.lanes import LONG as LONG_INPUT
 from tenuto.runtime.local import LocalLink
 from tenuto.serve.turns import TurnDesk
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 from tenuto.text.tokenizer import Tokenizer
 
 CONTEXT = 400_000

@@ -33,7 +33,7 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.views import Stats
 from tenuto.runtime.models import load_model
 from tenuto.runtime.service import Service
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 
 TURN = StartTurn(kind="turn", tenant="t", session="s", input=[1, 2], params=TurnParams(max_new_tokens=3))
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
-from tenuto.session.session import Policy, Session, SessionState, TurnRecord
-from tenuto.session.turn import Turn
+from tenuto.session.records import TurnRecord
+from tenuto.session.session import Policy, Session, SessionState, Turn
 from tests.session.test_turn import make_session
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tenuto.base.groups import Kind
 from tenuto.base.turns import TurnState
 from tenuto.engine.engine import StepReport
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 from tests.sim import internals
 from tests.sim.internals import Event
 

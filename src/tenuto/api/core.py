@@ -17,7 +17,7 @@ from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Renderer
 from tenuto.engine.views import session_info
 from tenuto.runtime.models import build_engine, load_model
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 from tenuto.text.prompt import Input, Prompt, parse_input
 
 

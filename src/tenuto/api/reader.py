@@ -11,7 +11,7 @@ from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.turns import Delta, Keep, Transcript, TurnResult, done
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 
 Event = Delta | TenutoError
 Deliver = Callable[[Event], None]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tenuto.base.errors import EngineStopped, InvariantError, NotAcknowledged, TenutoError
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 
 Tell = Callable[[TenutoError | None], None]
 """Tells what has been held back, or that it cannot be told, and why."""

@@ -33,8 +33,7 @@ from tenuto.base.views import RecordPage, SessionInfo, SessionPage, Stats, Ticke
 from tenuto.engine import views
 from tenuto.engine.engine import Engine
 from tenuto.engine.rendering import Basis, Outdated, Prepared, Renderer, check_pick
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 from tenuto.text.chat import Conversation
 
 T = TypeVar("T")

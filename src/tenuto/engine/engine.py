@@ -38,9 +38,10 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
+from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
-from tenuto.session.session import SavedSession, Session
-from tenuto.session.turn import Turn, as_tokens
+from tenuto.session.session import Session, Turn
+from tenuto.session.turn import as_tokens
 from tenuto.text.chat import Conversation
 
 log = logging.getLogger("tenuto.engine")

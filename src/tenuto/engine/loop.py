@@ -17,7 +17,7 @@ from tenuto.base.turns import Delta, Keep, TurnResult
 from tenuto.base.views import AuditReport
 from tenuto.engine.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.engine import Engine
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 
 log = logging.getLogger("tenuto.engine")
 

@@ -10,7 +10,8 @@ from typing import NamedTuple, Self
 from tenuto.base.checks import shown
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.turns import Message
-from tenuto.session.session import Session, TurnRecord
+from tenuto.session.records import TurnRecord
+from tenuto.session.session import Session
 from tenuto.text.chat import ChatTemplate, Conversation, Rendered
 from tenuto.text.prompt import Prompt
 from tenuto.text.room import Room

@@ -10,8 +10,7 @@ import msgspec
 
 from tenuto.base.views import PoolReport, Record, SessionInfo, Stats, Ticket
 from tenuto.engine.engine import Engine
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 
 T = TypeVar("T")
 

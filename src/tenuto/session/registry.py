@@ -16,8 +16,7 @@ from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 
 MAX_ID_LENGTH = 128
 UNREACHABLE = frozenset({".", ".."})

@@ -1,54 +1,21 @@
-"""A session: committed history and policy. The truth is its tokens; memory only caches a prefix of them."""
+"""A session: committed history and policy. The truth is its tokens; memory only caches a prefix of them.
+
+A turn: one transaction on a session. It appends input, generates output, then commits whole or rolls back whole."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from tenuto.base.checks import whole
-from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
-from tenuto.base.options import Policy
-from tenuto.base.turns import TurnState
+from tenuto.base.errors import IllegalTransition, SessionBusy, SessionClosed
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.sampling import TokenLogprob
+from tenuto.base.turns import EndReason, TurnResult, TurnState, Usage
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.session_memory import SessionMemory
-from tenuto.session.turn import Turn
+from tenuto.session.records import SavedSession, TurnRecord, cut_records
+from tenuto.session.turn import TRANSITIONS, Rank, TextStream
 from tenuto.text.chat import Conversation
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRecord:
-    """A committed turn in the history: input is tokens [start, input_end), output [input_end, end). `conversation`:
-    what the messages up to its end come to; `None` if it is made of tokens that are no messages. `cut`: the history was
-    cut inside its input."""
-
-    start: int
-    input_end: int
-    end: int
-    conversation: Conversation | None = None
-    cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSession:
-    """All that a session is, except for its memory, which can be computed again. Plain data: a session is rebuilt from
-    it, in the same engine or in another, and goes on in the same way."""
-
-    session: str
-    policy: Policy
-    system: str | None
-    version: int
-    tokens: tuple[int, ...]
-    records: tuple[TurnRecord, ...]
-
-    def __post_init__(self) -> None:
-        """Raises `InvalidRequest` if the records do not cover the tokens."""
-        bounds = [0, *(at for record in self.records for at in (record.start, record.input_end, record.end))]
-        gaps = any(before.end != after.start for before, after in pairwise(self.records))
-        if gaps or bounds != sorted(bounds) or bounds[:2] not in ([0], [0, 0]) or bounds[-1] != len(self.tokens):
-            raise InvalidRequest(
-                f"session {self.session!r} cannot be restored: its records do not cover its {len(self.tokens)} tokens"
-            )
 
 
 class Session:
@@ -188,7 +155,7 @@ class Session:
         self.require_idle("rewind")
         self.check_position(position)
         del self.history[position:]
-        self.records = _cut(self.records, position)
+        self.records = cut_records(self.records, position)
         self.version += 1
         self.memory.truncate(self._last())
 
@@ -197,7 +164,7 @@ class Session:
         A turn running meanwhile is not seen."""
         self.check_position(position)
         child.history = self.history[:position]
-        child.records = _cut(self.records, position)
+        child.records = cut_records(self.records, position)
         self.memory.fork(child.memory, max(0, position - 1))
 
     def regenerated_turn(self) -> TurnRecord:
@@ -214,10 +181,169 @@ class Session:
         self.memory.drop()
 
 
-def _cut(records: list[TurnRecord], position: int) -> list[TurnRecord]:
-    kept = [r for r in records if r.start < position]
-    if kept and kept[-1].end > position:
-        last = kept.pop()
-        cut = last.cut or position < last.input_end
-        kept.append(replace(last, input_end=min(last.input_end, position), end=position, cut=cut))
-    return kept
+class Turn:
+    """One transaction. Its fields are written by itself, except where a comment says who else."""
+
+    def __init__(self, number: int, session: Session, base_length: int, params: TurnParams, arrival: float) -> None:
+        self.number = number
+        self.session = session
+        self.base_length = base_length  # history tokens it builds on; fewer than there are if it regenerates
+        self.params = params  # replaced when a draft is submitted
+        self.priority = params.priority if params.priority is not None else session.policy.priority
+        self.arrival = arrival
+        self.changed = arrival  # when its draft last changed; written by the life cycle
+        self.input = array("i")
+        self.output = array("i")
+        self.max_new_tokens = 0  # effective; 0: prefill only
+        self.state = TurnState.QUEUED
+        self.replaces = False  # regenerates the session's last turn
+        self.started = False  # has run as a submitted turn
+        self.failures = 0  # failed steps with it alone, until it comes to `failed_end`; written by `Suspects`
+        self.failed_end = 0  # where the last failed step with it was to end; lowered when a draft changes
+        self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle
+        self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
+        self.conversation: Conversation | None = None  # what the messages come to with it; set where it is submitted
+        self.text: TextStream | None = None
+        self.stop: str | int | None = None  # what ended it; written by the settler, as the two below
+        self.output_logprobs: list[TokenLogprob] = []  # one an output token if asked for
+        self.input_scores: list[TokenLogprob] = []  # of the leading input tokens that something precedes, if asked for
+        self.result: TurnResult | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.state.value}>"
+
+    @property
+    def name(self) -> str:
+        return f"turn {self.number} of {self.session.id}"
+
+    @property
+    def drafting(self) -> bool:
+        return self.state is TurnState.DRAFTING
+
+    @property
+    def running(self) -> bool:
+        return self.state is TurnState.RUNNING
+
+    @property
+    def preempted(self) -> bool:
+        return self.state is TurnState.PREEMPTED
+
+    def rank(self, aging_seconds: float) -> Rank:
+        """Sorts turns of one tenant, waiting or running: the lower rank runs first and yields last. Drafts come after
+        every turn that someone waits for.
+
+        A turn's effective priority is its priority plus one for every `aging_seconds` since it arrived. All turns age
+        alike, so the order of two turns never changes, and arrival minus `aging_seconds` times priority sorts them once
+        and for all."""
+        return self.drafting, self.arrival - self.priority * aging_seconds, self.number
+
+    @property
+    def generates(self) -> bool:
+        return self.max_new_tokens > 0
+
+    @property
+    def generating(self) -> bool:
+        """Whether it generates when it runs: a draft does not yet."""
+        return self.max_new_tokens > 0 and not self.drafting
+
+    @property
+    def prompt_length(self) -> int:
+        """History and input, tokens."""
+        return self.base_length + len(self.input)
+
+    @property
+    def length(self) -> int:
+        """History, input and output so far, tokens."""
+        return self.prompt_length + len(self.output)
+
+    @property
+    def last_position(self) -> int:
+        """No token at or past this position is computed: the last one never is (`computed <= length - 1`)."""
+        return max(0, self.prompt_length + self.max_new_tokens - 1)
+
+    @property
+    def resume_position(self) -> int:
+        """The end of input as a resumable position: computing the last input token gives the first output token."""
+        return max(0, self.prompt_length - 1)
+
+    @property
+    def next_scored(self) -> int:
+        """The position of the next input token to be scored; that at position 0 never is."""
+        return max(1, self.base_length) + len(self.input_scores)
+
+    @property
+    def input_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """Of the leading input tokens, as far as scored: all once there is output. The first of the whole sequence has
+        `None`. Empty if not asked for."""
+        if self.params.input_logprobs is None:
+            return ()
+        first = (None,) if self.base_length == 0 and self.input else ()
+        return (*first, *self.input_scores)
+
+    @property
+    def delivered(self) -> int:
+        """Output tokens the caller has been given, with all their text."""
+        return self.text.delivered_tokens if self.text is not None else len(self.output)
+
+    def tokens(self, start: int, stop: int) -> array[int]:
+        """Tokens [start, stop) of the sequence: history, input, output."""
+        base, prompt = self.base_length, self.prompt_length
+        part = self.session.history[start : min(stop, base)] if start < base else array("i")
+        if stop > base and start < prompt:
+            part = part + self.input[max(0, start - base) : stop - base]
+        if stop > prompt:
+            part = part + self.output[max(0, start - prompt) : stop - prompt]
+        return part
+
+    def submit(self, params: TurnParams, now: float) -> None:
+        """The draft is complete: from now on it is a turn that waits."""
+        self.go("submit")
+        self.params, self.arrival = params, now
+        self.priority = params.priority if params.priority is not None else self.session.policy.priority
+
+    def go(self, transition: str) -> None:
+        """Make a transition, or raise `IllegalTransition`."""
+        allowed, target = TRANSITIONS[transition]
+        if self.state not in allowed:
+            states = ", ".join(sorted(state.value for state in allowed))
+            raise IllegalTransition(f"cannot {transition} {self.name}: it is {self.state.value}; allowed: {states}")
+        self.state = target
+
+    # -- finish and abort paths: the owner of the memory ends it
+
+    def preempt(self) -> None:
+        """Lose what it acquired, keep its tokens, and queue again."""
+        self.go("preempt")
+        self.release_memory()
+
+    def pause(self) -> None:
+        """Leave the row and queue again; what it has acquired stays."""
+        self.go("preempt")
+
+    def release_memory(self) -> None:
+        """Give back everything it holds; its session's memory is untouched."""
+        memory = self.session.memory.turn
+        if memory is not None:
+            memory.abort()
+
+    def commit(self, reason: EndReason, now: float, keep: int | None = None) -> TurnResult:
+        """Make input and the first `keep` (`None`: all) output tokens part of the history."""
+        kept = self.output[: len(self.output) if keep is None else keep]
+        self.go("commit")
+        self.session.take_in(self, kept)
+        return self._end(reason, now, committed=True, kept=len(kept))
+
+    def abort(self, reason: EndReason, now: float) -> TurnResult:
+        """Roll back: the session is what it was."""
+        self.go("abort")
+        self.release_memory()
+        return self._end(reason, now, committed=False, kept=0)
+
+    def _end(self, reason: EndReason, now: float, *, committed: bool, kept: int) -> TurnResult:
+        session = self.session
+        session.turn_ended(now)
+        usage = Usage(self.prompt_length, max(0, self.cached), len(self.output), self.computed_tokens)
+        self.result = TurnResult(
+            reason, committed, session.version, kept, usage, self.max_new_tokens, session.context_left, self.stop
+        )
+        return self.result
