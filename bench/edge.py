@@ -16,8 +16,8 @@ import time
 import httpx
 import uvloop
 
+from tenuto.base.logs import configure_logs
 from tenuto.base.messages import WorkerSettings
-from tenuto.serve.logs import configure_logs
 from tenuto.serve.run import serve
 from tenuto.serve.settings import ServeSettings
 

@@ -15,8 +15,7 @@ from tenuto.base.plan import Plan, StepResult
 from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
-from tenuto.session.session import Policy, Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Policy, Session, Turn
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 VOCABULARY = 997

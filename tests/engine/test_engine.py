@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.base.errors import (
+    ConfigError,
     ContextExceeded,
     EngineStopped,
     InvalidRequest,
@@ -324,3 +325,8 @@ def test_a_broken_invariant_stops_the_engine_wherever_it_shows() -> None:
         stage.engine.open("another")
     with pytest.raises(EngineStopped, match="nobody holds it"):
         stage.engine.step()
+
+
+def test_lookahead_without_anything_that_guesses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lookahead"):
+        Stage(lookahead=3)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tenuto.base.plan import Plan
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.sched.suspects import MAX_FAILURES
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
 
 
@@ -196,3 +196,13 @@ def test_a_turn_that_went_back_to_a_checkpoint_is_no_suspect_until_it_has_come_t
     stage.play()
     assert [turn.result.reason is EndReason.FAILED for turn in turns] == [False, False, True, False]
     assert len(poison.failed) <= ceil(log2(4)) + MAX_FAILURES
+
+
+def test_a_failed_step_is_logged_with_its_turns(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(failing=[0])
+    for name in ("a", "b"):
+        stage.open(name)
+        stage.say(name, [1, 2], 3)
+    stage.play()
+    (record,) = caplog.records
+    assert (record.message, record.turns) == ("a step failed", ["turn 1 of a", "turn 2 of b"])

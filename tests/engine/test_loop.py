@@ -21,8 +21,7 @@ from tenuto.engine import auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.session.session import Policy
-from tenuto.session.turn import Turn
+from tenuto.session.session import Policy, Turn
 
 VOCABULARY = 97
 LONG = TurnParams(max_new_tokens=4000)

@@ -23,7 +23,7 @@ from tenuto.engine.engine import Engine
 from tenuto.exec.torch_executor import TorchExecutor, load_executor
 from tenuto.kernels.sampling import uniforms
 from tenuto.models.store import ModelFiles, resolve
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 from tests.kernels.reference import Row, reference_kept, reference_logits
 from tests.models.tiny import save_hf, tiny_llama

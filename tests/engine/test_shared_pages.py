@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.base.options import TurnParams
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from
 
 sliding_mixes = pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tenuto.base.config import EngineConfig
 from tenuto.engine.engine import Engine
 from tenuto.exec.torch_executor import TorchExecutor
 from tenuto.models.llama import Llama
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 
 
 @contextmanager

@@ -23,8 +23,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine
 from tenuto.models.llama import Llama
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 from tests.numerics.real import real_engine
 
 CLOSE = 2e-3

@@ -13,8 +13,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import TurnResult, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.models.llama import Llama
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 from tests.numerics.real import finish, real_engine
 
 HISTORY, PAGE, PAGES, BUDGET = 90, 16, 40, 16

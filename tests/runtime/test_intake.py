@@ -30,10 +30,12 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, Message
 from tenuto.base.views import Ticket
 from tenuto.engine.engine import Engine
-from tenuto.runtime.intake import LARGE_INPUT, LONG_INPUT, MESSAGE_SIZE, SHORT_INPUT, size_of
+from tenuto.runtime.intake import MESSAGE_SIZE, SHORT_INPUT, size_of
+from tenuto.runtime.lanes import LARGE as LARGE_INPUT
+from tenuto.runtime.lanes import LONG as LONG_INPUT
 from tenuto.runtime.local import LocalLink
 from tenuto.serve.turns import TurnDesk
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 from tenuto.text.tokenizer import Tokenizer
 
 CONTEXT = 400_000

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import TurnState
 from tenuto.sched.queue import WaitingQueue
-from tenuto.session.session import Policy
-from tenuto.session.turn import Turn
+from tenuto.session.session import Policy, Turn
 from tests.session.test_turn import make_session
 
 AGING = 10.0

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tenuto.base.turns import TurnState
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 
 

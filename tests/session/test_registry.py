@@ -14,8 +14,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason
 from tenuto.memory.memory import Memory
 from tenuto.session.registry import MAX_ID_LENGTH, Registry
-from tenuto.session.session import Policy, Session, SessionState
-from tenuto.session.turn import Turn
+from tenuto.session.session import Policy, Session, SessionState, Turn
 from tests.memory.scribe import FULL, make_shape, make_spec
 
 

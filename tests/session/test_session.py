@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
-from tenuto.session.session import Policy, Session, SessionState, TurnRecord
-from tenuto.session.turn import Turn
+from tenuto.session.records import TurnRecord
+from tenuto.session.session import Policy, Session, SessionState, Turn
 from tests.session.test_turn import make_session
 
 
@@ -63,7 +63,9 @@ def test_a_rewind_keeps_the_first_tokens_and_cuts_the_turn_it_falls_in(sizes: li
     assert covers(session)
     assert session.version == version + 1
     for cut, whole in zip(session.records, before, strict=False):
-        assert cut == TurnRecord(whole.start, min(whole.input_end, position), min(whole.end, position))
+        assert cut == TurnRecord(
+            whole.start, min(whole.input_end, position), min(whole.end, position), cut=position < whole.input_end
+        )
 
 
 @given(turns, st.data())

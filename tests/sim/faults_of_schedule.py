@@ -21,8 +21,7 @@ from tenuto.sched.admission import Admission
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import Suspects
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 from tests.sim.faults import replaced, together
 
 

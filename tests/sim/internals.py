@@ -19,8 +19,7 @@ from tenuto.memory.full import FullTable
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.state import StateGroup, StateTable
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 
 MOST_EVENTS = 2000
 """Transitions within one step: far more than there are turns."""

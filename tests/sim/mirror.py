@@ -11,8 +11,7 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.groups import Kind
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import Keep, TurnState
-from tenuto.session.session import Policy, Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Policy, Session, Turn
 from tests.sim import internals
 from tests.sim.naive import VOCAB, NaiveSession, NaiveTurn
 from tests.sim.world import World

@@ -11,8 +11,7 @@ from tenuto.base.groups import Kind
 from tenuto.base.turns import TurnState
 from tenuto.engine.engine import StepReport
 from tenuto.sched.admission import RECONSIDERED_AFTER
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 from tests.sim import internals
 from tests.sim.internals import Event
 

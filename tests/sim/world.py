@@ -17,8 +17,7 @@ from tenuto.base.turns import EndReason, TurnResult, TurnState
 from tenuto.engine.engine import StepReport
 from tenuto.engine.text import TokenTextStream
 from tenuto.sched.suspects import MAX_FAILURES
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 from tests.sim import internals
 from tests.sim.checked import CheckedExecutor
 from tests.sim.found import Found

@@ -179,6 +179,14 @@ class EngineStopped(TenutoError):
     status = 503
 
 
+class NotAcknowledged(TenutoError):
+    """Commits cannot be made safe at present. A turn that ends with this is committed in memory, and whether that lasts
+    is not known. Another request with this answer has not been carried out, or would have shown what may not last."""
+
+    code = "not_acknowledged"
+    status = 503
+
+
 class DeadlinePassed(TenutoError):
     """A turn waited for its session until one of its deadlines had passed."""
 

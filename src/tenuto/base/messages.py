@@ -35,8 +35,8 @@ class WireMessage(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_onl
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is made; the first message to an engine process. Raises `ConfigError` if `config` is wrong whatever
-    the model is."""
+    """How an engine is made; the first message to an engine process, which logs what is of `log_level` and above, as
+    the edge does. Raises `ConfigError` if `config` is wrong whatever the model is."""
 
     model: str
     device: str = "cpu"
@@ -44,6 +44,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     page_size: int = 16
     config: EngineOptions = {}
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         engine_config(self.config)

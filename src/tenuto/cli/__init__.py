@@ -210,7 +210,13 @@ def serve(
         config["context_length"] = context_length
     memory_bytes = read_memory(memory, device) if memory is not None else None
     worker = WorkerSettings(
-        model=model, device=device, dtype=dtype, memory_bytes=memory_bytes, page_size=page_size, config=config
+        model=model,
+        device=device,
+        dtype=dtype,
+        memory_bytes=memory_bytes,
+        page_size=page_size,
+        config=config,
+        log_level=log_level,
     )
     settings = ServeSettings(
         host=host,

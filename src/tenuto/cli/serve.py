@@ -8,9 +8,9 @@ import typer
 import uvloop
 
 from tenuto.base.errors import EngineStopped
+from tenuto.base.logs import configure_logs
 from tenuto.base.messages import WorkerSettings
 from tenuto.base.views import ModelView
-from tenuto.serve.logs import configure_logs
 from tenuto.serve.run import serve
 from tenuto.serve.settings import ServeSettings
 

@@ -13,11 +13,13 @@ from random import Random
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
+    ConfigError,
     IllegalTransition,
     InvalidRequest,
     InvariantError,
     SessionBusy,
     StepFailed,
+    TenutoError,
 )
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Executor, StepResult
@@ -36,9 +38,11 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
+from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn, as_tokens
+from tenuto.session.session import Session, Turn
+from tenuto.session.turn import as_tokens
+from tenuto.text.chat import Conversation
 
 log = logging.getLogger("tenuto.engine")
 
@@ -70,6 +74,9 @@ class Engine:
         text: TextFactory | None = None,
         proposer: Proposer | None = None,
     ) -> None:
+        """Raises `ConfigError`."""
+        if config.lookahead and proposer is None:
+            raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
         self.config = config
         self.vocab_size = vocab_size
         self._executor = executor
@@ -125,10 +132,14 @@ class Engine:
                 self._settle(flight, result, report)
             else:
                 self._retry(flight)
-        report.ended = self.lifecycle.take_ended()
+        report.ended = self.take_ended()
         self.memory.cache.trim()
         self._audit_step()
         return report
+
+    def take_ended(self) -> list[Turn]:
+        """Turns that have ended since the last call, and since the last step, in order."""
+        return self.lifecycle.take_ended()
 
     @property
     def queued(self) -> int:
@@ -173,7 +184,8 @@ class Engine:
         except StepFailed as error:
             if flight.plan.step > self._void:
                 self.transitions["step failed"] += 1
-                log.warning("a step failed with %s: %s", [turn.name for turn in self._live(flight)], error)
+                turns = [turn.name for turn in self._live(flight)]
+                log.warning("a step failed", extra={"step": flight.plan.step, "turns": turns, "error": str(error)})
         self.memory.step_settled()
         return flight, result
 
@@ -219,9 +231,9 @@ class Engine:
     # -- sessions
 
     @guarded
-    def open(self, session_id: str | None = None, policy: Policy | None = None) -> Session:
-        """Open a session. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
-        session = self.sessions.open(session_id, policy or Policy())
+    def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
+        """Open a session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
+        session = self.sessions.open(session_id, policy or Policy(), system)
         self.transitions["open"] += 1
         return session
 
@@ -240,7 +252,7 @@ class Engine:
         parent = self.sessions.get(session_id, tenant)
         parent.require_open()
         at = self._position(parent, turn, position)
-        forked = self.open(child, replace(parent.policy, ephemeral=False))
+        forked = self.open(child, replace(parent.policy, ephemeral=False), parent.system)
         parent.fork(forked, at)
         self.sessions.note_length(forked)
         self.pressure.note(forked)
@@ -264,17 +276,43 @@ class Engine:
         return session
 
     @guarded
-    def adopt(self, session_id: str, tokens: Iterable[int], output: Iterable[int], *, tenant: str = "") -> Session:
+    def adopt(
+        self,
+        session_id: str,
+        tokens: Iterable[int],
+        output: Iterable[int],
+        conversation: Conversation | None = None,
+        *,
+        cut: bool = False,
+        tenant: str = "",
+    ) -> Session:
         """Commit a turn that was computed elsewhere: its tokens join the history, and are computed here when that is
-        wanted. Raises `SessionBusy`, `ContextExceeded` or `InvalidRequest`."""
+        wanted. `conversation`, `cut`: as of `TurnRecord`. Raises `SessionBusy`, `ContextExceeded` or
+        `InvalidRequest`."""
         given, answer = self._read(tokens), self._read(output)
         session = self.sessions.get(session_id, tenant)
         session.require_idle("add a turn to")
         self._gate.allowed(session, len(session.history) + len(given) + len(answer), 0)
-        session.adopt(given, answer, self._clock.now())
+        session.adopt(given, answer, self._clock.now(), conversation, cut)
         self.sessions.note_length(session)
         self.sessions.watch(session)
         self.transitions["adopt"] += 1
+        return session
+
+    @guarded
+    def restore(self, saved: SavedSession) -> Session:
+        """Open a session as it was saved, here or in another engine; what it needs of its history is computed when that
+        is wanted. Raises what `open` raises, and `ContextExceeded` if it is longer than sessions may be here."""
+        self._read(saved.tokens)
+        session = self.open(saved.session, saved.policy, saved.system)
+        try:
+            self._gate.allowed(session, len(saved.tokens), 0)
+        except TenutoError:
+            self.lifecycle.close(session)
+            raise
+        session.restore(saved)
+        self.sessions.note_length(session)
+        self.transitions["restore"] += 1
         return session
 
     def _read(self, tokens: Iterable[int]) -> array[int]:
@@ -327,12 +365,20 @@ class Engine:
 
     @guarded
     def submit(
-        self, session_id: str, tokens: Iterable[int] = (), params: TurnParams | None = None, *, tenant: str = ""
+        self,
+        session_id: str,
+        tokens: Iterable[int] = (),
+        params: TurnParams | None = None,
+        conversation: Conversation | None = None,
+        *,
+        tenant: str = "",
     ) -> Turn:
-        """Open a turn: append `tokens` and generate. An open draft becomes this turn, and what it has computed of
-        `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed
-        nothing."""
-        return self._submit_turn(session_id, tenant, tokens, params or TurnParams(), None)
+        """Open a turn: append `tokens`, which make the conversation `conversation`, and generate. An open draft becomes
+        this turn, and what it has computed of `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`,
+        `InvalidRequest` or `Overloaded`, having changed nothing."""
+        turn = self._submit_turn(session_id, tenant, tokens, params or TurnParams(), None)
+        turn.conversation = conversation
+        return turn
 
     @guarded
     def append(
@@ -382,7 +428,7 @@ class Engine:
         allowed = self._gate.allowed(session, record.input_end, params.max_new_tokens)
         text = self._gate.admit(params)
         turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
-        turn.replaces = True
+        turn.replaces, turn.conversation = True, record.conversation
         turn.max_new_tokens, turn.text = allowed, text
         self.lifecycle.enqueue(turn, "regenerate")
         return turn

@@ -19,8 +19,7 @@ from tenuto.sched.batch import Batch, continues_from, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.registry import Registry
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 
 MOST_IDLE_TIMERS = 1024
 """Timers of ended turns that may wait for their time, besides a few a session."""

@@ -7,20 +7,21 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
-from tenuto.base.errors import EngineStopped, InvariantError, TenutoError
+from tenuto.base.errors import EngineStopped, IllegalTransition, InvariantError, NotAcknowledged, TenutoError
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta, Keep, TurnResult
 from tenuto.base.views import AuditReport
+from tenuto.engine.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.engine import Engine
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 
 log = logging.getLogger("tenuto.engine")
 
 T = TypeVar("T")
-MaybeTurn = TypeVar("MaybeTurn", Turn, Turn | None)
 
 IDLE_SECONDS = 0.1
 """With nothing to compute, how often the clock is looked at: deadlines and idle timeouts are this exact."""
@@ -34,60 +35,94 @@ turn from starting or stopped the engine. It must not block. If it raises, nobod
 class EngineLoop:
     """Owns `engine`, which no other thread may touch from now on. In the engine's thread `after_round` is called when
     commands have been obeyed and when a step's events have been published, and `on_stop` once, when the last step is
-    done and everyone has been told."""
+    done and everyone has been told.
+
+    A turn's commit is told once `acknowledger` says so, and in the order of commits: its last delta, and what `execute`
+    and `start` have found or done after it. A turn that starts after it tells nothing before. While commits cannot be
+    acknowledged, those who wait for one get `NotAcknowledged`, and nothing new is carried out that may not be."""
 
     def __init__(
         self,
         engine: Engine,
         on_stop: Callable[[], None] = lambda: None,
         after_round: Callable[[], None] = lambda: None,
+        acknowledger: Acknowledger | None = None,
     ) -> None:
         self._engine = engine
+        self._announcer = Announcer(acknowledger or AtOnce())
         self._on_stop = on_stop
         self._after_round = after_round
         self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
         self._audits: list[Future[AuditReport]] = []  # awaited; the engine's thread alone
         self._subscriptions: dict[int, _Subscription] = {}  # by turn number; the engine's thread alone
+        self._opened: list[Turn] = []  # subscribed to by the command being carried out
         self.stopped: str | None = None  # why; set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
         self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
         self._thread.start()
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
-        """Have `work` done in the engine's thread, between two steps. The future also takes its error. Raises
-        `EngineStopped`."""
+        """Have `work` done in the engine's thread, between two steps. The future also takes its error, at once: `work`
+        shows nothing of what sessions are. Raises `EngineStopped`."""
         future: Future[T] = Future()
         self._post(_Command(work, future))
         return future
 
-    def start(self, work: Callable[[Engine], MaybeTurn], subscriber: Subscriber) -> Future[MaybeTurn]:
-        """As `call`, with work that opens a turn, if it does; `subscriber` then gets its events, or the error."""
+    def execute(
+        self, work: Callable[[Engine], T], then: Callable[[Future[T]], None] | None = None, *, ends: bool = False
+    ) -> Future[T]:
+        """As `call`, with work that changes sessions or shows what they are: the future has the result once every
+        commit before it has been acknowledged. While commits cannot be, it is not carried out, unless it `ends`
+        something. `then` gets the future as soon as it is done, before anything that `work` has begun is told."""
+        future: Future[T] = Future()
+        if then is not None:
+            future.add_done_callback(then)
+        self._post(_Command(work, future, self._announcer, ends=ends))
+        return future
 
-        def start_turn(engine: Engine) -> MaybeTurn:
-            try:
-                turn = work(engine)
-            except TenutoError as error:
+    def start(self, work: Callable[[Engine], Turn], subscriber: Subscriber) -> Opening:
+        """As `execute`, with work that opens a turn; `subscriber` then gets its events, or the error."""
+
+        def start_turn(engine: Engine) -> Turn:
+            opening.turn = work(engine)
+            self.subscribe(opening.turn, subscriber)
+            return opening.turn
+
+        def tell_error(done: Future[Turn]) -> None:
+            if isinstance(error := done.exception(), TenutoError):
                 subscriber(error)
-                raise
-            if turn is not None:
-                self._subscriptions[turn.number] = _Subscription(turn, subscriber)
-            return turn
 
-        return self.call(start_turn)
+        opening = Opening()
+        opening.add_done_callback(tell_error)
+        self._post(_Command(start_turn, opening, self._announcer))
+        return opening
 
-    def abort(self, started: Future[Turn], keep: Keep = None) -> Future[TurnResult]:
+    def subscribe(self, turn: Turn, subscriber: Subscriber) -> None:
+        """Have `subscriber` told what a turn brings, once the work that has opened it is answered. In the engine's
+        thread, as part of that work."""
+        self._subscriptions[turn.number] = _Subscription(turn, subscriber)
+        self._opened.append(turn)
+
+    def wake(self) -> None:
+        """More commits are safe, or can be made safe again. From any thread."""
+        with suppress(EngineStopped):
+            self.call(lambda _: None)
+
+    def abort(self, started: Opening, keep: Keep = None) -> Future[TurnResult]:
         """End a turn that `start` has started, as `Engine.abort`; the result of a turn that has ended already is
         returned as it is."""
 
         def abort_turn(engine: Engine) -> TurnResult:
-            turn = started.result()  # commands are done in order: it is there
+            turn = started.turn  # commands are done in order: it is there, unless it was refused
+            if turn is None:
+                raise IllegalTransition("there is no turn to abort: it was refused")
             if not turn.state.ended:
-                self.publish(engine.abort(turn.session.id, keep, tenant=turn.session.policy.tenant))
+                engine.abort(turn.session.id, keep, tenant=turn.session.policy.tenant)
             if turn.result is None:
                 raise InvariantError(f"{turn.name} has ended without a result")
             return turn.result
 
-        return self.call(abort_turn)
+        return self.execute(abort_turn, ends=True)
 
     def audit(self) -> Future[AuditReport]:
         """A recount as `Engine.audit`, spread over the steps to come so that it holds up none of them. Raises
@@ -137,8 +172,11 @@ class EngineLoop:
             while self._obey(wait):
                 self._after_round()
                 report = self._engine.step()
-                self._publish_all(report.progressed)
-                self._publish_all(report.ended)
+                for turn in report.progressed:
+                    if not turn.state.ended:
+                        self._publish(turn)
+                self._end(report.ended)
+                self._announcer.advance()
                 self._after_round()
                 busy = report.worked or report.ended or self._engine.auditor.awaited
                 wait = 0.0 if busy else IDLE_SECONDS
@@ -153,7 +191,7 @@ class EngineLoop:
             command = self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
             waiting = self._commands.qsize()  # those that come meanwhile wait for the next step
             while command is not None:
-                command.run(self._engine)
+                self._carry_out(command)
                 if waiting == 0:
                     return True
                 waiting -= 1
@@ -162,25 +200,69 @@ class EngineLoop:
             return True
         return False
 
-    def _publish_all(self, turns: Iterable[Turn]) -> None:
-        for turn in turns:
-            if not self.publish(turn):
-                self._engine.abort(turn.session.id, tenant=turn.session.policy.tenant)
+    def _carry_out(self, command: _Command[object]) -> None:
+        """What the command has ended is told before its answer, and what it has begun after that."""
+        try:
+            answer = command.run(self._engine)
+        finally:
+            self._end(self._engine.take_ended())
+            opened, self._opened = self._opened, []
 
-    def publish(self, turn: Turn) -> bool:
-        """Tell the turn's subscriber what is new, in the engine's thread. False if the turn is open and nobody is there
-        any more."""
+        def tell(refusal: TenutoError | None) -> None:
+            answer(refusal)
+            for turn in opened:
+                self._open(turn, refusal)
+
+        if command.shows_sessions:
+            self._announcer.hold(tell)
+        else:
+            tell(None)
+        self._announcer.advance()
+
+    def _open(self, turn: Turn, refusal: TenutoError | None) -> None:
+        """Whoever has started the turn has been answered."""
         subscription = self._subscriptions.get(turn.number)
         if subscription is None:
-            return True
+            return
+        if refusal is not None:
+            del self._subscriptions[turn.number]
+            self._give_up(turn)
+            return
+        subscription.open = True
+        if (turn.output and not turn.state.ended) or (turn.result is not None and not turn.result.committed):
+            self._publish(turn)
+
+    def _end(self, turns: Iterable[Turn]) -> None:
+        """These turns have ended, in this order."""
+        for turn in turns:
+            if turn.result is not None and turn.result.committed:
+                self._announcer.committed(turn)
+                self._announcer.hold(partial(self._tell_commit, turn))
+            else:
+                self._publish(turn)
+
+    def _tell_commit(self, turn: Turn, refusal: TenutoError | None) -> None:
+        if refusal is None:
+            self._publish(turn)
+        elif (subscription := self._subscriptions.pop(turn.number, None)) is not None:
+            subscription.refuse(refusal)
+
+    def _publish(self, turn: Turn) -> None:
+        """Tell the turn's subscriber what is new. If nobody is there any more, an open turn is aborted."""
+        subscription = self._subscriptions.get(turn.number)
+        if subscription is None or not subscription.open:
+            return
         if turn.state.ended:
             del self._subscriptions[turn.number]
         try:
             subscription.publish()
         except Exception:  # noqa: BLE001 - however it fails, nobody listens
             self._subscriptions.pop(turn.number, None)
-            return turn.state.ended
-        return True
+            self._give_up(turn)
+
+    def _give_up(self, turn: Turn) -> None:
+        if not turn.state.ended and self.stopped is None:
+            self._engine.abort(turn.session.id, tenant=turn.session.policy.tenant)
 
     def _stop(self, reason: str) -> None:
         with self._lock:
@@ -192,10 +274,11 @@ class EngineLoop:
                 break
             if command is not None:
                 command.refuse(reason)
+        self._announcer.stop(reason)
         for audit in self._audits:
             audit.set_exception(EngineStopped(reason))
         for subscription in self._subscriptions.values():
-            subscription.refuse(reason)
+            subscription.refuse(EngineStopped(reason))
         self._subscriptions.clear()
         self._on_stop()
 
@@ -203,13 +286,14 @@ class EngineLoop:
 class _Subscription:
     """Who listens to a turn, and how much of it they have been told."""
 
-    __slots__ = ("_input_sent", "_sent", "_subscriber", "_turn")
+    __slots__ = ("_input_sent", "_sent", "_subscriber", "_turn", "open")
 
     def __init__(self, turn: Turn, subscriber: Subscriber) -> None:
         self._turn = turn
         self._subscriber = subscriber
         self._sent = 0
         self._input_sent = False
+        self.open = False  # whoever has started the turn has been answered
 
     def publish(self) -> None:
         turn = self._turn
@@ -222,33 +306,68 @@ class _Subscription:
         text = turn.text.take_text() if turn.text is not None else ""
         self._subscriber(Delta(tokens, text, turn.delivered, turn.result, logprobs, scores))
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, error: TenutoError) -> None:
         with suppress(Exception):  # if nobody is there, nobody is told
-            self._subscriber(EngineStopped(reason))
+            self._subscriber(error)
+
+
+class Opening(Future[Turn]):
+    """The future of a turn that is to be opened. `turn`: there before it is told, for the engine's thread alone."""
+
+    turn: Turn | None = None
 
 
 class _Command(Generic[T]):
-    """Work for the engine's thread, and where its result goes."""
+    """Work for the engine's thread, and where its result goes. With an `announcer` it shows what sessions are, and is
+    not carried out while commits cannot be acknowledged, unless it `ends` something."""
 
-    def __init__(self, work: Callable[[Engine], T], future: Future[T]) -> None:
+    def __init__(
+        self,
+        work: Callable[[Engine], T],
+        future: Future[T],
+        announcer: Announcer | None = None,
+        *,
+        ends: bool = False,
+    ) -> None:
         self._work = work
         self._future = future
+        self._announcer = announcer
+        self._ends = ends
 
-    def run(self, engine: Engine) -> None:
-        """Raises `InvariantError` if the engine is broken, before or by this."""
+    @property
+    def shows_sessions(self) -> bool:
+        return self._announcer is not None
+
+    def run(self, engine: Engine) -> Tell:
+        """Do the work; what is returned tells what came of it. Raises `InvariantError` if the engine is broken, before
+        or by this."""
         if not self._future.set_running_or_notify_cancel():
-            return
+            return _nobody_asks
+        if self._announcer is not None and self._announcer.failure is not None and not self._ends:
+            return partial(self._tell, None, NotAcknowledged(str(self._announcer.failure)))
         try:
-            self._future.set_result(self._work(engine))
+            return partial(self._tell, self._work(engine), None)
         except TenutoError as error:
-            self._future.set_exception(error)
+            return partial(self._tell, None, error)
         except InvariantError as error:
             self._future.set_exception(EngineStopped(f"the engine stopped: {error}"))
             raise
         except Exception as error:  # noqa: BLE001 - a mistake in the work; go on if memory is sound
             self._future.set_exception(error)
             engine.audit()
+            return _nobody_asks
+
+    def _tell(self, result: T | None, error: TenutoError | None, refusal: TenutoError | None) -> None:
+        failure = refusal or error
+        if failure is not None:
+            self._future.set_exception(failure)
+        else:
+            self._future.set_result(cast("T", result))
 
     def refuse(self, reason: str) -> None:
         if self._future.set_running_or_notify_cancel():
             self._future.set_exception(EngineStopped(reason))
+
+
+def _nobody_asks(_: TenutoError | None) -> None:
+    """There is nothing to tell any more, or never was."""

@@ -1,4 +1,4 @@
-"""Makes tokens of what requests bring, while the engine's thread goes on with its steps."""
+"""Makes tokens of what commands bring, while the engine's thread goes on with its steps."""
 
 from __future__ import annotations
 
@@ -8,58 +8,54 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from queue import SimpleQueue
+from typing import Any
 
 from tenuto.base.errors import EngineStopped, SessionClosed, TenutoError, TurnAborted
+from tenuto.base.messages import Draft, StartTurn
 from tenuto.base.turns import Message, TurnInput
-from tenuto.base.views import SessionKey
-from tenuto.engine.chat_engine import ChatEngine
+from tenuto.base.views import SessionInfo, SessionKey, Ticket
+from tenuto.engine.dispatcher import Dispatcher
 from tenuto.engine.engine import Engine
-from tenuto.engine.loop import EngineLoop
-from tenuto.engine.rendering import Basis, Prepared
-from tenuto.runtime.heap import give_back
+from tenuto.engine.loop import EngineLoop, Subscriber
+from tenuto.engine.rendering import Basis, Outdated, Prepared
+from tenuto.runtime.lanes import LONG, Lane, Lanes
+from tenuto.runtime.preparation import Preparer
 from tenuto.session.session import Session
-from tenuto.session.turn import Turn
-from tenuto.text.prompt import Prompt
 
 log = logging.getLogger("tenuto.runtime")
 
 SHORT_INPUT = 2**12
 """Characters, or tokens, up to which input is prepared by whoever puts it in: that takes a millisecond or two, and
-another thread might have to wait longer for its turn."""
-LONG_INPUT = 2**15
-"""Characters, or tokens: input from this size on has a lane of its own, so that short input does not wait for it, and
-is prepared only after the engine has said that its session would take it."""
+another thread might have to wait longer for its turn. Input that is `LONG` is prepared only after the engine has said
+that its session would take it."""
 MESSAGE_SIZE = 2**5
 """Characters for which a message counts even if it is empty: a template writes something around each."""
-LARGE_INPUT = 2**18
-"""After input of this size, free memory is returned to the system."""
 
 
 @dataclass(slots=True, eq=False)
 class Input:
-    """A request's input on its way into the engine.
+    """A command's input on its way into the engine. `subscriber`: of the turn that it starts, if it starts one.
+    `answer` is called with the command's answer, before anything that the turn brings, or `refuse` with an error."""
 
-    `name`: by which it can be withdrawn. `session`: `None` for one of its own. `size`: see
-    `size_of`. `basis` says what to prepare it against, in the engine's thread, and raises what the request is refused
-    for in any case. `parse` may use the room that a basis has. `begin` takes it in, in the engine's thread; `None` if
-    it has to be prepared again. `post` has that done, and `reply` and `refuse` say what came of it."""
-
-    name: str
-    session: SessionKey | None
-    size: int
-    generate: bool
-    basis: Callable[[Engine], Basis]
-    parse: Callable[[Basis], Prompt]
-    begin: Callable[[Engine, Prepared], Turn | None]
-    post: Callable[[Callable[[Engine], Turn | None]], Future[Turn | None]]
-    reply: Callable[[Turn], None]
+    command: StartTurn | Draft
+    subscriber: Subscriber | None
+    answer: Callable[[Any], None]  # with what a command of this type is answered with
     refuse: Callable[[BaseException], None]
+    size: int = field(init=False)  # see `size_of`
     withdrawn: bool = field(default=False, init=False)
-    lane: _Lane | None = field(default=None, init=False)  # that it is in, or comes from; written by the intake
+    lane: Lane | None = field(default=None, init=False)  # that it is in, or comes from; written by the intake
     number: int = field(default=0, init=False)  # of all inputs, as they came; written by the intake
     meant: Session | None = field(default=None, init=False)  # had the id when it came; the engine's thread alone
     met: bool = field(default=False, init=False)  # `meant` is known
+
+    def __post_init__(self) -> None:
+        self.size = size_of(self.command.input)
+
+    @property
+    def session(self) -> SessionKey | None:
+        """`None` for one of its own."""
+        command = self.command
+        return (command.tenant, command.session) if command.session is not None else None
 
 
 class Intake:
@@ -69,15 +65,16 @@ class Intake:
     numbers of what has to be prepared again, none of which is overtaken by a later one; under `_lock`.
     """
 
-    def __init__(self, chats: ChatEngine, loop: EngineLoop) -> None:
-        self._chats = chats
+    def __init__(self, dispatcher: Dispatcher, preparer: Preparer, loop: EngineLoop, lanes: Lanes) -> None:
+        self._dispatcher = dispatcher
+        self._preparer = preparer
         self._loop = loop
+        self._lanes = lanes
         self._lock = threading.Lock()
-        self._pending: dict[SessionKey, tuple[_Lane, int]] = {}
+        self._pending: dict[SessionKey, tuple[Lane, int]] = {}
         self._returned: dict[SessionKey, set[int]] = {}
         self._numbers = count(1)
         self._named: dict[str, Input] = {}
-        self._short, self._long = _Lane("short", self._take), _Lane("long", self._take)
 
     def put(self, taken: Input) -> None:
         """Take it in as soon as possible. For any thread but the engine's."""
@@ -91,14 +88,14 @@ class Intake:
 
     def _put(self, taken: Input) -> None:
         with self._lock:
-            lane = self._long if taken.size >= LONG_INPUT else self._short
+            lane = self._lanes.of(taken.size)
             if taken.session is not None:
                 lane, inputs = self._pending.get(taken.session, (lane, 0))
                 self._pending[taken.session] = lane, inputs + 1
             taken.lane = lane
-            if taken.name:
-                self._named[taken.name] = taken
-        lane.put(taken)
+            if taken.command.name:
+                self._named[taken.command.name] = taken
+        lane.put(taken.size, lambda: self._take(taken))
 
     def _take_at_once(self, taken: Input) -> bool:
         """False if the engine has to be asked first, or the input would be refused."""
@@ -106,7 +103,7 @@ class Intake:
         if basis is None:
             return False
         try:
-            prepared = self._chats.prepare(basis, taken.parse(basis), generate=taken.generate)
+            prepared = self._preparer.prepare(taken.command, basis)
         except TenutoError:
             if taken.session is None:
                 raise
@@ -122,11 +119,6 @@ class Intake:
             return False
         taken.withdrawn = True
         return True
-
-    def close(self) -> None:
-        """Take in no more, and wait for what is being prepared."""
-        for lane in (self._short, self._long):
-            lane.close()
 
     # -- in a lane's thread
 
@@ -154,56 +146,75 @@ class Intake:
         while True:
             sure = basis is None or taken.session is None
             if basis is None:
-                basis = self._loop.call(lambda engine: _basis(engine, taken)).result()
+                basis = self._loop.execute(lambda engine: self._basis(engine, taken)).result()
                 _require_wanted(taken)
             try:
-                return self._chats.prepare(basis, taken.parse(basis), generate=taken.generate)
+                return self._preparer.prepare(taken.command, basis)
             except TenutoError:
                 if sure:
                     raise
             basis = None
 
     def _post(self, taken: Input, prepared: Prepared) -> None:
-        posted = taken.post(lambda engine: self._begin(engine, taken, prepared))
-        posted.add_done_callback(lambda done: self._begun(taken, done))
+        self._loop.execute(lambda engine: self._begin(engine, taken, prepared), lambda done: self._begun(taken, done))
 
     def _guess(self, taken: Input) -> Basis | None:
-        if taken.session is None:
-            return self._chats.opening()
-        tenant, session_id = taken.session
-        return self._chats.guess(session_id, tenant=tenant) if taken.size < LONG_INPUT else None
+        """What the input is prepared against, as far as that can be seen from here."""
+        return self._dispatcher.guess(taken.command) if taken.session is None or taken.size < LONG else None
 
     # -- in the engine's thread
 
-    def _begin(self, engine: Engine, taken: Input, prepared: Prepared) -> Turn | None:
+    def _basis(self, engine: Engine, taken: Input) -> Basis:
+        _require_meant(engine, taken)
+        return self._dispatcher.basis(taken.command)
+
+    def _begin(self, engine: Engine, taken: Input, prepared: Prepared) -> Ticket | SessionInfo | None:
+        """Carry the command out. `None` if its input has to be prepared again."""
         _require_wanted(taken)
         _meet(engine, taken)
         _require_meant(engine, taken)
-        turn = taken.begin(engine, prepared) if not self._would_overtake(taken) else None
-        if turn is not None:
-            taken.reply(turn)  # before anything that the turn brings
-        elif taken.session is not None:
-            with self._lock:
-                self._returned.setdefault(taken.session, set()).add(taken.number)
-        return turn
+        answer = self._execute(engine, taken, prepared) if not self._would_overtake(taken) else None
+        if answer is None:
+            if taken.session is not None:
+                with self._lock:
+                    self._returned.setdefault(taken.session, set()).add(taken.number)
+            return None
+        with self._lock:
+            self._named.pop(taken.command.name, None)  # too late to withdraw it
+        return answer
+
+    def _execute(self, engine: Engine, taken: Input, prepared: Prepared) -> Ticket | SessionInfo | None:
+        command = taken.command
+        try:
+            if isinstance(command, Draft):
+                return self._dispatcher.execute(command, prepared)
+            ticket = self._dispatcher.execute(command, prepared)
+        except Outdated:
+            return None
+        if taken.subscriber is not None:
+            self._loop.subscribe(engine.sessions.turn(ticket.session, command.tenant), taken.subscriber)
+        return ticket
 
     def _would_overtake(self, taken: Input) -> bool:
         with self._lock:
             returned = self._returned.get(taken.session, ()) if taken.session is not None else ()
             return any(number < taken.number for number in returned)
 
-    def _begun(self, taken: Input, done: Future[Turn | None]) -> None:
+    def _begun(self, taken: Input, done: Future[Ticket | SessionInfo | None]) -> None:
         error = done.exception()
-        self._end(taken, finished=error is not None or done.result() is not None)
+        answer = done.result() if error is None else None
+        self._end(taken, finished=error is not None or answer is not None)
         if error is not None:
             taken.refuse(error)
-        elif done.result() is None:
+        elif answer is not None:
+            taken.answer(answer)
+        else:
             self._put(taken)
 
     def _end(self, taken: Input, *, finished: bool) -> None:
         """It is in no lane any more, if it was in one; nor does it come back, if it is finished."""
         with self._lock:
-            self._named.pop(taken.name, None)
+            self._named.pop(taken.command.name, None)
             if taken.session is not None and taken.lane is not None:
                 lane, inputs = self._pending.pop(taken.session)
                 if inputs > 1:
@@ -213,32 +224,6 @@ class Intake:
                 self._returned[taken.session].discard(taken.number)
                 if not self._returned[taken.session]:
                     del self._returned[taken.session]
-
-
-class _Lane:
-    """A thread that takes one after the other."""
-
-    def __init__(self, name: str, take: Callable[[Input], None]) -> None:
-        self._waiting: SimpleQueue[Input | None] = SimpleQueue()
-        self._take = take
-        self._thread = threading.Thread(target=self._run, name=f"tenuto-intake-{name}", daemon=True)
-        self._thread.start()
-
-    def put(self, taken: Input) -> None:
-        self._waiting.put(taken)
-
-    def close(self) -> None:
-        self._waiting.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (taken := self._waiting.get()) is not None:
-            large = taken.size >= LARGE_INPUT
-            self._take(taken)
-            del taken  # the next may be long in coming
-            if large:
-                give_back()
 
 
 def size_of(given: TurnInput) -> int:
@@ -253,11 +238,6 @@ def size_of(given: TurnInput) -> int:
 def _require_wanted(taken: Input) -> None:
     if taken.withdrawn:
         raise TurnAborted("the turn was given up before it began")
-
-
-def _basis(engine: Engine, taken: Input) -> Basis:
-    _require_meant(engine, taken)
-    return taken.basis(engine)
 
 
 def _meet(engine: Engine, taken: Input) -> None:

@@ -6,73 +6,64 @@ socket, for whatever reason: turns that are open are aborted, and nothing is lef
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
-from queue import SimpleQueue
+from contextlib import suppress
 
 import msgspec
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.frames import FrameReader, frame
+from tenuto.base.logs import configure_logs
 from tenuto.base.messages import AnyReply, AnyRequest, Describe, Refusal, WorkerSettings
 from tenuto.runtime.service import Service, open_service
 
 RECEIVE_BYTES = 2**18
 
+log = logging.getLogger("tenuto.engine")
+
 _decoder = msgspec.msgpack.Decoder(AnyRequest)
 
 
-class Writer:
-    """Sends from a thread of its own, so that the engine never waits for the socket."""
+class Sender:
+    """Sends messages, as long as somebody is there. Whoever calls it waits for the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._messages: SimpleQueue[AnyReply | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="tenuto-writer", daemon=True)
-        self._thread.start()
+        self._encoder = msgspec.msgpack.Encoder()
 
-    def send(self, message: AnyReply) -> None:
-        self._messages.put(message)
-
-    def close(self) -> None:
-        """Send what is there, and end."""
-        self._messages.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        encoder = msgspec.msgpack.Encoder()
-        while (message := self._messages.get()) is not None:
-            try:
-                self._connection.sendall(frame(encoder.encode(message)))
-            except OSError:  # nobody is there any more; the reader sees that too
-                return
+    def __call__(self, message: AnyReply) -> None:
+        with suppress(OSError):  # nobody is there any more; the reader sees that too
+            self._connection.sendall(frame(self._encoder.encode(message)))
 
 
 def run(connection: socket.socket) -> None:
     """Serve until the other side closes the connection."""
-    writer, frames = Writer(connection), FrameReader()
+    send, frames = Sender(connection), FrameReader()
     service: Service | None = None
     try:
         while received := connection.recv(RECEIVE_BYTES):
-            service = _obey(frames.feed(received), service, writer)
+            service = _obey(frames.feed(received), service, send)
     except TenutoError as error:
-        writer.send(Refusal(call=0, code=error.code, message=str(error), param=error.param))
+        send(Refusal(call=0, code=error.code, message=str(error), param=error.param))
     except ConnectionError:  # as good as closed
         pass
     finally:
         if service is not None:
             service.close()
-        writer.close()
 
 
-def _obey(payloads: Iterator[bytes], service: Service | None, writer: Writer) -> Service | None:
+def _obey(payloads: Iterator[bytes], service: Service | None, send: Sender) -> Service | None:
     """Handle what has been received; nothing of it is held on to. The service, once the first message has made it."""
     for payload in payloads:
         if service is None:
-            service = open_service(msgspec.msgpack.decode(payload, type=WorkerSettings), writer.send)
+            settings = msgspec.msgpack.decode(payload, type=WorkerSettings)
+            configure_logs(settings.log_level)
+            service = open_service(settings, send)
+            log.info("engine started", extra={"model": settings.model})
             service.handle(Describe(call=0))
         else:
             service.handle(_decoder.decode(payload))

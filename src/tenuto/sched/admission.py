@@ -12,8 +12,7 @@ from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 
 RECONSIDERED_AFTER = 8
 """Steps after which a turn for which no room could be made is considered again: that costs as much as is in memory."""

@@ -16,7 +16,8 @@ from tenuto.memory.pool import Lease
 from tenuto.memory.rows import FAR
 from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.shares import Shares, places
-from tenuto.session.turn import Rank, Turn
+from tenuto.session.session import Turn
+from tenuto.session.turn import Rank
 
 NO_STOP = -1
 """Pads rows of `Batch.stop_ids`; no sampled token equals it."""

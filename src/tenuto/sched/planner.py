@@ -16,7 +16,7 @@ from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, News
 from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 
 MOST_SCORES = 256
 """Input tokens scored in a step: each takes the memory of a whole vocabulary's logits, several times over."""

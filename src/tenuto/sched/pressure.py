@@ -16,8 +16,7 @@ from tenuto.memory.pool import Lease
 from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Lacking
-from tenuto.session.session import Session
-from tenuto.session.turn import Turn
+from tenuto.session.session import Session, Turn
 
 Masks = tuple[npt.NDArray[np.bool_], ...]
 """A flag a unit, for each group."""

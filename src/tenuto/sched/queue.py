@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Iterator
 from itertools import count
 
-from tenuto.session.turn import Rank, Turn
+from tenuto.session.session import Turn
+from tenuto.session.turn import Rank
 
 Entry = tuple[Rank, int, Turn]
 

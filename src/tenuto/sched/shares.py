@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 
 REMEMBERED_TENANTS = 4096
 """Tenants of whom it is known when they last started a turn; the others did so longer ago."""

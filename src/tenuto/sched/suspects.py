@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tenuto.session.turn import Turn
+from tenuto.session.session import Turn
 
 MAX_FAILURES = 3
 """Steps that may fail with one turn alone in them before that turn is ended."""

@@ -10,13 +10,13 @@ from random import Random
 
 from tenuto.base.checks import shown
 from tenuto.base.clock import Clock
-from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
+from tenuto.base.errors import AlreadyExists, IllegalTransition, InvalidRequest, NotFound, Overloaded
 from tenuto.base.options import Policy
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
-from tenuto.session.session import Session
+from tenuto.session.session import Session, Turn
 
 MAX_ID_LENGTH = 128
 UNREACHABLE = frozenset({".", ".."})
@@ -63,8 +63,16 @@ class Registry:
             raise NotFound(f"there is no session {session_id!r}; it was never opened, was closed, or has expired")
         return session
 
-    def open(self, session_id: str | None, policy: Policy) -> Session:
-        """A new, empty session. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
+    def turn(self, session_id: str, tenant: str = "") -> Turn:
+        """The open turn of a session. Raises `NotFound`, `IllegalTransition` if it has none."""
+        turn = self.get(session_id, tenant).turn
+        if turn is None:
+            raise IllegalTransition(f"session {session_id} has no open turn")
+        return turn
+
+    def open(self, session_id: str | None, policy: Policy, system: str | None = None) -> Session:
+        """A new, empty session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or
+        `InvalidRequest`."""
         if session_id is None:
             session_id = f"{self._random.getrandbits(96):024x}"
         if type(session_id) is not str or not session_id.isprintable() or not 0 < len(session_id) <= MAX_ID_LENGTH:
@@ -81,7 +89,7 @@ class Registry:
             raise Overloaded(f"{self._max_sessions} sessions are open, the most allowed; close some first")
         limit = min(self.context_length, policy.max_tokens or self.context_length)
         memory = SessionMemory(self._memory, f"session {session_id}")
-        session = Session(session_id, policy, memory, limit, self._clock.now())
+        session = Session(session_id, policy, memory, limit, self._clock.now(), system)
         self._sessions[session.key] = session
         self._use.setdefault(policy.tenant, TenantUse()).sessions += 1
         self.watch(session)

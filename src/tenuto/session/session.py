@@ -1,26 +1,21 @@
-"""A session: committed history and policy. The truth is its tokens; memory only caches a prefix of them."""
+"""A session: committed history and policy. The truth is its tokens; memory only caches a prefix of them.
+
+A turn: one transaction on a session. It appends input, generates output, then commits whole or rolls back whole."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 
 from tenuto.base.checks import whole
 from tenuto.base.errors import IllegalTransition, SessionBusy, SessionClosed
-from tenuto.base.options import Policy
-from tenuto.base.turns import TurnState
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.sampling import TokenLogprob
+from tenuto.base.turns import EndReason, TurnResult, TurnState, Usage
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.session_memory import SessionMemory
-from tenuto.session.turn import Turn
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRecord:
-    """A committed turn in the history: input is tokens [start, input_end), output [input_end, end)."""
-
-    start: int
-    input_end: int
-    end: int
+from tenuto.session.records import SavedSession, TurnRecord, cut_records
+from tenuto.session.turn import TRANSITIONS, Rank, TextStream
+from tenuto.text.chat import Conversation
 
 
 class Session:
@@ -29,9 +24,18 @@ class Session:
     Invariant: `records` cover `history` without gaps; at rest `memory.computed <= max(0, len(history) - 1)`.
     """
 
-    def __init__(self, session_id: str, policy: Policy, memory: SessionMemory, limit: int, now: float) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        policy: Policy,
+        memory: SessionMemory,
+        limit: int,
+        now: float,
+        system: str | None = None,
+    ) -> None:
         self.id = session_id
         self.policy = policy
+        self.system = system  # opens its conversation
         self.memory = memory
         self.limit = limit  # tokens: context window, own cap and what the pools can hold, the least
         self.state = SessionState.OPEN
@@ -54,6 +58,16 @@ class Session:
     def context_left(self) -> int:
         """Tokens that still fit."""
         return self.limit - len(self.history)
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """What the messages in the history come to; `None` if the last turn is not made of messages."""
+        return self.records[-1].conversation if self.records else None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the history ends inside the last turn's input because it was cut there."""
+        return bool(self.records) and self.records[-1].cut
 
     @property
     def has_running_turn(self) -> bool:
@@ -80,24 +94,42 @@ class Session:
         input_end = len(self.history)
         self.history.extend(output)
         if len(self.history) > start:  # an empty append leaves no record
-            self.records.append(TurnRecord(start, input_end, len(self.history)))
+            self.records.append(TurnRecord(start, input_end, len(self.history), turn.conversation))
         self.version += 1
         if self.memory.turn is not None:
             self.memory.turn.commit(self._last())
         else:
             self.memory.truncate(min(turn.base_length, self._last()))
 
-    def adopt(self, tokens: array[int], output: array[int], now: float) -> None:
+    def adopt(
+        self,
+        tokens: array[int],
+        output: array[int],
+        now: float,
+        conversation: Conversation | None = None,
+        cut: bool = False,
+    ) -> None:
         """Commit a turn that was computed elsewhere, and ends now: only its tokens are here."""
         start = len(self.history)
         self.history.extend(tokens)
         input_end = len(self.history)
         self.history.extend(output)
         if len(self.history) > start:
-            self.records.append(TurnRecord(start, input_end, len(self.history)))
+            self.records.append(TurnRecord(start, input_end, len(self.history), conversation, cut))
         self.version += 1
         self.memory.lost = "adopted"
         self.turn_ended(now)
+
+    def saved(self) -> SavedSession:
+        """The session as of its last commit."""
+        return SavedSession(self.id, self.policy, self.system, self.version, tuple(self.history), tuple(self.records))
+
+    def restore(self, saved: SavedSession) -> None:
+        """Fill this fresh session with what was saved."""
+        self.history.extend(saved.tokens)
+        self.records = list(saved.records)
+        self.version = saved.version
+        self.memory.lost = "restored"
 
     def turn_ended(self, now: float) -> None:
         """The open turn has committed or aborted."""
@@ -123,7 +155,7 @@ class Session:
         self.require_idle("rewind")
         self.check_position(position)
         del self.history[position:]
-        self.records = _cut(self.records, position)
+        self.records = cut_records(self.records, position)
         self.version += 1
         self.memory.truncate(self._last())
 
@@ -132,7 +164,7 @@ class Session:
         A turn running meanwhile is not seen."""
         self.check_position(position)
         child.history = self.history[:position]
-        child.records = _cut(self.records, position)
+        child.records = cut_records(self.records, position)
         self.memory.fork(child.memory, max(0, position - 1))
 
     def regenerated_turn(self) -> TurnRecord:
@@ -149,9 +181,177 @@ class Session:
         self.memory.drop()
 
 
-def _cut(records: list[TurnRecord], position: int) -> list[TurnRecord]:
-    kept = [r for r in records if r.start < position]
-    if kept and kept[-1].end > position:
-        last = kept.pop()
-        kept.append(TurnRecord(last.start, min(last.input_end, position), position))
-    return kept
+class Turn:
+    """One transaction. Its fields are written by itself, except where a comment says who else."""
+
+    def __init__(self, number: int, session: Session, base_length: int, params: TurnParams, arrival: float) -> None:
+        self.number = number
+        self.session = session
+        self.base_length = base_length  # history tokens it builds on; fewer than there are if it regenerates
+        self.params = params  # replaced when a draft is submitted
+        self.priority = params.priority if params.priority is not None else session.policy.priority
+        self.arrival = arrival
+        self.changed = arrival  # when its draft last changed; written by the life cycle
+        self.input = array("i")
+        self.output = array("i")
+        self.max_new_tokens = 0  # effective; 0: prefill only
+        self.state = TurnState.QUEUED
+        self.replaces = False  # regenerates the session's last turn
+        self.started = False  # has run as a submitted turn
+        self.failures = 0  # failed steps with it alone, until it comes to `failed_end`; written by `Suspects`
+        self.failed_end = 0  # where the last failed step with it was to end; lowered when a draft changes
+        self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle, as the next
+        self.computed_before = 0  # tokens it had computed then, as a draft
+        self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
+        self.conversation: Conversation | None = None  # what the messages come to with it; set where it is submitted
+        self.text: TextStream | None = None
+        self.stop: str | int | None = None  # what ended it; written by the settler, as the two below
+        self.output_logprobs: list[TokenLogprob] = []  # one an output token if asked for
+        self.input_scores: list[TokenLogprob] = []  # of the leading input tokens that something precedes, if asked for
+        self.result: TurnResult | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.state.value}>"
+
+    @property
+    def name(self) -> str:
+        return f"turn {self.number} of {self.session.id}"
+
+    @property
+    def drafting(self) -> bool:
+        return self.state is TurnState.DRAFTING
+
+    @property
+    def running(self) -> bool:
+        return self.state is TurnState.RUNNING
+
+    @property
+    def preempted(self) -> bool:
+        return self.state is TurnState.PREEMPTED
+
+    def rank(self, aging_seconds: float) -> Rank:
+        """Sorts turns of one tenant, waiting or running: the lower rank runs first and yields last. Drafts come after
+        every turn that someone waits for.
+
+        A turn's effective priority is its priority plus one for every `aging_seconds` since it arrived. All turns age
+        alike, so the order of two turns never changes, and arrival minus `aging_seconds` times priority sorts them once
+        and for all."""
+        return self.drafting, self.arrival - self.priority * aging_seconds, self.number
+
+    @property
+    def generates(self) -> bool:
+        return self.max_new_tokens > 0
+
+    @property
+    def generating(self) -> bool:
+        """Whether it generates when it runs: a draft does not yet."""
+        return self.max_new_tokens > 0 and not self.drafting
+
+    @property
+    def prompt_length(self) -> int:
+        """History and input, tokens."""
+        return self.base_length + len(self.input)
+
+    @property
+    def length(self) -> int:
+        """History, input and output so far, tokens."""
+        return self.prompt_length + len(self.output)
+
+    @property
+    def last_position(self) -> int:
+        """No token at or past this position is computed: the last one never is (`computed <= length - 1`)."""
+        return max(0, self.prompt_length + self.max_new_tokens - 1)
+
+    @property
+    def resume_position(self) -> int:
+        """The end of input as a resumable position: computing the last input token gives the first output token."""
+        return max(0, self.prompt_length - 1)
+
+    @property
+    def next_scored(self) -> int:
+        """The position of the next input token to be scored; that at position 0 never is."""
+        return max(1, self.base_length) + len(self.input_scores)
+
+    @property
+    def input_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """Of the leading input tokens, as far as scored: all once there is output. The first of the whole sequence has
+        `None`. Empty if not asked for."""
+        if self.params.input_logprobs is None:
+            return ()
+        first = (None,) if self.base_length == 0 and self.input else ()
+        return (*first, *self.input_scores)
+
+    @property
+    def delivered(self) -> int:
+        """Output tokens the caller has been given, with all their text."""
+        return self.text.delivered_tokens if self.text is not None else len(self.output)
+
+    def tokens(self, start: int, stop: int) -> array[int]:
+        """Tokens [start, stop) of the sequence: history, input, output."""
+        base, prompt = self.base_length, self.prompt_length
+        part = self.session.history[start : min(stop, base)] if start < base else array("i")
+        if stop > base and start < prompt:
+            part = part + self.input[max(0, start - base) : stop - base]
+        if stop > prompt:
+            part = part + self.output[max(0, start - prompt) : stop - prompt]
+        return part
+
+    def submit(self, params: TurnParams, now: float) -> None:
+        """The draft is complete: from now on it is a turn that waits."""
+        self.go("submit")
+        self.params, self.arrival = params, now
+        self.priority = params.priority if params.priority is not None else self.session.policy.priority
+
+    def go(self, transition: str) -> None:
+        """Make a transition, or raise `IllegalTransition`."""
+        allowed, target = TRANSITIONS[transition]
+        if self.state not in allowed:
+            states = ", ".join(sorted(state.value for state in allowed))
+            raise IllegalTransition(f"cannot {transition} {self.name}: it is {self.state.value}; allowed: {states}")
+        self.state = target
+
+    # -- finish and abort paths: the owner of the memory ends it
+
+    def preempt(self) -> None:
+        """Lose what it acquired, keep its tokens, and queue again."""
+        self.go("preempt")
+        self.lose_memory()
+
+    def pause(self) -> None:
+        """Leave the row and queue again; what it has acquired stays."""
+        self.go("preempt")
+
+    def lose_memory(self) -> None:
+        """Others need what it holds: it will start again. What it had found cached counts only if it has computed
+        something on top of that."""
+        self.release_memory()
+        if self.computed_tokens == self.computed_before:
+            self.cached = -1
+
+    def release_memory(self) -> None:
+        """Give back everything it holds; its session's memory is untouched."""
+        memory = self.session.memory.turn
+        if memory is not None:
+            memory.abort()
+
+    def commit(self, reason: EndReason, now: float, keep: int | None = None) -> TurnResult:
+        """Make input and the first `keep` (`None`: all) output tokens part of the history."""
+        kept = self.output[: len(self.output) if keep is None else keep]
+        self.go("commit")
+        self.session.take_in(self, kept)
+        return self._end(reason, now, committed=True, kept=len(kept))
+
+    def abort(self, reason: EndReason, now: float) -> TurnResult:
+        """Roll back: the session is what it was."""
+        self.go("abort")
+        self.release_memory()
+        return self._end(reason, now, committed=False, kept=0)
+
+    def _end(self, reason: EndReason, now: float, *, committed: bool, kept: int) -> TurnResult:
+        session = self.session
+        session.turn_ended(now)
+        usage = Usage(self.prompt_length, max(0, self.cached), len(self.output), self.computed_tokens)
+        self.result = TurnResult(
+            reason, committed, session.version, kept, usage, self.max_new_tokens, session.context_left, self.stop
+        )
+        return self.result

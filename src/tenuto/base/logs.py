@@ -13,8 +13,9 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
-    """`as_json` `None`: unless stderr is a terminal. Libraries' warnings come out in the same form. No value acts on a
-    terminal, and no traceback shows what variables hold. Raises `ConfigError`."""
+    """`as_json` `None`: unless stderr is a terminal. What our loggers are given comes out in this form, `extra` as
+    fields, and so do libraries' warnings. No value acts on a terminal, and no traceback shows what variables hold.
+    Raises `ConfigError`."""
     if level.upper() not in LEVELS:
         raise ConfigError(f"log level is {level!r}; allowed: {', '.join(LEVELS).lower()}")
     if as_json is None:
@@ -23,6 +24,7 @@ def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
+        structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso"),
         structlog.processors.format_exc_info,
     ]

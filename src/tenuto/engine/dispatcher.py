@@ -1,0 +1,265 @@
+"""The one way into an engine: every operation is a typed command, checked and carried out here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import singledispatchmethod
+from heapq import nsmallest
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from tenuto.base.checks import MAX_COUNT, items, shown, whole
+from tenuto.base.errors import InvalidRequest, InvariantError, LimitReached, NotFound, VersionMismatch
+from tenuto.base.messages import (
+    AbortTurn,
+    CloseSession,
+    Draft,
+    DropMemory,
+    Fork,
+    GetSession,
+    GetStats,
+    ListSessions,
+    ListTurns,
+    OfSession,
+    OpenSession,
+    Request,
+    Rewind,
+    StartTurn,
+    Trim,
+)
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.views import RecordPage, SessionInfo, SessionPage, Stats, Ticket
+from tenuto.engine import views
+from tenuto.engine.engine import Engine
+from tenuto.engine.rendering import Basis, Outdated, Prepared, Renderer, check_pick
+from tenuto.session.session import Session, Turn
+from tenuto.text.chat import Conversation
+
+T = TypeVar("T")
+
+MAX_LISTED = 1000
+"""Sessions or turns on one page."""
+
+Versioned = StartTurn | Draft | Fork | Trim | Rewind | CloseSession
+Limited = StartTurn | Draft | Fork | Trim | OpenSession
+
+
+class Dispatcher:
+    """Carries out commands, in the engine's thread. A command either does what it says and is answered, or is refused
+    with a `TenutoError` and has changed nothing.
+
+    A command that brings input is given it as tokens, `prepared` outside the engine's thread against a `Basis`.
+    """
+
+    def __init__(self, engine: Engine, renderer: Renderer) -> None:
+        self._engine = engine
+        self._renderer = renderer
+
+    def execute(self, command: Request[T], prepared: Prepared | None = None) -> T:
+        """The answer. Besides what a command is refused for, raises `Outdated` if its input was prepared against a
+        basis that has changed."""
+        self.check(command)
+        answer: T = self._execute(command, prepared)
+        return answer
+
+    def check(self, command: Request[Any]) -> None:
+        """What a command is refused for whatever its input is. Raises `NotFound`, `VersionMismatch` if the session has
+        changed since the version that the command names, and `LimitReached` if the tenant may not have more."""
+        if isinstance(command, Versioned) and command.session is not None:
+            session = self._session(command.tenant, command.session)
+            if command.version is not None and session.version != command.version:
+                raise VersionMismatch(f"session {session.id} has version {session.version}, not {command.version}")
+        if isinstance(command, Limited):
+            self._check_limits(command)
+
+    def _check_limits(self, command: Limited) -> None:
+        use, limits = self._engine.sessions.use(command.tenant), command.limits
+        opens = isinstance(command, OpenSession | Fork | Trim)
+        if opens and limits.sessions is not None and use.sessions >= limits.sessions:
+            raise LimitReached(f"{use.sessions} sessions are open; allowed: {limits.sessions}; close some first")
+        if limits.tokens is not None and use.tokens >= limits.tokens:
+            raise LimitReached(
+                f"sessions hold {use.tokens} tokens; allowed: {limits.tokens}; close or rewind some first"
+            )
+
+    def basis(self, command: StartTurn | Draft) -> Basis:
+        """What the command's input is to be prepared against. Raises as `check`."""
+        self.check(command)
+        return self._basis(command)
+
+    def guess(self, command: StartTurn | Draft) -> Basis | None:
+        """As `basis`, for any thread and without a check: what it returns may have changed meanwhile, or never have
+        been so, and `execute` will tell. `None` if there is nothing to go by."""
+        try:
+            return self._basis(command)
+        except (NotFound, LookupError):  # it changes while it is read
+            return None
+
+    def _basis(self, command: StartTurn | Draft) -> Basis:
+        if command.session is None:
+            return Basis.opening(self._engine.config.context_length)
+        return Basis.of(self._session(command.tenant, command.session))
+
+    def _session(self, tenant: str, session: str) -> Session:
+        return self._engine.sessions.get(session, tenant)
+
+    def _of(self, command: OfSession[Any]) -> Session:
+        return self._session(command.tenant, command.session)
+
+    def _info(self, session: Session) -> SessionInfo:
+        return views.session_info(self._engine, session)
+
+    @singledispatchmethod
+    def _execute(self, command: Request[Any], _: Prepared | None) -> Any:
+        raise InvalidRequest(f"there is no answer to {type(command).__name__}")
+
+    # -- sessions
+
+    @_execute.register
+    def _(self, command: OpenSession, _: None) -> SessionInfo:
+        return self._info(self._engine.open(command.session, command.policy, command.system))
+
+    @_execute.register
+    def _(self, command: GetSession, _: None) -> SessionInfo:
+        return self._info(self._of(command))
+
+    @_execute.register
+    def _(self, command: ListSessions, _: None) -> SessionPage:
+        limit = whole("limit", command.limit, 1, MAX_LISTED)
+        found = (
+            session
+            for session in self._engine.sessions
+            if session.policy.tenant == command.tenant
+            and session.id > command.after
+            and not (session.policy.ephemeral or session.policy.hidden)
+            and command.state in (None, session.state.value, views.turn_state(session))
+        )
+        first = nsmallest(limit + 1, found, key=lambda session: session.id)
+        sessions = views.first_page(map(self._info, first), limit, views.PAGE_BYTES, views.bytes_of)
+        return SessionPage(sessions=sessions, more=len(sessions) < len(first))
+
+    @_execute.register
+    def _(self, command: ListTurns, _: None) -> RecordPage:
+        first, limit = whole("first", command.first, 1, MAX_COUNT), whole("limit", command.limit, 1, MAX_LISTED)
+        session = self._of(command)
+        page = views.records(session, first, limit)
+        return RecordPage(records=page, more=first - 1 + len(page) < len(session.records))
+
+    @_execute.register
+    def _(self, command: Fork, _: None) -> SessionInfo:
+        child = self._engine.fork(
+            command.session, turn=command.turn, position=command.position, child=command.child, tenant=command.tenant
+        )
+        return self._info(child)
+
+    @_execute.register
+    def _(self, command: Trim, _: None) -> SessionInfo:
+        """What of the turns stands at the child's start is shared in memory, the rest is computed when it is wanted."""
+        session = self._of(command)
+        numbers = _ascending(command.turns, len(session.records))
+        check_pick(session, numbers)
+        shared = next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
+        child = self._engine.fork(command.session, turn=shared, child=command.child, tenant=command.tenant)
+        try:
+            for number in numbers[shared:]:
+                record = session.records[number - 1]
+                moved = self._renderer.moved_input(session, record, child)
+                output = session.history[record.input_end : record.end]
+                self._engine.adopt(child.id, moved, output, record.conversation, cut=record.cut, tenant=command.tenant)
+        except BaseException:
+            self._engine.close(child.id, tenant=command.tenant)
+            raise
+        return self._info(child)
+
+    @_execute.register
+    def _(self, command: Rewind, _: None) -> SessionInfo:
+        session = self._engine.rewind(
+            command.session, turn=command.turn, position=command.position, tenant=command.tenant
+        )
+        return self._info(session)
+
+    @_execute.register
+    def _(self, command: CloseSession, _: None) -> None:
+        self._engine.close(command.session, finish=command.finish, tenant=command.tenant)
+
+    # -- turns
+
+    @_execute.register
+    def _(self, command: StartTurn, prepared: Prepared | None) -> Ticket:
+        if command.kind == "regenerate":
+            turn = self._regenerate(command)
+        elif command.session is None:
+            turn = self._only_turn(command, _given(prepared))
+        else:
+            turn = self._turn(command.session, command, _given(prepared))
+        return views.ticket(turn, echo=command.echo)
+
+    def _regenerate(self, command: StartTurn) -> Turn:
+        if command.session is None:
+            raise InvalidRequest("there is nothing to generate again; name a session")
+        session = self._session(command.tenant, command.session)
+        params = self._with_stops(command.params, session.conversation)
+        return self._engine.regenerate(command.session, params, tenant=command.tenant)
+
+    def _only_turn(self, command: StartTurn, prepared: Prepared) -> Turn:
+        session = self._engine.open(None, Policy(tenant=command.tenant, ephemeral=True))
+        try:
+            return self._turn(session.id, command, prepared)
+        except BaseException:
+            self._engine.close(session.id, tenant=command.tenant)
+            raise
+
+    def _turn(self, session_id: str, command: StartTurn, prepared: Prepared) -> Turn:
+        self._require_current(self._session(command.tenant, session_id), prepared)
+        params = command.params if command.kind == "turn" else replace(command.params, max_new_tokens=0)
+        params = self._with_stops(params, prepared.conversation)
+        return self._engine.submit(session_id, prepared.tokens, params, prepared.conversation, tenant=command.tenant)
+
+    @_execute.register
+    def _(self, command: Draft, prepared: Prepared | None) -> SessionInfo:
+        given = _given(prepared)
+        self._require_current(self._of(command), given)
+        return self._info(self._engine.draft(command.session, given.tokens, tenant=command.tenant).session)
+
+    @_execute.register
+    def _(self, command: AbortTurn, _: None) -> bool:
+        turn = self._of(command).turn
+        if command.turn is not None and (turn is None or turn.number != command.turn):
+            return False
+        self._engine.abort(command.session, command.keep, tenant=command.tenant)
+        return True
+
+    @staticmethod
+    def _require_current(session: Session, prepared: Prepared) -> None:
+        if Basis.of(session) != prepared.basis:
+            raise Outdated
+
+    def _with_stops(self, params: TurnParams, conversation: Conversation | None) -> TurnParams:
+        """In a conversation, what ends an answer ends the turn."""
+        if params.ignore_eos:
+            return params
+        return replace(params, stop_ids=(*params.stop_ids, *self._renderer.stop_ids(conversation)))
+
+    # -- the engine as a whole
+
+    @_execute.register
+    def _(self, _command: DropMemory, _: None) -> int:
+        return self._engine.drop()
+
+    @_execute.register
+    def _(self, _command: GetStats, _: None) -> Stats:
+        return views.stats(self._engine)
+
+
+def _given(prepared: Prepared | None) -> Prepared:
+    if prepared is None:
+        raise InvariantError("a command's input was not prepared")
+    return prepared
+
+
+def _ascending(turns: Sequence[int], most: int) -> list[int]:
+    numbers = [whole("a turn number", number, 1, most) for number in items("turns", turns, "a list of turn numbers")]
+    if any(later <= earlier for earlier, later in pairwise(numbers)):
+        raise InvalidRequest(f"turns are {shown(numbers)}; allowed: ascending turn numbers")
+    return numbers

@@ -1,0 +1,123 @@
+"""What answers show of an engine, made in its thread. Texts are left out, and added where nobody waits for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+
+from tenuto.base.views import PoolReport, Record, SessionInfo, Stats, Ticket
+from tenuto.engine.engine import Engine
+from tenuto.session.session import Session, Turn
+
+T = TypeVar("T")
+
+PAGE_BYTES = 2**20
+"""At which a page of sessions ends."""
+PAGE_TOKENS = 2**16
+"""At which a page of turns ends."""
+
+
+def first_page(found: Iterable[T], limit: int, most: int, weight: Callable[[T], int]) -> list[T]:
+    """At most `limit` items of at most `most` weight in all, but always at least one if there is one."""
+    page: list[T] = []
+    total = 0
+    for one in islice(found, limit):
+        total += weight(one)
+        if page and total > most:
+            break
+        page.append(one)
+    return page
+
+
+def bytes_of(view: SessionInfo) -> int:
+    """Of a view as it is sent."""
+    return len(msgspec.msgpack.encode(view))
+
+
+def held(engine: Engine, session: Session) -> dict[str, int]:
+    """Units of each group that the session and its turn hold; those that several leases name count once."""
+    units: dict[str, set[int]] = {pool.name: set() for pool in engine.memory.pools}
+    for holder in session.memory.holders():
+        for lease in holder.leases():
+            units[lease.pool.name].update(lease.units)
+    return {name: len(of_group) for name, of_group in units.items()}
+
+
+def session_info(engine: Engine, session: Session) -> SessionInfo:
+    """A session as it is now."""
+    return SessionInfo(
+        session_id=session.id,
+        state=session.state,
+        turn=session.turn.state if session.turn is not None else None,
+        version=session.version,
+        turns=len(session.records),
+        tokens=len(session.history),
+        computed=session.memory.computed,
+        context_left=session.context_left,
+        limit=session.limit,
+        priority=session.policy.priority,
+        ttl=session.policy.ttl,
+        idle_seconds=0.0 if session.turn is not None else engine.now() - session.last_turn_end,
+        memory=held(engine, session),
+        metadata=dict(session.policy.metadata),
+    )
+
+
+def turn_state(session: Session) -> str:
+    """Of the open turn, or idle."""
+    return session.turn.state.value if session.turn is not None else "idle"
+
+
+def records(session: Session, first: int, limit: int) -> list[Record]:
+    """A page of up to `limit` committed turns from number `first` on, without their texts."""
+    page = first_page(
+        session.records[first - 1 : first - 1 + limit], limit, PAGE_TOKENS, lambda record: record.end - record.start
+    )
+    return [
+        Record(
+            number=first + i,
+            start=record.start,
+            input_tokens=session.history[record.start : record.input_end].tolist(),
+            output_tokens=session.history[record.input_end : record.end].tolist(),
+            input_text=None,
+            output_text=None,
+        )
+        for i, record in enumerate(page)
+    ]
+
+
+def ticket(turn: Turn, *, echo: bool) -> Ticket:
+    """Of a turn that was accepted; with `echo` the prompt's tokens, without their text."""
+    return Ticket(
+        turn=turn.number,
+        session=turn.session.id,
+        history=turn.base_length,
+        prompt_tokens=turn.prompt_length,
+        max_new_tokens=turn.max_new_tokens,
+        version=turn.session.version,
+        prompt=turn.tokens(0, turn.prompt_length).tolist() if echo else [],
+    )
+
+
+def stats(engine: Engine) -> Stats:
+    """What the engine counts."""
+    totals = engine.totals
+    return Stats(
+        sessions=len(engine.sessions),
+        running=len(engine.batch),
+        queued=engine.queued,
+        steps=engine.steps,
+        transitions=dict(engine.transitions),
+        pools=[
+            PoolReport(pool.name, pool.capacity, pool.free, pool.limbo, pool.leased) for pool in engine.memory.pools
+        ],
+        prompt_tokens=totals["prompt"],
+        cached_tokens=totals["cached"],
+        generated_tokens=totals["generated"],
+        computed_tokens=totals["computed"],
+        recomputed=dict(engine.lifecycle.recomputed),
+        held_tokens=engine.sessions.held(),
+    )

@@ -1,0 +1,93 @@
+"""Messages on their way out of an engine: written, and sent, by a thread of their own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import msgspec
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.messages import Answer, AnyReply, Refusal, Request, Stopped, Updates
+from tenuto.base.turns import Delta
+from tenuto.runtime.texts import Texts
+
+log = logging.getLogger("tenuto.runtime")
+
+T = TypeVar("T")
+
+
+class Outbox:
+    """Sends in the order in which it is told to, whatever thread that comes from; only a call whose answer is announced
+    waits for it, and nobody else does.
+
+    Invariant: `_awaited` has the updates, by call, that wait for their call's answer; the outbox's thread alone.
+    """
+
+    def __init__(self, send: Callable[[AnyReply], None], texts: Texts) -> None:
+        self._send = send
+        self._texts = texts
+        self._awaited: dict[int, list[tuple[int, Delta]]] = {}
+        self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tenuto-outbox", daemon=True)
+        self._thread.start()
+
+    def announce(self, call: int) -> None:
+        """The answer to `call` comes later; its updates wait for that."""
+        self._waiting.put(partial(self._await, call))
+
+    def answer(self, request: Request[T], value: T) -> None:
+        """Answer a request with `value`."""
+        self._waiting.put(partial(self._answer, request.call, value))
+
+    def refuse(self, call: int, error: BaseException) -> None:
+        """Refuse a request, or tell the one who has started a turn that no more comes of it."""
+        code = error.code if isinstance(error, TenutoError) else TenutoError.code
+        text = str(error) if isinstance(error, TenutoError) else f"{type(error).__name__}: {error}"
+        param = error.param if isinstance(error, TenutoError) else None
+        self._waiting.put(partial(self._refuse, Refusal(call=call, code=code, message=text, param=param)))
+
+    def update(self, updates: Sequence[tuple[int, Delta]]) -> None:
+        """What turns have brought, by call."""
+        self._waiting.put(partial(self._update, updates))
+
+    def stopped(self, reason: str) -> None:
+        """The engine has ended."""
+        self._waiting.put(lambda: self._send(Stopped(reason=reason)))
+
+    def close(self) -> None:
+        """Send what is there, and end."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    # -- in the outbox's thread
+
+    def _run(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            try:
+                work()
+            except Exception:  # a mistake of ours; others wait
+                log.exception("a message could not be sent")
+
+    def _await(self, call: int) -> None:
+        self._awaited[call] = []
+
+    def _answer(self, call: int, value: Any) -> None:
+        self._send(Answer(call=call, value=msgspec.Raw(msgspec.msgpack.encode(value))))
+        if updates := self._awaited.pop(call, None):
+            self._send(Updates(updates=updates))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self._awaited.pop(refusal.call, None)  # what has come of the turn is as good as nothing
+        self._send(refusal)
+
+    def _update(self, updates: Sequence[tuple[int, Delta]]) -> None:
+        ready: list[tuple[int, Delta]] = []
+        for call, delta in updates:
+            self._awaited.get(call, ready).append((call, self._texts.of_delta(delta)))
+        if ready:
+            self._send(Updates(updates=ready))

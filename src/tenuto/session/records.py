@@ -1,0 +1,55 @@
+"""What a session is made of: its turns' records, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import Policy
+from tenuto.text.chat import Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """A committed turn in the history: input is tokens [start, input_end), output [input_end, end). `conversation`:
+    what the messages up to its end come to; `None` if it is made of tokens that are no messages. `cut`: the history was
+    cut inside its input."""
+
+    start: int
+    input_end: int
+    end: int
+    conversation: Conversation | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """All that a session is, except for its memory, which can be computed again. Plain data: a session is rebuilt from
+    it, in the same engine or in another, and goes on in the same way."""
+
+    session: str
+    policy: Policy
+    system: str | None
+    version: int
+    tokens: tuple[int, ...]
+    records: tuple[TurnRecord, ...]
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest` if the records do not cover the tokens."""
+        bounds = [0, *(at for record in self.records for at in (record.start, record.input_end, record.end))]
+        gaps = any(before.end != after.start for before, after in pairwise(self.records))
+        if gaps or bounds != sorted(bounds) or bounds[:2] not in ([0], [0, 0]) or bounds[-1] != len(self.tokens):
+            raise InvalidRequest(
+                f"session {self.session!r} cannot be restored: its records do not cover its {len(self.tokens)} tokens"
+            )
+
+
+def cut_records(records: list[TurnRecord], position: int) -> list[TurnRecord]:
+    """The records of the first `position` tokens."""
+    kept = [r for r in records if r.start < position]
+    if kept and kept[-1].end > position:
+        last = kept.pop()
+        cut = last.cut or position < last.input_end
+        kept.append(replace(last, input_end=min(last.input_end, position), end=position, cut=cut))
+    return kept

@@ -1,0 +1,159 @@
+"""A service whose commits are acknowledged late, or not at all: what it answers meanwhile, and in which order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import count
+from queue import SimpleQueue
+
+import msgspec
+import pytest
+
+from tenuto.base.config import engine_config
+from tenuto.base.errors import NotAcknowledged
+from tenuto.base.messages import (
+    AbortTurn,
+    Answer,
+    AnyReply,
+    Draft,
+    Fork,
+    GetSession,
+    GetStats,
+    ListSessions,
+    ListTurns,
+    OpenSession,
+    Refusal,
+    Request,
+    StartTurn,
+    Stopped,
+    Updates,
+)
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.views import Stats
+from tenuto.runtime.models import load_model
+from tenuto.runtime.service import Service
+from tenuto.session.session import Turn
+
+TURN = StartTurn(kind="turn", tenant="t", session="s", input=[1, 2], params=TurnParams(max_new_tokens=3))
+
+
+class Journal:
+    """Acknowledges nothing before it is told to, or fails."""
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self.safe = self.failing = False
+
+    def acknowledge(self, committed: Sequence[Turn]) -> int:
+        self.commits += len(committed)
+        if self.failing:
+            raise NotAcknowledged("the disk is full")
+        return self.commits if self.safe else 0
+
+
+class Stand:
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self.replies: SimpleQueue[AnyReply] = SimpleQueue()
+        model, config = load_model("witness", "cpu", None, 4), engine_config({"context_length": 2000})
+        self.service = Service(model, config, None, self.replies.put, self.journal)
+        self._calls = count(1)
+
+    def ask(self, request: Request[object]) -> int:
+        call = next(self._calls)
+        self.service.handle(msgspec.structs.replace(request, call=call))
+        return call
+
+    def told(self) -> list[tuple[int, str]]:
+        """What has been told by the time at which a question that shows nothing is answered."""
+        last, told = self.ask(GetStats()), []
+        while (reply := self.replies.get(timeout=20)) and not (isinstance(reply, Answer) and reply.call == last):
+            match reply:
+                case Answer():
+                    told.append((reply.call, "answered"))
+                case Refusal():
+                    told.append((reply.call, reply.code))
+                case Updates():
+                    told += [(call, "ended") for call, delta in reply.updates if delta.result is not None]
+        assert isinstance(reply, Answer)
+        self.stats = msgspec.msgpack.decode(reply.value, type=Stats)
+        return told
+
+    def until_committed(self, commits: int) -> list[tuple[int, str]]:
+        told = self.told()
+        while self.stats.transitions.get("commit", 0) < commits:
+            told += self.told()
+        return told
+
+    def acknowledge(self) -> None:
+        self.journal.safe = True
+        self.service._loop.wake()
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    made = Stand()
+    yield made
+    made.service.close()
+
+
+def test_answers_that_show_a_commit_follow_its_last_delta(stand: Stand) -> None:
+    opened, turn = stand.ask(OpenSession(session="s", policy=Policy(tenant="t"))), stand.ask(TURN)
+    assert stand.until_committed(1) == [(opened, "answered"), (turn, "answered")]
+    requests: tuple[Request[object], ...] = (
+        GetSession(tenant="t", session="s"),
+        ListTurns(tenant="t", session="s"),
+        ListSessions(tenant="t"),
+        Fork(tenant="t", session="s", child="f"),
+        TURN,
+        Draft(tenant="t", session="f", input=[5]),
+        GetSession(tenant="t", session="nowhere"),
+    )
+    calls = [stand.ask(request) for request in requests]
+    assert stand.until_committed(2) == []
+    stand.acknowledge()
+    told = stand.told()
+    while (calls[1], "answered") not in told or (calls[4], "ended") not in told:  # texts of turns are made elsewhere
+        told += stand.told()
+    assert told[0] == (turn, "ended")
+    assert {call for call, how in told if how == "answered"} == set(calls[:-1])
+    assert (calls[-1], "not_found") in told
+    assert told.index((calls[4], "answered")) < told.index((calls[4], "ended"))
+
+
+def test_while_commits_cannot_be_acknowledged_turns_fail_and_none_begins(stand: Stand) -> None:
+    stand.ask(OpenSession(session="s", policy=Policy(tenant="t")))
+    turn = stand.ask(TURN)
+    stand.until_committed(1)
+    stand.journal.failing = True
+    stand.service._loop.wake()
+    told: list[tuple[int, str]] = []
+    while not told:
+        told = stand.told()
+    assert told == [(turn, "not_acknowledged")]
+    late = [stand.ask(TURN), stand.ask(GetSession(tenant="t", session="s"))]
+    assert stand.told() == [(call, "not_acknowledged") for call in late]
+    assert stand.stats.transitions["submit"] == 1
+    abort = stand.ask(AbortTurn(tenant="t", session="s", turn=99))
+    assert stand.told() == [(abort, "not_acknowledged")]
+    stand.journal.failing = False
+    stand.acknowledge()
+    again = stand.ask(GetSession(tenant="t", session="s"))
+    assert (again, "answered") in stand.told()
+
+
+def test_the_last_message_says_that_the_engine_has_stopped() -> None:
+    stand = Stand()
+    senders: set[str] = set()
+    stand.service._outbox._send = lambda reply: senders.add(threading.current_thread().name) or stand.replies.put(reply)  # type: ignore[func-returns-value]
+    stand.ask(OpenSession(session="s", policy=Policy(tenant="t")))
+    turn = stand.ask(TURN)
+    stand.until_committed(1)
+    stand.service.close()
+    replies = []
+    while not stand.replies.empty():
+        replies.append(stand.replies.get())
+    assert isinstance(replies[-1], Stopped)
+    assert [reply.call for reply in replies if isinstance(reply, Refusal)] == [turn]
+    assert senders == {"tenuto-outbox"}
