@@ -45,7 +45,7 @@ class EngineCore:
     def open(self, session_id: str | None, system: str | None, policy: Policy) -> Future[SessionCore]:
         self.renderer.check_system(system, self.config.context_length)
         command = OpenSession(session=_named(session_id), policy=policy, system=system)
-        return self.loop.call(lambda _: SessionCore(self, self.dispatcher.execute(command).session_id))
+        return self.loop.execute(lambda _: SessionCore(self, self.dispatcher.execute(command).session_id))
 
     def generate(self, given: Input, options: TurnOptions, deliver: Deliver) -> TurnReader:
         """The only turn of an ephemeral session."""
@@ -65,7 +65,7 @@ class EngineCore:
         return self.loop.call(lambda engine: engine.audit())
 
     def sessions(self) -> Future[list[SessionInfo]]:
-        return self.loop.call(lambda engine: [session_info(engine, session) for session in engine.sessions])
+        return self.loop.execute(lambda engine: [session_info(engine, session) for session in engine.sessions])
 
 
 class SessionCore:
@@ -97,31 +97,31 @@ class SessionCore:
             prepared = core.renderer.prepare(core.dispatcher.basis(command), prompt, generate=False)
             core.dispatcher.execute(command, prepared)
 
-        return core.loop.call(work)
+        return core.loop.execute(work)
 
     def abort(self) -> Future[None]:
         def work(engine: engines.Engine) -> None:
             engine.abort(self.id)
 
-        return self.engine.loop.call(work)
+        return self.engine.loop.execute(work)
 
     def fork(self, turn: int | None, position: int | None, child: str | None) -> Future[SessionCore]:
         core = self.engine
         command = Fork(tenant="", session=self.id, turn=turn, position=position, child=_named(child))
-        return core.loop.call(lambda _: SessionCore(core, core.dispatcher.execute(command).session_id))
+        return core.loop.execute(lambda _: SessionCore(core, core.dispatcher.execute(command).session_id))
 
     def rewind(self, turn: int | None, position: int | None) -> Future[SessionInfo]:
         command = Rewind(tenant="", session=self.id, turn=turn, position=position)
-        return self.engine.loop.call(lambda _: self.engine.dispatcher.execute(command))
+        return self.engine.loop.execute(lambda _: self.engine.dispatcher.execute(command))
 
     def close(self, *, finish: bool) -> Future[None]:
-        return self.engine.loop.call(lambda engine: engine.close(self.id, finish=finish))
+        return self.engine.loop.execute(lambda engine: engine.close(self.id, finish=finish))
 
     def info(self) -> Future[SessionInfo]:
-        return self.engine.loop.call(lambda engine: session_info(engine, engine.sessions.get(self.id)))
+        return self.engine.loop.execute(lambda engine: session_info(engine, engine.sessions.get(self.id)))
 
     def history(self) -> Future[list[int]]:
-        return self.engine.loop.call(lambda engine: list(engine.sessions.get(self.id).history))
+        return self.engine.loop.execute(lambda engine: list(engine.sessions.get(self.id).history))
 
 
 def _named(session_id: str | None) -> str:
