@@ -47,15 +47,17 @@ class Talk:
         while not self.engine.idle:
             self.engine.step()
 
+    def prompt(self, given: str | list[int]) -> Prompt:
+        return Prompt(messages=(Message("user", given),)) if isinstance(given, str) else Prompt(tuple(given))
+
     def begin(self, session: Session, given: str | list[int], output: int) -> Turn:
-        prompt = Prompt(messages=(Message("user", given),)) if isinstance(given, str) else Prompt(tuple(given))
         command = StartTurn(
             kind="turn" if output else "append",
             tenant="",
             session=session.id,
             params=TurnParams(max_new_tokens=output),
         )
-        prepared = self.renderer.prepare(self.dispatcher.basis(command), prompt, generate=output > 0)
+        prepared = self.renderer.prepare(self.dispatcher.basis(command), self.prompt(given), generate=output > 0)
         self.dispatcher.execute(command, prepared)
         return self.engine.sessions.turn(session.id)
 

@@ -21,7 +21,7 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
 
-MOST_IDLE_TIMERS = 1024
+MAX_IDLE_TIMERS = 1024
 """Timers of ended turns that may wait for their time, besides a few a session."""
 USAGE = tuple(field.name for field in fields(Usage))
 
@@ -71,7 +71,7 @@ class Lifecycle:
 
     def _set_timer(self, turn: Turn, when: float, timer: Timer) -> None:
         heapq.heappush(self._timers, (when, next(self._entries), timer, turn.session.key, turn.number))
-        if len(self._timers) > MOST_IDLE_TIMERS + 8 * len(self._sessions):  # at most three a session still count
+        if len(self._timers) > MAX_IDLE_TIMERS + 8 * len(self._sessions):  # at most three a session still count
             self._timers = [entry for entry in self._timers if self._counts(*entry)]
             heapq.heapify(self._timers)
 

@@ -76,154 +76,154 @@ class Intake:
         self._numbers = count(1)
         self._named: dict[str, Input] = {}
 
-    def put(self, taken: Input) -> None:
+    def put(self, item: Input) -> None:
         """Take it in as soon as possible. For any thread but the engine's."""
         with self._lock:
-            taken.number = next(self._numbers)
-            waits = taken.session in self._pending
-        if taken.size > SHORT_INPUT or waits or not self._take_at_once(taken):
-            if taken.session is not None:
-                self._loop.call(lambda engine: _meet(engine, taken))  # before any other session can have the id
-            self._put(taken)
+            item.number = next(self._numbers)
+            waits = item.session in self._pending
+        if item.size > SHORT_INPUT or waits or not self._take_at_once(item):
+            if item.session is not None:
+                self._loop.call(lambda engine: _meet(engine, item))  # before any other session can have the id
+            self._put(item)
 
-    def _put(self, taken: Input) -> None:
+    def _put(self, item: Input) -> None:
         with self._lock:
-            lane = self._lanes.of(taken.size)
-            if taken.session is not None:
-                lane, inputs = self._pending.get(taken.session, (lane, 0))
-                self._pending[taken.session] = lane, inputs + 1
-            taken.lane = lane
-            if taken.command.name:
-                self._named[taken.command.name] = taken
-        lane.put(taken.size, lambda: self._take(taken))
+            lane = self._lanes.of(item.size)
+            if item.session is not None:
+                lane, inputs = self._pending.get(item.session, (lane, 0))
+                self._pending[item.session] = lane, inputs + 1
+            item.lane = lane
+            if item.command.name:
+                self._named[item.command.name] = item
+        lane.put(item.size, lambda: self._take(item))
 
-    def _take_at_once(self, taken: Input) -> bool:
+    def _take_at_once(self, item: Input) -> bool:
         """False if the engine has to be asked first, or the input would be refused."""
-        basis = self._guess(taken)
+        basis = self._guess(item)
         if basis is None:
             return False
         try:
-            prepared = self._preparer.prepare(taken.command, basis)
+            prepared = self._preparer.prepare(item.command, basis)
         except TenutoError:
-            if taken.session is None:
+            if item.session is None:
                 raise
             return False
-        self._post(taken, prepared)
+        self._post(item, prepared)
         return True
 
     def withdraw(self, name: str) -> bool:
         """Nobody wants this input any more: it is refused, unless it is in the engine by now. Whether there was any."""
         with self._lock:
-            taken = self._named.get(name)
-        if taken is None:
+            item = self._named.get(name)
+        if item is None:
             return False
-        taken.withdrawn = True
+        item.withdrawn = True
         return True
 
     # -- in a lane's thread
 
-    def _take(self, taken: Input) -> None:
+    def _take(self, item: Input) -> None:
         try:
             self._require_engine()
-            _require_wanted(taken)
-            self._post(taken, self._prepare(taken))
+            _require_wanted(item)
+            self._post(item, self._prepare(item))
         except TenutoError as error:
-            self._end(taken, finished=True)
-            taken.refuse(error)
+            self._end(item, finished=True)
+            item.refuse(error)
         except Exception as error:  # our mistake, and one request's
-            log.exception("input could not be taken in")
-            self._end(taken, finished=True)
-            taken.refuse(error)
+            log.exception("input could not be item in")
+            self._end(item, finished=True)
+            item.refuse(error)
 
     def _require_engine(self) -> None:
         if self._loop.stopped is not None:
             raise EngineStopped(self._loop.stopped)
 
-    def _prepare(self, taken: Input) -> Prepared:
+    def _prepare(self, item: Input) -> Prepared:
         """Short input is prepared against what its session seems to be; only if that does not go well, or it is long,
         the engine is asked, which takes a step."""
-        basis = self._guess(taken)
+        basis = self._guess(item)
         while True:
-            sure = basis is None or taken.session is None
+            sure = basis is None or item.session is None
             if basis is None:
-                basis = self._loop.execute(lambda engine: self._basis(engine, taken)).result()
-                _require_wanted(taken)
+                basis = self._loop.execute(lambda engine: self._basis(engine, item)).result()
+                _require_wanted(item)
             try:
-                return self._preparer.prepare(taken.command, basis)
+                return self._preparer.prepare(item.command, basis)
             except TenutoError:
                 if sure:
                     raise
             basis = None
 
-    def _post(self, taken: Input, prepared: Prepared) -> None:
-        self._loop.execute(lambda engine: self._begin(engine, taken, prepared), lambda done: self._begun(taken, done))
+    def _post(self, item: Input, prepared: Prepared) -> None:
+        self._loop.execute(lambda engine: self._begin(engine, item, prepared), lambda done: self._begun(item, done))
 
-    def _guess(self, taken: Input) -> Basis | None:
+    def _guess(self, item: Input) -> Basis | None:
         """What the input is prepared against, as far as that can be seen from here."""
-        return self._dispatcher.guess(taken.command) if taken.session is None or taken.size < LONG else None
+        return self._dispatcher.guess(item.command) if item.session is None or item.size < LONG else None
 
     # -- in the engine's thread
 
-    def _basis(self, engine: Engine, taken: Input) -> Basis:
-        _require_meant(engine, taken)
-        return self._dispatcher.basis(taken.command)
+    def _basis(self, engine: Engine, item: Input) -> Basis:
+        _require_meant(engine, item)
+        return self._dispatcher.basis(item.command)
 
-    def _begin(self, engine: Engine, taken: Input, prepared: Prepared) -> Ticket | SessionInfo | None:
+    def _begin(self, engine: Engine, item: Input, prepared: Prepared) -> Ticket | SessionInfo | None:
         """Carry the command out. `None` if its input has to be prepared again."""
-        _require_wanted(taken)
-        _meet(engine, taken)
-        _require_meant(engine, taken)
-        answer = self._execute(engine, taken, prepared) if not self._would_overtake(taken) else None
+        _require_wanted(item)
+        _meet(engine, item)
+        _require_meant(engine, item)
+        answer = self._execute(engine, item, prepared) if not self._would_overtake(item) else None
         if answer is None:
-            if taken.session is not None:
+            if item.session is not None:
                 with self._lock:
-                    self._returned.setdefault(taken.session, set()).add(taken.number)
+                    self._returned.setdefault(item.session, set()).add(item.number)
             return None
         with self._lock:
-            self._named.pop(taken.command.name, None)  # too late to withdraw it
+            self._named.pop(item.command.name, None)  # too late to withdraw it
         return answer
 
-    def _execute(self, engine: Engine, taken: Input, prepared: Prepared) -> Ticket | SessionInfo | None:
-        command = taken.command
+    def _execute(self, engine: Engine, item: Input, prepared: Prepared) -> Ticket | SessionInfo | None:
+        command = item.command
         try:
             if isinstance(command, Draft):
                 return self._dispatcher.execute(command, prepared)
             ticket = self._dispatcher.execute(command, prepared)
         except Outdated:
             return None
-        if taken.subscriber is not None:
-            self._loop.subscribe(engine.sessions.turn(ticket.session, command.tenant), taken.subscriber)
+        if item.subscriber is not None:
+            self._loop.subscribe(engine.sessions.turn(ticket.session, command.tenant), item.subscriber)
         return ticket
 
-    def _would_overtake(self, taken: Input) -> bool:
+    def _would_overtake(self, item: Input) -> bool:
         with self._lock:
-            returned = self._returned.get(taken.session, ()) if taken.session is not None else ()
-            return any(number < taken.number for number in returned)
+            returned = self._returned.get(item.session, ()) if item.session is not None else ()
+            return any(number < item.number for number in returned)
 
-    def _begun(self, taken: Input, done: Future[Ticket | SessionInfo | None]) -> None:
+    def _begun(self, item: Input, done: Future[Ticket | SessionInfo | None]) -> None:
         error = done.exception()
         answer = done.result() if error is None else None
-        self._end(taken, finished=error is not None or answer is not None)
+        self._end(item, finished=error is not None or answer is not None)
         if error is not None:
-            taken.refuse(error)
+            item.refuse(error)
         elif answer is not None:
-            taken.answer(answer)
+            item.answer(answer)
         else:
-            self._put(taken)
+            self._put(item)
 
-    def _end(self, taken: Input, *, finished: bool) -> None:
+    def _end(self, item: Input, *, finished: bool) -> None:
         """It is in no lane any more, if it was in one; nor does it come back, if it is finished."""
         with self._lock:
-            self._named.pop(taken.command.name, None)
-            if taken.session is not None and taken.lane is not None:
-                lane, inputs = self._pending.pop(taken.session)
+            self._named.pop(item.command.name, None)
+            if item.session is not None and item.lane is not None:
+                lane, inputs = self._pending.pop(item.session)
                 if inputs > 1:
-                    self._pending[taken.session] = lane, inputs - 1
-            taken.lane = None
-            if finished and taken.session in self._returned:
-                self._returned[taken.session].discard(taken.number)
-                if not self._returned[taken.session]:
-                    del self._returned[taken.session]
+                    self._pending[item.session] = lane, inputs - 1
+            item.lane = None
+            if finished and item.session in self._returned:
+                self._returned[item.session].discard(item.number)
+                if not self._returned[item.session]:
+                    del self._returned[item.session]
 
 
 def size_of(given: TurnInput) -> int:
@@ -235,23 +235,23 @@ def size_of(given: TurnInput) -> int:
     return len(given)
 
 
-def _require_wanted(taken: Input) -> None:
-    if taken.withdrawn:
+def _require_wanted(item: Input) -> None:
+    if item.withdrawn:
         raise TurnAborted("the turn was given up before it began")
 
 
-def _meet(engine: Engine, taken: Input) -> None:
+def _meet(engine: Engine, item: Input) -> None:
     """The session that has the input's id now is the one that it is meant for, unless that is known."""
-    if not taken.met and taken.session is not None:
-        tenant, session_id = taken.session
-        taken.meant = engine.sessions.find(session_id, tenant)  # if there is none, it will be refused
-    taken.met = True
+    if not item.met and item.session is not None:
+        tenant, session_id = item.session
+        item.meant = engine.sessions.find(session_id, tenant)  # if there is none, it will be refused
+    item.met = True
 
 
-def _require_meant(engine: Engine, taken: Input) -> None:
+def _require_meant(engine: Engine, item: Input) -> None:
     """Raises `NotFound`, or `SessionClosed` if another session has the id by now."""
-    if taken.session is None:
+    if item.session is None:
         return
-    tenant, session_id = taken.session
-    if engine.sessions.get(session_id, tenant) is not taken.meant:
+    tenant, session_id = item.session
+    if engine.sessions.get(session_id, tenant) is not item.meant:
         raise SessionClosed(f"the session with the id {session_id} was another when this input came")

@@ -1,0 +1,144 @@
+"""Commands are checked in one place, whatever they are, and one that is refused has changed nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tenuto.base.config import Limits
+from tenuto.base.errors import InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
+from tenuto.base.messages import (
+    AbortTurn,
+    CloseSession,
+    Draft,
+    Fork,
+    GetSession,
+    ListTurns,
+    OpenSession,
+    Request,
+    Rewind,
+    StartTurn,
+    Trim,
+)
+from tenuto.base.options import Policy
+from tenuto.engine.rendering import Basis, Outdated
+from tenuto.session.session import Session
+from tests.engine.test_saved_sessions import Talk, chatted
+
+PLACE: dict[str, Any] = {"tenant": "", "session": "s"}
+VERSIONED: list[Request[Any]] = [
+    StartTurn(kind="turn", **PLACE),
+    StartTurn(kind="append", **PLACE),
+    StartTurn(kind="regenerate", **PLACE),
+    Draft(input=[1], **PLACE),
+    Fork(child="child", **PLACE),
+    Trim(child="child", turns=[1], **PLACE),
+    Rewind(turn=1, **PLACE),
+    CloseSession(**PLACE),
+]
+LIMITED: list[Request[Any]] = [*VERSIONED[:-2], StartTurn(kind="turn", tenant="")]
+OPENING: list[Request[Any]] = [*VERSIONED[4:6], OpenSession(session="more", policy=Policy())]
+
+
+def execute(talk: Talk, command: Request[Any], **changed: object) -> Any:
+    """Carry a command out; input that is brought says one more thing."""
+    command = msgspec.structs.replace(command, **changed)
+    prepared = None
+    if isinstance(command, Draft | StartTurn):
+        basis = talk.dispatcher.guess(command) or Basis.opening(100)
+        prepared = talk.renderer.prepare(basis, talk.prompt("more"), generate=True)
+    return talk.dispatcher.execute(command, prepared)
+
+
+def state(talk: Talk) -> list[object]:
+    return [(session.saved(), session.turn) for session in talk.engine.sessions]
+
+
+@pytest.fixture
+def talk() -> Talk:
+    made = Talk()
+    chatted(made)
+    return made
+
+
+@pytest.mark.parametrize("command", VERSIONED)
+def test_a_command_for_a_version_that_has_passed_is_refused(talk: Talk, command: Request[Any]) -> None:
+    before = state(talk)
+    with pytest.raises(VersionMismatch, match="version 2, not 1"):
+        execute(talk, command, version=1)
+    assert state(talk) == before
+    execute(talk, command, version=2)
+    assert state(talk) != before
+
+
+@pytest.mark.parametrize("command", LIMITED)
+def test_a_tenant_that_has_all_its_tokens_gets_no_more(talk: Talk, command: Request[Any]) -> None:
+    before, (session,) = state(talk), list(talk.engine.sessions)
+    with pytest.raises(LimitReached, match="tokens"):
+        execute(talk, command, limits=Limits(tokens=len(session.history)))
+    assert state(talk) == before
+    execute(talk, command, limits=Limits(tokens=len(session.history) + 1))
+
+
+@pytest.mark.parametrize("command", OPENING)
+def test_a_tenant_that_has_all_its_sessions_gets_no_more(talk: Talk, command: Request[Any]) -> None:
+    before = state(talk)
+    with pytest.raises(LimitReached, match="sessions"):
+        execute(talk, command, limits=Limits(sessions=1))
+    assert state(talk) == before
+    execute(talk, command, limits=Limits(sessions=2))
+
+
+@pytest.mark.parametrize("command", [*VERSIONED, AbortTurn(**PLACE), GetSession(**PLACE), ListTurns(**PLACE)])
+def test_a_session_is_its_tenants(talk: Talk, command: Request[Any]) -> None:
+    before = state(talk)
+    for other in ({"tenant": "other"}, {"session": "nowhere"}):
+        with pytest.raises(NotFound):
+            execute(talk, command, **other)
+    assert state(talk) == before
+
+
+@pytest.mark.parametrize("command", [VERSIONED[0], VERSIONED[3]])
+def test_input_that_was_prepared_for_another_history_is_not_taken(talk: Talk, command: StartTurn) -> None:
+    prepared = talk.renderer.prepare(talk.dispatcher.basis(command), talk.prompt("more"), generate=True)
+    talk.do(Rewind(turn=1, **PLACE))
+    before = state(talk)
+    with pytest.raises(Outdated):
+        talk.dispatcher.execute(command, prepared)
+    assert state(talk) == before
+    again = talk.renderer.prepare(talk.dispatcher.basis(command), talk.prompt("more"), generate=True)
+    talk.dispatcher.execute(command, again)
+
+
+@pytest.mark.parametrize("refused", [{"params": 10**6}, {"input": 10**6}])
+def test_a_one_shot_turn_that_is_refused_leaves_no_session(talk: Talk, refused: dict[str, int]) -> None:
+    command = StartTurn(kind="turn", tenant="")
+    if "params" in refused:
+        command = msgspec.structs.replace(command, params=replace(command.params, stop_ids=(10**6,)))
+    prepared = talk.renderer.prepare(Basis.opening(100), talk.prompt([refused.get("input", 1)]), generate=True)
+    before = state(talk)
+    with pytest.raises(InvalidRequest):
+        talk.dispatcher.execute(command, prepared)
+    assert state(talk) == before
+
+
+@pytest.mark.parametrize("turns", [[2], [1, 1], [2, 1], [3], "12", None])
+def test_a_trim_to_turns_that_make_no_conversation_leaves_no_session(talk: Talk, turns: Any) -> None:
+    before = state(talk)
+    with pytest.raises(InvalidRequest):
+        talk.dispatcher.execute(Trim(child="child", turns=turns, **PLACE))
+    assert state(talk) == before
+
+
+def test_what_is_no_command_is_refused(talk: Talk) -> None:
+    with pytest.raises(TenutoError, match="no answer"):
+        talk.dispatcher.execute(Request())
+
+
+def test_a_closed_session_is_gone(talk: Talk) -> None:
+    talk.dispatcher.execute(CloseSession(**PLACE))
+    sessions: list[Session] = list(talk.engine.sessions)
+    assert sessions == []
