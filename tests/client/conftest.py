@@ -12,7 +12,8 @@ import pytest
 import tenuto
 from tests.serve.server import Server, serving
 
-CONTEXT = 4096
+CONTEXT = 2**15
+"""Long enough that no turn reaches it before it is aborted."""
 
 
 @pytest.fixture(scope="package")

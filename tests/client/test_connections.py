@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -115,11 +116,16 @@ def test_a_turn_that_continues_can_be_aborted(remote: tenuto.RemoteEngine) -> No
 
 def test_a_turn_may_wait_for_the_one_before(remote: tenuto.RemoteEngine) -> None:
     session = remote.session()
-    first = session.turn([1], max_new_tokens=3000, ignore_eos=True)
+    first = session.turn([1], ignore_eos=True)
     with pytest.raises(SessionBusy):
         session.append([2])
-    assert session.append([2], if_busy="queue").usage.prompt == 3002
-    assert first.result().version == 1
+    results = list[tenuto.TurnResult]()
+    waiting = threading.Thread(target=lambda: results.append(session.append([2], if_busy="queue")))
+    waiting.start()
+    list(itertools.islice(first.tokens(), 10))
+    assert first.abort(keep=10).version == 1
+    waiting.join()
+    assert results[0].usage.prompt == 12
 
 
 def test_a_servers_refusal_names_its_option_as_one_in_this_process_does(remote: tenuto.RemoteEngine) -> None:

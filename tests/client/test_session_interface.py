@@ -390,7 +390,7 @@ def test_the_asynchronous_face_does_the_same(make_async: Callable[[], AnyAsyncEn
             assert (await session.turn([1], max_new_tokens=4, ignore_eos=True).result()).kept == 4
             assert (await session.regenerate(max_new_tokens=2, ignore_eos=True).result()).kept == 2
             with pytest.raises(ContextExceeded):
-                await session.turn([1] * 9000).result()
+                await session.turn([1] * (CONTEXT + 1)).result()
             open_turn = session.turn([1], ignore_eos=True)
             async for _ in open_turn.tokens():
                 break

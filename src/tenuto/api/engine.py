@@ -21,7 +21,7 @@ class Engine(Client[Session]):
     `tenuto.base.config.EngineConfig`. Raises `ModelError` or `ConfigError`.
     """
 
-    _sessions = Session
+    session_type = Session
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class AsyncEngine(AsyncClient[AsyncSession]):
     """As `tenuto.Engine`. Making one loads the model and blocks meanwhile; `asyncio.to_thread(AsyncEngine, ...)` does
     it in the background."""
 
-    _sessions = AsyncSession
+    session_type = AsyncSession
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from itertools import count
 from queue import SimpleQueue
@@ -55,7 +55,7 @@ class LocalTransport:
         self._calls = count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._turns: dict[int, LocalTurn] = {}
-        self._requests: SimpleQueue[Request[Any] | None] = SimpleQueue()
+        self._requests: SimpleQueue[Request[Any] | LocalTurn | None] = SimpleQueue()
         self._stopped: str | None = None  # why; set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
         self._service = Service(model, config, settings.memory_bytes, self._take)
@@ -83,8 +83,9 @@ class LocalTransport:
             raise
         return turn
 
-    def post(self, request: Request[Any]) -> None:
-        """Send a request whose answer, if it comes under no call, is for nobody. Raises `EngineStopped`."""
+    def post(self, request: Request[Any] | LocalTurn) -> None:
+        """Send a request whose answer, if it comes under no call, is for nobody, or a turn whose reader has left before
+        it began. Raises `EngineStopped`."""
         with self._lock:
             if self._stopped is not None:
                 raise EngineStopped(self._stopped)
@@ -101,6 +102,9 @@ class LocalTransport:
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
+            if isinstance(request, LocalTurn):
+                self._withdraw(request)
+                continue
             waiting = self._waiting.get(request.call)
             if waiting is None or waiting.future.set_running_or_notify_cancel():
                 self._service.handle(request)
@@ -108,6 +112,18 @@ class LocalTransport:
                 self._waiting.pop(request.call, None)
             del request, waiting  # the next may be long in coming
         self._service.close()
+
+    def _withdraw(self, turn: LocalTurn) -> None:
+        """Whatever is asked of its session from now on finds no trace of the turn. If it is about to begin, that takes
+        until the engine's next step."""
+        call, withdrawn = next(self._calls), Future[bool]()
+        self._waiting[call] = _Waiting(bool, withdrawn)
+        self._service.handle(Withdraw(call=call, name=turn.name))
+        wait([withdrawn])
+        if withdrawn.exception() is None and not withdrawn.result():
+            wait([turn.started])
+            if turn.ticket is not None:
+                self._service.handle(_abort(turn.ticket))
 
     # -- in whatever thread has news
 
@@ -150,14 +166,14 @@ class LocalTurn(RunningTurn):
         super().__init__(deliver)
         self.name = name
         self._transport = transport
-        self._ticket: Ticket | None = None
+        self.ticket: Ticket | None = None
         self._left = False  # nobody reads any more
 
     def hear(self, news: TurnNews) -> None:
         """What the engine says of it, in order."""
         match news:
             case Ticket():
-                self._ticket = news
+                self.ticket = news
                 if self._left:
                     self.disconnect()
                 self.accept()
@@ -169,13 +185,13 @@ class LocalTurn(RunningTurn):
     def disconnect(self) -> None:
         self._left = True
         if not self.ended.done():
-            ticket = self._ticket  # if it comes from now on, `hear` sees that nobody reads
+            ticket = self.ticket  # if it comes from now on, `hear` sees that nobody reads
             with suppress(EngineStopped):
-                self._transport.post(Withdraw(name=self.name) if ticket is None else _abort(ticket))
+                self._transport.post(self if ticket is None else _abort(ticket))
 
     def _end(self, keep: Keep) -> Future[Any]:
-        assert self._ticket is not None
-        return self._transport.call(_abort(self._ticket, keep))
+        assert self.ticket is not None
+        return self._transport.call(_abort(self.ticket, keep))
 
 
 def _abort(ticket: Ticket, keep: Keep = None) -> AbortTurn:

@@ -44,7 +44,7 @@ def _close_orphan(opened: Future[SessionCore]) -> None:
 class AsyncClient(ClientBase, Generic[AsyncSessionT]):
     """As `Client`."""
 
-    _sessions: ClassVar[type[AsyncSession]]  # of which kind they are
+    session_type: type[AsyncSessionT]
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,19 +65,15 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
     ) -> AsyncSessionT:
         """See `Client.session`."""
         policy = Policy(priority, ttl, max_tokens)
-        return self._session(await _opened(self._core.open(session_id, system, policy)))
+        return self.session_type(self, await _opened(self._core.open(session_id, system, policy)))
 
     async def attach(self, session_id: str) -> AsyncSessionT:
         """See `Client.attach`."""
-        return self._session(await _answer(self._core.attach(session_id)))
-
-    def _session(self, core: SessionCore) -> AsyncSessionT:
-        session: AsyncSessionT = self._sessions(self, core)  # type: ignore[assignment] # a subclass says which both are
-        return session
+        return self.session_type(self, await _answer(self._core.attach(session_id)))
 
     def generate(self, input: Input, **options: Unpack[TurnOptions]) -> AsyncTurnStream:  # noqa: A002 - as in `Client`
         """See `Client.generate`."""
-        return self._sessions.streams(self, partial(self._core.start, None, "turn", input, options))
+        return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
 
     async def sessions(self) -> list[SessionInfo]:
         """See `Client.sessions`."""
@@ -154,7 +150,7 @@ def _post(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: 
 class AsyncSession(SessionBase):
     """As `Session`."""
 
-    streams: ClassVar[type[AsyncTurnStream]] = AsyncTurnStream  # of which kind its turns' are
+    stream_type: ClassVar[type[AsyncTurnStream]] = AsyncTurnStream
 
     async def __aenter__(self) -> Self:
         return self
@@ -189,7 +185,7 @@ class AsyncSession(SessionBase):
         return self._start("regenerate", (), options)
 
     def _start(self, kind: TurnKind, given: Input, options: Options) -> AsyncTurnStream:
-        return self.streams(self._engine, partial(self._core.start, kind, given, options))
+        return self.stream_type(self._engine, partial(self._core.start, kind, given, options))
 
     async def draft(self, input: Input) -> None:  # noqa: A002 - as above
         """See `Session.draft`."""

@@ -38,7 +38,7 @@ class RemoteTurnStream(TurnStream):
 class RemoteSession(Session):
     """As `Session`, on a server. `RemoteOptions` says what a broken connection does to its turns."""
 
-    streams: ClassVar[type[TurnStream]] = RemoteTurnStream
+    stream_type: ClassVar[type[TurnStream]] = RemoteTurnStream
     _engine: RemoteEngine
 
     def follow(self, turn_id: str) -> RemoteTurnStream:
@@ -58,7 +58,7 @@ class RemoteEngine(Client[RemoteSession]):
     """A server's engine. Made by `tenuto.connect`; close it, or use it as a context manager. Forks and trims, too,
     close with it if they have no name."""
 
-    _sessions = RemoteSession
+    session_type = RemoteSession
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.transport = HttpTransport(url, api_key)
@@ -81,7 +81,7 @@ class AsyncRemoteTurnStream(AsyncTurnStream):
 class AsyncRemoteSession(AsyncSession):
     """As `RemoteSession`, to be awaited."""
 
-    streams: ClassVar[type[AsyncTurnStream]] = AsyncRemoteTurnStream
+    stream_type: ClassVar[type[AsyncTurnStream]] = AsyncRemoteTurnStream
     _engine: AsyncRemoteEngine
 
     def follow(self, turn_id: str) -> AsyncRemoteTurnStream:
@@ -99,7 +99,7 @@ class AsyncRemoteSession(AsyncSession):
 class AsyncRemoteEngine(AsyncClient[AsyncRemoteSession]):
     """As `RemoteEngine`, to be awaited. Made by `tenuto.connect_async`."""
 
-    _sessions = AsyncRemoteSession
+    session_type = AsyncRemoteSession
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.transport = HttpTransport(url, api_key)

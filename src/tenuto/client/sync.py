@@ -11,7 +11,7 @@ from typing import ClassVar, Generic, Self, TypeVar, Unpack
 from tenuto.base.options import Policy, TurnOptions
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
-from tenuto.client.core import SessionCore, TurnReader
+from tenuto.client.core import TurnReader
 from tenuto.client.faces import ClientBase, SessionBase, TurnStreamBase
 from tenuto.client.transport import Deliver, Event, Options
 
@@ -21,7 +21,7 @@ SessionT = TypeVar("SessionT", bound="Session")
 class Client(ClientBase, Generic[SessionT]):
     """The sessions of one engine, wherever that runs. Close it, or use it as a context manager."""
 
-    _sessions: ClassVar[type[Session]]  # of which kind they are
+    session_type: type[SessionT]
 
     def __enter__(self) -> Self:
         return self
@@ -51,19 +51,15 @@ class Client(ClientBase, Generic[SessionT]):
         On a server its own TTL counts if there is none here, and a session with a name stays open when the client is
         closed: `attach` finds it again. Raises `LimitReached`, too."""
         policy = Policy(priority, ttl, max_tokens)
-        return self._session(self._core.open(session_id, system, policy).result())
+        return self.session_type(self, self._core.open(session_id, system, policy).result())
 
     def attach(self, session_id: str) -> SessionT:
         """A session that is open. Raises `NotFound`."""
-        return self._session(self._core.attach(session_id).result())
-
-    def _session(self, core: SessionCore) -> SessionT:
-        session: SessionT = self._sessions(self, core)  # type: ignore[assignment] # a subclass says which both are
-        return session
+        return self.session_type(self, self._core.attach(session_id).result())
 
     def generate(self, input: Input, **options: Unpack[TurnOptions]) -> TurnStream:  # noqa: A002 - the natural name
         """One turn without a session to go back to."""
-        return self._sessions.streams(self, partial(self._core.start, None, "turn", input, options))
+        return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
 
     def sessions(self) -> list[SessionInfo]:
         """All open sessions, by id; on a server, those of the key's owner."""
@@ -137,7 +133,7 @@ class TurnStream(TurnStreamBase):
 class Session(SessionBase):
     """A conversation that owns its model state. Made by an engine, `fork` and `trim`."""
 
-    streams: ClassVar[type[TurnStream]] = TurnStream  # of which kind its turns' are
+    stream_type: ClassVar[type[TurnStream]] = TurnStream
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +171,7 @@ class Session(SessionBase):
         return self._start("regenerate", (), options)
 
     def _start(self, kind: TurnKind, given: Input, options: Options) -> TurnStream:
-        return self.streams(self._engine, partial(self._core.start, kind, given, options))
+        return self.stream_type(self._engine, partial(self._core.start, kind, given, options))
 
     def draft(self, input: Input) -> None:  # noqa: A002 - as above
         """Give the whole input so far of a turn to come, again with every change: it is computed meanwhile. `turn` with
