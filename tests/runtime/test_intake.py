@@ -32,7 +32,7 @@ from tenuto.base.views import Ticket
 from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import LARGE_INPUT, LONG_INPUT, MESSAGE_SIZE, SHORT_INPUT, size_of
 from tenuto.runtime.local import LocalLink
-from tenuto.serve.turns import TurnDesk
+from tenuto.serve.shared.turns import TurnDesk
 from tenuto.session.turn import Turn
 from tenuto.text.tokenizer import Tokenizer
 

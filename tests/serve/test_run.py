@@ -19,11 +19,11 @@ import uvloop
 from tenuto.base.errors import ConfigError, ModelError
 from tenuto.base.messages import WorkerSettings
 from tenuto.serve.app import build_app
-from tenuto.serve.edge import Edge
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tenuto.serve.run import serve
-from tenuto.serve.settings import ServeSettings
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.settings import ServeSettings
 from tests.serve.server import END_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tenuto.base.errors import ConfigError
-from tenuto.serve.settings import ServeSettings, read_keys
+from tenuto.serve.shared.settings import ServeSettings, read_keys
 from tests.serve.server import START_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal, turn
 

@@ -12,8 +12,8 @@ from tenuto.base.errors import LimitReached, NotFound, SessionClosed
 from tenuto.base.messages import GetSession, OpenSession, StartTurn, Withdraw, WorkerSettings
 from tenuto.base.options import Policy, TurnParams
 from tenuto.runtime.local import LocalLink
-from tenuto.serve import turns
-from tenuto.serve.turns import TurnDesk
+from tenuto.serve.shared import turns
+from tenuto.serve.shared.turns import TurnDesk
 
 
 def play(story: Callable[[TurnDesk, LocalLink], Awaitable[None]]) -> None:

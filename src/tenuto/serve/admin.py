@@ -8,9 +8,9 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from tenuto.base.messages import Audit
-from tenuto.serve.edge import Admin, Caller, EdgeOf, Scraper
 from tenuto.serve.metrics import CONTENT_TYPE
-from tenuto.serve.native_schemas import REFUSALS
+from tenuto.serve.native.schemas import REFUSALS
+from tenuto.serve.shared.edge import Admin, Caller, EdgeOf, Scraper
 
 router = APIRouter(tags=["operations"])
 

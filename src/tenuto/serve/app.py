@@ -18,10 +18,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
-from tenuto.serve import admin, native, openai, sglang
-from tenuto.serve.edge import BROKEN, Edge, Failure
+from tenuto.serve import admin
 from tenuto.serve.invalid import refusal_of
-from tenuto.serve.settings import BODY_BYTES_A_SECOND
+from tenuto.serve.native import routes as native
+from tenuto.serve.openai import routes as openai
+from tenuto.serve.sglang import routes as sglang
+from tenuto.serve.shared.edge import BROKEN, Edge, Failure
+from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 
 log = structlog.get_logger("tenuto.http")
 

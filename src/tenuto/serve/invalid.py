@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from tenuto.base.errors import InvalidRequest, TenutoError, Unsupported, UnsupportedMediaType
-from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
+from tenuto.serve.native.schemas import ID_LENGTH, ID_PATTERN
 
 MOST_SHOWN = 8
 """Problems in one message."""

@@ -21,7 +21,7 @@ from tenuto.base.link import Link
 from tenuto.base.messages import Audit, GetStats
 from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport, Stats
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.shared.turns import LiveTurn
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 AUDIT_SECONDS = 10.0

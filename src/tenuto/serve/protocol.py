@@ -12,7 +12,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
-from tenuto.serve.edge import Failure
+from tenuto.serve.shared.edge import Failure
 from tenuto.serve.unread import Connection
 
 log = structlog.get_logger("tenuto.http")

@@ -19,11 +19,11 @@ from tenuto.base.link import Link
 from tenuto.base.messages import WorkerSettings
 from tenuto.base.views import ModelView
 from tenuto.serve.app import build_app
-from tenuto.serve.edge import Edge
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tenuto.serve.protocol import BoundedProtocol, ConnectionLimits
-from tenuto.serve.settings import ServeSettings
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.settings import ServeSettings
 from tenuto.serve.unread import SEND_BUFFER_BYTES, UnreadConnections
 
 log = structlog.get_logger("tenuto.server")

@@ -15,9 +15,9 @@ from tenuto.base.messages import CloseSession, Fork, OpenSession, StartTurn
 from tenuto.base.options import OF_PREFILL, Policy, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import Delta, EndReason, TurnResult
-from tenuto.serve.edge import Edge
-from tenuto.serve.settings import Tenant, hidden_session_id
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.settings import Tenant, hidden_session_id
+from tenuto.serve.shared.turns import LiveTurn
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from tenuto.base.link import Link
 from tenuto.base.messages import StartTurn
 from tenuto.base.views import ModelView
 from tenuto.serve.metrics import Metrics
-from tenuto.serve.settings import ServeSettings, Tenant
-from tenuto.serve.turns import LiveTurn, TurnDesk
+from tenuto.serve.shared.settings import ServeSettings, Tenant
+from tenuto.serve.shared.turns import LiveTurn, TurnDesk
 
 RETRY_SECONDS = 1
 """In `Retry-After`, where nothing better is known."""

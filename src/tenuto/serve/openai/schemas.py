@@ -13,8 +13,9 @@ from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_pa
 from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
 from tenuto.base.turns import Message
 from tenuto.serve.invalid import unsupported
-from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
-from tenuto.serve.options import (
+from tenuto.serve.native.schemas import ID_LENGTH, ID_PATTERN
+from tenuto.serve.shared.samples import MOST_SAMPLES
+from tenuto.serve.shared.schemas import (
     MOST_MESSAGES,
     Items,
     Messages,
@@ -26,7 +27,6 @@ from tenuto.serve.options import (
     random_seed,
     with_options,
 )
-from tenuto.serve.samples import MOST_SAMPLES
 
 _NONE: tuple[Any, ...] = (None, False, [], {})
 IGNORED = frozenset(

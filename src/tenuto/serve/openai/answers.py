@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
-from tenuto.serve.edge import Edge, Failure
-from tenuto.serve.samples import Samples, check_end, merged
-from tenuto.serve.sse import DONE, data
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.shared.edge import Edge, Failure
+from tenuto.serve.shared.samples import Samples, check_end, merged
+from tenuto.serve.shared.sse import DONE, data
+from tenuto.serve.shared.turns import LiveTurn
 
 FINISH = {
     EndReason.STOP: "stop",

@@ -28,9 +28,8 @@ from tenuto.base.messages import (
 from tenuto.base.options import Policy, turn_params
 from tenuto.base.turns import Message, TurnInput, TurnKind, check_keep
 from tenuto.base.views import SessionInfo, StateFilter
-from tenuto.serve import native_schemas
-from tenuto.serve.edge import Caller, Edge, EdgeOf, Failure, digest_of
-from tenuto.serve.native_schemas import (
+from tenuto.serve.native import schemas as native_schemas
+from tenuto.serve.native.schemas import (
     REFUSALS,
     STREAMED,
     Abort,
@@ -51,10 +50,11 @@ from tenuto.serve.native_schemas import (
     TurnId,
     Usage,
 )
-from tenuto.serve.options import logprob_body, options_of, random_seed
-from tenuto.serve.settings import Tenant, new_session_id
-from tenuto.serve.sse import EventStream, event, while_connected
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, Failure, digest_of
+from tenuto.serve.shared.schemas import logprob_body, options_of, random_seed
+from tenuto.serve.shared.settings import Tenant, new_session_id
+from tenuto.serve.shared.sse import EventStream, event, while_connected
+from tenuto.serve.shared.turns import LiveTurn
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.messages import Fork, OpenSession
 from tenuto.base.options import Policy
-from tenuto.serve.edge import Edge
-from tenuto.serve.settings import Tenant, hidden_session_id
-from tenuto.serve.sglang_schemas import SessionParams
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.sglang.schemas import SessionParams
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.settings import Tenant, hidden_session_id
+from tenuto.serve.shared.turns import LiveTurn
 
 MOST_ENDED = 4096
 """Requests of one session that can be continued; the oldest are forgotten."""

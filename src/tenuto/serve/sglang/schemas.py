@@ -13,8 +13,9 @@ from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_LOGPROBS, MAX_TOKEN_ID
 from tenuto.serve.invalid import unsupported
-from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
-from tenuto.serve.options import (
+from tenuto.serve.native.schemas import ID_LENGTH, ID_PATTERN
+from tenuto.serve.shared.samples import MOST_SAMPLES
+from tenuto.serve.shared.schemas import (
     MOST_PROMPTS,
     Items,
     Object,
@@ -25,7 +26,6 @@ from tenuto.serve.options import (
     random_seed,
     with_options,
 )
-from tenuto.serve.samples import MOST_SAMPLES
 
 GREEDY_BELOW = 1e-6
 """Temperatures below this are 0."""

@@ -25,13 +25,13 @@ from tenuto.base.errors import (
 from tenuto.base.messages import GetSession, OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.turns import Transcript
-from tenuto.serve.edge import Edge
-from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
-from tenuto.serve.samples import Samples, all_of
-from tenuto.serve.settings import Tenant, new_session_id
-from tenuto.serve.sglang_schemas import Item, NewSession, SessionParams
-from tenuto.serve.sglang_sessions import Branches, Place
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.native.schemas import ID_LENGTH, ID_PATTERN
+from tenuto.serve.sglang.branches import Branches, Place
+from tenuto.serve.sglang.schemas import Item, NewSession, SessionParams
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.samples import Samples, all_of
+from tenuto.serve.shared.settings import Tenant, new_session_id
+from tenuto.serve.shared.turns import LiveTurn
 
 ID = re.compile(ID_PATTERN)
 MOST_SESSIONS = 100_000

@@ -10,8 +10,8 @@ from typing import Any
 from tenuto.base.messages import Detokenize
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta
-from tenuto.serve.edge import Edge
-from tenuto.serve.samples import Samples
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.samples import Samples
 
 
 @dataclass(frozen=True, slots=True)

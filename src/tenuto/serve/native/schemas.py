@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
 from tenuto.base.views import Record
-from tenuto.serve.options import Items, Messages, Object, at_most, field_of, with_options
+from tenuto.serve.shared.schemas import Items, Messages, Object, at_most, field_of, with_options
 
 ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
 """Of a session's id: whatever needs no quoting in a URL. Clients leave `.` and `..` out of URLs, so they are no ids."""

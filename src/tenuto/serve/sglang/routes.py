@@ -18,14 +18,14 @@ from tenuto.base.messages import Detokenize, DropMemory, GetStats, StartTurn
 from tenuto.base.options import TurnParams
 from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.turns import EndReason, TurnResult, joined
-from tenuto.serve.edge import Admin, Caller, Edge, EdgeOf, Failure
-from tenuto.serve.native_schemas import REFUSALS
-from tenuto.serve.samples import all_of, merged
-from tenuto.serve.settings import Tenant
-from tenuto.serve.sglang_requests import Requests, Running
-from tenuto.serve.sglang_schemas import Abort, Generate, NewSession, OldSession
-from tenuto.serve.sse import DONE, EventStream, data, while_connected
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.native.schemas import REFUSALS
+from tenuto.serve.sglang.requests import Requests, Running
+from tenuto.serve.sglang.schemas import Abort, Generate, NewSession, OldSession
+from tenuto.serve.shared.edge import Admin, Caller, Edge, EdgeOf, Failure
+from tenuto.serve.shared.samples import all_of, merged
+from tenuto.serve.shared.settings import Tenant
+from tenuto.serve.shared.sse import DONE, EventStream, data, while_connected
+from tenuto.serve.shared.turns import LiveTurn
 
 router = APIRouter(tags=["sglang"])
 

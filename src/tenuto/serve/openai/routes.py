@@ -14,15 +14,15 @@ from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, M
 from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.turns import TurnInput
-from tenuto.serve.edge import Caller, Edge, EdgeOf, digest_of
-from tenuto.serve.native_schemas import REFUSALS, IdempotencyKey
-from tenuto.serve.openai_answers import Answer, Writer
-from tenuto.serve.openai_chat import ChatWriter
-from tenuto.serve.openai_completions import CompletionWriter, echo_of
-from tenuto.serve.openai_schemas import ChatBody, CompletionBody, Generation
-from tenuto.serve.samples import Samples, close_all, start_all
-from tenuto.serve.settings import Tenant
-from tenuto.serve.sse import EventStream, while_connected
+from tenuto.serve.native.schemas import REFUSALS, IdempotencyKey
+from tenuto.serve.openai.answers import Answer, Writer
+from tenuto.serve.openai.chat import ChatWriter
+from tenuto.serve.openai.completions import CompletionWriter, echo_of
+from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, digest_of
+from tenuto.serve.shared.samples import Samples, close_all, start_all
+from tenuto.serve.shared.settings import Tenant
+from tenuto.serve.shared.sse import EventStream, while_connected
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
