@@ -1,54 +1,68 @@
-"""What every interface of the server stands on: who asks, what they may, and the turns that are under way."""
+"""What every interface of the server stands on: who asks, what they may do, and the turns that are under way."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
-from hashlib import sha256
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 
-from tenuto.base.errors import Draining, EngineStopped, Forbidden, LimitReached, Overloaded, TenutoError, Unauthorized
+from tenuto.base.errors import (
+    Draining,
+    EngineStopped,
+    Forbidden,
+    LimitReached,
+    ModelNotFound,
+    Overloaded,
+    Unauthorized,
+)
 from tenuto.base.link import Link
 from tenuto.base.messages import StartTurn
 from tenuto.base.views import ModelView
-from tenuto.serve.metrics import Metrics
+from tenuto.serve.shared.background import Background
+from tenuto.serve.shared.idempotency import RequestKey
+from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import ServeSettings, Tenant
-from tenuto.serve.shared.turns import LiveTurn, TurnDesk
+from tenuto.serve.shared.turns import Turns
 
-RETRY_SECONDS = 1
-"""In `Retry-After`, where nothing better is known."""
 ABORTING_SECONDS = 5.0
 """How long the engine may take, at the end, to abort all that is left."""
+DRAIN_CHECK_SECONDS = 0.02
+DEFAULT_MODEL = "default"
+"""A name that means the served model, whatever that is called."""
 
 
 class Edge:
-    """The server's state: its link to the engine, its turns, its counts."""
+    """The server's state: its link to the engine, and its turns."""
 
-    def __init__(self, link: Link, model: ModelView, settings: ServeSettings, metrics: Metrics) -> None:
+    def __init__(self, link: Link, model: ModelView, settings: ServeSettings) -> None:
         self.link = link
         self.model = model
         self.settings = settings
-        self.desk = TurnDesk(link)
-        self.metrics = metrics
-        self.draining = False
-        self.hurried = False  # turns are not waited for when draining
-        self.body_bytes = 0  # of all requests that are not over; written by the envelope
-        self.started = time.time()
-        self.desk.on_update.append(metrics.turn_updated)
-        self.desk.on_end.append(metrics.turn_ended)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.turns = Turns(link)
+        self.started = time.time()  # seconds since the epoch
+        self.draining = False  # set once, by `drain`
+        self.hurried = False  # `drain` does not wait for turns
+        self.body_bytes = 0  # of all requests that have not ended; written by those who read the bodies
+        self._background = Background()
+        self.spawn = self._background.spawn
 
     @property
     def served_name(self) -> str:
         """What clients call the model."""
         return self.settings.served_name or self.model.model
+
+    def check_model(self, name: str) -> None:
+        """Raises `ModelNotFound` if the name is not that of the served model."""
+        if name not in (self.served_name, DEFAULT_MODEL):
+            raise ModelNotFound(
+                f"there is no model {name[:200]!r}; allowed: {self.served_name!r}, or {DEFAULT_MODEL!r} for the same",
+                param="model",
+            )
 
     def tenant(self, headers: Headers) -> Tenant:
         """Whose key is in the headers. Raises `Unauthorized`."""
@@ -70,53 +84,43 @@ class Edge:
         *,
         queue: bool = False,
         continues: bool = False,
-        key: str | None = None,
-        body: bytes = b"",
+        request_key: RequestKey | None = None,
     ) -> LiveTurn:
-        """See `TurnDesk.start`; what the tenant may not is refused."""
+        """`Turns.start`, within the limits of the tenant and the server. Raises `LimitReached`, `Overloaded`,
+        `Draining`, `EngineStopped`."""
         self.require_engine()
         if self.draining:
             raise Draining("the server is about to end; try again later")
-        return await self.desk.start(
+        return await self.turns.start(
             request,
             queue=queue,
             continues=continues,
-            key=key,
-            body=body,
+            request_key=request_key,
             check=lambda: self._check_open(tenant),
-            most_in_line=tenant.limits.queued,
+            max_queued=tenant.limits.queued,
         )
 
     def _check_open(self, tenant: Tenant) -> None:
-        """Whether one more turn may be open. Raises `LimitReached`, `Overloaded`."""
-        most, has = tenant.limits.turns, self.desk.open[tenant.name]
-        if most is not None and has >= most:
-            raise LimitReached(f"{has} turns are open; allowed: {most}; wait for one to end")
-        if self.desk.open.total() >= self.settings.max_turns:
+        """Whether one more turn may be open."""
+        limit, count = tenant.limits.turns, self.turns.open[tenant.name]
+        if limit is not None and count >= limit:
+            raise LimitReached(f"{count} turns are open; allowed: {limit}; wait for one to end")
+        if self.turns.open.total() >= self.settings.max_turns:
             raise Overloaded(f"{self.settings.max_turns} turns are open, the most allowed; try again later")
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something done that nobody waits for. It must not raise."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
         """Begin nothing new, let turns end for a while, then abort those that are left."""
         self.draining = True
-        self.desk.refuse_lines(Draining("the server is about to end; try again later"))
+        self.turns.refuse_waiting(Draining("the server is about to end; try again later"))
         deadline = time.monotonic() + self.settings.drain_seconds
-        while self.desk.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None:
-            await asyncio.sleep(0.02)
-        aborting = [asyncio.ensure_future(self.desk.abort(turn)) for turn in self.desk.open_turns()]  # lines and all
+        while (
+            self.turns.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None
+        ):
+            await asyncio.sleep(DRAIN_CHECK_SECONDS)
+        aborting = [asyncio.ensure_future(self.turns.abort(turn)) for turn in self.turns.open_turns()]
         with suppress(TimeoutError):  # an engine that hangs is killed later
             async with asyncio.timeout(ABORTING_SECONDS):
                 await asyncio.gather(*aborting, return_exceptions=True)
-
-
-async def digest_of(request: Request) -> bytes:
-    """What tells a request from others with the same idempotency key: its path and body."""
-    return sha256(request.url.path.encode() + b"\n" + await request.body()).digest()
 
 
 # -- dependencies of routes
@@ -150,51 +154,3 @@ EdgeOf = Annotated[Edge, Depends(_edge)]
 Caller = Annotated[Tenant, Depends(_caller)]
 Admin = Annotated[Tenant, Depends(_admin)]
 Scraper = Annotated[None, Depends(_scraper)]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """How an error is written in an answer: in the manner of OpenAI, for all interfaces alike."""
-
-    status: int
-    code: str
-    message: str
-    param: str | None = None
-
-    @staticmethod
-    def of(error: TenutoError) -> Failure:
-        """What stopped the engine, or is our mistake, is for the log: it may name anyone's sessions."""
-        message = str(error)
-        if isinstance(error, EngineStopped):
-            message = message.partition(":")[0]
-        elif error.status == 500:
-            message = BROKEN
-        return Failure(error.status, error.code, message, error.param)
-
-    @property
-    def kind(self) -> str:
-        """OpenAI's word for the class of error."""
-        return _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-
-    @property
-    def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        if self.status in (429, 503):
-            return {"retry-after": str(RETRY_SECONDS)}
-        if self.status == 408:
-            return {"connection": "close"}  # the rest may come at any time
-        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
-
-
-BROKEN = "the server failed; its log says why"
-_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    429: "rate_limit_error",
-}
