@@ -13,8 +13,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
-    """`as_json` `None`: unless stderr is a terminal. Libraries' warnings come out in the same form. No value acts on a
-    terminal, and no traceback shows what variables hold. Raises `ConfigError`."""
+    """`as_json` `None`: unless stderr is a terminal. Warnings of libraries have the same form. Values are escaped for
+    terminals, and tracebacks do not show the values of variables. Raises `ConfigError`."""
     if level.upper() not in LEVELS:
         raise ConfigError(f"log level is {level!r}; allowed: {', '.join(LEVELS).lower()}")
     if as_json is None:

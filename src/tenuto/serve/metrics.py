@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 from tenuto.base.errors import TenutoError
 from tenuto.base.link import Link
 from tenuto.base.messages import Audit, GetStats
-from tenuto.base.turns import Delta
-from tenuto.base.views import AuditReport, Stats
+from tenuto.base.turns import Delta, TurnState
+from tenuto.base.views import AuditReport, Stats, Transition
 from tenuto.serve.shared.live_turn import LiveTurn
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -164,7 +164,7 @@ def _memory(stats: Stats, audit: AuditReport | None) -> Iterator[Metric]:
 
 def _totals(stats: Stats) -> Iterator[Metric]:
     events = stats.transitions
-    aborts = sum(count for event, count in events.items() if event.split(" ")[0] in ("abort", "barge-in"))
+    aborts = sum(events.get(str(Transition(how, state)), 0) for how in ("abort", "barge-in") for state in TurnState)
     yield _counter("prompt_tokens", "Prompt tokens of ended turns", [((), stats.prompt_tokens)])
     yield _counter("cached_tokens", "Of them, those not computed again", [((), stats.cached_tokens)])
     yield _counter("computed_tokens", "Tokens computed for ended turns", [((), stats.computed_tokens)])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
@@ -40,54 +41,92 @@ from tenuto.serve.shared.sse import EventStream, while_connected
 router = APIRouter(prefix="/v1/sessions/{session_id}", tags=["sessions"])
 
 
-@router.post("/turns", response_model=None, responses=REFUSALS | STREAMED)
-async def start_turn(
+@dataclass(frozen=True, slots=True)
+class TurnCall:
+    """A request that starts a turn: what the routes that do so have in common."""
+
+    edge: Edge
+    tenant: Tenant
+    session_id: str
+    request: Request
+    if_match: str | None
+    idempotency_key: str | None
+
+    async def start(self, kind: TurnKind, body: NewTurn | NewAppend) -> LiveTurn:
+        """The turn, once the engine has accepted it."""
+        options = options_of(body)
+        if options.get("temperature"):
+            options.setdefault("seed", random_seed())
+        request = StartTurn(
+            kind=kind,
+            tenant=self.tenant.name,
+            session=self.session_id,
+            input=turn_input(body.input),
+            params=turn_params(options),
+            version=version_of(self.if_match),
+            limits=self.tenant.limits,
+        )
+        starting = self.edge.start(
+            self.tenant,
+            request,
+            queue=body.if_busy == "queue",
+            continues=isinstance(body, NewTurn) and body.on_disconnect == "continue",
+            request_key=await RequestKey.of(self.request, self.idempotency_key),
+        )
+        return await while_connected(self.request, starting)
+
+    async def finish(self, turn: LiveTurn) -> Turn:
+        """The turn, once it has ended."""
+        try:
+            await while_connected(self.request, turn.finished())
+        finally:
+            self.edge.turns.abandon(turn)
+        return turn_body(turn)
+
+    async def answer(self, turn: LiveTurn, *, stream: bool) -> Response:
+        """The turn's events, or the whole turn."""
+        if stream:
+            return _stream(self.edge, turn, 0)
+        body = await self.finish(turn)
+        return JSONResponse(body.model_dump(), headers={"etag": etag(body.version)} if body.version else None)
+
+
+def _turn_call(
     edge: EdgeOf,
     tenant: Caller,
     session_id: SessionId,
-    body: NewTurn,
     request: Request,
     if_match: IfMatch = None,
     idempotency_key: IdempotencyKey = None,
-) -> Response:
+) -> TurnCall:
+    return TurnCall(edge, tenant, session_id, request, if_match, idempotency_key)
+
+
+CallOf = Annotated[TurnCall, Depends(_turn_call)]
+
+
+def _stream(edge: Edge, turn: LiveTurn, position: int) -> Response:
+    return EventStream(turn_events(turn, position), lambda: edge.turns.abandon(turn), {"x-turn-id": turn.id})
+
+
+@router.post("/turns", response_model=None, responses=REFUSALS | STREAMED)
+async def start_turn(call: CallOf, body: NewTurn) -> Response:
     """Start a turn: append the input and generate. A draft of the session becomes this turn."""
-    start = _request(tenant, session_id, "turn", body, if_match)
-    turn = await _start(edge, tenant, request, start, body, idempotency_key)
-    return await _answer(edge, request, turn, body)
+    return await call.answer(await call.start("turn", body), stream=body.stream)
 
 
 @router.post("/regenerate", response_model=None, responses=REFUSALS | STREAMED)
-async def regenerate(
-    edge: EdgeOf,
-    tenant: Caller,
-    session_id: SessionId,
-    body: NewTurn,
-    request: Request,
-    if_match: IfMatch = None,
-    idempotency_key: IdempotencyKey = None,
-) -> Response:
+async def regenerate(call: CallOf, body: NewTurn) -> Response:
     """Generate the last turn's output again. The old one stays until this turn commits."""
     if body.input:
         raise InvalidRequest("regenerate takes no input; the last turn's stays")
-    start = _request(tenant, session_id, "regenerate", body, if_match)
-    turn = await _start(edge, tenant, request, start, body, idempotency_key)
-    return await _answer(edge, request, turn, body)
+    return await call.answer(await call.start("regenerate", body), stream=body.stream)
 
 
 @router.post("/append", responses=REFUSALS)
-async def append(
-    edge: EdgeOf,
-    tenant: Caller,
-    session_id: SessionId,
-    body: NewAppend,
-    request: Request,
-    if_match: IfMatch = None,
-    idempotency_key: IdempotencyKey = None,
-) -> Turn:
+async def append(call: CallOf, body: NewAppend) -> Turn:
     """Append input without an answer; it is committed when it is computed."""
-    start = _request(tenant, session_id, "append", body, if_match)
-    turn = await _start(edge, tenant, request, start, body, idempotency_key)
-    return await _ended(edge, request, turn)
+    return await call.finish(await call.start("append", body))
 
 
 @router.put("/draft", responses=REFUSALS)
@@ -100,8 +139,8 @@ async def draft(
     response: Response,
     if_match: IfMatch = None,
 ) -> Session:
-    """Give the whole text so far, again with every change: what stays the same is computed once. It is no history until
-    a turn with it is started; a draft nobody changes is given up."""
+    """Give the whole text so far, again with every change: what stays the same is computed once. It is not part of the
+    history until a turn is started with it; a draft that is not changed for some time is dropped."""
     draft = Draft(
         tenant=tenant.name,
         session=session_id,
@@ -121,8 +160,7 @@ async def draft(
 
 @router.post("/abort", responses=REFUSALS)
 async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort) -> Turn | None:
-    """End the open turn. Its session is as before, or, with `keep`, has what was said so far. `null`: it was a
-    draft."""
+    """End the open turn. The session is as before, or, with `keep`, has part of the turn. `null`: it was a draft."""
     keep = check_keep(None if body.keep == "none" else body.keep)
     if body.turn_id is not None:
         turn = edge.turns.find(tenant.name, session_id, body.turn_id)
@@ -140,7 +178,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
 
 @router.get("/turns/{turn_id}", responses=REFUSALS)
 async def get_turn(edge: EdgeOf, tenant: Caller, session_id: SessionId, turn_id: TurnId) -> Turn:
-    """A turn that is open or ended not long ago."""
+    """A turn that is open or has ended lately."""
     return turn_body(edge.turns.find(tenant.name, session_id, turn_id))
 
 
@@ -161,54 +199,5 @@ async def follow_turn(
     if position > len(turn.deltas):
         raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.deltas)}, the last there is")
     await while_connected(request, turn.answered.wait())
+    turn.require_accepted()
     return _stream(edge, turn, position)
-
-
-def _request(
-    tenant: Tenant, session_id: str, kind: TurnKind, body: NewTurn | NewAppend, if_match: str | None
-) -> StartTurn:
-    options = options_of(body)
-    if options.get("temperature"):
-        options.setdefault("seed", random_seed())
-    return StartTurn(
-        kind=kind,
-        tenant=tenant.name,
-        session=session_id,
-        input=turn_input(body.input),
-        params=turn_params(options),
-        version=version_of(if_match),
-        limits=tenant.limits,
-    )
-
-
-async def _start(
-    edge: Edge, tenant: Tenant, request: Request, start: StartTurn, body: NewTurn | NewAppend, key: str | None
-) -> LiveTurn:
-    starting = edge.start(
-        tenant,
-        start,
-        queue=body.if_busy == "queue",
-        continues=isinstance(body, NewTurn) and body.on_disconnect == "continue",
-        request_key=await RequestKey.of(request, key),
-    )
-    return await while_connected(request, starting)
-
-
-async def _answer(edge: Edge, request: Request, turn: LiveTurn, body: NewTurn) -> Response:
-    if body.stream:
-        return _stream(edge, turn, 0)
-    ended = await _ended(edge, request, turn)
-    return JSONResponse(ended.model_dump(), headers={"etag": etag(ended.version)} if ended.version else None)
-
-
-async def _ended(edge: Edge, request: Request, turn: LiveTurn) -> Turn:
-    """The turn once it has ended."""
-    try:
-        await while_connected(request, turn.finished())
-    finally:
-        edge.turns.abandon(turn)
-    return turn_body(turn)
-
-
-def _stream(edge: Edge, turn: LiveTurn, position: int) -> Response:
-    return EventStream(turn_events(turn, position), lambda: edge.turns.abandon(turn), {"x-turn-id": turn.id})

@@ -30,9 +30,10 @@ from tenuto.serve.sglang.branches import Branches, Place
 from tenuto.serve.sglang.schemas import Item, OpenSessionRequest, SessionParams
 from tenuto.serve.shared.edge import Edge, EdgeOf
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.samples import Samples, all_of
+from tenuto.serve.shared.samples import Samples
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN
 from tenuto.serve.shared.settings import Tenant, new_session_id
+from tenuto.serve.shared.tasks import all_of
 
 ID = re.compile(ID_PATTERN)
 MAX_SESSIONS = 100_000

@@ -12,9 +12,9 @@ from tenuto.serve.sglang.answers import events, whole_answer
 from tenuto.serve.sglang.requests import RequestsOf
 from tenuto.serve.sglang.schemas import AbortRequest, CloseSessionRequest, GenerateRequest, OpenSessionRequest
 from tenuto.serve.shared.edge import Caller, EdgeOf
-from tenuto.serve.shared.samples import all_of
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import EventStream, while_connected
+from tenuto.serve.shared.tasks import all_of
 
 router = APIRouter(tags=["sglang"])
 
@@ -51,6 +51,8 @@ async def generate(
     edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: GenerateRequest, request: Request
 ) -> Response:
     """Continue text or tokens, one or several, by themselves or in a session."""
+    if body.model is not None:
+        edge.check_model(body.model)
     try:
         running = await while_connected(request, requests.start(tenant, body.items()))
     except TenutoError as error:

@@ -183,6 +183,7 @@ class GenerateRequest(SGLangObject):
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | Prompts[SessionParams] | None = None
     priority: int | None = None
+    model: str | None = Field(None, description="If it is given: as `/v1/models` has it, or `default`.")
 
     @property
     def several(self) -> bool:

@@ -23,10 +23,10 @@ from tenuto.base.errors import (
 from tenuto.base.link import Link
 from tenuto.base.messages import StartTurn
 from tenuto.base.views import ModelView
-from tenuto.serve.shared.background import Background
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import ServeSettings, Tenant
+from tenuto.serve.shared.tasks import Background
 from tenuto.serve.shared.turns import Turns
 
 ABORTING_SECONDS = 5.0

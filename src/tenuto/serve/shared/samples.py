@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,8 +17,7 @@ from tenuto.base.turns import Delta, EndReason, TurnResult
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant, hidden_session_id
-
-T = TypeVar("T")
+from tenuto.serve.shared.tasks import all_of
 
 MAX_SAMPLES = 128
 """Answers to one prompt."""
@@ -130,17 +128,6 @@ def close_all(all_samples: Iterable[Samples]) -> None:
     """See `Samples.close`."""
     for samples in all_samples:
         samples.close()
-
-
-async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. If one fails, or this is cancelled, it cancels the others and waits for their ends."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def check_end(edge: Edge, result: TurnResult) -> None:

@@ -12,11 +12,11 @@ from tenuto.base.link import Link, TurnNews
 from tenuto.base.messages import AbortTurn, CloseSession, StartTurn, Withdraw
 from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import SessionKey
-from tenuto.serve.shared.background import Background
 from tenuto.serve.shared.idempotency import IdempotencyKeys, RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.retention import EndedTurns
 from tenuto.serve.shared.session_queue import SessionQueues
+from tenuto.serve.shared.tasks import Background
 
 
 class Turns:
