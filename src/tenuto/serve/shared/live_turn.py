@@ -75,12 +75,12 @@ class LiveTurn:
     def deliver(self, news: TurnNews) -> None:
         """Take what the link brings."""
         match news:
+            case Delta():
+                self._take(news)
             case Ticket():
                 self._drop_input()
                 self.ticket = news
                 self.answered.set()
-            case Delta():
-                self._take(news)
             case _:
                 self.fail(news)
 

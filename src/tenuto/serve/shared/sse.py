@@ -29,8 +29,8 @@ def data(value: Any) -> bytes:
 
 def event(name: str, value: Any, number: int | None = None) -> bytes:
     """An event with a name and JSON data; its number, if it has one, is what a reader resumes from."""
-    head = f"event: {name}\n" if number is None else f"event: {name}\nid: {number}\n"
-    return head.encode() + data(value)
+    head = f"event: {name}\ndata: " if number is None else f"event: {name}\nid: {number}\ndata: "
+    return head.encode() + _json.encode(value) + b"\n\n"
 
 
 class EventStream(Response):
