@@ -19,7 +19,7 @@ import uvloop
 from tenuto.base.logs import configure_logs
 from tenuto.base.messages import WorkerSettings
 from tenuto.serve.run import serve
-from tenuto.serve.settings import ServeSettings
+from tenuto.serve.shared.settings import ServeSettings
 
 STREAMS = 16
 STEP_SECONDS = 0.004

@@ -54,6 +54,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 }
 """Part -> the other parts it may import. A part is a package or a module directly under `tenuto`."""
 
+FACES = ("native", "openai", "sglang")
+"""The interfaces of `serve`, each a package of its own."""
+MAY_IMPORT_IN_SERVE = {"shared": {"shared"}, **{face: {face, "shared"} for face in FACES}}
+"""Package of `serve` -> what of `serve` it may import. Modules beside them may import `shared` and each other, and the
+application also the faces."""
+
 MAY_IMPORT_TORCH = {"exec", "models", "kernels"}
 WITHOUT_TORCH = ("base", "formats", "memory", "text", "session", "sched", "engine", "exec.witness")
 """Packages and modules that must load without torch: the whole life of a session, without a model."""
@@ -104,6 +110,17 @@ def test_imports_point_downwards_only(module: str) -> None:
     assert not wrong, f"{module} imports {sorted(wrong)}; {part} may know {sorted(allowed)}"
 
 
+@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("tenuto.serve.")])
+def test_interfaces_meet_only_in_what_they_share_and_in_the_application(module: str) -> None:
+    imported = {name.split(".")[2] for name in imports(module) if name.startswith("tenuto.serve.")}
+    package = module.split(".")[2]
+    if package in MAY_IMPORT_IN_SERVE:
+        wrong = imported - MAY_IMPORT_IN_SERVE[package]
+    else:
+        wrong = imported & set(FACES) if module != "tenuto.serve.app" else set()
+    assert not wrong, f"{module} imports {sorted(wrong)} of tenuto.serve"
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_only_the_executor_side_imports_torch(module: str) -> None:
     if part_of(module) not in MAY_IMPORT_TORCH:
@@ -130,7 +147,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert_acyclic(graph)
 
 
-@pytest.mark.parametrize("part", ["memory", "session", "client", "api"])
+@pytest.mark.parametrize("part", ["memory", "session", "client", "api", "serve"])
 def test_inside_a_package_nothing_knows_what_knows_it_not_even_as_a_type(part: str) -> None:
     modules = [module for module in MODULES if part_of(module) == part]
     assert_acyclic({module: {name for name in imports(module) if name in modules} for module in modules})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.serve.settings import read_keys
+from tenuto.serve.shared.settings import read_keys
 from tests.serve.server import Server, serving
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.client.sse import EventParser, ServerEvent
-from tenuto.serve.sse import data, event
+from tenuto.serve.shared.sse import data, event
 
 
 def parsed(stream: bytes) -> list[tuple[str, str, str]]:

@@ -34,7 +34,7 @@ from tenuto.runtime.intake import MESSAGE_SIZE, SHORT_INPUT, size_of
 from tenuto.runtime.lanes import LARGE as LARGE_INPUT
 from tenuto.runtime.lanes import LONG as LONG_INPUT
 from tenuto.runtime.local import LocalLink
-from tenuto.serve.turns import TurnDesk
+from tenuto.serve.shared.turns import Turns
 from tenuto.session.session import Turn
 from tenuto.text.tokenizer import Tokenizer
 
@@ -311,23 +311,23 @@ def test_input_that_is_withdrawn_starts_no_turn_and_is_not_encoded_if_it_was_not
 
 def test_a_client_that_goes_while_its_input_is_prepared_leaves_no_turn(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
-        desk = TurnDesk(link)
+        turns = Turns(link)
         encoder.hold()
-        starting = asyncio.ensure_future(desk.start(turn("x" * LONG_INPUT)))
+        starting = asyncio.ensure_future(turns.start(turn("x" * LONG_INPUT)))
         await waiting(encoder.held)
         starting.cancel()
         with suppress(asyncio.CancelledError):
             await starting
-        while desk.open_turns() and not any(live.leaving for live in desk.open_turns()):
+        while turns.open_turns() and not any(live.rolling_back for live in turns.open_turns()):
             await asyncio.sleep(0.01)
         await link.call(GetStats())  # what was sent before is known now
         encoder.release()
-        while desk.open_turns():
+        while turns.open_turns():
             await asyncio.sleep(0.01)
         stats = await link.call(GetStats())
         assert (stats.generated_tokens, stats.prompt_tokens, stats.steps) == (0, 0, stats.steps)
         assert (await link.call(GetSession(tenant="t", session="s"))).turn is None
-        assert desk.open.total() == 0
+        assert turns.open.total() == 0
 
     play(story)
 

@@ -119,6 +119,17 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/sessions/invalid/abort", {"keep": "most"}, "keep", "'none', 'delivered' or 'all', or an integer"),
     ("/v1/sessions", {"id": "a/b"}, "id", "id should be 1 to 64 letters, digits, '.', '_', ':' and '-'"),
     ("/v1/sessions", {"metadata": {"a": 1}}, "metadata.a", "metadata.a should be a string"),
+    ("/v1/sessions", {"metadata": {"a": "b" * 513}}, "metadata.a", "metadata.a should have at most 512 characters"),
+    ("/v1/sessions", {"metadata": {"a " * 33: ""}}, f'metadata["{"a " * 20}"]', "is a key that should have at most 64"),
+    ("/v1/sessions", {"ttl": 0}, "ttl", "ttl should be greater than 0"),
+    ("/v1/sessions", {"priority": 10**6}, "priority", "priority should be less than or equal to 1000"),
+    ("/generate", {"rid": ""}, "rid", "rid should have 1 or more characters"),
+    (
+        "/v1/sessions/invalid/trim",
+        {"turns": [1] * 100_001},
+        "turns",
+        "turns should have at most 100000 items, not 100001",
+    ),
 ]
 
 

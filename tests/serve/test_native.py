@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tenuto.base.errors import ConfigError
-from tenuto.serve.settings import read_ttl
+from tenuto.serve.shared.settings import read_ttl
 from tests.serve.server import Server, serving
 
 LONG = {"input": [1, 2, 3], "max_new_tokens": 3000, "ignore_eos": True}

@@ -78,7 +78,7 @@ def test_the_model_is_listed_and_shown(client: OpenAI) -> None:
         "model",
         4096,
     )
-    assert client.models.retrieve("witness") == model
+    assert client.models.retrieve("witness") == client.models.retrieve("default") == model
     with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("org/other")
     assert refused.value.code == "model_not_found"
@@ -476,6 +476,16 @@ def test_a_malformed_request_says_what_is_wrong(http: httpx.Client, path: str, b
     answer = http.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
+
+
+def test_the_model_name_default_means_the_served_model(client: OpenAI, http: httpx.Client) -> None:
+    done = client.completions.create(prompt="a", max_tokens=1, **{**GREEDY, "model": "default"})
+    assert done.model == "witness"
+    answered = client.chat.completions.create(messages=HI, max_tokens=1, **{**GREEDY, "model": "default"})
+    assert answered.model == "witness"
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    for name, status in (("default", 200), ("witness", 200), ("gpt", 404)):
+        assert http.post("/generate", json={**body, "model": name}).status_code == status
 
 
 def test_another_model_and_a_prompt_too_long_are_refused_by_openai_s_codes(client: OpenAI) -> None:

@@ -19,11 +19,11 @@ import uvloop
 from tenuto.base.errors import ConfigError, ModelError
 from tenuto.base.messages import WorkerSettings
 from tenuto.serve.app import build_app
-from tenuto.serve.edge import Edge
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tenuto.serve.run import serve
-from tenuto.serve.settings import ServeSettings
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.settings import ServeSettings
 from tests.serve.server import END_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal
 
@@ -93,7 +93,7 @@ def test_a_killed_engine_is_reported_to_everyone_and_its_server_exits_with_statu
         streams = [pool.submit(follow, server, f"s{n}", begun[n]) for n in range(3)]
         assert all(event.wait(20) for event in begun)
         line = [pool.submit(http.post, "/v1/sessions/s0/turns", json={**LONG, "if_busy": "queue"}) for _ in range(2)]
-        while "tenuto_turns_in_line 2.0" not in http.get("/metrics").text:
+        while "tenuto_turns_waiting 2.0" not in http.get("/metrics").text:
             time.sleep(0.02)
         whole = {"model": "witness", "prompt": "a", "max_tokens": 90_000}
         asked = pool.submit(http.post, "/v1/completions", json=whole)
@@ -121,8 +121,8 @@ def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
 
     async def ask_everything() -> dict[str, int]:
         link = await ProcessLink.open(WorkerSettings(model="witness"))
-        edge = Edge(link, link.model, ServeSettings(), Metrics())
-        transport = httpx.ASGITransport(build_app(edge))
+        edge = Edge(link, link.model, ServeSettings())
+        transport = httpx.ASGITransport(build_app(edge, Metrics()))
         answers: dict[str, int] = {}
         async with httpx.AsyncClient(transport=transport, base_url="http://edge") as http:
             assert (await http.get("/v1/models")).status_code == 200
@@ -208,7 +208,7 @@ def test_at_the_end_turns_that_wait_for_a_session_are_told_to_try_elsewhere() ->
         first = pool.submit(follow, server, "s", begun)
         assert begun.wait(20)
         waiting = [pool.submit(http.post, "/v1/sessions/s/turns", json={**LONG, "if_busy": "queue"}) for _ in range(2)]
-        while http.get("/metrics").text.count("tenuto_turns_in_line 2.0") == 0:
+        while http.get("/metrics").text.count("tenuto_turns_waiting 2.0") == 0:
             time.sleep(0.02)
         server.process.send_signal(signal.SIGTERM)
         assert [refusal(future.result()) for future in waiting] == [(503, "draining")] * 2

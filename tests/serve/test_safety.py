@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tenuto.base.errors import ConfigError
-from tenuto.serve.settings import ServeSettings, read_keys
+from tenuto.serve.shared.settings import ServeSettings, read_keys
 from tests.serve.server import START_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal, turn
 
@@ -261,7 +261,7 @@ def test_a_tenant_has_no_more_turns_than_it_may(limited: httpx.Client, ann: http
         turn(ann, "/v1/sessions/other", input=[1])
 
 
-def test_a_tenant_has_no_more_turns_in_line_than_it_may(guarded: Server) -> None:
+def test_a_tenant_has_no_more_waiting_turns_than_it_may(guarded: Server) -> None:
     queued = {"input": [1], "if_busy": "queue", "max_new_tokens": 1}
     with as_key(guarded, LINE) as http, as_key(guarded, ROOT) as root, ThreadPoolExecutor(1) as pool:
         path = f"/v1/sessions/{http.post('/v1/sessions', json={}).json()['id']}"
@@ -269,7 +269,7 @@ def test_a_tenant_has_no_more_turns_in_line_than_it_may(guarded: Server) -> None
             told = events(answer)
             next(told)
             waiting = pool.submit(turn, http, path, **queued)
-            while "tenuto_turns_in_line 1.0" not in root.get("/metrics").text:
+            while "tenuto_turns_waiting 1.0" not in root.get("/metrics").text:
                 time.sleep(0.01)
             assert over_limit(http.post(f"{path}/turns", json=queued))
             http.post(f"{path}/abort", json={})

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tenuto.serve.settings import read_keys
+from tenuto.serve.shared.settings import read_keys
 from tests.serve.server import Server, serving
 
 ROWS = 4

@@ -1,4 +1,4 @@
-"""What the edge remembers of turns, on an engine in this process."""
+"""The registry of turns at the edge, on an engine in this process."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from tenuto.base.errors import LimitReached, NotFound, SessionClosed
 from tenuto.base.messages import GetSession, OpenSession, StartTurn, Withdraw, WorkerSettings
 from tenuto.base.options import Policy, TurnParams
 from tenuto.runtime.local import LocalLink
-from tenuto.serve import turns
-from tenuto.serve.turns import TurnDesk
+from tenuto.serve.shared import retention
+from tenuto.serve.shared.idempotency import RequestKey
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.turns import Turns
 
 
-def play(story: Callable[[TurnDesk, LocalLink], Awaitable[None]]) -> None:
+def play(story: Callable[[Turns, LocalLink], Awaitable[None]]) -> None:
     async def whole() -> None:
         link = LocalLink(WorkerSettings(model="witness", config={"context_length": 3000}))
-        desk = TurnDesk(link)
-        await story(desk, link)
-        assert desk.open.total() == desk.in_line.total() == 0
-        assert not desk._open
-        assert not desk._lines
+        turns = Turns(link)
+        await story(turns, link)
+        assert turns.open.total() == turns.waiting.total() == 0
+        assert not turns._queues._open
+        assert not turns._queues._queues
         await link.close()
 
     asyncio.run(whole())
@@ -34,78 +36,78 @@ def one_shot(tokens: int, session: str | None = None) -> StartTurn:
 
 
 def test_ended_turns_are_forgotten_oldest_first_by_number_and_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "MOST_REMEMBERED", 5)
-    monkeypatch.setattr(turns, "MOST_UPDATES", 100)
+    monkeypatch.setattr(retention, "MAX_TURNS", 5)
+    monkeypatch.setattr(retention, "MAX_DELTAS", 100)
 
-    async def story(desk: TurnDesk, _: LocalLink) -> None:
-        small = [await desk.start(one_shot(3), key=f"k{n}", body=b"") for n in range(8)]
+    async def story(turns: Turns, _: LocalLink) -> None:
+        small = [await turns.start(one_shot(3), request_key=RequestKey(f"k{n}", b"")) for n in range(8)]
         for turn in small:
             await turn.finished()
-        kept = [turn for turn in small if turn.id in desk._turns]
+        kept = [turn for turn in small if turn.id in turns._turns]
         assert kept == small[-5:]
-        assert len(desk._keys) == 5
-        large = await desk.start(one_shot(2000))
+        assert len(turns._keys) == 5
+        large = await turns.start(one_shot(2000))
         await large.finished()
-        assert list(desk._turns.values()) == [large]
+        assert list(turns._turns.values()) == [large]
         with pytest.raises(NotFound):
-            desk.find("t", None, small[-1].id)
+            turns.find("t", None, small[-1].id)
 
     play(story)
 
 
 def test_a_repeated_request_is_no_new_turn_and_a_limit_does_not_refuse_it() -> None:
-    async def story(desk: TurnDesk, _: LocalLink) -> None:
-        first = await desk.start(one_shot(5), key="k", body=b"same")
+    async def story(turns: Turns, _: LocalLink) -> None:
+        first = await turns.start(one_shot(5), request_key=RequestKey("k", b"same"))
 
         def refuse() -> None:
             raise LimitReached("no more")
 
-        assert await desk.start(one_shot(5), key="k", body=b"same", check=refuse) is first
+        assert await turns.start(one_shot(5), request_key=RequestKey("k", b"same"), check=refuse) is first
         with pytest.raises(LimitReached):
-            await desk.start(one_shot(5), check=refuse)
+            await turns.start(one_shot(5), check=refuse)
         await first.finished()
 
     play(story)
 
 
 def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
-    async def story(desk: TurnDesk, link: LocalLink) -> None:
+    async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         for delay in range(40):
-            asked = [asyncio.ensure_future(desk.start(one_shot(500, "s"), queue=True)) for _ in range(4)]
+            asked = [asyncio.ensure_future(turns.start(one_shot(500, "s"), queue=True)) for _ in range(4)]
             for _ in range(delay):
                 await asyncio.sleep(0)
             for task in asked:
                 task.cancel()
             done = await asyncio.gather(*asked, return_exceptions=True)
             for turn in done:
-                if isinstance(turn, turns.LiveTurn):
-                    desk.abandon(turn)
-        while desk.open_turns():
+                if isinstance(turn, LiveTurn):
+                    turns.abandon(turn)
+        while turns.open_turns():
             await asyncio.sleep(0.01)
-        last = await desk.start(one_shot(2, "s"))
+        last = await turns.start(one_shot(2, "s"))
         assert (await last.finished()).reason == "length"
 
     play(story)
 
 
-def test_only_turns_that_wait_for_a_session_count_against_the_line() -> None:
-    async def story(desk: TurnDesk, link: LocalLink) -> None:
+def test_only_turns_that_wait_for_a_session_count_against_the_limit_on_waiting_turns() -> None:
+    async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
-        first = await desk.start(one_shot(2000, "s"), queue=True, most_in_line=0)
+        first = await turns.start(one_shot(2000, "s"), queue=True, max_queued=0)
         with pytest.raises(LimitReached):
-            await desk.start(one_shot(1, "s"), queue=True, most_in_line=0)
-        await desk.abort(first)
+            await turns.start(one_shot(1, "s"), queue=True, max_queued=0)
+        await turns.abort(first)
 
     play(story)
 
 
 def test_whoever_repeats_a_request_reads_its_turn_also_when_the_first_has_gone() -> None:
-    async def story(desk: TurnDesk, link: LocalLink) -> None:
+    async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
-        blocking = await desk.start(one_shot(300, "s"))
-        first = asyncio.ensure_future(desk.start(one_shot(3, "s"), queue=True, key="k"))
-        second = asyncio.ensure_future(desk.start(one_shot(3, "s"), queue=True, key="k"))
+        blocking = await turns.start(one_shot(300, "s"))
+        first = asyncio.ensure_future(turns.start(one_shot(3, "s"), queue=True, request_key=RequestKey("k", b"")))
+        second = asyncio.ensure_future(turns.start(one_shot(3, "s"), queue=True, request_key=RequestKey("k", b"")))
         await asyncio.sleep(0)
         first.cancel()
         await blocking.finished()
@@ -116,23 +118,23 @@ def test_whoever_repeats_a_request_reads_its_turn_also_when_the_first_has_gone()
 
 
 def test_a_repeated_request_does_not_join_a_turn_that_is_being_aborted() -> None:
-    async def story(desk: TurnDesk, _: LocalLink) -> None:
-        first = await desk.start(one_shot(2000), key="k")
-        desk.abandon(first)
-        second = await desk.start(one_shot(2), key="k")
+    async def story(turns: Turns, _: LocalLink) -> None:
+        first = await turns.start(one_shot(2000), request_key=RequestKey("k", b""))
+        turns.abandon(first)
+        second = await turns.start(one_shot(2), request_key=RequestKey("k", b""))
         assert second is not first
         assert (await second.finished()).committed
 
     play(story)
 
 
-def test_a_closed_session_takes_its_line_along() -> None:
-    async def story(desk: TurnDesk, link: LocalLink) -> None:
+def test_turns_that_wait_for_a_session_are_refused_when_it_is_closed() -> None:
+    async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
-        first = await desk.start(one_shot(2000, "s"))
-        waiting = asyncio.ensure_future(desk.start(one_shot(1, "s"), queue=True))
+        first = await turns.start(one_shot(2000, "s"))
+        waiting = asyncio.ensure_future(turns.start(one_shot(1, "s"), queue=True))
         await asyncio.sleep(0)
-        await desk.close_session(("t", "s"))
+        await turns.close_session(("t", "s"))
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         with pytest.raises(SessionClosed):
             await waiting
@@ -143,13 +145,13 @@ def test_a_closed_session_takes_its_line_along() -> None:
 
 
 def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_gone() -> None:
-    async def story(desk: TurnDesk, link: LocalLink) -> None:
+    async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
-        first = await desk.start(one_shot(2000, "s"))
-        asking = asyncio.ensure_future(desk.start(one_shot(1, "s"), queue=True))
+        first = await turns.start(one_shot(2000, "s"))
+        asking = asyncio.ensure_future(turns.start(one_shot(1, "s"), queue=True))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        (waiting,) = (entry[0] for entry in desk._lines["t", "s"])
+        (waiting,) = turns._queues.waiting_for(("t", "s"))
         asked = link.call
 
         async def slow(request: Any) -> Any:

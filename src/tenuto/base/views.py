@@ -145,8 +145,21 @@ class Ticket(View, frozen=True, kw_only=True):
     text: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """What is counted of sessions and turns: an operation and, where that matters, the state of the turn it found. As
+    text, a key of `Stats.transitions`."""
+
+    operation: str
+    state: TurnState | Literal["idle"] | None = None
+
+    def __str__(self) -> str:
+        return self.operation if self.state is None else f"{self.operation} {self.state}"
+
+
 class Stats(View, frozen=True, kw_only=True):
-    """Counts since the start, and how things are now. `recomputed`: tokens computed again, by why."""
+    """Counts since the start, and how things are now. `transitions`: by `Transition`, as text. `recomputed`: tokens
+    computed again, by why."""
 
     sessions: int
     running: int

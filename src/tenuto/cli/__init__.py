@@ -195,7 +195,7 @@ def serve(
     from tenuto.base.messages import WorkerSettings  # noqa: PLC0415 - see the module's docstring
     from tenuto.cli.memory import read_memory  # noqa: PLC0415
     from tenuto.cli.serve import run_server  # noqa: PLC0415
-    from tenuto.serve.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415
+    from tenuto.serve.shared.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415
 
     held = read_keys(keys, api_key, admin_api_key)
     config: EngineOptions = {

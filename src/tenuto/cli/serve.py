@@ -12,7 +12,7 @@ from tenuto.base.logs import configure_logs
 from tenuto.base.messages import WorkerSettings
 from tenuto.base.views import ModelView
 from tenuto.serve.run import serve
-from tenuto.serve.settings import ServeSettings
+from tenuto.serve.shared.settings import ServeSettings
 
 ENGINE_ENDED = 70
 """The exit status if the engine process has ended by itself: what is needed is a new start."""

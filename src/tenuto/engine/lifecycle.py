@@ -12,7 +12,7 @@ from itertools import count
 from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
 from tenuto.base.turns import EndReason, TurnState, Usage
-from tenuto.base.views import SessionKey, SessionState
+from tenuto.base.views import SessionKey, SessionState, Transition
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.sched.batch import Batch, continues_from, is_computed, start_target
@@ -185,7 +185,7 @@ class Lifecycle:
         else:
             session.memory.drop()
             session.memory.lost = why
-        self.transitions[f"drop {turn.state.value if turn is not None else 'idle'}"] += 1
+        self.transitions[str(Transition("drop", turn.state if turn is not None else "idle"))] += 1
         if turn is not None and turn.drafting:
             self._queue.push(turn)  # computed again when there is room
         self.pressure.note(session)
@@ -229,14 +229,15 @@ class Lifecycle:
         if turn.text is not None and reason is not EndReason.ABORT:
             turn.text.finish()
         self._leave_row(turn)
-        self.transitions[f"barge-in {turn.state.value}" if reason is EndReason.ABORT else "commit"] += 1
+        barge_in = reason is EndReason.ABORT
+        self.transitions[str(Transition("barge-in", turn.state) if barge_in else Transition("commit"))] += 1
         turn.commit(reason, self._clock.now(), keep)
         self._turn_ended(turn)
 
     def abort(self, turn: Turn, reason: EndReason) -> None:
         """The turn ends, and its session is what it was."""
         self._leave_row(turn)
-        self.transitions[f"{reason.value} {turn.state.value}"] += 1
+        self.transitions[str(Transition(reason.value, turn.state))] += 1
         turn.abort(reason, self._clock.now())
         self._turn_ended(turn)
 

@@ -1,16 +1,16 @@
-"""Metrics, audit, and what runs."""
+"""Routes for operators: metrics, audit, and what runs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from tenuto.base.messages import Audit
-from tenuto.serve.edge import Admin, Caller, EdgeOf, Scraper
-from tenuto.serve.metrics import CONTENT_TYPE
-from tenuto.serve.native_schemas import REFUSALS
+from tenuto.serve.metrics import CONTENT_TYPE, Metrics
+from tenuto.serve.shared.edge import Admin, Caller, EdgeOf, Scraper
+from tenuto.serve.shared.schemas import REFUSALS
 
 router = APIRouter(tags=["operations"])
 
@@ -18,6 +18,14 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {status: REFUSALS[status] for statu
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"description": "In Prometheus's text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
 }
+
+
+def _metrics(request: Request) -> Metrics:
+    metrics: Metrics = request.app.state.metrics
+    return metrics
+
+
+MetricsOf = Annotated[Metrics, Depends(_metrics)]
 
 
 @router.get("/v1/engine", responses=_REFUSALS)
@@ -37,8 +45,8 @@ async def audit(edge: EdgeOf, _: Admin) -> dict[str, Any]:
 
 
 @router.get("/metrics", response_class=Response, responses=_REFUSALS | _METRICS)
-async def metrics(edge: EdgeOf, _: Scraper) -> Response:
+async def metrics(edge: EdgeOf, counted: MetricsOf, _: Scraper) -> Response:
     """Metrics for Prometheus. They name tenants: if the server has keys, this needs an admin key, unless it was started
     with `--public-metrics`."""
-    text = await edge.metrics.text(edge.link, edge.served_name, edge.desk.in_line.total())
+    text = await counted.text(edge.link, edge.served_name, edge.turns.waiting.total())
     return Response(text, media_type=CONTENT_TYPE)

@@ -1,4 +1,4 @@
-"""The application: all interfaces over one edge, and what happens to every request."""
+"""The application: puts all interfaces together over one edge, and does what every request needs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
-from tenuto.serve import admin, native, openai, sglang
-from tenuto.serve.edge import BROKEN, Edge, Failure
+from tenuto.serve import admin
 from tenuto.serve.invalid import refusal_of
-from tenuto.serve.settings import BODY_BYTES_A_SECOND
+from tenuto.serve.metrics import Metrics
+from tenuto.serve.native import sessions as native_sessions
+from tenuto.serve.native import turns as native_turns
+from tenuto.serve.openai import routes as openai
+from tenuto.serve.sglang import routes as sglang
+from tenuto.serve.sglang import server as sglang_server
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.errors import BROKEN, Failure
+from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 
 log = structlog.get_logger("tenuto.http")
 
@@ -33,8 +40,8 @@ UNREADABLE = (
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-def build_app(edge: Edge) -> FastAPI:
-    """The ASGI application of an edge."""
+def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
+    """The ASGI application of an edge. `metrics` counts its turns and requests."""
     app = FastAPI(
         title="Tenuto",
         description="An LLM inference server in which the session, not the request, owns model state.",
@@ -42,13 +49,16 @@ def build_app(edge: Edge) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.edge = edge
-    for router in (native.router, sglang.router, openai.router, admin.router):
-        app.include_router(router)
+    app.state.metrics = metrics
+    edge.turns.on_delta.append(metrics.turn_updated)
+    edge.turns.on_end.append(metrics.turn_ended)
+    for part in (native_sessions, native_turns, sglang, sglang_server, openai, admin):
+        app.include_router(part.router)
     app.add_exception_handler(TenutoError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_middleware(Envelope, edge=edge)
+    app.add_middleware(Envelope, edge=edge, metrics=metrics)
     return app
 
 
@@ -86,11 +96,12 @@ async def _gone(_: Request, _error: Exception) -> Response:
 
 
 class Envelope:
-    """Around every request: an id, limits on the body, a line in the log. Plain ASGI: it costs nothing an event."""
+    """Around every request: an id, limits on its body, an entry in the log. Plain ASGI: it costs nothing an event."""
 
-    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+    def __init__(self, app: ASGIApp, edge: Edge, metrics: Metrics) -> None:
         self._app = app
         self._edge = edge
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,13 +119,13 @@ class Envelope:
                 await exchange.refuse(scope, Failure(500, "internal_error", BROKEN))
             finally:
                 exchange.forget()
-                self._note(scope, exchange.status, time.perf_counter() - started)
+                self._log(scope, exchange.status, time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, headers: Headers, exchange: _Exchange) -> None:
         try:
             exchange.expect(_declared_length(headers))
             if scope["method"] not in ("GET", "HEAD"):
-                self._edge.tenant(headers)  # whoever has no key is refused before a body is read
+                self._edge.tenant(headers)  # a request without a key is refused before its body is read
             await self._app(scope, exchange.receive, exchange.send)
         except (Overloaded, RequestTimeout, TooLarge, Unauthorized) as error:
             await exchange.refuse(scope, Failure.of(error))
@@ -122,19 +133,21 @@ class Envelope:
             if exchange.excess is not None and not exchange.status:
                 await exchange.refuse(scope, Failure.of(exchange.excess))
 
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
         status, method, state = status or CLIENT_GONE, scope["method"], scope.get("state", {})
         path = scope["raw_path"].decode("ascii", "backslashreplace")  # nothing in it acts on a terminal
         log.info(
             "request", method=method, path=path, status=status, ms=round(1000 * seconds, 1), tenant=state.get("tenant")
         )
-        self._edge.metrics.request_ended(method, getattr(scope.get("route"), "path", None), status)
+        self._metrics.request_ended(method, getattr(scope.get("route"), "path", None), status)
 
 
 class _Exchange:
-    """A request's way in and its answer's way out. `status`: the answer's, 0 until it has begun. `excess`: set once the
-    body is larger, or later, than the edge's settings allow; what the application makes of that is not sent. Whoever
-    makes one calls `forget` in the end."""
+    """One request and its answer. Whoever makes one calls `forget` in the end.
+
+    `status`: of the answer, 0 until it has begun. `excess`: set once the body is larger, or takes longer, than the
+    settings allow; whatever the application answers then is not sent.
+    """
 
     def __init__(self, receive: Receive, send: Send, request_id: str, edge: Edge) -> None:
         self.request_id = request_id
@@ -144,14 +157,14 @@ class _Exchange:
         self._send = send
         self._edge = edge
         self._received = 0
-        self._whole = False  # the body is
+        self._complete = False  # the body has come whole
         self._began = asyncio.get_running_loop().time()
 
     def expect(self, length: int) -> None:
-        """Raises `TooLarge` if a body has so many bytes, and `Overloaded` if all bodies together have too many."""
-        most, together = self._edge.settings.max_body_bytes, self._edge.settings.max_bodies_bytes
-        if length > most:
-            self.excess = TooLarge(f"the body has more than {most} bytes, the most allowed")
+        """A body has `length` bytes. Raises `TooLarge`, and `Overloaded` if all bodies together have too many."""
+        limit, together = self._edge.settings.max_body_bytes, self._edge.settings.max_bodies_bytes
+        if length > limit:
+            self.excess = TooLarge(f"the body has more than {limit} bytes, the most allowed")
         elif self._edge.body_bytes > together:
             self.excess = Overloaded(
                 f"the bodies of all requests have {together} bytes, the most allowed; try again later"
@@ -165,8 +178,8 @@ class _Exchange:
         self._received = 0
 
     async def receive(self) -> Message:
-        message = await (self._receive() if self._whole else self._receive_body())
-        self._whole = not message.get("more_body", False)
+        message = await (self._receive() if self._complete else self._receive_body())
+        self._complete = not message.get("more_body", False)
         size = len(message.get("body", b""))
         self._received += size
         self._edge.body_bytes += size
@@ -204,6 +217,6 @@ def _declared_length(headers: Headers) -> int:
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's own, if it is a plain one."""
+    """The client's own, if it is short visible ASCII."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)

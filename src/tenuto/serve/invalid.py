@@ -1,7 +1,7 @@
-"""What is wrong with a request, in the words of who wrote it: the field as it is called there, and what is allowed.
+"""What is wrong with a request: names the field as the request does, and says what is allowed there.
 
-Pydantic says it by branch of a union and by Python's types. Here a union is one problem: that of the branch which its
-value was meant for, or, where it is of none, all that is allowed.
+Pydantic reports errors for every branch of a union, and in terms of Python. Here a union has one problem: that of the
+branch which the value was meant for, or, if it fits none, all that is allowed.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic_core import PydanticCustomError
-
 from tenuto.base.errors import InvalidRequest, TenutoError, Unsupported, UnsupportedMediaType
-from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
+from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, UNSUPPORTED
 
-MOST_SHOWN = 8
+MAX_SHOWN = 8
 """Problems in one message."""
-MOST_READ = 1000
-"""Of Pydantic's errors: those of a large body can be very many."""
-UNSUPPORTED = "unsupported"
-"""The type of problem that `unsupported` makes."""
+MAX_READ = 1000
+"""Of Pydantic's errors: a large body can have very many."""
 
 _TYPES = {
+    "bool_parsing": "true or false",
     "bool_type": "true or false",
     "dict_type": "an object",
     "finite_number": "a finite number",
+    "float_parsing": "a number",
     "float_type": "a number",
     "int_from_float": "an integer",
     "int_parsing": "an integer",
@@ -38,9 +36,27 @@ _TYPES = {
     "model_type": "an object",
     "string_type": "a string",
 }
-"""What a value should be, by the type of problem. These say that it is of another kind."""
-_SEVERAL = {
-    "Message": "messages",
+"""What a value should be, by Pydantic's type of error; with these it is of another kind."""
+_RULES = {
+    "extra_forbidden": "is not a field that is known here",
+    "greater_than": "should be greater than {gt}",
+    "greater_than_equal": "should be greater than or equal to {ge}",
+    "less_than": "should be less than {lt}",
+    "less_than_equal": "should be less than or equal to {le}",
+    "missing": "is required",
+    "string_pattern_mismatch": "should match the pattern {pattern}",
+    "string_too_long": "should have at most {max_length} characters",
+    "string_too_short": "should have {min_length} or more characters",
+    "string_unicode": "should be text of whole Unicode characters",
+    "too_long": "should have at most {max_length} items, not {actual_length}",
+    "too_short": "should have {min_length} or more items, not {actual_length}",
+    "value_error": "is refused: {error}",
+    UNSUPPORTED: "{problem}",
+}
+"""What is wrong with a value of the right kind, by Pydantic's type of error; filled in with the error's context."""
+_ID_RULE = f"should be 1 to {ID_LENGTH} letters, digits, '.', '_', ':' and '-', and not '.' or '..'"
+_PLURALS = {
+    "NewMessage": "messages",
     "Part": "parts",
     "bool": "booleans",
     "constrained-float": "numbers",
@@ -50,33 +66,31 @@ _SEVERAL = {
     "int": "integers",
     "str": "strings",
 }
-"""Elements of lists, as they are called in the branches of unions; others are objects."""
+"""What lists are of, by what Pydantic calls that in the branches of unions; others are lists of objects."""
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
-_SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value) should ")
 
 Place = tuple[str | int, ...]
 
 
-def unsupported(field: str, said: str) -> PydanticCustomError:
-    """To be raised where a request is validated: `field` (empty: the one being validated) is known and not there."""
-    return PydanticCustomError(UNSUPPORTED, "{field} {said}", {"field": field, "said": said})
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`place`: keys and indices that lead to the value. `branches`: of the unions on the way, each with how many parts
-    of the place come before. `said`: of the value; `wanted`: what it should be, if it is of another kind."""
+    """One thing that is wrong.
+
+    `place`: keys and indices that lead to the value. `branches`: of the unions on the way, each with how many parts of
+    the place come before it. `text`: what is wrong with the value. `wanted`: what it should be, if it is of another
+    kind. `of_length`: it is a list of a wrong length.
+    """
 
     place: Place
     branches: tuple[tuple[int, str], ...]
-    said: str
+    text: str
     wanted: str | None = None
     unsupported: bool = False
     of_length: bool = False
 
 
 def refusal_of(errors: Sequence[Any], body: Any, content_type: str | None) -> TenutoError:
-    """The error to answer with. `errors`: Pydantic's. `body`: the request's, parsed; bytes if it is not declared as
+    """The error to answer with. `errors`: Pydantic's. `body`: the request's, parsed, or bytes if it was not declared as
     JSON."""
     for error in errors:
         if error["type"] == "json_invalid":
@@ -88,19 +102,19 @@ def refusal_of(errors: Sequence[Any], body: Any, content_type: str | None) -> Te
         if tuple(error["loc"]) == ("body",) and error["type"] == "missing":
             return InvalidRequest("the body is empty; allowed: a JSON object")
     problems: list[tuple[str, Problem]] = []
-    errors = errors[:MOST_READ]
+    errors = errors[:MAX_READ]
     for kind in dict.fromkeys(error["loc"][0] for error in errors):
         found = [_problem(error, body) for error in errors if error["loc"][0] == kind]
         problems += [(kind, problem) for problem in _resolved(found)]
-    said = "; ".join(f"{_subject(kind, problem.place)} {problem.said}" for kind, problem in problems[:MOST_SHOWN])
-    if len(problems) > MOST_SHOWN:
-        said += f"; and {len(problems) - MOST_SHOWN} more"
+    text = "; ".join(f"{_subject(kind, problem.place)} {problem.text}" for kind, problem in problems[:MAX_SHOWN])
+    if len(problems) > MAX_SHOWN:
+        text += f"; and {len(problems) - MAX_SHOWN} more"
     error_type = Unsupported if all(problem.unsupported for _, problem in problems) else InvalidRequest
-    return error_type(said, param=_name(problems[0][1].place) or None)
+    return error_type(text, param=_name(problems[0][1].place) or None)
 
 
 def _problem(error: Mapping[str, Any], body: Any) -> Problem:
-    """What is part of the place and what is a branch shows when one follows the body."""
+    """Pydantic's location mixes places and branches; following it through the body shows which is which."""
     place: list[str | int] = []
     branches: list[tuple[int, str]] = []
     value, context = body if error["loc"][0] == "body" else None, error.get("ctx", {})
@@ -109,7 +123,7 @@ def _problem(error: Mapping[str, Any], body: Any) -> Problem:
     for number, part in enumerate(parts[:-1] if of_key else parts):
         last = number == len(parts) - 1
         if isinstance(value, dict) and part in value and last and value is error["input"]:
-            branches.append((len(place), str(part)))  # and by chance a key, too
+            branches.append((len(place), str(part)))  # the value has a key that is called like the branch
         elif error["loc"][0] != "body" or (isinstance(value, dict) and part in value):
             place.append(part)
             value = value[part] if isinstance(value, dict) else None
@@ -126,33 +140,25 @@ def _problem(error: Mapping[str, Any], body: Any) -> Problem:
     if error["type"] == "literal_error":
         wanted = context["expected"]
     elif error["type"] == "list_type" and branches and branches[-1][0] == len(place):
-        wanted = _several(branches[-1][1])
+        wanted = _list_of(branches[-1][1])
+    text = f"should be {wanted}" if wanted else _rule(error)
     if of_key:
-        return Problem(tuple(place), tuple(branches), f"is a key that should be {wanted or 'another'}")
-    said = f"should be {wanted}" if wanted else _said(error, context)
+        return Problem(tuple(place), tuple(branches), f"is a key that {text}")
     of_length = error["type"] in ("too_long", "too_short")
-    return Problem(tuple(place), tuple(branches), said, wanted, error["type"] == UNSUPPORTED, of_length)
+    return Problem(tuple(place), tuple(branches), text, wanted, error["type"] == UNSUPPORTED, of_length)
 
 
-def _said(error: Mapping[str, Any], context: Mapping[str, Any]) -> str:
+def _rule(error: Mapping[str, Any]) -> str:
     """What is wrong with a value of the right kind."""
-    match error["type"]:
-        case "missing":
-            return "is required"
-        case "extra_forbidden":
-            return "is not a field that is known here"
-        case "string_pattern_mismatch" if context["pattern"] == ID_PATTERN:
-            return f"should be 1 to {ID_LENGTH} letters, digits, '.', '_', ':' and '-', and not '.' or '..'"
-        case "value_error":
-            return f"is refused: {context['error']}"
-        case kind if kind == UNSUPPORTED:
-            return str(context["said"])
-    text = str(error["msg"]).replace(" after validation", "")
-    return _SUBJECT.sub("should ", text)
+    context = error.get("ctx", {})
+    if context.get("pattern") == ID_PATTERN:
+        return _ID_RULE
+    rule = _RULES.get(error["type"])
+    return rule.format_map(context) if rule is not None else f"is refused: {error['msg']}"
 
 
 def _resolved(problems: Sequence[Problem]) -> list[Problem]:
-    """Without branches: those of one union become those of one branch, or one problem."""
+    """The problems without branches: of every union, those of one branch, or one problem for all branches."""
     found: list[Problem | Place] = []
     unions: dict[Place, dict[str, list[Problem]]] = {}
     for problem in problems:
@@ -174,8 +180,8 @@ def _resolved(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _of_union(branches: list[list[Problem]]) -> list[Problem]:
-    """The problems of the branch that its value fits farthest. Of several that end at the same place because the value
-    there is of another kind, one problem with all that is allowed there."""
+    """The problems of the branch that the value fits farthest. If it fits several as far, and the value there is of
+    another kind, one problem that says all that is allowed there."""
     farthest = max(_distance(branch[0]) for branch in branches)
     meant = [branch for branch in branches if _distance(branch[0]) == farthest]
     wanted = list(dict.fromkeys(branch[0].wanted for branch in meant if branch[0].wanted is not None))
@@ -186,8 +192,8 @@ def _of_union(branches: list[list[Problem]]) -> list[Problem]:
 
 
 def _distance(problem: Problem) -> tuple[tuple[float, ...], bool]:
-    """How far a value fits: up to where, and whether it is of the right kind there. The entries of a list of a wrong
-    length are not looked at; it counts for more than a list whose first entry is of another kind."""
+    """How far a value fits a branch: up to which place, and whether it is of the right kind there. A list of a wrong
+    length, whose entries are not validated, fits farther than one whose first entry is of another kind."""
     place = tuple(part if isinstance(part, int) else 0 for part in problem.place)
     return (*place, 0.5) if problem.of_length else place, problem.wanted is None
 
@@ -198,26 +204,26 @@ def _either(wanted: Sequence[str]) -> str:
     return f"{', '.join(others)}{comma} or {last}"
 
 
-def _several(branch: str) -> str:
-    """A list, by the name of its branch: of what, if that is plain."""
+def _list_of(branch: str) -> str:
+    """A list in plain words, by the name of its branch."""
     inner = branch.removeprefix("list[").removesuffix("]")
     return "a list" if inner == branch else f"a list of {_elements(inner)}"
 
 
 def _elements(name: str) -> str:
     inner = name.removeprefix("list[").removesuffix("]")
-    return _SEVERAL.get(name, "objects") if inner == name else f"lists of {_elements(inner)}"
+    return _PLURALS.get(name, "objects") if inner == name else f"lists of {_elements(inner)}"
 
 
 def _subject(kind: str, place: Place) -> str:
-    """A field as its message begins with it."""
+    """How a message about a field begins."""
     if not place:
         return f"the {kind}"
     return _name(place) if kind == "body" else f"{kind} parameter {_name(place)}"
 
 
 def _name(place: Place) -> str:
-    """A field as one writes where it is, such as `messages[1].content`."""
+    """A field, written as in `messages[1].content`."""
     name = ""
     for part in place:
         if isinstance(part, int):

@@ -1,6 +1,7 @@
-"""Prometheus metrics, in the habits of the field: what the edge counts, and what the engine says when it is asked.
+"""Prometheus metrics: what the edge counts, and what the engine reports when it is asked.
 
-No label has more values than the configuration, the routes or the code have: sessions, turns and clients are no labels.
+The values of labels come from the configuration, the routes or the code, so they are few: no session, turn or client is
+a label.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from prometheus_client.registry import Collector
 from tenuto.base.errors import TenutoError
 from tenuto.base.link import Link
 from tenuto.base.messages import Audit, GetStats
-from tenuto.base.turns import Delta
-from tenuto.base.views import AuditReport, Stats
-from tenuto.serve.turns import LiveTurn
+from tenuto.base.turns import Delta, TurnState
+from tenuto.base.views import AuditReport, Stats, Transition
+from tenuto.serve.shared.live_turn import LiveTurn
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 AUDIT_SECONDS = 10.0
-"""How old a recount of memory may be, so that being looked at costs little."""
+"""How old a recount of memory may be, so that frequent scrapes cost little."""
 PATIENCE_SECONDS = 5.0
 """How long the engine may take to answer: a step may be long, and Prometheus gives up after 10."""
 TIER = "device"
-"""Where all units are, for now."""
+"""Of all units, for now."""
 
 _FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1, 2, 4, 8, 15, 30, 60, 120)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 240, 600, 1800)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
-Samples = Iterable[tuple[tuple[str, ...], float]]
+Series = Iterable[tuple[tuple[str, ...], float]]
 
 
 class Metrics:
@@ -45,6 +46,7 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call] # the library's noise, a second line for every one
         self.registry = registry = CollectorRegistry()
+        self._last_tokens: dict[str, float] = {}  # when an open turn's last tokens came, by turn id
         ProcessCollector(registry=registry)
         self._engine = _EngineFigures()
         registry.register(self._engine)
@@ -70,44 +72,46 @@ class Metrics:
             "tenuto_http_requests", "HTTP requests answered", ("method", "route", "status"), registry=registry
         )
 
-    def turn_updated(self, turn: LiveTurn, update: Delta) -> None:
-        """A turn has gone on. Tokens that come together are counted as evenly spaced."""
-        tokens = len(update.tokens)
+    def turn_updated(self, turn: LiveTurn, delta: Delta) -> None:
+        """Count a delta. Tokens that come together are counted as evenly spaced."""
+        tokens = len(delta.tokens)
         if not tokens:
             return
         now = time.perf_counter()
-        if turn.heard is None:
-            self._first.observe(now - turn.asked)
+        before = self._last_tokens.get(turn.id)
+        if before is None:
+            self._first.observe(now - turn.requested_at)
         else:
-            gap = (now - turn.heard) / tokens
+            gap = (now - before) / tokens
             for _ in range(tokens):
                 self._between.observe(gap)
-        turn.heard = now
+        self._last_tokens[turn.id] = now
 
     def turn_ended(self, turn: LiveTurn) -> None:
         """An accepted turn has ended."""
+        self._last_tokens.pop(turn.id, None)
         reason = turn.result.reason.value if turn.result is not None else "engine_stopped"
-        self._ended.labels(reason, str(turn.state == "committed").lower()).inc()
-        self._whole.observe(time.perf_counter() - turn.asked)
+        self._ended.labels(reason, str(turn.committed).lower()).inc()
+        self._whole.observe(time.perf_counter() - turn.requested_at)
 
     def request_ended(self, method: str, route: str | None, status: int) -> None:
-        """A request was answered. `route`: its path with the names of its parameters, `None` if there is no such."""
+        """Count an answered request. `route`: the path with its parameters' names, `None` if no route matched."""
         self._requests.labels(method if method in _METHODS else "other", route or "none", str(status)).inc()
 
-    async def text(self, link: Link, model: str, in_line: int) -> bytes:
-        """All there is, in Prometheus's text format. `in_line`: turns that wait for others of their sessions. If the
-        engine has stopped, or is late, its figures are missing."""
-        self._engine.model, self._engine.in_line = model, in_line
+    async def text(self, link: Link, model: str, waiting: int) -> bytes:
+        """All metrics in Prometheus's text format, without the engine's if it has stopped or is late. `waiting`: turns
+        that wait for others of their sessions."""
+        self._engine.model, self._engine.waiting = model, waiting
         await self._engine.refresh(link)
         return generate_latest(self.registry)
 
 
 class _EngineFigures(Collector):
-    """What the engine has said last, as metrics."""
+    """What the engine has reported last, as metrics."""
 
     def __init__(self) -> None:
         self.model = ""
-        self.in_line = 0
+        self.waiting = 0
         self._up = False
         self._stats: Stats | None = None
         self._audit: AuditReport | None = None
@@ -125,27 +129,27 @@ class _EngineFigures(Collector):
         self._up = link.stopped is None
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry need not ask before there is an engine."""
+        """Empty: these metrics cannot be collected while they are being registered."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("build_info", "What runs", [((version("tenuto"), self.model), 1)], "version", "model")
         yield _gauge("engine_up", "Whether there is an engine", [((), self._up)])
-        yield _gauge("turns_in_line", "Turns that wait for others of their sessions", [((), self.in_line)])
+        yield _gauge("turns_waiting", "Turns that wait for others of their sessions", [((), self.waiting)])
         if self._stats is not None:
-            yield from _of_now(self._stats)
-            yield from _of_memory(self._stats, self._audit)
-            yield from _of_all_time(self._stats)
+            yield from _current(self._stats)
+            yield from _memory(self._stats, self._audit)
+            yield from _totals(self._stats)
 
 
-def _of_now(stats: Stats) -> Iterator[Metric]:
+def _current(stats: Stats) -> Iterator[Metric]:
     yield _gauge("turns_running", "Turns in the running batch", [((), stats.running)])
     yield _gauge("turns_queued", "Turns that wait for the running batch", [((), stats.queued)])
     yield _gauge("sessions_open", "Open sessions", [((), stats.sessions)])
     yield _gauge("held_tokens", "Committed tokens of open sessions", _by_name(stats.held_tokens), "tenant")
 
 
-def _of_memory(stats: Stats, audit: AuditReport | None) -> Iterator[Metric]:
+def _memory(stats: Stats, audit: AuditReport | None) -> Iterator[Metric]:
     states = [
         ((pool.name, TIER, state), count)
         for pool in stats.pools
@@ -153,14 +157,14 @@ def _of_memory(stats: Stats, audit: AuditReport | None) -> Iterator[Metric]:
     ]
     yield _gauge("memory_units", "Units of memory", states, "group", "tier", "state")
     if audit is not None:
-        held = [((pool.name, TIER, who), count) for pool in audit.pools for who, count in pool.by_holder.items()]
-        told = f"Leased units by holder, those of several under shared; up to {AUDIT_SECONDS:g} seconds old"
-        yield _gauge("memory_leased_units", told, held, "group", "tier", "holder")
+        held = [((pool.name, TIER, holder), count) for pool in audit.pools for holder, count in pool.by_holder.items()]
+        text = f"Leased units by holder, those of several under shared; up to {AUDIT_SECONDS:g} seconds old"
+        yield _gauge("memory_leased_units", text, held, "group", "tier", "holder")
 
 
-def _of_all_time(stats: Stats) -> Iterator[Metric]:
+def _totals(stats: Stats) -> Iterator[Metric]:
     events = stats.transitions
-    aborts = sum(count for event, count in events.items() if event.split(" ")[0] in ("abort", "barge-in"))
+    aborts = sum(events.get(str(Transition(how, state)), 0) for how in ("abort", "barge-in") for state in TurnState)
     yield _counter("prompt_tokens", "Prompt tokens of ended turns", [((), stats.prompt_tokens)])
     yield _counter("cached_tokens", "Of them, those not computed again", [((), stats.cached_tokens)])
     yield _counter("computed_tokens", "Tokens computed for ended turns", [((), stats.computed_tokens)])
@@ -173,19 +177,19 @@ def _of_all_time(stats: Stats) -> Iterator[Metric]:
     yield _counter("transitions", "Transitions of sessions and turns", _by_name(events), "event")
 
 
-def _by_name(counts: Mapping[str, int]) -> Samples:
+def _by_name(counts: Mapping[str, int]) -> Series:
     return [((name,), count) for name, count in counts.items()]
 
 
-def _gauge(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+def _gauge(name: str, text: str, samples: Series, *labels: str) -> Metric:
     return _filled(GaugeMetricFamily(f"tenuto_{name}", text, labels=labels), samples)
 
 
-def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+def _counter(name: str, text: str, samples: Series, *labels: str) -> Metric:
     return _filled(CounterMetricFamily(f"tenuto_{name}", text, labels=labels), samples)
 
 
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Series) -> Metric:
     for labels, value in samples:
         family.add_metric(labels, value)
     return family

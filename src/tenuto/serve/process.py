@@ -22,8 +22,8 @@ log = structlog.get_logger("tenuto.server")
 
 T = TypeVar("T")
 
-LAST_WORDS_SECONDS = 5.0
-"""How long an engine process that closes its socket, or is told to end, may take to exit before it is killed."""
+EXIT_SECONDS = 5.0
+"""How long an engine process may take to exit, once it has closed its socket or was told to, before it is killed."""
 
 
 class ProcessLink(asyncio.Protocol):
@@ -79,7 +79,7 @@ class ProcessLink(asyncio.Protocol):
         await self._board.ended()
 
     async def close(self) -> None:
-        """Close the socket, on which the child ends by itself, and see that it does."""
+        """Close the socket, which makes the child end, and wait until it has."""
         self._transport.close()
         self._board.stop("the engine was closed")
         await self._bury()
@@ -89,7 +89,7 @@ class ProcessLink(asyncio.Protocol):
             message = self._encoder.encode(request)
         except (OverflowError, UnicodeEncodeError) as error:
             raise InvalidRequest("allowed: numbers of 64 bits, text of whole Unicode characters") from error
-        if not self._transport.is_closing():  # else whoever asks is told with the others, when it is known why
+        if not self._transport.is_closing():  # else the caller gets the error that `_bury` gives to all
             self._transport.write(frame(message))
 
     # -- called by the event loop
@@ -111,9 +111,9 @@ class ProcessLink(asyncio.Protocol):
         self._buried = asyncio.ensure_future(self._bury())
 
     async def _bury(self) -> None:
-        """The child is ending: wait for that, and tell everyone why."""
+        """Wait until the child has ended, and tell everyone why."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._child.wait(), LAST_WORDS_SECONDS)
+            await asyncio.wait_for(self._child.wait(), EXIT_SECONDS)
         if self._child.returncode is None:
             with suppress(ProcessLookupError):
                 self._child.kill()

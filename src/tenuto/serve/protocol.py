@@ -12,20 +12,20 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
-from tenuto.serve.edge import Failure
+from tenuto.serve.shared.errors import Failure
 from tenuto.serve.unread import Connection
 
 log = structlog.get_logger("tenuto.http")
 
-MOST_HEADER_BYTES = 2**16
+MAX_HEADER_BYTES = 2**16
 """Of a request's line and headers, of what follows a body in chunks, and of what stands between two chunks."""
-MOST_HEADERS = 256
+MAX_HEADERS = 256
 SLICE_BYTES = 2**14
-"""How much is parsed before it is looked at what came of it."""
+"""How much is parsed before the limits are checked."""
 REST_SECONDS = 5.0
 """How long a client may go on sending a body that was answered already."""
 LINGER_SECONDS = 1.0
-"""How long a connection is still read from that was refused: closed at once, it might take the answer with it."""
+"""How long a refused connection is still read from: if it were closed at once, the answer might be lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,20 @@ class ConnectionLimits:
 class BoundedProtocol(Connection):
     """uvicorn's protocol on httptools, which bounds none of this.
 
-    Invariant: `_timer` runs while a connection without an answer on its way owes us something: whole headers, or the
-    rest of a body that was answered. For a body that the application waits for, that does it.
+    Invariant: `_timer` runs while no answer is under way and the client owes us something: whole headers, or the rest
+    of a body that was answered early. A body that the application waits for is timed by the application.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[int], None], /, **uvicorn: Any) -> None:
-        """`refused` is told the status of whatever is refused here."""
+        """`refused` is called with the status of every refusal here."""
         super().__init__(**uvicorn)
         self._limits = limits
         self._refused = refused
         self._timer: asyncio.TimerHandle | None = None
         self._excess: TenutoError | None = None  # why the parser was stopped
-        self._ended = False  # refused; nothing that comes counts
-        self._begun = False  # something of a request has come that is not whole
-        self._in_body = False  # its headers have
+        self._ended = False  # refused; what still comes is ignored
+        self._begun = False  # a part of a request has come
+        self._in_body = False  # its headers are whole
         self._around = 0  # bytes that came since it began, or since its last byte of body
 
     @property
@@ -83,8 +83,8 @@ class BoundedProtocol(Connection):
             part = data[at : at + SLICE_BYTES]
             self._around += len(part)
             super().data_received(part)
-            if self._around > MOST_HEADER_BYTES:
-                self._refuse(HeadersTooLarge(f"the headers have more than {MOST_HEADER_BYTES} bytes, the most allowed"))
+            if self._around > MAX_HEADER_BYTES:
+                self._refuse(HeadersTooLarge(f"the headers have more than {MAX_HEADER_BYTES} bytes, the most allowed"))
 
     # -- called by the parser
 
@@ -95,8 +95,8 @@ class BoundedProtocol(Connection):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        if len(self.headers) > MOST_HEADERS:
-            self._excess = HeadersTooLarge(f"there are more than {MOST_HEADERS} headers, the most allowed")
+        if len(self.headers) > MAX_HEADERS:
+            self._excess = HeadersTooLarge(f"there are more than {MAX_HEADERS} headers, the most allowed")
             raise self._excess  # stops the parser
 
     def on_headers_complete(self) -> None:
@@ -133,7 +133,7 @@ class BoundedProtocol(Connection):
 
     def _headers_are_late(self) -> None:
         self._timer = None
-        if self.flow.read_paused or self._answering:  # it may be us who do not read them
+        if self.flow.read_paused or self._answering:  # perhaps it is we who do not read them
             self._await_headers()
         elif self._begun:
             self._refuse(RequestTimeout(f"the headers were not whole after {self._limits.header_seconds:g} seconds"))
@@ -160,7 +160,7 @@ class BoundedProtocol(Connection):
             if not self._in_body or self.pipeline or self.cycle.response_started:
                 self.transport.close()
                 return
-            self.cycle.disconnected = True  # nobody else answers: what waits for the body is told that it does not come
+            self.cycle.disconnected = True  # whoever waits for the body is told that it will not come
             self.cycle.message_event.set()
         failure = Failure.of(error)
         body = msgspec.json.encode(failure.body)

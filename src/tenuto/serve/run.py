@@ -19,21 +19,19 @@ from tenuto.base.link import Link
 from tenuto.base.messages import WorkerSettings
 from tenuto.base.views import ModelView
 from tenuto.serve.app import build_app
-from tenuto.serve.edge import Edge
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tenuto.serve.protocol import BoundedProtocol, ConnectionLimits
-from tenuto.serve.settings import ServeSettings
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.settings import ServeSettings
 from tenuto.serve.unread import SEND_BUFFER_BYTES, UnreadConnections
 
 log = structlog.get_logger("tenuto.server")
 
 CLOSING_SECONDS = 2.0
 """How long connections may take to end when their turns have."""
-
-
 OTHER_FILES = 64
-"""Open files that are no connections."""
+"""Open files that are not connections."""
 
 
 class _Server(uvicorn.Server):
@@ -56,8 +54,8 @@ def listen(settings: ServeSettings) -> socket.socket:
 
 
 def _connections(wanted: int) -> int:
-    """How many connections the process may have files for, at most `wanted`: as its limit on open files allows, which
-    is raised if it can be."""
+    """How many connections the process may have, at most `wanted`. Its limit on open files is raised for that as far
+    as it can be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -69,8 +67,9 @@ def _connections(wanted: int) -> int:
 async def serve(
     worker: WorkerSettings, settings: ServeSettings, ready: Callable[[ModelView, str], None] = lambda *_: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `ready` is told of the model and the address once requests are taken. Raises
-    `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends before it is told to: by then everyone knows."""
+    """Serve until SIGTERM or SIGINT. `ready` is called with the model and the address once requests are accepted.
+    Raises `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends before it is told to; open requests have
+    been answered by then."""
     with listen(settings) as listening:
         try:
             link = await ProcessLink.open(worker)
@@ -89,11 +88,11 @@ async def _serve(
     listening: socket.socket,
     ready: Callable[[ModelView, str], None],
 ) -> None:
-    edge = Edge(link, model, settings, Metrics())
+    edge, metrics = Edge(link, model, settings), Metrics()
     limits = ConnectionLimits(_connections(settings.max_connections), settings.header_seconds)
-    protocol = partial(BoundedProtocol, limits, lambda status: edge.metrics.request_ended("other", None, status))
+    protocol = partial(BoundedProtocol, limits, lambda status: metrics.request_ended("other", None, status))
     config = uvicorn.Config(
-        build_app(edge),
+        build_app(edge, metrics),
         http=cast("type[asyncio.Protocol]", protocol),
         ws="none",
         timeout_keep_alive=settings.keep_alive_seconds,
@@ -106,7 +105,7 @@ async def _serve(
     server, ending = _Server(config), asyncio.Event()
 
     def end() -> None:
-        edge.hurried = ending.is_set()  # asked again: no turn is waited for any more
+        edge.hurried = ending.is_set()  # the second signal: turns are no longer waited for
         ending.set()
 
     loop = asyncio.get_running_loop()
@@ -120,7 +119,7 @@ async def _serve(
     ends = {serving, asyncio.ensure_future(ending.wait()), asyncio.ensure_future(link.ended())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     asked = ending.is_set()
-    log.info("ending", open_turns=len(edge.desk.open_turns()))
+    log.info("ending", open_turns=len(edge.turns.open_turns()))
     if link.stopped is None:
         await edge.drain()
     server.should_exit = True

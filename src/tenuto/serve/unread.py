@@ -1,4 +1,4 @@
-"""Clients that do not read: their turns hold rows that others wait for, and what is written for them fills memory."""
+"""Clients that do not read their answers: their turns hold rows that others wait for, and their answers fill memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 log = structlog.get_logger("tenuto.http")
 
 CHECKS = 4
-"""How often a connection is looked at within the time that its client has."""
+"""How often a connection is checked within the time that its client has."""
 SEND_BUFFER_BYTES = 2**16
-"""What the system is asked to hold of an answer that is not read; Linux takes twice that. Left to itself it takes
-megabytes, and as nobody notices before they are full, a turn would hold its row all that time."""
+"""What the system is asked to buffer of an answer; Linux takes twice that. By default it buffers megabytes, and a turn
+whose client does not read would hold its row until they are full."""
 WRITE_BUFFER_BYTES = 2**14
-"""What we hold besides before whatever writes has to wait."""
+"""What we buffer besides before the writer has to wait."""
 
 
 class Connection(HttpToolsProtocol):
@@ -38,9 +38,9 @@ class Connection(HttpToolsProtocol):
 
 
 class UnreadConnections:
-    """Breaks connections whose buffers are full, or that are to be closed, while their client makes no room for more
-    for some time; its system may announce room only in pieces of 64 KiB or more. For whatever writes to one, and for
-    its turn, that is a disconnect like any other.
+    """Breaks a connection when its buffers have been full, or it was to be closed, for some time in which its client
+    has made no room; clients' systems may announce room only in pieces of 64 KiB or more. For the writer, and for the
+    turn, that is a disconnect like any other.
 
     Invariant: nothing is written to the connections in `_waiting` as long as they have not `resumed`, so what is still
     to be read of their answers only shrinks.
@@ -58,11 +58,11 @@ class UnreadConnections:
             await asyncio.sleep(self._seconds / CHECKS)
             try:
                 self.check()
-            except Exception:  # our mistake, and one look's: without any, turns would keep their rows for nobody
+            except Exception:  # our own mistake; without further checks, turns would hold their rows for nobody
                 log.exception("connections could not be checked")
 
     def check(self) -> None:
-        """Look at every connection; break those that show no progress for the `CHECKS`th time in a row."""
+        """Break the connections that have shown no progress in `CHECKS` checks in a row."""
         waiting: dict[Connection, tuple[int, int, int]] = {}
         for connection in list(self._connections):
             transport = connection.transport
@@ -79,7 +79,7 @@ class UnreadConnections:
         self._waiting = waiting
 
     def give_up(self) -> None:
-        """The server ends, and waits no longer for those whose buffers are full."""
+        """The server ends, and no longer waits for connections whose buffers are full."""
         for connection in list(self._connections):
             if _may_be_unread(connection):
                 connection.transport.abort()
@@ -97,9 +97,6 @@ def bytes_left(transport: asyncio.WriteTransport) -> int:
     descriptor = transport.get_extra_info("socket").fileno()
     try:
         queued = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
-    except (
-        OSError,
-        ValueError,
-    ):  # another system, or the connection has just been lost: our own buffer shrinks, too, if later
+    except (OSError, ValueError):  # another system, or the connection has just been lost
         return left
     return left + int.from_bytes(queued, sys.byteorder)

@@ -1,5 +1,5 @@
-"""The interface in OpenAI's manner: models, completions and chat completions. A completion is a turn of an ephemeral
-session, or with `session_id` of one that the client keeps."""
+"""Routes in OpenAI's manner. A completion is a turn of an ephemeral session, or with `session_id` of one that the
+client keeps."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, ModelNotFound, NotFound, TenutoError
+from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, NotFound, TenutoError
 from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.turns import TurnInput
-from tenuto.serve.edge import Caller, Edge, EdgeOf, digest_of
-from tenuto.serve.native_schemas import REFUSALS, IdempotencyKey
-from tenuto.serve.openai_answers import Answer, Writer
-from tenuto.serve.openai_chat import ChatWriter
-from tenuto.serve.openai_completions import CompletionWriter, echo_of
-from tenuto.serve.openai_schemas import ChatBody, CompletionBody, Generation
-from tenuto.serve.samples import Samples, close_all, start_all
-from tenuto.serve.settings import Tenant
-from tenuto.serve.sse import EventStream, while_connected
+from tenuto.serve.openai.answers import Answer, Writer
+from tenuto.serve.openai.chat import ChatWriter
+from tenuto.serve.openai.completions import CompletionWriter, echo_of
+from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.idempotency import RequestKey
+from tenuto.serve.shared.samples import Samples, close_all, start_all
+from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
+from tenuto.serve.shared.settings import Tenant
+from tenuto.serve.shared.sse import EventStream, while_connected
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
-MOST_CHOICES = 1024
+MAX_CHOICES = 1024
 """Answers to one request: prompts times `n`."""
 
 
@@ -56,9 +57,9 @@ async def list_models(edge: EdgeOf, _: Caller) -> dict[str, Any]:
 
 @router.get("/models/{model_id:path}", responses=REFUSALS)
 async def get_model(edge: EdgeOf, _: Caller, model_id: str) -> dict[str, Any]:
-    """The model of that name."""
+    """The model, by its name or as `default`."""
     edge.require_engine()
-    _check_model(edge, model_id)
+    edge.check_model(model_id)
     return _model(edge)
 
 
@@ -72,11 +73,6 @@ def _model(edge: Edge) -> dict[str, Any]:
         "parent": None,
         "max_model_len": edge.model.context_length,
     }
-
-
-def _check_model(edge: Edge, name: str) -> None:
-    if name != edge.served_name:
-        raise ModelNotFound(f"there is no model {name[:200]!r}; allowed: {edge.served_name!r}", param="model")
 
 
 # -- completions
@@ -96,9 +92,9 @@ async def complete(
 async def _completion_writers(edge: Edge, body: CompletionBody, samples: Sequence[Samples]) -> list[Writer]:
     logprobs, silent = body.logprobs is not None, edge.model.eos_ids
     writers: list[Writer] = []
-    for prompt, one in zip(body.prompts, samples, strict=True):
-        echo = await echo_of(edge, prompt, one, logprobs=logprobs) if body.echo else None
-        writers += [CompletionWriter(logprobs=logprobs, echo=echo, silent=silent) for _ in one.turns]
+    for prompt, answers in zip(body.prompts, samples, strict=True):
+        echo = await echo_of(edge, prompt, answers, logprobs=logprobs) if body.echo else None
+        writers += [CompletionWriter(logprobs=logprobs, echo=echo, silent=silent) for _ in answers.turns]
     return writers
 
 
@@ -117,25 +113,25 @@ async def chat(
 
 
 async def _chat_writers(body: ChatBody, samples: Sequence[Samples]) -> list[Writer]:
-    return [ChatWriter(logprobs=bool(body.logprobs)) for one in samples for _ in one.turns]
+    return [ChatWriter(logprobs=bool(body.logprobs)) for answers in samples for _ in answers.turns]
 
 
 # -- from requests to turns, and from turns to answers
 
 
 def _check(edge: Edge, body: Generation, prompts: int) -> None:
-    _check_model(edge, body.model)
+    edge.check_model(body.model)
     body.check()
-    if not 1 <= prompts * body.samples <= MOST_CHOICES:
-        raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MOST_CHOICES} answers in all")
+    if not 1 <= prompts * body.samples <= MAX_CHOICES:
+        raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MAX_CHOICES} answers in all")
 
 
-def _start(tenant: Tenant, body: Generation, given: TurnInput) -> StartTurn:
+def _start(tenant: Tenant, body: Generation, turn_input: TurnInput) -> StartTurn:
     return StartTurn(
         kind="turn",
         tenant=tenant.name,
         session=body.session_id,
-        input=given,
+        input=turn_input,
         params=body.params(),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         limits=tenant.limits,
@@ -149,36 +145,36 @@ async def _begin(
     if body.session_id is None:
         starting = start_all(edge, tenant, starts, body.samples)
     else:
-        digest = await digest_of(request) if key is not None else b""
-        starting = _in_session(edge, tenant, starts[0], key, digest)
+        starting = _in_session(edge, tenant, starts[0], await RequestKey.of(request, key))
     try:
         return await while_connected(request, starting)
     except ContextExceeded as error:
-        raise ContextLengthExceeded(str(error), param=body.text_field) from None
+        raise ContextLengthExceeded(str(error), param=body.input_field) from None
     except TenutoError as error:
         error.param = body.param(error.param)
         raise
 
 
-async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: str | None, digest: bytes) -> list[Samples]:
-    """A turn of the client's session, which is opened if there is none; it goes again if the turn is then refused."""
-    samples = Samples(edge, tenant)
+async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: RequestKey | None) -> list[Samples]:
+    """A turn of the client's session, which is opened if there is none, and closed again if the turn is then
+    refused."""
+    samples, session = Samples(edge, tenant), start.session or ""
     try:
-        samples.turns = [await edge.start(tenant, start, key=key, body=digest)]
+        samples.turns = [await edge.start(tenant, start, request_key=key)]
     except NotFound:
-        opened = await _open(edge, tenant, start.session or "")
+        opened = await _open(edge, tenant, session)
         try:
-            samples.turns = [await edge.start(tenant, start, key=key, body=digest)]
+            samples.turns = [await edge.start(tenant, start, request_key=key)]
         except TenutoError:
-            if opened and edge.desk.open_turn((tenant.name, start.session or "")) is None:
+            if opened and edge.turns.open_turn((tenant.name, session)) is None:
                 with suppress(TenutoError):
-                    await edge.desk.close_session((tenant.name, start.session or ""), version=0)
+                    await edge.turns.close_session((tenant.name, session), version=0)
             raise
     return [samples]
 
 
 async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
-    """Whether the session was opened by this, or else by somebody else."""
+    """Whether this has opened the session; `False` if somebody else has meanwhile."""
     opening = OpenSession(
         session=session,
         policy=Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name),
@@ -198,7 +194,7 @@ async def _respond(
     samples: list[Samples],
     make_writers: Callable[[], Awaitable[list[Writer]]],
 ) -> Response:
-    """The answer, whole or as a stream; when it is sent, or the client has gone, the samples are closed."""
+    """The answer, whole or as a stream. The samples are closed when it is sent, or the client has gone."""
     kind = "text_completion" if isinstance(body, CompletionBody) else "chat.completion"
     streams = False
     try:

@@ -1,4 +1,4 @@
-"""What the native interface takes and answers."""
+"""What the native interface takes and answers, as it is written in HTTP."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from typing import Annotated, Any, Literal
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field
 
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
+from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import Record
-from tenuto.serve.options import Items, Messages, Object, at_most, field_of, with_options
+from tenuto.serve.shared.schemas import (
+    ID_LENGTH,
+    ID_PATTERN,
+    Items,
+    Messages,
+    Object,
+    at_most,
+    field_of,
+    with_options,
+)
 
-ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
-"""Of a session's id: whatever needs no quoting in a URL. Clients leave `.` and `..` out of URLs, so they are no ids."""
-ID_LENGTH = 64
+MAX_TRIM_TURNS = 100_000
 SessionId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The session's id.")]
 TurnId = Annotated[str, Path(pattern=r"^turn-[0-9a-f]{24}$", description="The turn's id.")]
 NewId = Annotated[
@@ -28,28 +37,11 @@ IfMatch = Annotated[
     str | None,
     Header(description="The version the session must have, as in its `ETag`; refused with 412 if it has another."),
 ]
-IdempotencyKey = Annotated[
-    str | None,
-    Header(
-        min_length=1,
-        max_length=200,
-        description="While the first request with this key runs, others attach to its turn; once that has committed,"
-        " they get its result. After an abort the key is free. With another body it is refused with 422.",
-    ),
-]
-
-
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-class Body(Object):
-    """What requests are made of: unknown fields and values of another type are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Message(Body):
+class NewMessage(Object):
     """A chat message."""
 
     role: str = Field(min_length=1, max_length=64, examples=["user"])
@@ -57,12 +49,12 @@ class Message(Body):
 
 
 Input = Annotated[
-    str | Items[int] | Messages[Message],
+    str | Items[int] | Messages[NewMessage],
     Field(description="Text, token ids or chat messages. Empty continues where the history ends.", examples=["Hello"]),
 ]
 
 
-class NewSession(Body):
+class NewSession(Object):
     """A session to be opened."""
 
     id: NewId = None
@@ -79,8 +71,8 @@ class NewSession(Body):
 
 
 @with_options()
-class NewTurn(Body):
-    """A turn to be started: how it generates, and what is not given is as the engine has it."""
+class NewTurn(Object):
+    """A turn to be started, with the options of its generation; those not given have the engine's defaults."""
 
     input: Input = ""
     stream: bool = Field(default=True, description="Send events as they come; otherwise one answer at the end.")
@@ -99,20 +91,20 @@ class NewTurn(Body):
 
 
 @with_options(*OF_PREFILL)
-class NewAppend(Body):
+class NewAppend(Object):
     """Input to be appended without an answer."""
 
     input: Input = ""
     if_busy: Literal["reject", "queue"] = "reject"
 
 
-class NewDraft(Body):
+class NewDraft(Object):
     """The whole draft as it reads now."""
 
     input: Input
 
 
-class Abort(Body):
+class Abort(Object):
     """Which turn to end, and what of it to commit."""
 
     keep: Literal["none", "delivered", "all"] | int = Field(
@@ -123,7 +115,7 @@ class Abort(Body):
     turn_id: str | None = Field(None, description="Only if this is the turn; else whichever is open.")
 
 
-class Position(Body):
+class Position(Object):
     """A place in the history: after its first `turn` turns, or its first `position` tokens."""
 
     turn: int | None = Field(None, ge=0, examples=[1])
@@ -136,16 +128,18 @@ class NewFork(Position):
     id: NewId = None
 
 
-class NewTrim(Body):
+class NewTrim(Object):
     """Which turns the new session has."""
 
-    turns: Items[int] = Field(min_length=0, max_length=100_000, description="Their numbers, ascending.", examples=[[1]])
+    turns: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TRIM_TURNS)] = Field(
+        description="Their numbers, ascending.", examples=[[1]]
+    )
     id: NewId = None
 
 
 class Session(BaseModel):
     """A session as it is now. Of its `tokens`, the first `computed` have their state in memory. `memory`: units that it
-    holds, by group. `version` counts commits and rewinds."""
+    holds, by group. `version` counts commits and rewinds. `turn`: the state of its open turn."""
 
     id: str
     state: str
@@ -210,33 +204,6 @@ class Turn(BaseModel):
     usage: Usage | None = None
 
 
-class Error(BaseModel):
-    """What was wrong, and what is allowed."""
-
-    error: dict[str, Any]
-
-
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error, "description": text}
-    for status, text in {
-        400: "Malformed, or more than the context has room for",
-        401: "No valid key",
-        403: "This needs an admin key",
-        404: "No such session or turn",
-        409: "Busy, taken, or not possible in this state",
-        410: "The session is closing",
-        412: "The session has another version",
-        408: "The body did not come in time",
-        413: "The body is too large",
-        415: "The body is not declared as JSON",
-        422: "The idempotency key was used with another body",
-        429: "As much as is allowed; see `Retry-After`",
-        431: "The headers are too large, or too many",
-        500: "The server failed",
-        504: "The turn waited for its session until its deadline",
-        503: "There is no engine, or the server is ending; see `Retry-After`",
-    }.items()
-}
 EVENT = {
     "type": "object",
     "description": "An event; its data is JSON.",
@@ -250,3 +217,25 @@ STREAMED: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {"schema": EVENT}},
     }
 }
+
+
+def etag(version: int | None) -> str:
+    """A session's version as a header."""
+    return f'"{version}"'
+
+
+def version_of(if_match: str | None) -> int | None:
+    """The version that an `If-Match` header names; any for `*`."""
+    if if_match is None or if_match.strip() == "*":
+        return None
+    bare = if_match.strip().strip('"')
+    if not (bare.isascii() and bare.isdigit() and len(bare) < 16):
+        raise InvalidRequest(f"if-match is {if_match[:40]!r}; allowed: a version, as in the session's ETag")
+    return int(bare)
+
+
+def turn_input(given: str | list[int] | list[NewMessage]) -> TurnInput:
+    """What was given, as the engine takes it."""
+    if isinstance(given, str):
+        return given
+    return [Message(part.role, part.content) if isinstance(part, NewMessage) else part for part in given]

@@ -1,4 +1,4 @@
-"""Requests in SGLang's manner that are under way, and the sessions they name."""
+"""Requests in SGLang's manner that are under way, by the ids that clients give them, and the sessions they name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from fastapi import Depends, Request
 from msgspec.structs import replace
 
 from tenuto.base.checks import shown
@@ -20,29 +22,29 @@ from tenuto.base.errors import (
     NotFound,
     Overloaded,
     SessionClosed,
-    TenutoError,
 )
 from tenuto.base.messages import GetSession, OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.turns import Transcript
-from tenuto.serve.edge import Edge
-from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
-from tenuto.serve.samples import Samples, all_of
-from tenuto.serve.settings import Tenant, new_session_id
-from tenuto.serve.sglang_schemas import Item, NewSession, SessionParams
-from tenuto.serve.sglang_sessions import Branches, Place
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.sglang.branches import Branches, Place
+from tenuto.serve.sglang.schemas import Item, OpenSessionRequest, SessionParams
+from tenuto.serve.shared.edge import Edge, EdgeOf
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.samples import Samples
+from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN
+from tenuto.serve.shared.settings import Tenant, new_session_id
+from tenuto.serve.shared.tasks import all_of
 
 ID = re.compile(ID_PATTERN)
-MOST_SESSIONS = 100_000
-"""With branches, of all tenants."""
+MAX_SESSIONS = 100_000
+"""Sessions with branches, of all tenants."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One answer on its way. `turn`: once it was accepted. `sample`: which of the answers to one prompt; `prompt`: the
-    turn that has computed the prompt for several. `reply`: what of the turn has been answered. `ended`: when, by the
-    clock of `started`."""
+    """One answer under way. `sample`: its index among the answers to one prompt. `started`, `ended`: by
+    `time.perf_counter`. `reply`: what of the turn is in the answer so far. `turn`: set when the engine has accepted it.
+    `prompt`: the turn that has computed the prompt, if there are several samples."""
 
     tenant: str
     rid: str
@@ -58,11 +60,17 @@ class Running:
     branches: Branches | None = None
     place: Place | None = None
 
+    @property
+    def accepted(self) -> LiveTurn:
+        """The turn, once the engine has accepted it."""
+        assert self.turn is not None
+        return self.turn
+
 
 class Requests:
     """All requests under way by tenant and id, and sessions with branches.
 
-    Invariant: an entry of `running` leaves it when its turn ends, or did not start.
+    Invariant: a request is in `_running` until its turn has ended, or has failed to start.
     """
 
     def __init__(self, edge: Edge) -> None:
@@ -71,12 +79,12 @@ class Requests:
         self._running: dict[tuple[str, str], Running] = {}
         self._by_turn: dict[str, Running] = {}  # by turn id
         self._sessions: dict[tuple[str, str], Branches] = {}
-        edge.desk.on_end.append(self._turn_ended)
+        edge.turns.on_end.append(self._turn_ended)
 
     # -- sessions
 
-    async def open(self, tenant: Tenant, body: NewSession) -> str:
-        """The id of a new session. Raises `InvalidRequest` if it is taken."""
+    async def open(self, tenant: Tenant, body: OpenSessionRequest) -> str:
+        """Open a session. Returns its id; raises `InvalidRequest` if it is taken."""
         name = body.session_id or new_session_id()
         key = tenant.name, name
         taken = InvalidRequest(f"session {name!r} is open already")
@@ -105,11 +113,11 @@ class Requests:
         key = tenant.name, name
         if key in self._sessions:
             raise InvalidRequest(f"session {name!r} is open already")
-        if len(self._sessions) >= MOST_SESSIONS:
-            raise Overloaded(f"{MOST_SESSIONS} sessions are open, the most allowed; close some first")
-        most, own = tenant.limits.sessions, sum(owner == tenant.name for owner, _ in self._sessions)
-        if most is not None and own >= most:
-            raise LimitReached(f"{own} sessions are open; allowed: {most}; close some first")
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise Overloaded(f"{MAX_SESSIONS} sessions are open, the most allowed; close some first")
+        limit, count = tenant.limits.sessions, sum(owner == tenant.name for owner, _ in self._sessions)
+        if limit is not None and count >= limit:
+            raise LimitReached(f"{count} sessions are open; allowed: {limit}; close some first")
         self._sessions[key] = Branches(self._edge, tenant, name, timeout, lambda: self._forget(key))
 
     def _forget(self, key: tuple[str, str]) -> None:
@@ -122,12 +130,12 @@ class Requests:
             await branches.close()
             return
         with suppress(NotFound, SessionClosed):
-            await self._edge.desk.close_session((tenant.name, name), finish=True)
+            await self._edge.turns.close_session((tenant.name, name), finish=True)
 
     # -- requests
 
     async def start(self, tenant: Tenant, items: Sequence[Item]) -> list[Running]:
-        """Start the turns of a request; done when the engine has accepted all. If some cannot start, none is left."""
+        """Start the turns of a request; done when the engine has accepted all. If one cannot start, none is left."""
         groups = [_answers(tenant, item) for item in items]
         begun = [running for group in groups for running in group]
         try:
@@ -140,12 +148,12 @@ class Requests:
         return begun
 
     def leave(self, begun: Iterable[Running]) -> None:
-        """Nobody waits for these any more: those that have not ended are aborted."""
+        """Nobody waits for these any more: those that have not ended are rolled back."""
         for running in begun:
             if running.turn is None:
                 self._end(running)
             else:
-                self._edge.desk.abandon(running.turn)
+                self._edge.turns.abandon(running.turn)
             if running.samples is not None:
                 running.samples.close()
 
@@ -159,13 +167,13 @@ class Requests:
         for running in found:
             running.aborted = True
             if running.turn is not None:
-                await self._abort(running.turn)
+                await self._edge.turns.abort_quietly(running.turn)
 
     async def abort_all(self, tenant: Tenant) -> None:
         """End all turns of a tenant, whatever interface has started them."""
         for running in self._running.values():
             running.aborted |= running.tenant == tenant.name
-        await all_of(self._abort(turn) for turn in self._edge.desk.open_turns(tenant.name))
+        await all_of(self._edge.turns.abort_quietly(turn) for turn in self._edge.turns.open_turns(tenant.name))
 
     def _enter(self, running: Running) -> None:
         key = running.tenant, running.rid
@@ -191,12 +199,12 @@ class Requests:
         elif item.n == 1:
             self._began(group[0], await edge.start(tenant, request))
         else:
-            taken = Samples(edge, tenant)
+            samples = Samples(edge, tenant)
             for running in group:
-                running.samples = taken
-            await taken.start(request, item.n)
-            for running, turn in zip(group, taken.turns, strict=True):
-                running.prompt = taken.prompt
+                running.samples = samples
+            await samples.start(request, item.n)
+            for running, turn in zip(group, samples.turns, strict=True):
+                running.prompt = samples.prompt
                 self._began(running, turn)
 
     async def _begin_in_session(
@@ -213,12 +221,12 @@ class Requests:
             return
         running.branches = branches
         running.place = place = await branches.place(running.rid, params)
-        if 0 <= running.item.look.start < place.line.tokens:
+        if 0 <= running.item.output.logprob_start < place.session.tokens:
             raise InvalidRequest(
-                f"logprob_start_len is {running.item.look.start}; allowed where a request is continued: "
-                f"{place.line.tokens}, where its tokens end, or more, or -1"
+                f"logprob_start_len is {running.item.output.logprob_start}; allowed where a request is continued: "
+                f"{place.session.tokens}, where its tokens end, or more, or -1"
             )
-        turn = await self._edge.start(tenant, replace(request, session=place.line.id))
+        turn = await self._edge.start(tenant, replace(request, session=place.session.id))
         branches.accepted(place, turn)
         self._began(running, turn)
 
@@ -229,7 +237,7 @@ class Requests:
             return
         self._by_turn[turn.id] = running
         if running.aborted:
-            self._edge.spawn(self._abort(turn))
+            self._edge.spawn(self._edge.turns.abort_quietly(turn))
 
     def _turn_ended(self, turn: LiveTurn) -> None:
         running = self._by_turn.pop(turn.id, None)
@@ -245,10 +253,6 @@ class Requests:
         if running.branches is not None and running.place is not None:
             running.branches.leave(running.place)
 
-    async def _abort(self, turn: LiveTurn) -> None:
-        with suppress(TenutoError):  # it has ended meanwhile, with its session or the engine
-            await self._edge.desk.abort(turn)
-
 
 def _answers(tenant: Tenant, item: Item) -> list[Running]:
     if item.n == 1:
@@ -257,7 +261,7 @@ def _answers(tenant: Tenant, item: Item) -> list[Running]:
 
 
 def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTurn:
-    """A request to a session that is only appended to. Raises `InvalidRequest` if it asks for something else."""
+    """A request to a streaming session, which is only appended to. Raises `InvalidRequest` if it asks for more."""
     if len(name) > ID_LENGTH or not ID.fullmatch(name):
         raise InvalidRequest(f"there is no session {shown(name)}; open it first")
     asked = {"replace": params.replace, "offset": params.offset, "drop_previous_output": params.drop_previous_output}
@@ -265,3 +269,15 @@ def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTur
         if value:
             raise InvalidRequest(f"{field_name} is {value}; a streaming session is only appended to, leave it out")
     return replace(request, params=dataclasses.replace(request.params, input_logprobs=None), echo=False)
+
+
+def _requests(request: Request, edge: EdgeOf) -> Requests:
+    """Those of this application; made for its first request."""
+    state = request.app.state
+    if not hasattr(state, "sglang"):
+        state.sglang = Requests(edge)
+    requests: Requests = state.sglang
+    return requests
+
+
+RequestsOf = Annotated[Requests, Depends(_requests)]

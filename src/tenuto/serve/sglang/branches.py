@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.messages import Fork, OpenSession
 from tenuto.base.options import Policy
-from tenuto.serve.edge import Edge
-from tenuto.serve.settings import Tenant, hidden_session_id
-from tenuto.serve.sglang_schemas import SessionParams
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.sglang.schemas import SessionParams
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.settings import Tenant, hidden_session_id
 
-MOST_ENDED = 4096
-"""Requests of one session that can be continued; the oldest are forgotten."""
+MAX_ENDED = 4096
+"""Ended requests of one session that can be continued; the oldest are forgotten."""
 
 
 @dataclass(slots=True, eq=False)
-class Line:
-    """A hidden session. `tokens`: its history, as long as no turn is open on it; -1 if that is not known. `uses`: ended
-    requests that it holds, and the open one."""
+class HiddenSession:
+    """A session that no client can name. `tokens`: the length of its history, -1 if that is not known; `busy`: a
+    request is open on it, and `tokens` may be out of date. `uses`: by ended requests that are part of its history, and
+    by the open one."""
 
     id: str
     tokens: int = 0
@@ -35,33 +36,34 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ended:
-    """A request that can be continued: the first `end` tokens of its line, of which those up to `input_end` came before
+class EndedRequest:
+    """A request that can be continued: the first `end` tokens of `session`, of which the first `input_end` come before
     its output."""
 
-    line: Line
+    session: HiddenSession
     input_end: int
     end: int
-    parent: Ended | None
+    parent: EndedRequest | None
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where an open request stands. `source`: what its line is to be forked from, and at which position."""
+    """Where an open request goes: into `session`, after `parent`. `source`: the session that `session` is forked from,
+    and at which position; `exists`: it need not be made."""
 
     rid: str
-    line: Line
-    parent: Ended | None
+    session: HiddenSession
+    parent: EndedRequest | None
     replaces: bool
-    source: tuple[Line, int] | None = None
+    source: tuple[HiddenSession, int] | None = None
     exists: bool = False
     turn: LiveTurn | None = None
 
 
 class Branches:
-    """One such session.
+    """One session of a client.
 
-    Invariant: `lines` are the hidden sessions that may be open; each is used by an entry of `ended` or `places`.
+    Invariant: `sessions` are the hidden sessions that may be open; each is used by an entry of `ended` or `places`.
     """
 
     def __init__(
@@ -74,8 +76,8 @@ class Branches:
         self._timeout = timeout
         self._forget = forget
         self._timer: asyncio.TimerHandle | None = None
-        self.lines: set[Line] = set()
-        self.ended: OrderedDict[str, Ended] = OrderedDict()  # by rid
+        self.sessions: set[HiddenSession] = set()
+        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()  # by rid
         self.places: set[Place] = set()
         self.closed = False
         self._watch()
@@ -99,21 +101,21 @@ class Branches:
         if place.replaces:
             for other in self.places:
                 if other is not place and other.turn is not None and _follows(other.parent, place.parent):
-                    self._edge.spawn(self._abort(other.turn))
+                    self._edge.spawn(self._edge.turns.abort_quietly(other.turn))
 
     def leave(self, place: Place) -> None:
         """The request's turn has ended, or did not start."""
         if place not in self.places:
             return
         self.places.discard(place)
-        place.line.busy = False
+        place.session.busy = False
         turn = place.turn
         if turn is None:
-            place.line.tokens = -1  # if starting it was cancelled, it may be committed yet
+            place.session.tokens = -1  # if starting it was cancelled, it may be committed yet
         elif turn.ticket is not None and turn.result is not None and turn.result.committed:
             start = turn.ticket.prompt_tokens
-            self._end(place, Ended(place.line, start, start + turn.result.kept, place.parent))
-        self._release(place.line)
+            self._end(place, EndedRequest(place.session, start, start + turn.result.kept, place.parent))
+        self._release(place.session)
         self._watch()
 
     async def close(self) -> None:
@@ -121,10 +123,10 @@ class Branches:
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
-        lines, self.lines = self.lines, set()
+        sessions, self.sessions = self.sessions, set()
         self.ended.clear()
-        for line in lines:
-            await self._close(line)
+        for session in sessions:
+            await self._close(session)
 
     # -- choosing a place
 
@@ -133,19 +135,19 @@ class Branches:
             raise InvalidRequest(f"there is no session {self._id!r}; it was closed")
         parent, position = self._point(params)
         replaces = bool(params.replace)
-        if parent is not None and not parent.line.busy and position == parent.line.tokens:
-            place = Place(rid, parent.line, parent, replaces, exists=True)
+        if parent is not None and not parent.session.busy and position == parent.session.tokens:
+            place = Place(rid, parent.session, parent, replaces, exists=True)
         else:
-            line = Line(hidden_session_id())
-            self.lines.add(line)
-            source = (parent.line, position) if parent is not None and position else None
-            place = Place(rid, line, parent, replaces, source)
-        place.line.busy = True
-        place.line.uses += 1
+            session = HiddenSession(hidden_session_id())
+            self.sessions.add(session)
+            source = (parent.session, position) if parent is not None and position else None
+            place = Place(rid, session, parent, replaces, source)
+        place.session.busy = True
+        place.session.uses += 1
         self.places.add(place)
         return place
 
-    def _point(self, params: SessionParams) -> tuple[Ended | None, int]:
+    def _point(self, params: SessionParams) -> tuple[EndedRequest | None, int]:
         """The request to be continued, and how many tokens of it."""
         if params.rid is None:
             return None, 0
@@ -164,7 +166,7 @@ class Branches:
         """If the request is open, it ends here and now, with what of it has been delivered."""
         for place in [place for place in self.places if place.rid == rid]:
             if place.turn is not None:
-                await self._edge.desk.abort(place.turn, place.turn.delivered)
+                await self._edge.turns.abort(place.turn, keep="delivered")
 
     async def _open(self, place: Place) -> None:
         if place.exists:
@@ -173,16 +175,16 @@ class Branches:
         request: Fork | OpenSession
         if place.source is not None:
             parent, position = place.source
-            request = Fork(tenant=tenant, session=parent.id, child=place.line.id, position=position, limits=limits)
+            request = Fork(tenant=tenant, session=parent.id, child=place.session.id, position=position, limits=limits)
         else:
-            request = OpenSession(session=place.line.id, policy=Policy(tenant=tenant, hidden=True), limits=limits)
-        place.line.tokens = (await self._edge.link.call(request)).tokens
+            request = OpenSession(session=place.session.id, policy=Policy(tenant=tenant, hidden=True), limits=limits)
+        place.session.tokens = (await self._edge.link.call(request)).tokens
 
     # -- ends
 
-    def _end(self, place: Place, ended: Ended) -> None:
+    def _end(self, place: Place, ended: EndedRequest) -> None:
         """It can be continued from now on."""
-        ended.line.tokens = ended.end
+        ended.session.tokens = ended.end
         if self.closed:
             return
         if place.replaces:
@@ -190,28 +192,24 @@ class Branches:
                 self._drop(rid)
         self._drop(place.rid)
         self.ended[place.rid] = ended
-        ended.line.uses += 1
-        while len(self.ended) > MOST_ENDED:
+        ended.session.uses += 1
+        while len(self.ended) > MAX_ENDED:
             self._drop(next(iter(self.ended)))
 
     def _drop(self, rid: str) -> None:
         ended = self.ended.pop(rid, None)
         if ended is not None:
-            self._release(ended.line)
+            self._release(ended.session)
 
-    def _release(self, line: Line) -> None:
-        line.uses -= 1
-        if line.uses == 0 and line in self.lines:
-            self.lines.discard(line)
-            self._edge.spawn(self._close(line))
+    def _release(self, session: HiddenSession) -> None:
+        session.uses -= 1
+        if session.uses == 0 and session in self.sessions:
+            self.sessions.discard(session)
+            self._edge.spawn(self._close(session))
 
-    async def _close(self, line: Line) -> None:
+    async def _close(self, session: HiddenSession) -> None:
         with suppress(TenutoError):  # it never came to be, or the engine is gone
-            await self._edge.desk.close_session((self._tenant.name, line.id), finish=line.busy)
-
-    async def _abort(self, turn: LiveTurn) -> None:
-        with suppress(TenutoError):
-            await self._edge.desk.abort(turn)
+            await self._edge.turns.close_session((self._tenant.name, session.id), finish=session.busy)
 
     # -- timeout
 
@@ -228,7 +226,7 @@ class Branches:
             self._edge.spawn(self.close())
 
 
-def _follows(ended: Ended | None, root: Ended | None) -> bool:
+def _follows(ended: EndedRequest | None, root: EndedRequest | None) -> bool:
     """Whether `ended` is `root`, or continues it. All continue `None`."""
     while ended is not root and ended is not None:
         ended = ended.parent

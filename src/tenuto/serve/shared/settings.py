@@ -1,4 +1,4 @@
-"""How the edge serves: resolved once, before anything listens."""
+"""The settings of the edge and its API keys: resolved once, before the server listens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tenuto.base.errors import ConfigError
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
 BODY_BYTES_A_SECOND = 1024
-"""The slowest that a body may come, after `ServeSettings.body_seconds`."""
+"""The lowest rate at which a body may come, after `ServeSettings.body_seconds`."""
 DAY = 86_400.0
-"""Seconds. Idle sessions cost little, as their memory is the first to go; a day leaves room for any break in a
+"""Seconds. Idle sessions cost little, as their memory is reclaimed first; a day is longer than most breaks in a
 conversation."""
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of a key file: `key` itself, or its `sha256` in hex, so that the file holds no secret. `weight`: its
-    tenant's share of rows and prefill tokens against other tenants'; 1 if no entry of the tenant says."""
+    """An entry of a key file: the `key`, or its `sha256` in hex, so that the file holds no secret. `weight`: its
+    tenant's share of rows and prefill tokens relative to others; 1 if no entry of the tenant has one."""
 
     tenant: str
     key: str | None = None
@@ -50,8 +50,8 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Who holds which key. Without any, everyone is the one tenant, who may do everything. `weights`: of tenants, as
-    `EngineConfig.tenant_weights`."""
+    """The tenants of all keys. Without keys, everyone is the same tenant, and an administrator. `weights`: of tenants,
+    as in `EngineConfig.tenant_weights`."""
 
     by_digest: dict[bytes, Tenant] = field(default_factory=dict)
     weights: tuple[tuple[str, float], ...] = ()
@@ -60,7 +60,8 @@ class Keys:
         return bool(self.by_digest)
 
     def tenant(self, key: str | None) -> Tenant | None:
-        """Whose `key` it is; `None` if nobody's. Keys are compared by their digests, so time tells nothing."""
+        """The tenant with this key, `None` if there is none. Keys are compared by their digests, so the time that it
+        takes tells nothing about them."""
         if not self.by_digest:
             return Tenant("default", admin=True)
         return self.by_digest.get(sha256(key.encode()).digest()) if key is not None else None
@@ -78,12 +79,12 @@ class Keys:
 
 
 def _digest(entry: KeySettings) -> bytes:
-    """Messages show no part of a key."""
+    """The digest of an entry's key. Error messages show no part of the key."""
     if (entry.key is None) == (entry.sha256 is None):
         raise ConfigError(f"the key of tenant {entry.tenant!r} needs either key or sha256")
     if entry.sha256 is not None:
         if not re.fullmatch(r"[0-9A-Fa-f]{64}", entry.sha256):
-            raise ConfigError(f"the sha256 of tenant {entry.tenant!r} is none; allowed: 64 hexadecimal digits")
+            raise ConfigError(f"the sha256 of tenant {entry.tenant!r} is malformed; allowed: 64 hexadecimal digits")
         return bytes.fromhex(entry.sha256)
     key = entry.key or ""
     if not re.fullmatch(r"[!-~]+", key):
@@ -140,13 +141,17 @@ def read_ttl(text: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """`drain_seconds`: how long turns may go on after SIGTERM before they are aborted. `unread_seconds`: how long a
-    client may make no room for more of its answer until it counts as gone. `max_body_bytes`: of a request;
-    `max_bodies_bytes`: of all that are not over. `max_turns`: that have not ended, of all tenants. `max_connections`:
-    that are open. `header_seconds`: until a request's headers are whole. `body_seconds`: until its body is, and one
-    more for every `BODY_BYTES_A_SECOND` of it. `keep_alive_seconds`: between two requests of a connection.
-    `session_ttl`: of sessions whose request names none, seconds; `None` for never; a fork or trim has that of the
-    session it was made of. `public_metrics`: to be seen without an admin key."""
+    """How the server listens, and what clients may ask of it.
+
+    `served_name`: what clients call the model, `None` for its own name. `max_body_bytes`: of one request,
+    `max_bodies_bytes`: of all requests that have not ended. `max_turns`: open turns of all tenants. `max_connections`:
+    open ones. `header_seconds`: until a request's headers are whole; `body_seconds`: until its body is, and one second
+    more for every `BODY_BYTES_A_SECOND` that have come. `keep_alive_seconds`: between two requests of a connection.
+    `session_ttl`: of sessions that are opened without a TTL, in seconds, `None` for never; a fork or trim has the TTL
+    of the session that it was made of. `drain_seconds`: how long turns may go on after SIGTERM before they are aborted.
+    `unread_seconds`: how long a client may make no room for more of its answer before it counts as gone.
+    `public_metrics`: `/metrics` needs no admin key.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -172,8 +177,8 @@ class ServeSettings:
             )
 
     def ttl(self, asked: float | None, *, named: bool) -> float | None:
-        """Of a session whose request asks for `asked`. An id that the server has made up is lost with its client, so
-        such a session does not stay for ever, whatever the settings say."""
+        """The TTL of a session whose request asks for `asked`. A session that its client did not name cannot be found
+        again when the client is gone, so it always has a TTL."""
         if asked is not None:
             return asked
         return self.session_ttl if self.session_ttl is not None or named else DAY
@@ -187,10 +192,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def new_session_id() -> str:
-    """An id that cannot be guessed."""
+    """A session id that cannot be guessed."""
     return f"session-{secrets.token_hex(12)}"
 
 
 def hidden_session_id() -> str:
-    """Of a session that the edge has made for its own use: one that no client can name in a request."""
+    """The id of a session that the edge opens for its own use; no client can name it in a request."""
     return f"~{secrets.token_hex(12)}"

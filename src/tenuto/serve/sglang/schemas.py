@@ -1,4 +1,4 @@
-"""What requests in SGLang's manner may say, and what of it each turn is given."""
+"""Requests in SGLang's manner, and what they mean for each of their prompts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_LOGPROBS, MAX_TOKEN_ID
-from tenuto.serve.invalid import unsupported
-from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
-from tenuto.serve.options import (
-    MOST_PROMPTS,
+from tenuto.serve.shared.samples import MAX_SAMPLES
+from tenuto.serve.shared.schemas import (
+    ID_LENGTH,
+    ID_PATTERN,
+    MAX_PROMPTS,
     Items,
     Object,
     Prompts,
@@ -23,9 +24,9 @@ from tenuto.serve.options import (
     field_of,
     options_of,
     random_seed,
+    unsupported,
     with_options,
 )
-from tenuto.serve.samples import MOST_SAMPLES
 
 GREEDY_BELOW = 1e-6
 """Temperatures below this are 0."""
@@ -41,7 +42,7 @@ IGNORED = frozenset(
         "session_id",
     }
 )
-"""Fields of `/generate` that change no answer here, whatever they say."""
+"""Fields that change no answer here, whatever they say."""
 
 TokenIds = Items[TokenId]
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
@@ -49,10 +50,10 @@ StartLength = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
 TopNumber = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-class Body(Object):
-    """What requests are made of. A field that is not there is refused by its name, unless it asks for nothing."""
+class SGLangObject(Object):
+    """An object in a request. An unknown field is refused unless it asks for nothing."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
 
     def model_post_init(self, _: Any, /) -> None:
         for name, value in (self.model_extra or {}).items():
@@ -60,7 +61,7 @@ class Body(Object):
                 raise unsupported(name, "is not supported; leave it out")
 
 
-class NewSession(Body):
+class OpenSessionRequest(SGLangObject):
     """A session to be opened. A `streaming` one is only ever appended to; of others any request can be continued."""
 
     capacity_of_str_len: int = Field(
@@ -75,22 +76,22 @@ class NewSession(Body):
     )
 
 
-class OldSession(Body):
+class CloseSessionRequest(SGLangObject):
     """A session to be closed."""
 
     session_id: str = Field(pattern=ID_PATTERN, max_length=ID_LENGTH)
 
 
-class Abort(Body):
+class AbortRequest(SGLangObject):
     """Requests to be ended."""
 
     rid: str | None = None
     abort_all: bool = False
 
 
-class SessionParams(Body):
-    """Where in a session a request goes on: after the request `rid`, of which `drop_previous_output` leaves out the
-    output and `offset` all but so many tokens. `replace` gives up what followed it."""
+class SessionParams(SGLangObject):
+    """Where in a session a request continues: after the request `rid`, without its output if `drop_previous_output`,
+    and after its first `offset` tokens if that is given. `replace` discards what followed it."""
 
     id: str | None = Field(None, max_length=ID_LENGTH)
     rid: str | None = None
@@ -110,22 +111,22 @@ class SessionParams(Body):
     "stop",
     "top_p",
 )
-class SamplingParams(Body):
-    """How to generate. `null` is the default, but of `max_new_tokens`, where it is as many as fit."""
+class SamplingParams(SGLangObject):
+    """How to generate. `null` means the default, except for `max_new_tokens`, where it means as many as fit."""
 
     max_new_tokens: int | None = Field(128, ge=0, le=MAX_NEW_TOKENS)
     temperature: float | None = field_of("temperature", "1 if not given; 0 is greedy.")
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1: all.")
     stop_token_ids: TokenIds | None = field_of("stop_ids")
     sampling_seed: int | None = field_of("seed")
-    n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     spaces_between_special_tokens: bool | None = Field(None, description="Changes nothing: there are none.")
     stream_interval: int | None = Field(None, ge=1, description="Changes nothing: chunks come as tokens do.")
 
     def options(self) -> TurnOptions:
-        """By the engine's names."""
+        """What was given, under the engine's names."""
         given: TurnOptions = {"temperature": 1.0, **options_of(self)}
         if self.top_k == 0:
             raise InvalidRequest("top_k is 0; allowed: -1 for all, or at least 1", param="top_k")
@@ -141,16 +142,16 @@ class SamplingParams(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What the answer shows. `start`: the first prompt token whose log-probability is wanted, -1 for none. `trim`:
-    without what ended the turn."""
+class OutputOptions:
+    """What the answer shows. `logprob_start`: the first prompt token whose log-probability is wanted, -1 for none.
+    `special_tokens`: the text has control tokens. `trim_stop`: the text is without the stop that ended it."""
 
     logprobs: bool
-    start: int
-    top: int
+    logprob_start: int
+    top_logprobs: int
     token_text: bool
-    special: bool
-    trim: bool
+    special_tokens: bool
+    trim_stop: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +164,18 @@ class Item:
     params: TurnParams
     session: SessionParams | None
     n: int
-    look: Look
+    output: OutputOptions
 
 
-class Generate(Body):
-    """Prompts to be continued: one, or a list of them. What is not a list then holds for all."""
+class GenerateRequest(SGLangObject):
+    """Prompts to be continued: one, or a list of them. A value that is not a list then holds for all of them."""
 
     text: str | Prompts[str] | None = None
     input_ids: TokenIds | Prompts[TokenIds] | None = None
     sampling_params: SamplingParams | Prompts[SamplingParams] | None = None
     stream: bool | None = None
     rid: Rid | Prompts[Rid] | None = Field(
-        None, description="For several prompts, `_0`, `_1` and so on are put behind it."
+        None, description="For several prompts, `_0`, `_1` and so on are appended to it."
     )
     return_logprob: bool | Prompts[bool] | None = None
     logprob_start_len: StartLength | Prompts[StartLength] | None = None
@@ -182,6 +183,7 @@ class Generate(Body):
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | Prompts[SessionParams] | None = None
     priority: int | None = None
+    model: str | None = Field(None, description="If it is given: as `/v1/models` has it, or `default`.")
 
     @property
     def several(self) -> bool:
@@ -190,7 +192,7 @@ class Generate(Body):
         return isinstance(self.text, list) or bool(ids and isinstance(ids[0], list))
 
     def param(self, option: str | None) -> str | None:
-        """The field that an option of the engine's comes from."""
+        """The field that an option of the engine was given in."""
         if option == "input":
             return "text" if self.text is not None else "input_ids"
         name = {"stop_ids": "stop_token_ids", "seed": "sampling_seed"}.get(option or "", option)
@@ -204,8 +206,8 @@ class Generate(Body):
         given: Any = self.text if self.text is not None else self.input_ids
         inputs: list[Any] = given if self.several else [given]
         count = len(inputs)
-        if not 1 <= count <= MOST_PROMPTS:
-            raise InvalidRequest(f"there are {count} prompts; allowed: 1 to {MOST_PROMPTS}", param="input")
+        if not 1 <= count <= MAX_PROMPTS:
+            raise InvalidRequest(f"there are {count} prompts; allowed: 1 to {MAX_PROMPTS}", param="input")
         family = self.rid if isinstance(self.rid, str) else uuid4().hex
         names = self.rid if isinstance(self.rid, list) else None
         if names is None:
@@ -215,22 +217,22 @@ class Generate(Body):
             for given in _each("sampling_params", self.sampling_params, count)
         ]
         sessions = _each("session_params", self.session_params, count)
-        looks = self._looks(params)
+        outputs = self._outputs(params)
         rids: list[str] = _each("rid", names, count)
         return [
-            self._item(rid, family, *parts) for rid, *parts in zip(rids, inputs, params, sessions, looks, strict=True)
+            self._item(rid, family, *parts) for rid, *parts in zip(rids, inputs, params, sessions, outputs, strict=True)
         ]
 
-    def _looks(self, params: list[SamplingParams]) -> list[Look]:
+    def _outputs(self, params: list[SamplingParams]) -> list[OutputOptions]:
         count = len(params)
         return [
-            Look(
+            OutputOptions(
                 logprobs=bool(wanted),
-                start=start if wanted and start is not None else -1,
-                top=top or 0,
+                logprob_start=start if wanted and start is not None else -1,
+                top_logprobs=top or 0,
                 token_text=bool(self.return_text_in_logprobs),
-                special=one.skip_special_tokens is False,
-                trim=not one.no_stop_trim,
+                special_tokens=one.skip_special_tokens is False,
+                trim_stop=not one.no_stop_trim,
             )
             for one, wanted, start, top in zip(
                 params,
@@ -248,27 +250,27 @@ class Generate(Body):
         part: str | list[int],
         params: SamplingParams,
         session: SessionParams | None,
-        look: Look,
+        output: OutputOptions,
     ) -> Item:
         options = params.options()
-        if look.logprobs:
-            options["logprobs"] = look.top
-            if look.start >= 0:
-                options["input_logprobs"] = look.top
+        if output.logprobs:
+            options["logprobs"] = output.top_logprobs
+            if output.logprob_start >= 0:
+                options["input_logprobs"] = output.top_logprobs
         if self.priority is not None:
             options["priority"] = self.priority
         n, turn = params.n or 1, turn_params(options)
         if session is None or session.id is None:
-            return Item(rid, family, part, turn, None, n, look)
+            return Item(rid, family, part, turn, None, n, output)
         if n > 1:
             raise Unsupported(
                 f"n is {n}; allowed in a session: 1; continue one request several times instead", param="n"
             )
-        return Item(rid, family, part, turn, session, 1, look)
+        return Item(rid, family, part, turn, session, 1, output)
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:
-    """One value a prompt."""
+    """One value for each prompt."""
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:

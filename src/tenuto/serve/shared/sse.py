@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that nobody reads them any more."""
+"""Server-sent events, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ T = TypeVar("T")
 _json = msgspec.json.Encoder()
 
 DONE = b"data: [DONE]\n\n"
-"""How streams in OpenAI's and SGLang's manner end."""
+"""The end of a stream in OpenAI's or SGLang's manner."""
 
 
 def data(value: Any) -> bytes:
-    """An event that is only its data, as JSON."""
+    """An event with JSON data and nothing else."""
     return b"data: " + _json.encode(value) + b"\n\n"
 
 
 def event(name: str, value: Any, number: int | None = None) -> bytes:
-    """An event with a name, and with a number from which a reader can resume."""
-    head = f"event: {name}\n" if number is None else f"event: {name}\nid: {number}\n"
-    return head.encode() + data(value)
+    """An event with a name and JSON data; its number, if it has one, is what a reader resumes from."""
+    head = f"event: {name}\ndata: " if number is None else f"event: {name}\nid: {number}\ndata: "
+    return head.encode() + _json.encode(value) + b"\n\n"
 
 
 class EventStream(Response):
@@ -74,7 +74,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client goes away meanwhile. Raises `ClientDisconnect` then."""
+    """The result of `work`. If the client disconnects meanwhile, `work` is cancelled and `ClientDisconnect` raised."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request.receive))
     try:

@@ -10,7 +10,7 @@ from tenuto.base.turns import Delta
 
 
 class ChatWriter:
-    """Writes one choice; see `openai_answers.Writer`."""
+    """Writes one choice; see `answers.Writer`."""
 
     def __init__(self, *, logprobs: bool) -> None:
         self._logprobs = logprobs
@@ -18,17 +18,17 @@ class ChatWriter:
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def piece(self, said: Delta) -> dict[str, Any]:
-        return {"delta": {"content": said.text}, "logprobs": self._shown(said.logprobs)}
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        return {"delta": {"content": delta.text}, "logprobs": self._logprobs_of(delta.logprobs)}
 
     def closing(self) -> dict[str, Any]:
         return {"delta": {}, "logprobs": None}
 
-    def whole(self, said: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": said.text, "refusal": None}
-        return {"message": message, "logprobs": self._shown(said.logprobs)}
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs_of(delta.logprobs)}
 
-    def _shown(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs_of(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = [{**_token(entry), "top_logprobs": [_token(other) for other in entry.top]} for entry in entries]

@@ -1,12 +1,11 @@
-"""Several answers to one prompt, which is computed once: a prefill-only turn on a hidden session, and forks of it."""
+"""Several answers to one prompt, which is computed once, by a prefill-only turn on a hidden session that is forked."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,28 +14,29 @@ from tenuto.base.messages import CloseSession, Fork, OpenSession, StartTurn
 from tenuto.base.options import OF_PREFILL, Policy, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import Delta, EndReason, TurnResult
-from tenuto.serve.edge import Edge
-from tenuto.serve.settings import Tenant, hidden_session_id
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.settings import Tenant, hidden_session_id
+from tenuto.serve.shared.tasks import all_of
 
-T = TypeVar("T")
-
-MOST_SAMPLES = 128
+MAX_SAMPLES = 128
 """Answers to one prompt."""
 HIDDEN_TTL = 300.0
 """Seconds until a hidden session closes itself, if all else fails."""
 
 
 class Samples:
-    """The turns that answer one prompt. Several have hidden sessions, which count as the tenant's; `prompt` is then the
-    turn that has computed the prompt. Whoever makes one calls `close` in the end, whatever happens."""
+    """The turns that answer one prompt. Whoever makes one calls `close` in the end, whatever happens.
+
+    Several turns have hidden sessions, which count as the tenant's.
+    """
 
     def __init__(self, edge: Edge, tenant: Tenant) -> None:
         self.turns: list[LiveTurn] = []
-        self.prompt: LiveTurn | None = None
+        self.prompt: LiveTurn | None = None  # the turn that has computed the prompt, if there are several samples
         self._edge = edge
         self._tenant = tenant
-        self._sessions: list[str] = []  # all that may be open
+        self._sessions: list[str] = []  # ids of hidden sessions that may be open
 
     @property
     def input_turn(self) -> LiveTurn:
@@ -60,8 +60,8 @@ class Samples:
         return sum(turn.result.usage.generated for turn in self.turns if turn.result is not None)
 
     async def start(self, request: StartTurn, n: int = 1) -> None:
-        """Start `n` turns of what `request` says; several are without a session, and their seeds follow each other.
-        Done when the engine has accepted them."""
+        """Start `n` turns; done when the engine has accepted them. If `n` is more than 1, `request` names no session;
+        each sample's seed is one more than that of the sample before."""
         if n == 1:
             self.turns.append(await self._edge.start(self._tenant, request))
             return
@@ -72,8 +72,8 @@ class Samples:
 
         async def sample(i: int) -> LiveTurn:
             session = root if i == 0 else await self._fork(root, f"{root}-{i}")
-            mine = replace(params, sampling=replace(sampling, seed=(sampling.seed + i) & MAX_SEED))
-            start = msgspec.structs.replace(request, session=session, input=[], params=mine, echo=False)
+            own = replace(params, sampling=replace(sampling, seed=(sampling.seed + i) & MAX_SEED))
+            start = msgspec.structs.replace(request, session=session, input=[], params=own, echo=False)
             return await self._edge.start(self._tenant, start)
 
         self.turns = await all_of(sample(i) for i in range(n))
@@ -104,10 +104,10 @@ class Samples:
             self._edge.spawn(self._close(sessions))  # which aborts their turns
         else:
             for turn in self.turns:
-                self._edge.desk.abandon(turn)
+                self._edge.turns.abandon(turn)
 
     async def _close(self, sessions: list[str]) -> None:
-        """In the order of messages this comes after whatever opens them."""
+        """The engine gets these messages after those that open the sessions."""
         closing = [CloseSession(tenant=self._tenant.name, session=session) for session in sessions]
         await asyncio.gather(*map(self._edge.link.call, closing), return_exceptions=True)
 
@@ -115,34 +115,23 @@ class Samples:
 async def start_all(edge: Edge, tenant: Tenant, requests: Iterable[StartTurn], n: int = 1) -> list[Samples]:
     """The samples of several prompts, to be closed by the caller; if some cannot start, none is left."""
     requests = list(requests)
-    taken = [Samples(edge, tenant) for _ in requests]
+    all_samples = [Samples(edge, tenant) for _ in requests]
     try:
-        await all_of(one.start(request, n) for one, request in zip(taken, requests, strict=True))
+        await all_of(samples.start(request, n) for samples, request in zip(all_samples, requests, strict=True))
     except BaseException:
-        close_all(taken)
+        close_all(all_samples)
         raise
-    return taken
+    return all_samples
 
 
-def close_all(taken: Iterable[Samples]) -> None:
+def close_all(all_samples: Iterable[Samples]) -> None:
     """See `Samples.close`."""
-    for one in taken:
-        one.close()
-
-
-async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. If one fails, or this is cancelled, the others are cancelled and have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    for samples in all_samples:
+        samples.close()
 
 
 def check_end(edge: Edge, result: TurnResult) -> None:
-    """Raises the error that says why a turn that was not committed has ended."""
+    """Raises the error that says why a turn was rolled back, unless it was committed."""
     if result.committed:
         return
     if result.reason is EndReason.DEADLINE:
@@ -155,14 +144,15 @@ def check_end(edge: Edge, result: TurnResult) -> None:
 
 
 async def merged(turns: Sequence[LiveTurn]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-    """What the turns say as it comes: which of them, and all that is new. Raises the error that ended one."""
+    """Deltas of several turns as they come: the index of a turn, and its new deltas. Raises the error that ended a
+    turn."""
     followed = [turn.follow() for turn in turns]
     if len(followed) == 1:
-        async with aclosing(followed[0]) as news:
-            async for _, updates in news:
-                yield 0, updates
+        async with aclosing(followed[0]) as stream:
+            async for _, deltas in stream:
+                yield 0, deltas
         return
-    waiting = {asyncio.ensure_future(_next(news)): i for i, news in enumerate(followed)}
+    waiting = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(followed)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -176,11 +166,11 @@ async def merged(turns: Sequence[LiveTurn]) -> AsyncGenerator[tuple[int, list[De
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        for news in followed:
-            await news.aclose()
+        for stream in followed:
+            await stream.aclose()
 
 
-async def _next(news: AsyncGenerator[tuple[int, list[Delta]], None]) -> list[Delta] | None:
+async def _next(stream: AsyncGenerator[tuple[int, list[Delta]], None]) -> list[Delta] | None:
     with suppress(StopAsyncIteration):
-        return (await anext(news))[1]
+        return (await anext(stream))[1]
     return None

@@ -10,43 +10,47 @@ from typing import Any, Protocol
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
-from tenuto.serve.edge import Edge, Failure
-from tenuto.serve.samples import Samples, check_end, merged
-from tenuto.serve.sse import DONE, data
-from tenuto.serve.turns import LiveTurn
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.errors import Failure
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.samples import Samples, check_end, merged
+from tenuto.serve.shared.sse import DONE, data
 
-FINISH = {
+FINISH_REASONS = {
     EndReason.STOP: "stop",
     EndReason.ABORT: "stop",
     EndReason.LENGTH: "length",
     EndReason.APPENDED: "length",
 }
-"""Finish reasons, by why a turn was committed; a barge-in is a stop."""
+"""By why a turn was committed; a barge-in is a stop."""
 
 
 class Writer(Protocol):
-    """Writes one choice, without its index and finish reason. It is used once: for the pieces, or for the whole."""
+    """Writes one choice, without its index and finish reason. Each is used once: for a stream or a whole answer."""
 
     def opening(self) -> dict[str, Any] | None:
-        """The choice of the first chunk, if it says something before there is text."""
+        """The choice of a chunk before there is any text, if there is to be one."""
         ...
 
-    def piece(self, said: Delta) -> dict[str, Any]:
-        """What is new."""
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        """The choice of a chunk with what is new."""
         ...
 
     def closing(self) -> dict[str, Any]:
         """The choice of the last chunk."""
         ...
 
-    def whole(self, said: Delta) -> dict[str, Any]:
-        """The choice."""
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        """The choice of a whole answer."""
         ...
 
 
 class Answer:
-    """The choices of one request: those of its first prompt, then of its second, and so on. `kind`: the word for it in
-    `object`. `session_id`: of the session that its only turn belongs to, if that is the client's."""
+    """The choices of one request: those of its first prompt, then of its second, and so on.
+
+    `kind`: what `object` calls a whole answer. `session_id`: of the session that its only turn belongs to, if that is
+    the client's.
+    """
 
     def __init__(
         self,
@@ -60,7 +64,7 @@ class Answer:
     ) -> None:
         self._edge = edge
         self._samples = samples
-        self._turns: list[LiveTurn] = [turn for one in samples for turn in one.turns]
+        self._turns: list[LiveTurn] = [turn for answers in samples for turn in answers.turns]
         self._writers = writers
         self._usage_at_end = usage_at_end
         self._session_id = session_id
@@ -90,9 +94,9 @@ class Answer:
             for index, writer in enumerate(self._writers):
                 if (opening := writer.opening()) is not None:
                     yield self._chunk(_choice(index, opening))
-            async with aclosing(merged(self._turns)) as news:
-                async for index, updates in news:
-                    if event := self._event(index, updates):
+            async with aclosing(merged(self._turns)) as stream:
+                async for index, deltas in stream:
+                    if event := self._event(index, deltas):
                         yield event
             if self._usage_at_end:
                 yield data({**self._head, "choices": [], "usage": self._usage(), **self._session()})
@@ -100,37 +104,37 @@ class Answer:
             yield data(Failure.of(error).body)
         yield DONE
 
-    def _event(self, index: int, updates: list[Delta]) -> bytes:
-        """What is new in a choice; nothing if a reader would see nothing of it."""
-        said, result, writer = joined(updates), updates[-1].result, self._writers[index]
+    def _event(self, index: int, deltas: list[Delta]) -> bytes:
+        """What is new in a choice; empty if a reader would see nothing of it."""
+        delta, writer = joined(deltas), self._writers[index]
         event = b""
-        if said.text or said.logprobs or said.input_logprobs:
-            event = self._chunk(_choice(index, writer.piece(said)))
-        if result is not None:
-            check_end(self._edge, result)
-            event += self._chunk(_choice(index, writer.closing(), result), self._session())
+        if delta.text or delta.logprobs or delta.input_logprobs:
+            event = self._chunk(_choice(index, writer.piece(delta)))
+        if delta.result is not None:
+            check_end(self._edge, delta.result)
+            event += self._chunk(_choice(index, writer.closing(), delta.result), self._session())
         return event
 
-    def _chunk(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
-        return data({**self._head, "choices": [choice], **(more or {})})
+    def _chunk(self, choice: dict[str, Any], session: dict[str, Any] | None = None) -> bytes:
+        return data({**self._head, "choices": [choice], **(session or {})})
 
     def _session(self) -> dict[str, Any]:
-        """What the client has to know of its session."""
+        """The fields that tell the client of its session."""
         result = self._turns[0].result
         if self._session_id is None or result is None:
             return {}
         return {"session_id": self._session_id, "version": result.version}
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(one.prompt_tokens for one in self._samples)
-        completion = sum(one.generated_tokens for one in self._samples)
+        prompt = sum(samples.prompt_tokens for samples in self._samples)
+        completion = sum(samples.generated_tokens for samples in self._samples)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in self._samples)},
+            "prompt_tokens_details": {"cached_tokens": sum(samples.cached_tokens for samples in self._samples)},
         }
 
 
 def _choice(index: int, written: dict[str, Any], result: TurnResult | None = None) -> dict[str, Any]:
-    return {"index": index, **written, "finish_reason": FINISH[result.reason] if result is not None else None}
+    return {"index": index, **written, "finish_reason": FINISH_REASONS[result.reason] if result is not None else None}

@@ -10,14 +10,14 @@ from typing import Any
 from tenuto.base.messages import Detokenize
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta
-from tenuto.serve.edge import Edge
-from tenuto.serve.samples import Samples
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.samples import Samples
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it is repeated. `first`: what its first token says, for which there is no logprob; `scores`: the
-    logprobs of its tokens, if they are not yet to come with the answer."""
+    """A prompt as it is repeated. `first`: the text of its first token, which has no logprob. `scores`: the logprobs of
+    its tokens, unless they come with the answer."""
 
     text: str
     first: bytes = b""
@@ -37,7 +37,7 @@ async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, *, logp
 
 
 class CompletionWriter:
-    """Writes one choice; see `openai_answers.Writer`. `silent`: tokens that are no text where they are sampled."""
+    """Writes one choice; see `answers.Writer`. `silent`: tokens that have no text where they are sampled."""
 
     def __init__(self, *, logprobs: bool, echo: Echo | None = None, silent: Iterable[int] = ()) -> None:
         self._logprobs = logprobs
@@ -46,33 +46,33 @@ class CompletionWriter:
         self._characters = Characters()
 
     def opening(self) -> dict[str, Any] | None:
-        """An echo, unless logprobs of it are yet to come."""
+        """The echo, unless its logprobs come with the answer."""
         if self._echo is None or (self._logprobs and not self._echo.scores):
             return None
         return self.piece(Delta())
 
-    def piece(self, said: Delta) -> dict[str, Any]:
+    def piece(self, delta: Delta) -> dict[str, Any]:
         echo, self._echo = self._echo, None
-        text = said.text if echo is None else echo.text + said.text
-        return {"text": text, "logprobs": self._shown(said, echo) if self._logprobs else None}
+        text = delta.text if echo is None else echo.text + delta.text
+        return {"text": text, "logprobs": self._logprobs_of(delta, echo) if self._logprobs else None}
 
     def closing(self) -> dict[str, Any]:
         return {"text": "" if self._echo is None else self._echo.text, "logprobs": None}
 
-    def whole(self, said: Delta) -> dict[str, Any]:
-        return self.piece(said)
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        return self.piece(delta)
 
-    def _shown(self, said: Delta, echo: Echo | None) -> dict[str, Any]:
+    def _logprobs_of(self, delta: Delta, echo: Echo | None) -> dict[str, Any]:
         shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if echo is not None:
             text, position = echo.text.encode(), 0
-            for entry in said.input_logprobs or echo.scores:
+            for entry in delta.input_logprobs or echo.scores:
                 raw = entry.raw if entry is not None else echo.first
                 written = raw if text.startswith(raw, position) else b""
                 position += len(written)
                 _add(shown, raw, entry, self._characters.take(written))
             self._characters = Characters(len(echo.text))
-        for entry in said.logprobs:
+        for entry in delta.logprobs:
             written = b"" if entry.token in self._silent else entry.raw
             _add(shown, entry.raw, entry, self._characters.take(written))
         return shown
@@ -86,7 +86,7 @@ class Characters:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def take(self, raw: bytes) -> int:
-        """How many there were before these bytes."""
+        """Count these bytes. Returns how many characters there were before them."""
         before = self._count
         self._count += len(self._decoder.decode(raw))
         return before

@@ -1,21 +1,22 @@
-"""What requests in OpenAI's manner may say, with the options that clients of vLLM and SGLang add to them."""
+"""Requests in OpenAI's manner, with the options that clients of vLLM and SGLang add to them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
 from tenuto.base.turns import Message
-from tenuto.serve.invalid import unsupported
-from tenuto.serve.native_schemas import ID_LENGTH, ID_PATTERN
-from tenuto.serve.options import (
-    MOST_MESSAGES,
+from tenuto.serve.shared.samples import MAX_SAMPLES
+from tenuto.serve.shared.schemas import (
+    ID_LENGTH,
+    ID_PATTERN,
+    MAX_MESSAGES,
     Items,
     Messages,
     Object,
@@ -24,9 +25,9 @@ from tenuto.serve.options import (
     field_of,
     options_of,
     random_seed,
+    unsupported,
     with_options,
 )
-from tenuto.serve.samples import MOST_SAMPLES
 
 _NONE: tuple[Any, ...] = (None, False, [], {})
 IGNORED = frozenset(
@@ -42,7 +43,7 @@ IGNORED = frozenset(
     }
 )
 """Fields that change no answer here, whatever they say."""
-NOT_THERE: dict[str, tuple[Any, ...]] = {
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (None, True),
     "audio": _NONE,
     "continue_final_message": _NONE,
@@ -63,35 +64,35 @@ NOT_THERE: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-"""Fields that are known and not there, with the values that do not ask for anything."""
-
+"""Fields that are known and not supported, with the values that ask for nothing."""
 
 ROLES = ("system", "developer", "user", "assistant")
-"""Of messages; the first two are one."""
+"""Of messages; the first two mean the same."""
 
 
-class Body(Object):
-    """An object of a request. Values of another type are refused, and fields by their name."""
+class OpenAIObject(Object):
+    """An object in a request. Fields that are known and not supported are refused unless they ask for nothing."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
-    not_there: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        for name, harmless in cls.not_there.items():
+        for name, harmless in cls.not_supported.items():
             if name in given and not any(given[name] == value for value in harmless):
                 raise unsupported(name, f"is {shown(given[name])}; it is not supported, allowed: to leave it out")
-        return {name: value for name, value in given.items() if name not in cls.ignored and name not in cls.not_there}
+        return {
+            name: value for name, value in given.items() if name not in cls.ignored and name not in cls.not_supported
+        }
 
 
-class StreamOptions(Body):
+class StreamOptions(OpenAIObject):
     """How a stream is written."""
 
-    not_there = dict.fromkeys(("continuous_usage_stats",), _NONE)
+    not_supported = dict.fromkeys(("continuous_usage_stats",), _NONE)
     ignored = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage of all choices.")
@@ -110,15 +111,15 @@ class StreamOptions(Body):
     "timeout",
     "top_p",
 )
-class Generation(Body):
-    """What both kinds of completion take, besides options whose name here is the engine's. Fields from `top_k` on are
-    not OpenAI's, nor are `ignore_eos`, `min_p`, `priority`, `repetition_penalty` and the timeouts."""
+class Generation(OpenAIObject):
+    """What both kinds of completion take. The options that `with_options` adds have the engine's names. Fields from
+    `top_k` on are not OpenAI's, nor are `ignore_eos`, `min_p`, `priority`, `repetition_penalty` and the timeouts."""
 
     ignored = IGNORED
-    not_there = NOT_THERE
+    not_supported = NOT_SUPPORTED
 
-    model: str = Field(description="As `/v1/models` has it.")
-    n: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="Answers to a prompt, which is computed once.")
+    model: str = Field(description="As `/v1/models` has it, or `default`.")
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES, description="Answers to a prompt, which is computed once.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, description="Made up by the server if not given.")
@@ -134,8 +135,8 @@ class Generation(Body):
         " The answer has the session's `version`.",
     )
 
-    text_field: ClassVar[str]
-    """What the text to go on from is called."""
+    input_field: ClassVar[str]
+    """The field that the turn's input is made of."""
 
     @property
     def samples(self) -> int:
@@ -150,17 +151,18 @@ class Generation(Body):
     def check(self) -> None:
         """Raises `InvalidRequest` for fields that do not go together."""
         if self.stream_options is not None and not self.stream:
-            said = "stream_options without stream; allowed: only with stream true"
-            raise InvalidRequest(said, param="stream_options")
+            raise InvalidRequest(
+                "stream_options without stream; allowed: only with stream true", param="stream_options"
+            )
         if self.session_id is not None and self.samples > 1:
             raise InvalidRequest(f"n is {self.n}; allowed with session_id: 1, or fork the session", param="n")
 
     def param(self, option: str | None) -> str | None:
-        """The field that an option of the engine's comes from."""
-        return {**_FIELDS, "input": self.text_field}.get(option or "", option)
+        """The field that an option of the engine was given in."""
+        return {**_FIELDS, "input": self.input_field}.get(option or "", option)
 
     def params(self) -> TurnParams:
-        """What was given, as the engine has it; what was not is as OpenAI has it. Raises `InvalidRequest`."""
+        """The turn's parameters; what was not given has OpenAI's defaults. Raises `InvalidRequest`."""
         try:
             return turn_params(self.options())
         except InvalidRequest as error:
@@ -168,9 +170,9 @@ class Generation(Body):
             raise
 
     def options(self) -> TurnOptions:
-        """By the engine's names."""
+        """What was given, under the engine's names."""
         given: TurnOptions = {"temperature": 1.0, **options_of(self)}
-        given.pop("logprobs", None)  # which is another thing here
+        given.pop("logprobs", None)  # which has another meaning here
         if self.min_tokens is not None:
             given["min_new_tokens"] = self.min_tokens
         if self.stop_token_ids is not None:
@@ -184,13 +186,13 @@ class Generation(Body):
 
 
 _FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
-"""Fields by the engine's name of the option, where they differ."""
+"""Fields, by the engine's names of the options, where the names differ."""
 
 
 class CompletionBody(Generation):
     """A text to be continued."""
 
-    text_field = "prompt"
+    input_field = "prompt"
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of such.", examples=["Once upon a time"]
     )
@@ -210,8 +212,9 @@ class CompletionBody(Generation):
         if self.best_of not in (None, self.samples):
             raise Unsupported(f"best_of is {self.best_of}; allowed: n, which is {self.samples}", param="best_of")
         if self.session_id is not None and (len(self.prompts) > 1 or self.echo):
-            said = "session_id with several prompts or echo; allowed: one prompt, without echo"
-            raise InvalidRequest(said, param="session_id")
+            raise InvalidRequest(
+                "session_id with several prompts or echo; allowed: one prompt, without echo", param="session_id"
+            )
 
     def options(self) -> TurnOptions:
         given = super().options()
@@ -223,7 +226,7 @@ class CompletionBody(Generation):
         return given
 
 
-class Part(Body):
+class Part(OpenAIObject):
     """A piece of a message's content."""
 
     ignored = frozenset({"prompt_cache_breakpoint"})
@@ -240,11 +243,13 @@ class Part(Body):
         return given
 
 
-class ChatMessage(Body):
-    """A message; what an answer of this server has besides is accepted."""
+class ChatMessage(OpenAIObject):
+    """A message. Other fields that a message of this server's answers has are accepted."""
 
     ignored = frozenset({"name"})
-    not_there = dict.fromkeys(("annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls"), _NONE)
+    not_supported = dict.fromkeys(
+        ("annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls"), _NONE
+    )
 
     role: str = Field(max_length=64, examples=["user"])
     content: str | Messages[Part] = Field(examples=["Hello!"])
@@ -265,7 +270,7 @@ class ChatMessage(Body):
 class ChatBody(Generation):
     """Messages to be answered."""
 
-    text_field = "messages"
+    input_field = "messages"
     messages: Messages[ChatMessage] = Field(description="With `session_id`: only the new ones.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="The same.")
@@ -275,32 +280,32 @@ class ChatBody(Generation):
     @model_validator(mode="before")
     @classmethod
     def _few_parts(cls, given: Any) -> Any:
-        """Raises `InvalidRequest` before any of them is looked at."""
+        """Raises `InvalidRequest` before any part is validated."""
         messages = given.get("messages") if isinstance(given, dict) else None
         contents = (
             [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else ()
         )
         parts = sum(len(content) for content in contents if isinstance(content, list))
-        if parts > MOST_MESSAGES:
+        if parts > MAX_MESSAGES:
             raise InvalidRequest(
-                f"messages have {parts} parts of content; allowed: at most {MOST_MESSAGES}", param="messages"
+                f"messages have {parts} parts of content; allowed: at most {MAX_MESSAGES}", param="messages"
             )
         return given
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            said = "top_logprobs without logprobs; allowed: only with logprobs true"
-            raise InvalidRequest(said, param="top_logprobs")
+            raise InvalidRequest(
+                "top_logprobs without logprobs; allowed: only with logprobs true", param="top_logprobs"
+            )
         if not self.messages and self.session_id is None:
-            said = "there are no messages; allowed: at least one, or a session_id"
-            raise InvalidRequest(said, param="messages")
+            raise InvalidRequest("there are no messages; allowed: at least one, or a session_id", param="messages")
 
     def options(self) -> TurnOptions:
         given = super().options()
-        most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        if most is not None:
-            given["max_new_tokens"] = most
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if limit is not None:
+            given["max_new_tokens"] = limit
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return given

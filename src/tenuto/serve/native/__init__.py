@@ -1,0 +1,1 @@
+"""The native interface: sessions as resources, turns as transactions on them."""

@@ -1,0 +1,114 @@
+"""How the native interface writes sessions, turns and their events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.turns import Delta
+from tenuto.base.views import SessionInfo, Ticket
+from tenuto.serve.native.schemas import Session, Turn, Usage
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.errors import Failure
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.settings import Tenant
+from tenuto.serve.shared.sse import event
+
+
+def session_body(edge: Edge, tenant: Tenant, info: SessionInfo) -> Session:
+    """A session as it is now."""
+    turn = edge.turns.open_turn((tenant.name, info.session_id))
+    return Session(
+        id=info.session_id,
+        state=info.state,
+        turn=info.turn,
+        turn_id=turn.id if turn is not None else None,
+        version=info.version,
+        turns=info.turns,
+        tokens=info.tokens,
+        computed=info.computed,
+        context_left=info.context_left,
+        max_tokens=info.limit,
+        priority=info.priority,
+        ttl=info.ttl,
+        idle_seconds=round(info.idle_seconds, 3),
+        memory=dict(info.memory),
+        metadata=dict(info.metadata),
+    )
+
+
+def turn_body(turn: LiveTurn) -> Turn:
+    """A turn as it is now."""
+    reply, result = turn.reply(), turn.result
+    body = Turn(
+        id=turn.id,
+        session_id=turn.request.session or "",
+        state=turn.state,
+        text=reply.text,
+        tokens=list(reply.tokens),
+        logprobs=[_logprob(entry) for entry in reply.logprobs] or None,
+        input_logprobs=[_logprob(entry) if entry is not None else None for entry in reply.input_logprobs] or None,
+    )
+    if turn.ticket is not None:
+        body.max_new_tokens = turn.ticket.max_new_tokens
+    if result is not None:
+        body.reason, body.committed = result.reason.value, result.committed
+        body.kept, body.stop = result.kept, result.stop
+        body.version, body.context_left = result.version, result.context_left
+        body.usage = Usage(
+            prompt_tokens=result.usage.prompt,
+            cached_tokens=result.usage.cached,
+            completion_tokens=result.usage.generated,
+            computed_tokens=result.usage.computed,
+        )
+    return body
+
+
+async def turn_events(turn: LiveTurn, position: int) -> AsyncIterator[bytes]:
+    """The events of an accepted turn after the first `position`; from 0, `started` comes before them."""
+    assert turn.ticket is not None
+    if position == 0:
+        yield _started(turn.id, turn.ticket)
+    try:
+        async with aclosing(turn.follow(position)) as stream:
+            async for last, deltas in stream:
+                for number, delta in enumerate(deltas, last - len(deltas) + 1):
+                    if delta.tokens or delta.text:
+                        yield event("delta", _delta(delta), number)
+                    if delta.result is not None:
+                        ended = turn_body(turn).model_dump(exclude={"text", "tokens", "logprobs"}, exclude_none=True)
+                        yield event("committed" if delta.result.committed else "aborted", ended, number)
+    except TenutoError as error:
+        yield event("error", Failure.of(error).body)
+
+
+def _started(turn_id: str, ticket: Ticket) -> bytes:
+    return event(
+        "started",
+        {
+            "turn_id": turn_id,
+            "session_id": ticket.session,
+            "prompt_tokens": ticket.prompt_tokens,
+            "max_new_tokens": ticket.max_new_tokens,
+            "version": ticket.version,
+        },
+    )
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    body: dict[str, Any] = {"text": delta.text, "tokens": delta.tokens, "delivered": delta.delivered}
+    if delta.logprobs:
+        body["logprobs"] = [_logprob(entry) for entry in delta.logprobs]
+    return body
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    """A token's log-probability and the likeliest in its place."""
+    return {**_candidate(entry), "top": [_candidate(other) for other in entry.top]}
+
+
+def _candidate(entry: TokenLogprob | Candidate) -> dict[str, Any]:
+    return {"token": entry.token, "text": entry.raw.decode(errors="replace"), "logprob": entry.logprob}

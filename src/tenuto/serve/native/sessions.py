@@ -1,0 +1,154 @@
+"""Routes of sessions: open, list, fork, rewind, close."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from tenuto.base.messages import Fork, GetSession, ListSessions, ListTurns, OpenSession, Rewind, Trim
+from tenuto.base.options import Policy
+from tenuto.base.views import SessionInfo, StateFilter
+from tenuto.serve.native.answers import session_body
+from tenuto.serve.native.schemas import (
+    IfMatch,
+    NewFork,
+    NewSession,
+    NewTrim,
+    Position,
+    RecordList,
+    Session,
+    SessionId,
+    SessionList,
+    etag,
+    version_of,
+)
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.settings import Tenant, new_session_id
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+
+@router.post("", status_code=201, responses=REFUSALS)
+async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response: Response) -> Session:
+    """Open a session."""
+    info = await edge.link.call(
+        OpenSession(
+            session=body.id or new_session_id(),
+            policy=Policy(
+                body.priority,
+                edge.settings.ttl(body.ttl, named=body.id is not None),
+                body.max_tokens,
+                tenant=tenant.name,
+                metadata=tuple(body.metadata.items()),
+            ),
+            system=body.system,
+            limits=tenant.limits,
+        )
+    )
+    response.headers["location"] = f"/v1/sessions/{info.session_id}"
+    return _shown(edge, tenant, info, response)
+
+
+@router.get("", responses=REFUSALS)
+async def list_sessions(
+    edge: EdgeOf,
+    tenant: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[str, Query(pattern=r"^[A-Za-z0-9._:-]{0,64}$", description="List those behind this id.")] = "",
+    state: Annotated[
+        StateFilter | None,
+        Query(description="Of the session, or of its open turn."),
+    ] = None,
+) -> SessionList:
+    """Your sessions, by id."""
+    page = await edge.link.call(ListSessions(tenant=tenant.name, after=after, limit=limit, state=state))
+    next_id = page.sessions[-1].session_id if page.more else None
+    return SessionList(data=[session_body(edge, tenant, info) for info in page.sessions], next=next_id)
+
+
+@router.get("/{session_id}", responses=REFUSALS)
+async def get_session(edge: EdgeOf, tenant: Caller, session_id: SessionId, response: Response) -> Session:
+    """A session as it is now."""
+    info = await edge.link.call(GetSession(tenant=tenant.name, session=session_id))
+    return _shown(edge, tenant, info, response)
+
+
+@router.delete("/{session_id}", status_code=204, responses=REFUSALS)
+async def close_session(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    finish: Annotated[bool, Query(description="Let its open turn end first; else that is aborted.")] = False,
+    if_match: IfMatch = None,
+) -> Response:
+    """Close a session."""
+    await edge.turns.close_session((tenant.name, session_id), finish=finish, version=version_of(if_match))
+    return Response(status_code=204)
+
+
+@router.get("/{session_id}/turns", responses=REFUSALS)
+async def list_turns(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    first: Annotated[int, Query(ge=1, description="Number of the first; 1 is the oldest.")] = 1,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> RecordList:
+    """Its committed turns, with their tokens and texts."""
+    page = await edge.link.call(ListTurns(tenant=tenant.name, session=session_id, first=first, limit=limit))
+    return RecordList(data=page.records, next=first + len(page.records) if page.more else None)
+
+
+@router.post("/{session_id}/fork", status_code=201, responses=REFUSALS)
+async def fork(
+    edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewFork, response: Response, if_match: IfMatch = None
+) -> Session:
+    """A new session with the same beginning; memory is shared. While a turn is open, it sees the last commit."""
+    info = await edge.link.call(
+        Fork(
+            tenant=tenant.name,
+            session=session_id,
+            child=body.id or new_session_id(),
+            turn=body.turn,
+            position=body.position,
+            version=version_of(if_match),
+            limits=tenant.limits,
+        )
+    )
+    return _shown(edge, tenant, info, response)
+
+
+@router.post("/{session_id}/rewind", responses=REFUSALS)
+async def rewind(
+    edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Position, response: Response, if_match: IfMatch = None
+) -> Session:
+    """Cut the history back. Refused while a turn is open."""
+    request = Rewind(
+        tenant=tenant.name, session=session_id, turn=body.turn, position=body.position, version=version_of(if_match)
+    )
+    return _shown(edge, tenant, await edge.link.call(request), response)
+
+
+@router.post("/{session_id}/trim", status_code=201, responses=REFUSALS)
+async def trim(
+    edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewTrim, response: Response, if_match: IfMatch = None
+) -> Session:
+    """A new session with some turns of this one. Those at its start are shared, others are computed when needed."""
+    info = await edge.link.call(
+        Trim(
+            tenant=tenant.name,
+            session=session_id,
+            child=body.id or new_session_id(),
+            turns=body.turns,
+            version=version_of(if_match),
+            limits=tenant.limits,
+        )
+    )
+    return _shown(edge, tenant, info, response)
+
+
+def _shown(edge: Edge, tenant: Tenant, info: SessionInfo, response: Response) -> Session:
+    response.headers["etag"] = etag(info.version)
+    return session_body(edge, tenant, info)

@@ -1,0 +1,203 @@
+"""Routes of turns: start one, follow its events, abort it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+
+from tenuto.base.checks import MAX_COUNT
+from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.base.messages import AbortTurn, Draft, StartTurn
+from tenuto.base.options import turn_params
+from tenuto.base.turns import TurnKind, check_keep
+from tenuto.serve.native.answers import session_body, turn_body, turn_events
+from tenuto.serve.native.schemas import (
+    STREAMED,
+    Abort,
+    IfMatch,
+    NewAppend,
+    NewDraft,
+    NewTurn,
+    Session,
+    SessionId,
+    Turn,
+    TurnId,
+    etag,
+    turn_input,
+    version_of,
+)
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.idempotency import RequestKey
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey, options_of, random_seed
+from tenuto.serve.shared.settings import Tenant
+from tenuto.serve.shared.sse import EventStream, while_connected
+
+router = APIRouter(prefix="/v1/sessions/{session_id}", tags=["sessions"])
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCall:
+    """A request that starts a turn: what the routes that do so have in common."""
+
+    edge: Edge
+    tenant: Tenant
+    session_id: str
+    request: Request
+    if_match: str | None
+    idempotency_key: str | None
+
+    async def start(self, kind: TurnKind, body: NewTurn | NewAppend) -> LiveTurn:
+        """The turn, once the engine has accepted it."""
+        options = options_of(body)
+        if options.get("temperature"):
+            options.setdefault("seed", random_seed())
+        request = StartTurn(
+            kind=kind,
+            tenant=self.tenant.name,
+            session=self.session_id,
+            input=turn_input(body.input),
+            params=turn_params(options),
+            version=version_of(self.if_match),
+            limits=self.tenant.limits,
+        )
+        starting = self.edge.start(
+            self.tenant,
+            request,
+            queue=body.if_busy == "queue",
+            continues=isinstance(body, NewTurn) and body.on_disconnect == "continue",
+            request_key=await RequestKey.of(self.request, self.idempotency_key),
+        )
+        return await while_connected(self.request, starting)
+
+    async def finish(self, turn: LiveTurn) -> Turn:
+        """The turn, once it has ended."""
+        try:
+            await while_connected(self.request, turn.finished())
+        finally:
+            self.edge.turns.abandon(turn)
+        return turn_body(turn)
+
+    async def answer(self, turn: LiveTurn, *, stream: bool) -> Response:
+        """The turn's events, or the whole turn."""
+        if stream:
+            return _stream(self.edge, turn, 0)
+        body = await self.finish(turn)
+        return JSONResponse(body.model_dump(), headers={"etag": etag(body.version)} if body.version else None)
+
+
+def _turn_call(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    request: Request,
+    if_match: IfMatch = None,
+    idempotency_key: IdempotencyKey = None,
+) -> TurnCall:
+    return TurnCall(edge, tenant, session_id, request, if_match, idempotency_key)
+
+
+CallOf = Annotated[TurnCall, Depends(_turn_call)]
+
+
+def _stream(edge: Edge, turn: LiveTurn, position: int) -> Response:
+    return EventStream(turn_events(turn, position), lambda: edge.turns.abandon(turn), {"x-turn-id": turn.id})
+
+
+@router.post("/turns", response_model=None, responses=REFUSALS | STREAMED)
+async def start_turn(call: CallOf, body: NewTurn) -> Response:
+    """Start a turn: append the input and generate. A draft of the session becomes this turn."""
+    return await call.answer(await call.start("turn", body), stream=body.stream)
+
+
+@router.post("/regenerate", response_model=None, responses=REFUSALS | STREAMED)
+async def regenerate(call: CallOf, body: NewTurn) -> Response:
+    """Generate the last turn's output again. The old one stays until this turn commits."""
+    if body.input:
+        raise InvalidRequest("regenerate takes no input; the last turn's stays")
+    return await call.answer(await call.start("regenerate", body), stream=body.stream)
+
+
+@router.post("/append", responses=REFUSALS)
+async def append(call: CallOf, body: NewAppend) -> Turn:
+    """Append input without an answer; it is committed when it is computed."""
+    return await call.finish(await call.start("append", body))
+
+
+@router.put("/draft", responses=REFUSALS)
+async def draft(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    body: NewDraft,
+    request: Request,
+    response: Response,
+    if_match: IfMatch = None,
+) -> Session:
+    """Give the whole text so far, again with every change: what stays the same is computed once. It is not part of the
+    history until a turn is started with it; a draft that is not changed for some time is dropped."""
+    draft = Draft(
+        tenant=tenant.name,
+        session=session_id,
+        input=turn_input(body.input),
+        version=version_of(if_match),
+        limits=tenant.limits,
+        name=f"draft-{secrets.token_hex(12)}",
+    )
+    try:
+        info = await while_connected(request, edge.link.call(draft))
+    except ClientDisconnect:
+        edge.spawn(edge.turns.withdraw(draft.name))
+        raise
+    response.headers["etag"] = etag(info.version)
+    return session_body(edge, tenant, info)
+
+
+@router.post("/abort", responses=REFUSALS)
+async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort) -> Turn | None:
+    """End the open turn. The session is as before, or, with `keep`, has part of the turn. `null`: it was a draft."""
+    keep = check_keep(None if body.keep == "none" else body.keep)
+    if body.turn_id is not None:
+        turn = edge.turns.find(tenant.name, session_id, body.turn_id)
+        if turn.ended:
+            raise IllegalTransition(f"turn {turn.id} has ended: it is {turn.state}")
+    else:
+        found = edge.turns.open_turn((tenant.name, session_id))
+        if found is None:
+            await edge.link.call(AbortTurn(tenant=tenant.name, session=session_id))
+            return None
+        turn = found
+    await edge.turns.abort(turn, keep)
+    return turn_body(turn)
+
+
+@router.get("/turns/{turn_id}", responses=REFUSALS)
+async def get_turn(edge: EdgeOf, tenant: Caller, session_id: SessionId, turn_id: TurnId) -> Turn:
+    """A turn that is open or has ended lately."""
+    return turn_body(edge.turns.find(tenant.name, session_id, turn_id))
+
+
+@router.get("/turns/{turn_id}/events", response_class=Response, responses=REFUSALS | STREAMED)
+async def follow_turn(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    turn_id: TurnId,
+    request: Request,
+    last_event_id: Annotated[
+        int | None, Header(ge=0, le=MAX_COUNT, description="Send what came after this event.")
+    ] = None,
+) -> Response:
+    """The events of a turn, from its beginning or from where a broken stream ended."""
+    turn = edge.turns.find(tenant.name, session_id, turn_id)
+    position = last_event_id or 0
+    if position > len(turn.deltas):
+        raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.deltas)}, the last there is")
+    await while_connected(request, turn.answered.wait())
+    turn.require_accepted()
+    return _stream(edge, turn, position)

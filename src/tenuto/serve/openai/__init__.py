@@ -1,0 +1,1 @@
+"""The interface in OpenAI's manner: models, completions and chat completions."""

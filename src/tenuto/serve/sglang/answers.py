@@ -1,0 +1,150 @@
+"""How requests to generate are answered in SGLang's manner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.messages import Detokenize
+from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.turns import EndReason, TurnResult, joined
+from tenuto.serve.sglang.requests import Running
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.errors import Failure
+from tenuto.serve.shared.samples import merged
+from tenuto.serve.shared.sse import DONE, data
+
+WEIGHT_VERSION = "default"
+ABORT_MESSAGES = {
+    EndReason.ABORT: "the request was aborted",
+    EndReason.DEADLINE: "the request had not begun, or ended, by its deadline",
+    EndReason.FAILED: "the steps that the request was in failed; try again",
+}
+
+
+async def whole_answer(edge: Edge, running: Running) -> dict[str, Any]:
+    """The answer to a request whose turn has ended."""
+    running.reply.take(running.accepted.reply())
+    return await _answer(edge, running, running.accepted.result)
+
+
+async def events(edge: Edge, running: Sequence[Running], *, several: bool) -> AsyncIterator[bytes]:
+    """The answers as server-sent events, each with all of the output so far."""
+    try:
+        async with aclosing(merged([each.accepted for each in running])) as stream:
+            async for index, deltas in stream:
+                delta = joined(deltas)
+                running[index].reply.take(delta)
+                answer = await _answer(edge, running[index], delta.result, delta.delivered)
+                yield data({**answer, "index": index} if several else answer)
+    except TenutoError as error:
+        yield data(Failure.of(error).body)
+    yield DONE
+
+
+async def _answer(edge: Edge, running: Running, result: TurnResult | None, delivered: int = 0) -> dict[str, Any]:
+    """The output of a request so far. `result`: of its turn, if it has ended. `delivered`: tokens whose text has been
+    delivered, if it has not."""
+    reply, ticket = running.reply, running.accepted.ticket
+    assert ticket is not None
+    meta: dict[str, Any] = {
+        "id": running.rid,
+        "finish_reason": _finish_reason(result, len(reply.token_ids)) if result is not None else None,
+        "prompt_tokens": ticket.prompt_tokens,
+        "weight_version": WEIGHT_VERSION,
+        "completion_tokens": len(reply.token_ids),
+        "cached_tokens": _cached(running, result) if result is not None else None,
+    }
+    if running.item.output.logprobs:
+        meta |= await _logprobs(edge, running)
+    if result is not None:
+        meta["e2e_latency"] = (running.ended or time.perf_counter()) - running.started
+    text = await _text(edge, running, result, delivered)
+    return {"text": text, "output_ids": reply.token_ids, "meta_info": meta}
+
+
+def _finish_reason(result: TurnResult, generated: int) -> dict[str, Any]:
+    if result.reason is EndReason.STOP:
+        return {"type": "stop", "matched": result.stop}
+    if result.reason in (EndReason.LENGTH, EndReason.APPENDED):
+        return {"type": "length", "length": generated}
+    return {"type": "abort", "message": ABORT_MESSAGES[result.reason], "status_code": None, "err_type": None}
+
+
+def _cached(running: Running, result: TurnResult) -> int:
+    """Cached tokens of the prompt. That of several samples was computed once, which counts for the first."""
+    if running.prompt is not None and running.prompt.result is not None and running.sample == 0:
+        return running.prompt.result.usage.cached
+    return result.usage.cached
+
+
+# -- text
+
+
+async def _text(edge: Edge, running: Running, result: TurnResult | None, delivered: int) -> str:
+    """The text of the output, with control tokens and with the stop that ended it if they are wanted."""
+    output, reply = running.item.output, running.reply
+    stop = result.stop if result is not None else None
+    if not output.special_tokens and not _differs(edge, stop, trim_stop=output.trim_stop):
+        return reply.text
+    tokens = reply.token_ids if result is not None else reply.token_ids[:delivered]
+    if output.trim_stop and isinstance(stop, int):
+        tokens = tokens[:-1]
+    text = await edge.link.call(Detokenize(tokens=tokens, special=output.special_tokens))
+    if output.trim_stop and isinstance(stop, str):
+        text = text[: text.rfind(stop)] if stop in text else text
+    return text
+
+
+def _differs(edge: Edge, stop: str | int | None, *, trim_stop: bool) -> bool:
+    """Whether the wanted text differs from the delivered one, which ends before a stop string, but after a stop id."""
+    if isinstance(stop, str):
+        return not trim_stop
+    return trim_stop and stop is not None and stop not in edge.model.eos_ids
+
+
+# -- log-probabilities
+
+
+async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
+    """Lists of [log-probability, token id, text]; the prompt's first entry has no log-probability."""
+    output, reply = running.item.output, running.reply
+    prompt = await _prompt_logprobs(edge, running) if output.logprob_start >= 0 else []
+    lists: dict[str, Any] = {
+        "input_token_logprobs": [entry for entry, _ in prompt],
+        "output_token_logprobs": [_entry(token, text=output.token_text) for token in reply.logprobs],
+    }
+    if output.top_logprobs:
+        lists["input_top_logprobs"] = [top for _, top in prompt]
+        lists["output_top_logprobs"] = [_top(token, text=output.token_text) for token in reply.logprobs]
+    return lists
+
+
+async def _prompt_logprobs(edge: Edge, running: Running) -> list[tuple[list[Any], list[Any] | None]]:
+    """Of every token of the prompt from the first wanted one on: its entry, and those of the likeliest in its place."""
+    output = running.item.output
+    source = running.prompt if running.prompt is not None else running.accepted
+    logprobs = source.reply().input_logprobs if running.prompt is not None else running.reply.input_logprobs
+    ticket = source.ticket
+    if ticket is None or not logprobs or output.logprob_start >= ticket.history + len(logprobs):
+        return []
+    first = ticket.prompt[output.logprob_start]
+    text = None
+    if output.token_text:
+        text = await edge.link.call(Detokenize(tokens=[first]))
+    rest = [token for token in logprobs[output.logprob_start + 1 - ticket.history :] if token is not None]
+    return [
+        ([None, first, text], None),
+        *((_entry(token, text=output.token_text), _top(token, text=output.token_text)) for token in rest),
+    ]
+
+
+def _entry(token: TokenLogprob | Candidate, *, text: bool) -> list[Any]:
+    return [token.logprob, token.token, token.raw.decode(errors="replace") if text else None]
+
+
+def _top(token: TokenLogprob, *, text: bool) -> list[Any]:
+    return [_entry(candidate, text=text) for candidate in token.top]

@@ -1,0 +1,117 @@
+"""Routes that ask about the server itself, in SGLang's manner: its health, its model and its memory."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+
+from tenuto.base.errors import LimitReached, Overloaded, TenutoError
+from tenuto.base.messages import DropMemory, GetStats, StartTurn
+from tenuto.base.options import TurnParams
+from tenuto.serve.sglang.answers import WEIGHT_VERSION
+from tenuto.serve.sglang.requests import RequestsOf
+from tenuto.serve.shared.edge import Admin, Caller, Edge, EdgeOf
+from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.settings import Tenant
+
+router = APIRouter(tags=["sglang"])
+
+PROBE_SECONDS = 20.0
+"""In which a healthy engine generates a token, or at least takes a step."""
+UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"description": "There is no engine, or the server is about to end"}}
+
+
+@router.get("/flush_cache", response_class=PlainTextResponse, responses=REFUSALS)
+@router.post("/flush_cache", response_class=PlainTextResponse, responses=REFUSALS)
+async def flush_cache(edge: EdgeOf, _: Admin) -> Response:
+    """Drop the memory of sessions without a running turn; it is computed again when it is needed."""
+    dropped = await edge.link.call(DropMemory())
+    return PlainTextResponse(f"Dropped the memory of {dropped} sessions; running turns keep theirs.\n")
+
+
+@router.get("/health", response_class=Response, responses=UNHEALTHY)
+async def health(edge: EdgeOf) -> Response:
+    """Whether the server takes requests. Needs no key."""
+    return Response(status_code=503 if edge.draining or edge.link.stopped is not None else 200)
+
+
+@router.get("/health_generate", response_class=Response, responses=UNHEALTHY)
+async def health_generate(edge: EdgeOf, requests: RequestsOf) -> Response:
+    """Generate a token; if the server is too busy to, that it generates others will do. Needs no key; all who ask at
+    once share a token."""
+    if edge.draining or edge.link.stopped is not None:
+        return Response(status_code=503)
+    if requests.probe is None or requests.probe.done():
+        requests.probe = asyncio.ensure_future(_probe(edge))
+    try:
+        healthy = await asyncio.wait_for(asyncio.shield(requests.probe), 2 * PROBE_SECONDS)
+    except TimeoutError:
+        healthy = False
+    return Response(status_code=200 if healthy else 503)
+
+
+async def _probe(edge: Edge) -> bool:
+    """Whether the engine generates tokens."""
+    probe = StartTurn(kind="turn", tenant="", input=[0], params=TurnParams(max_new_tokens=1, timeout=PROBE_SECONDS))
+    try:
+        before = await edge.link.call(GetStats())
+        with suppress(LimitReached, Overloaded):  # it is busy; does it take steps?
+            turn = await edge.start(Tenant(""), probe)
+            if (await turn.finished()).committed:
+                return True
+        after = await edge.link.call(GetStats())
+    except TenutoError:
+        return False
+    return after.steps > before.steps
+
+
+@router.get("/get_model_info", responses=REFUSALS)
+@router.get("/model_info", responses=REFUSALS)
+async def model_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
+    """The model."""
+    edge.require_engine()
+    return {
+        "model_path": edge.model.path or edge.model.model,
+        "tokenizer_path": edge.model.path or edge.model.model,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": WEIGHT_VERSION,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+    }
+
+
+@router.get("/get_server_info", responses=REFUSALS)
+@router.get("/server_info", responses=REFUSALS)
+async def server_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
+    """The model, its memory, and what the engine is doing."""
+    model, settings = edge.model, edge.settings
+    stats = await edge.link.call(GetStats())
+    return {
+        "model_path": model.path or model.model,
+        "tokenizer_path": model.path or model.model,
+        "served_model_name": edge.served_name,
+        "host": settings.host,
+        "port": settings.port,
+        "context_length": model.context_length,
+        "max_req_input_len": model.context_length - 1,
+        "max_total_num_tokens": model.capacity_tokens,
+        "max_running_requests": model.config.max_running,
+        "page_size": model.page_size,
+        "status": "stopping" if edge.draining else "ready",
+        "version": version("tenuto"),
+        "internal_states": [
+            {
+                "sessions": stats.sessions,
+                "running": stats.running,
+                "queued": stats.queued,
+                "steps": stats.steps,
+                "generated_tokens": stats.generated_tokens,
+            }
+        ],
+    }

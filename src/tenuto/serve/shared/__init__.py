@@ -1,0 +1,1 @@
+"""What all interfaces share: turns under way, samples, streams, errors, limits and settings."""

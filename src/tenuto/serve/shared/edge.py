@@ -1,0 +1,156 @@
+"""What every interface of the server stands on: who asks, what they may do, and the turns that are under way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
+
+from tenuto.base.errors import (
+    Draining,
+    EngineStopped,
+    Forbidden,
+    LimitReached,
+    ModelNotFound,
+    Overloaded,
+    Unauthorized,
+)
+from tenuto.base.link import Link
+from tenuto.base.messages import StartTurn
+from tenuto.base.views import ModelView
+from tenuto.serve.shared.idempotency import RequestKey
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.settings import ServeSettings, Tenant
+from tenuto.serve.shared.tasks import Background
+from tenuto.serve.shared.turns import Turns
+
+ABORTING_SECONDS = 5.0
+"""How long the engine may take, at the end, to abort all that is left."""
+DRAIN_CHECK_SECONDS = 0.02
+DEFAULT_MODEL = "default"
+"""A name that means the served model, whatever that is called."""
+
+
+class Edge:
+    """The server's state: its link to the engine, and its turns."""
+
+    def __init__(self, link: Link, model: ModelView, settings: ServeSettings) -> None:
+        self.link = link
+        self.model = model
+        self.settings = settings
+        self.turns = Turns(link)
+        self.started = time.time()  # seconds since the epoch
+        self.draining = False  # set once, by `drain`
+        self.hurried = False  # `drain` does not wait for turns
+        self.body_bytes = 0  # of all requests that have not ended; written by those who read the bodies
+        self._background = Background()
+        self.spawn = self._background.spawn
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.served_name or self.model.model
+
+    def check_model(self, name: str) -> None:
+        """Raises `ModelNotFound` if the name is not that of the served model."""
+        if name not in (self.served_name, DEFAULT_MODEL):
+            raise ModelNotFound(
+                f"there is no model {name[:200]!r}; allowed: {self.served_name!r}, or {DEFAULT_MODEL!r} for the same",
+                param="model",
+            )
+
+    def tenant(self, headers: Headers) -> Tenant:
+        """Whose key is in the headers. Raises `Unauthorized`."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        tenant = self.settings.keys.tenant(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key"))
+        if tenant is None:
+            raise Unauthorized("no valid API key; give one as Authorization: Bearer KEY")
+        return tenant
+
+    def require_engine(self) -> None:
+        """Raises `EngineStopped` if there is none."""
+        if self.link.stopped is not None:
+            raise EngineStopped(self.link.stopped)
+
+    async def start(
+        self,
+        tenant: Tenant,
+        request: StartTurn,
+        *,
+        queue: bool = False,
+        continues: bool = False,
+        request_key: RequestKey | None = None,
+    ) -> LiveTurn:
+        """`Turns.start`, within the limits of the tenant and the server. Raises `LimitReached`, `Overloaded`,
+        `Draining`, `EngineStopped`."""
+        self.require_engine()
+        if self.draining:
+            raise Draining("the server is about to end; try again later")
+        return await self.turns.start(
+            request,
+            queue=queue,
+            continues=continues,
+            request_key=request_key,
+            check=lambda: self._check_open(tenant),
+            max_queued=tenant.limits.queued,
+        )
+
+    def _check_open(self, tenant: Tenant) -> None:
+        """Whether one more turn may be open."""
+        limit, count = tenant.limits.turns, self.turns.open[tenant.name]
+        if limit is not None and count >= limit:
+            raise LimitReached(f"{count} turns are open; allowed: {limit}; wait for one to end")
+        if self.turns.open.total() >= self.settings.max_turns:
+            raise Overloaded(f"{self.settings.max_turns} turns are open, the most allowed; try again later")
+
+    async def drain(self) -> None:
+        """Begin nothing new, let turns end for a while, then abort those that are left."""
+        self.draining = True
+        self.turns.refuse_waiting(Draining("the server is about to end; try again later"))
+        deadline = time.monotonic() + self.settings.drain_seconds
+        while (
+            self.turns.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None
+        ):
+            await asyncio.sleep(DRAIN_CHECK_SECONDS)
+        aborting = [asyncio.ensure_future(self.turns.abort(turn)) for turn in self.turns.open_turns()]
+        with suppress(TimeoutError):  # an engine that hangs is killed later
+            async with asyncio.timeout(ABORTING_SECONDS):
+                await asyncio.gather(*aborting, return_exceptions=True)
+
+
+# -- dependencies of routes
+
+_bearer = HTTPBearer(auto_error=False, description="An API key; needed if the server has keys.")
+
+
+def _edge(request: Request) -> Edge:
+    edge: Edge = request.app.state.edge
+    return edge
+
+
+def _caller(request: Request, edge: Annotated[Edge, Depends(_edge)], _: Annotated[Any, Depends(_bearer)]) -> Tenant:
+    tenant = edge.tenant(request.headers)
+    request.state.tenant = tenant.name
+    return tenant
+
+
+def _admin(tenant: Annotated[Tenant, Depends(_caller)]) -> Tenant:
+    if not tenant.admin:
+        raise Forbidden("this needs an admin key")
+    return tenant
+
+
+def _scraper(request: Request, edge: Annotated[Edge, Depends(_edge)], bearer: Annotated[Any, Depends(_bearer)]) -> None:
+    if not edge.settings.public_metrics:
+        _admin(_caller(request, edge, bearer))
+
+
+EdgeOf = Annotated[Edge, Depends(_edge)]
+Caller = Annotated[Tenant, Depends(_caller)]
+Admin = Annotated[Tenant, Depends(_admin)]
+Scraper = Annotated[None, Depends(_scraper)]

@@ -1,0 +1,54 @@
+"""How errors are written in answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.base.errors import EngineStopped, TenutoError
+
+RETRY_SECONDS = 1
+"""In `Retry-After`, where nothing better is known."""
+BROKEN = "the server failed; its log says why"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+"""OpenAI's types of errors, by status."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How an error is written in an answer: in the manner of OpenAI, for all interfaces alike."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+    @staticmethod
+    def of(error: TenutoError) -> Failure:
+        """Details of why the engine stopped, and of our own mistakes, are for the log: they may name anyone's
+        sessions."""
+        message = str(error)
+        if isinstance(error, EngineStopped):
+            message = message.partition(":")[0]
+        elif error.status == 500:
+            message = BROKEN
+        return Failure(error.status, error.code, message, error.param)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status in (429, 503):
+            return {"retry-after": str(RETRY_SECONDS)}
+        if self.status == 408:
+            return {"connection": "close"}  # the rest may come at any time
+        return {"www-authenticate": "Bearer"} if self.status == 401 else {}

@@ -1,0 +1,153 @@
+"""The stream of one turn: its deltas, kept for any number of readers, who can resume where they were."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.link import TurnNews
+from tenuto.base.messages import StartTurn
+from tenuto.base.turns import Delta, TurnResult, joined, kept
+from tenuto.base.views import Ticket
+
+
+class LiveTurn:
+    """One turn, from its request on.
+
+    Invariant: `deltas` are what readers are given, in order. Once the turn has ended, the last of them has its result,
+    unless `error` says why there is none. A delta's number, counted from 1, is the id of its event.
+    """
+
+    def __init__(self, request: StartTurn, *, continues: bool = False) -> None:
+        """`continues`: also when nobody reads it any more."""
+        self.id = f"turn-{secrets.token_hex(12)}"
+        self.request = msgspec.structs.replace(request, name=self.id)  # without its input once the engine has it
+        self.continues = continues
+        self.requested_at = time.perf_counter()
+        self.deltas: list[Delta] = []
+        self.ticket: Ticket | None = None  # set once, by `deliver`, as are the next two
+        self.result: TurnResult | None = None
+        self.error: TenutoError | None = None
+        self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
+        self.readers = 0  # in `follow`, or about to be
+        self.rolling_back = False  # nobody reads it any more, and it is being aborted
+        self._held: list[Delta] | None = None  # deltas since an abort: the result says which of them are kept
+        self._wakers: list[asyncio.Future[None]] = []  # of readers who have read all there is
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    @property
+    def committed(self) -> bool:
+        return self.result is not None and self.result.committed
+
+    @property
+    def state(self) -> str:
+        """waiting, open, committed, aborted or failed."""
+        if self.result is not None:
+            return "committed" if self.result.committed else "aborted"
+        if self.error is not None:
+            return "failed"
+        return "open" if self.ticket is not None else "waiting"
+
+    @property
+    def delivered(self) -> int:
+        """Leading output tokens whose text readers have been given."""
+        return self.deltas[-1].delivered if self.deltas else 0
+
+    def require_accepted(self) -> None:
+        """Raises the error that kept the engine from accepting it, if there was one."""
+        if self.error is not None and self.ticket is None:
+            raise self.error
+
+    # -- written by its owner, `Turns`
+
+    def deliver(self, news: TurnNews) -> None:
+        """Take what the link brings."""
+        match news:
+            case Delta():
+                self._take(news)
+            case Ticket():
+                self._drop_input()
+                self.ticket = news
+                self.answered.set()
+            case _:
+                self.fail(news)
+
+    def fail(self, error: TenutoError) -> None:
+        """End without a result."""
+        self._drop_input()
+        self.error = error.with_traceback(None)  # which refers to the input, too
+        self.answered.set()
+        self._wake()
+
+    def begin_abort(self) -> None:
+        """From now on readers are given only what the abort keeps."""
+        if self._held is None:
+            self._held = []
+
+    def _take(self, delta: Delta) -> None:
+        if self._held is not None:
+            self._held.append(delta)
+            if delta.result is None:
+                return
+            delta = kept(self._held, sum(len(earlier.tokens) for earlier in self.deltas), self.delivered)
+        if delta.result is not None and (delta.tokens or delta.text):  # the end is an event of its own, to resume at
+            self.deltas.append(msgspec.structs.replace(delta, result=None))
+            delta = Delta(delivered=delta.delivered, result=delta.result)
+        self.deltas.append(delta)
+        self.result = delta.result
+        self._wake()
+
+    def _drop_input(self) -> None:
+        self.request = msgspec.structs.replace(self.request, input=[])
+
+    # -- read by anyone
+
+    async def follow(self, position: int = 0) -> AsyncGenerator[tuple[int, list[Delta]], None]:
+        """Deltas after the first `position`, as they come: the number of the last, and all that are new by then. Raises
+        the error that ended the turn."""
+        self.readers += 1
+        try:
+            while True:
+                if position < len(self.deltas):
+                    new = self.deltas[position:]
+                    position = len(self.deltas)
+                    yield position, new
+                if self.error is not None:
+                    raise self.error
+                if self.result is not None and position >= len(self.deltas):
+                    return
+                if position >= len(self.deltas):
+                    waker = asyncio.get_running_loop().create_future()
+                    self._wakers.append(waker)
+                    await waker
+        finally:
+            self.readers -= 1
+
+    async def finished(self) -> TurnResult:
+        """Wait for the end. Raises the error that ended the turn."""
+        async for _ in self.follow(len(self.deltas)):
+            pass
+        assert self.result is not None
+        return self.result
+
+    def reply(self) -> Delta:
+        """All deltas so far as one."""
+        return joined(self.deltas)
+
+    def _wake(self) -> None:
+        wakers, self._wakers = self._wakers, []
+        for waker in wakers:
+            if not waker.done():
+                waker.set_result(None)

@@ -1,0 +1,168 @@
+"""What the requests of all interfaces are made of: bounded objects and lists, the engine's options as fields, ids."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, cast
+
+from fastapi import Header
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic_core import PydanticCustomError
+
+from tenuto.base.checks import Bounds
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import MAX_STOP_IDS, OPTIONS, Policy, TurnOptions
+from tenuto.base.sampling import MAX_BIASES, MAX_SEED, MAX_TOKEN_ID
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
+"""Of a session's id: what needs no quoting in a URL. `.` and `..` are excluded: clients remove them from URLs."""
+ID_LENGTH = 64
+UNSUPPORTED = "unsupported"
+"""Pydantic's type of the errors that `unsupported` makes."""
+MAX_FIELDS = 128
+"""Of an object in a request."""
+MAX_MESSAGES = 10_000
+"""In one request, and parts of messages."""
+MAX_PROMPTS = 1024
+"""In one request."""
+
+Items = Annotated[list[T], Field(fail_fast=True, max_length=2**20)]
+"""A list of token ids, or of anything else that is quick to check. Only the first wrong entry is reported: there may be
+many."""
+Messages = Annotated[list[T], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+"""Prompts, or one value for each."""
+
+
+def at_most(entries: int) -> BeforeValidator:
+    """For a field that is an object: bounds its size before its entries are validated."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > entries:
+            raise ValueError(f"there are {len(given)} entries; allowed: at most {entries}")
+        return given
+
+    return BeforeValidator(check)
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenKey = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=False)]
+"""A token id as a key: JSON has only strings there."""
+
+_TYPES: dict[str, Any] = {
+    "logit_bias": Annotated[dict[TokenKey, float], at_most(MAX_BIASES)],
+    "stop": str | Items[str],
+    "stop_ids": Items[TokenId],
+}
+"""Of options that are not numbers or flags."""
+
+
+class Object(BaseModel):
+    """An object in a request: unknown fields, values of another type and too many fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        """Raises `InvalidRequest` before any field is validated."""
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise InvalidRequest(f"an object has {len(given)} fields; allowed: at most {MAX_FIELDS}")
+        return given
+
+
+_OF_SESSIONS = {each.name: each for each in fields(Policy)}
+
+
+def field_of(name: str, description: str | None = None) -> Any:
+    """A field of a request with the bounds and description of the engine's option of this name, of a turn or else of a
+    session."""
+    given = (OPTIONS.get(name) or _OF_SESSIONS[name]).metadata
+    bounds: Bounds | None = given["bounds"]
+    limits: dict[str, Any] = {}
+    if bounds is not None:
+        limits = {"gt" if bounds.above else "ge": bounds.low, "le": bounds.high}
+    elif name == "stop_ids":
+        limits = {"max_length": MAX_STOP_IDS}
+    return Field(None, description=description or given["description"] or None, **limits)
+
+
+def with_options(*names: str) -> Callable[[type[M]], type[M]]:
+    """A class decorator that adds the engine's options with these names, or all of them, as optional fields with their
+    own bounds and descriptions. `options_of` reads them."""
+
+    def add(model: type[M]) -> type[M]:
+        chosen: dict[str, Any] = {name: (_type_of(name) | None, field_of(name)) for name in names or OPTIONS}
+        return create_model(
+            model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **chosen
+        )
+
+    return add
+
+
+def _type_of(name: str) -> Any:
+    if name in _TYPES:
+        return _TYPES[name]
+    bounds = OPTIONS[name].metadata["bounds"]
+    return bool if bounds is None else type(bounds.low)
+
+
+def options_of(request: BaseModel) -> TurnOptions:
+    """The options that a request gives under the engine's names."""
+    given = {name: getattr(request, name, None) for name in OPTIONS}
+    return cast("TurnOptions", {name: value for name, value in given.items() if value is not None})
+
+
+def random_seed() -> int:
+    """For turns that sample and were given no seed."""
+    return secrets.randbelow(MAX_SEED + 1)
+
+
+def unsupported(field: str, problem: str) -> PydanticCustomError:
+    """An error for validators to raise: `field` (empty: the one being validated) is known, and not supported."""
+    return PydanticCustomError(UNSUPPORTED, "{field} {problem}", {"field": field, "problem": problem})
+
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=200,
+        description="While the first request with this key runs, others attach to its turn; once that has committed,"
+        " they get its result. After an abort the key is free. With another body it is refused with 422.",
+    ),
+]
+
+
+class Error(BaseModel):
+    """What was wrong, and what is allowed."""
+
+    error: dict[str, Any]
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error, "description": text}
+    for status, text in {
+        400: "Malformed, or more than the context has room for",
+        401: "No valid key",
+        403: "This needs an admin key",
+        404: "No such session or turn",
+        409: "Busy, taken, or not possible in this state",
+        410: "The session is closing",
+        412: "The session has another version",
+        408: "The body did not come in time",
+        413: "The body is too large",
+        415: "The body is not declared as JSON",
+        422: "The idempotency key was used with another body",
+        429: "As much as is allowed; see `Retry-After`",
+        431: "The headers are too large, or too many",
+        500: "The server failed",
+        504: "The turn waited for its session until its deadline",
+        503: "There is no engine, or the server is ending; see `Retry-After`",
+    }.items()
+}

@@ -1,0 +1,145 @@
+"""One turn at a time: a session's open turn, and the queue of those that wait for it to end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import msgspec
+
+from tenuto.base.errors import DeadlinePassed, LimitReached, Overloaded, SessionBusy, SessionClosed, TenutoError
+from tenuto.base.messages import StartTurn
+from tenuto.base.options import TurnParams
+from tenuto.base.views import SessionKey
+from tenuto.serve.shared.live_turn import LiveTurn
+
+MAX_WAITING = 64
+"""Turns that may wait for one session."""
+MAX_INPUT_BYTES = 2**27
+"""Input that all waiting turns may have together."""
+DEADLINES = ("queue_timeout", "timeout")
+"""Options of a turn that are seconds from its arrival."""
+
+
+class SessionQueues:
+    """The open and waiting turns of all sessions.
+
+    Invariant: a session's turn in `_open` is one that the engine has accepted, or is being asked to accept. Those in
+    `_queues` wait for its end; a session for which nobody waits has no queue.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = Counter[str]()  # turns, by tenant
+        self._open: dict[SessionKey, LiveTurn] = {}
+        self._queues: dict[SessionKey, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}
+        self._input_bytes = 0  # of the waiting turns
+        self._closing = Counter[SessionKey]()  # sessions whose turns may not begin now, and how often that was asked
+
+    def open_turn(self, session: SessionKey) -> LiveTurn | None:
+        """The session's turn that has begun and not ended."""
+        return self._open.get(session)
+
+    def waiting_for(self, session: SessionKey) -> list[LiveTurn]:
+        """Turns that wait for the session, in the order in which they will begin."""
+        return [turn for turn, _ in self._queues.get(session, ())]
+
+    async def begin(
+        self, turn: LiveTurn, session: SessionKey, *, queue: bool, max_queued: int | None = None
+    ) -> StartTurn:
+        """Make `turn` the session's open turn, at once or, with `queue`, when those before it have ended; `leave` ends
+        that. Returns its request, with what is left of its deadlines.
+
+        Raises `SessionBusy` without `queue`, `LimitReached` if `max_queued` turns of its tenant wait, `Overloaded`,
+        `DeadlinePassed`, and whatever it is refused with while it waits.
+        """
+        if session not in self._open and session not in self._queues:
+            self._open[session] = turn
+            return turn.request
+        if not queue:
+            raise SessionBusy("the session has an open turn; allowed: wait for its end, abort it, or if_busy: queue")
+        size = self._check_room(turn, session, max_queued)
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(session, deque()).append((turn, ready))
+        self.waiting[turn.tenant] += 1
+        self._input_bytes += size
+        try:
+            params = await _until_deadline(ready, turn.request.params)
+        finally:
+            self.waiting[turn.tenant] -= 1
+            self._input_bytes -= size
+        return msgspec.structs.replace(turn.request, params=params)
+
+    def _check_room(self, turn: LiveTurn, session: SessionKey, max_queued: int | None) -> int:
+        """Whether one more may wait. Returns the bytes of its input."""
+        waiting = self.waiting[turn.tenant]
+        if max_queued is not None and waiting >= max_queued:
+            raise LimitReached(f"{waiting} turns wait for a session; allowed: {max_queued}; wait for one to begin")
+        if len(self._queues.get(session, ())) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} turns wait for this session, the most allowed; try again later")
+        size = len(msgspec.msgpack.encode(turn.request.input))
+        if self._input_bytes + size > MAX_INPUT_BYTES:
+            raise Overloaded(f"turns that wait for a session have {self._input_bytes} bytes of input; try again later")
+        return size
+
+    def leave(self, turn: LiveTurn, session: SessionKey) -> None:
+        """The turn has ended, or will not begin; the next one may."""
+        if self._open.get(session) is turn:
+            del self._open[session]
+        elif session in self._queues:
+            self._queues[session] = deque(entry for entry in self._queues[session] if entry[0] is not turn)
+        self._promote(session)
+
+    def refuse(self, turn: LiveTurn, error: TenutoError) -> None:
+        """If the turn is waiting, it waits in vain."""
+        for waiting, ready in self._queues.get(turn.request.key, ()) if turn.request.key is not None else ():
+            if waiting is turn and not ready.done():
+                ready.set_exception(error)
+
+    def refuse_all(self, error: TenutoError) -> None:
+        """All who wait for any session wait in vain."""
+        for session in self._queues:
+            for turn in self.waiting_for(session):
+                self.refuse(turn, error)
+
+    @contextmanager
+    def closing(self, session: SessionKey) -> Iterator[None]:
+        """While the engine is asked to close a session, no waiting turn begins; once it is closed, they are refused,
+        before another session may have its id."""
+        self._closing[session] += 1
+        try:
+            yield
+            for turn in self.waiting_for(session):
+                self.refuse(turn, SessionClosed("the session was closed before the turn began"))
+        finally:
+            self._closing[session] -= 1
+            if not self._closing[session]:
+                del self._closing[session]
+            self._promote(session)
+
+    def _promote(self, session: SessionKey) -> None:
+        """The first waiting turn begins, unless the session has an open one or is being closed."""
+        queue = self._queues.get(session)
+        while queue and session not in self._open and session not in self._closing:
+            turn, ready = queue.popleft()
+            if not ready.done():
+                self._open[session] = turn
+                ready.set_result(None)
+        if not queue:
+            self._queues.pop(session, None)
+
+
+async def _until_deadline(ready: asyncio.Future[None], params: TurnParams) -> TurnParams:
+    """Wait. Returns `params` with what is left of the deadlines; raises `DeadlinePassed` if that is nothing."""
+    deadlines = {name: seconds for name in DEADLINES if (seconds := getattr(params, name)) is not None}
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(min(deadlines.values(), default=None)):
+            await ready
+    except TimeoutError:
+        raise DeadlinePassed("the turn has waited for its session until its deadline") from None
+    waited = time.monotonic() - began
+    return replace(params, **{name: max(1e-3, seconds - waited) for name, seconds in deadlines.items()})

@@ -1,0 +1,199 @@
+"""The registry of turns: those that are under way, and those that have ended lately."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+from tenuto.base.errors import IllegalTransition, NotFound, TenutoError
+from tenuto.base.link import Link, TurnNews
+from tenuto.base.messages import AbortTurn, CloseSession, StartTurn, Withdraw
+from tenuto.base.turns import Delta, Keep
+from tenuto.base.views import SessionKey
+from tenuto.serve.shared.idempotency import IdempotencyKeys, RequestKey
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.retention import EndedTurns
+from tenuto.serve.shared.session_queue import SessionQueues
+from tenuto.serve.shared.tasks import Background
+
+
+class Turns:
+    """Starts turns on an engine and ends them.
+
+    Invariant: `_turns` has every turn that has not ended, and those that `_ended` retains. `open` counts the former.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._turns: dict[str, LiveTurn] = {}  # by id
+        self._ended = EndedTurns()
+        self._queues = SessionQueues()
+        self._keys = IdempotencyKeys()
+        self._background = Background()
+        self.open = Counter[str]()  # turns that have not ended, by tenant
+        self.on_delta: list[Callable[[LiveTurn, Delta], None]] = []  # called with every delta of a turn
+        self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every turn that was accepted and has ended
+
+    # -- what there is
+
+    @property
+    def waiting(self) -> Counter[str]:
+        """Turns that wait for another of their session to end, by tenant."""
+        return self._queues.waiting
+
+    def find(self, tenant: str, session: str | None, turn_id: str) -> LiveTurn:
+        """Raises `NotFound`."""
+        turn = self._turns.get(turn_id)
+        if turn is None or turn.tenant != tenant or turn.request.session != session:
+            raise NotFound(f"there is no turn {turn_id!r} here; it never was, or ended too long ago")
+        return turn
+
+    def open_turns(self, tenant: str | None = None) -> list[LiveTurn]:
+        """Turns of `tenant` (`None`: of all) that have not ended."""
+        return [turn for turn in self._turns.values() if not turn.ended and tenant in (None, turn.tenant)]
+
+    def open_turn(self, session: SessionKey) -> LiveTurn | None:
+        """The session's turn that has begun and not ended."""
+        return self._queues.open_turn(session)
+
+    # -- starting
+
+    async def start(
+        self,
+        request: StartTurn,
+        *,
+        queue: bool = False,
+        continues: bool = False,
+        request_key: RequestKey | None = None,
+        check: Callable[[], None] = lambda: None,
+        max_queued: int | None = None,
+    ) -> LiveTurn:
+        """A turn that the engine has accepted. Cancelled, it leaves no turn behind.
+
+        `queue`: while the session has an open turn, wait for its end, unless `max_queued` turns of the tenant wait
+        already; otherwise raise `SessionBusy`. `continues`: the turn goes on when nobody reads it any more.
+        `request_key`: if it was used before, return the turn of then. `check` may raise to refuse a new turn.
+        """
+        turn = LiveTurn(request, continues=continues)
+        if request_key is not None and (known := await self._keys.find(request, request_key)) is not None:
+            return await self._attach(known)
+        check()
+        if request_key is not None:
+            self._keys.add(turn, request_key)
+        self._turns[turn.id] = turn
+        self.open[turn.tenant] += 1
+        starting = asyncio.ensure_future(self._start(turn, queue=queue, max_queued=max_queued))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self.abandon(turn)
+            raise
+        turn.require_accepted()
+        return turn
+
+    async def _attach(self, turn: LiveTurn) -> LiveTurn:
+        """Wait until the engine has accepted it, as a reader, so that it is not abandoned meanwhile."""
+        turn.readers += 1
+        try:
+            await turn.answered.wait()
+        except asyncio.CancelledError:
+            turn.readers -= 1
+            self.abandon(turn)
+            raise
+        turn.readers -= 1
+        turn.require_accepted()
+        return turn
+
+    async def _start(self, turn: LiveTurn, *, queue: bool, max_queued: int | None) -> None:
+        request = turn.request
+        try:
+            if request.key is not None:
+                request = await self._queues.begin(turn, request.key, queue=queue, max_queued=max_queued)
+            await self._link.start(request, lambda news: self._deliver(turn, news))
+        except TenutoError as error:
+            turn.fail(error)
+            self._end(turn)
+        except Exception:
+            turn.fail(TenutoError("the server failed; its log says why"))
+            self._end(turn)
+            raise
+
+    # -- going on and ending
+
+    def _deliver(self, turn: LiveTurn, news: TurnNews) -> None:
+        turn.deliver(news)
+        if isinstance(news, Delta):
+            for heard in self.on_delta:
+                heard(turn, news)
+        if turn.ended and turn.ticket is not None:
+            for heard_end in self.on_end:
+                heard_end(turn)
+            self._end(turn)
+
+    def _end(self, turn: LiveTurn) -> None:
+        """The turn has ended: the next one of its session may begin, and it is retained if the engine had accepted
+        it."""
+        self.open[turn.tenant] -= 1
+        if not turn.committed:
+            self._keys.release(turn)
+        if turn.ticket is None:
+            self._turns.pop(turn.id, None)
+        else:
+            for dropped in self._ended.add(turn):
+                del self._turns[dropped.id]
+                self._keys.release(dropped)
+        if turn.request.key is not None:
+            self._queues.leave(turn, turn.request.key)
+
+    async def abort(self, turn: LiveTurn, keep: Keep = None) -> None:
+        """End the turn, committing what `keep` says; what was delivered is what its readers were given. A turn that has
+        ended stays as it is."""
+        self._refuse_waiting(turn)
+        await turn.answered.wait()
+        if turn.ended or turn.ticket is None:
+            return
+        if keep == "delivered":
+            keep = turn.delivered
+        turn.begin_abort()
+        await self._link.call(
+            AbortTurn(tenant=turn.tenant, session=turn.ticket.session, turn=turn.ticket.turn, keep=keep)
+        )
+        with suppress(TenutoError):
+            await turn.finished()
+
+    async def abort_quietly(self, turn: LiveTurn, keep: Keep = None) -> None:
+        """`abort`, where it does not matter that the turn, its session or the engine has ended meanwhile."""
+        with suppress(TenutoError):
+            await self.abort(turn, keep)
+
+    def abandon(self, turn: LiveTurn) -> None:
+        """A reader has gone. If it was the last, and the turn does not continue without, the turn is rolled back."""
+        if turn.readers == 0 and not turn.ended and not turn.continues:
+            turn.rolling_back = True
+            self._background.spawn(self._roll_back(turn))
+
+    async def _roll_back(self, turn: LiveTurn) -> None:
+        self._refuse_waiting(turn)
+        if not turn.answered.is_set():
+            await self.withdraw(turn.id)
+        await self.abort_quietly(turn)
+
+    def _refuse_waiting(self, turn: LiveTurn) -> None:
+        self._queues.refuse(turn, IllegalTransition("the turn was aborted before it began"))
+
+    def refuse_waiting(self, error: TenutoError) -> None:
+        """No turn that waits for its session will begin."""
+        self._queues.refuse_all(error)
+
+    async def withdraw(self, name: str) -> None:
+        """Nobody waits any more for what has this name; see `messages.Withdraw`."""
+        with suppress(TenutoError):
+            await self._link.call(Withdraw(name=name))
+
+    async def close_session(self, session: SessionKey, *, finish: bool = False, version: int | None = None) -> None:
+        """Have the engine close a session; turns that wait for it are refused. Raises what the engine refuses with."""
+        tenant, session_id = session
+        with self._queues.closing(session):
+            await self._link.call(CloseSession(tenant=tenant, session=session_id, finish=finish, version=version))
