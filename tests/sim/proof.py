@@ -36,7 +36,7 @@ JUSTIFIED: dict[str, str] = {
     "memory.rows: self.mark[row] = FAR": "a row gets its mark when it is taken",
     "sched.batch: self._sampling.pop(row, None)": "the next turn of the row that samples brings its own options",
     "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked from the last such position on",
-    "session.registry: and session.id not in self._watched": "the later entry takes the place of the earlier",
+    "session.registry: and session.key not in self._watched": "the later entry takes the place of the earlier",
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""
 _PLANTED: list[object] = []
