@@ -22,7 +22,7 @@ IDLE_SECONDS = 2.0
 """How long a connection is kept for the next request: less than servers keep it, so that none is found closed."""
 END_SECONDS = 5.0
 """How long requests may take to end when the connection is closed, and how long what it leaves to be deleted."""
-MOST_DELETIONS = 32
+MAX_DELETIONS = 32
 """Of them, at the same time."""
 
 
@@ -144,4 +144,4 @@ async def _delete(http: httpx.AsyncClient, paths: set[str]) -> None:
         while paths:
             await http.delete(paths.pop())
 
-    await asyncio.gather(*(work() for _ in range(MOST_DELETIONS)), return_exceptions=True)
+    await asyncio.gather(*(work() for _ in range(MAX_DELETIONS)), return_exceptions=True)

@@ -144,17 +144,17 @@ class Feed(RunningTurn):
         """The last update, if that is it."""
         if event.name == "error":
             raise error_from(500, event.data.encode())
-        said = msgspec.json.decode(event.data)
+        body = msgspec.json.decode(event.data)
         match event.name:
             case "started":
-                self.turn_id = said["turn_id"]
+                self.turn_id = body["turn_id"]
                 self.accept()
             case "delta":
-                self._position, self._delivered = int(event.id), said["delivered"]
-                self._received = (self._received[0] + len(said["tokens"]), self._received[1] + len(said["text"]))
-                self.take(Delta(tuple(said["tokens"]), said["text"], self._delivered))
+                self._position, self._delivered = int(event.id), body["delivered"]
+                self._received = (self._received[0] + len(body["tokens"]), self._received[1] + len(body["text"]))
+                self.take(Delta(tuple(body["tokens"]), body["text"], self._delivered))
             case "committed" | "aborted":
-                return Delta((), "", self._delivered, turn_result(said))
+                return Delta((), "", self._delivered, turn_result(body))
         return None
 
     async def _look_up(self) -> Delta:

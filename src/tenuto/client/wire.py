@@ -171,10 +171,10 @@ def turn_result(body: dict[str, Any]) -> TurnResult:
 def error_from(status: int, content: bytes) -> TenutoError:
     """From an answer that is an error, or an event that says one: of the class that the server raised, if it says."""
     try:
-        said = msgspec.json.decode(content, type=_Refused).error
+        refused = msgspec.json.decode(content, type=_Refused).error
     except msgspec.DecodeError:
         return TenutoError(f"the server answered with status {status} and no reason; is it one of Tenuto's?")
-    return error_of(Refusal(call=0, code=str(said.code), message=said.message, param=said.param))
+    return error_of(Refusal(call=0, code=str(refused.code), message=refused.message, param=refused.param))
 
 
 class _Said(msgspec.Struct):
