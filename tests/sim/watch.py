@@ -123,8 +123,8 @@ class Watch:
         if dropped and not any(any(e.freed) for e in events) and world.engine.memory.cache.evicted == self._evicted:
             world.found("gives nothing", f"{[e.session for e in dropped]} were dropped, and nothing came free")
         sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)  # its bounds say little
-        if not victims or self._failures != world.failures or sliding:
-            return
+        if not victims or self._failures != world.failures or self._suspected or sliding:
+            return  # who is singled out for failed steps yields itself if it lacks room
         if world.engine.memory.cache.evicted != self._evicted:
             return  # somebody may have yielded so that a checkpoint could be evicted
         if world.config.overlap and len(world.engine.batch) == world.config.running:  # for a row: it could not pause
