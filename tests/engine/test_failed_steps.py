@@ -206,3 +206,18 @@ def test_a_failed_step_is_logged_with_its_turns(caplog: pytest.LogCaptureFixture
     stage.play()
     (record,) = caplog.records
     assert (record.message, record.turns) == ("a step failed", ["turn 1 of a", "turn 2 of b"])
+
+
+def test_a_step_that_failed_with_turns_that_have_left_says_little_of_the_one_that_is_left() -> None:
+    stage = Stage(overlap=1, failing=(2,))
+    for name in ("stays", "leaves"):
+        stage.open(name)
+    stays, _ = stage.say("stays", [1, 2], 20), stage.say("leaves", [3, 4], 20)
+    stage.step()
+    stage.step()
+    stage.step()
+    stage.engine.abort("leaves")
+    stage.until(lambda: stage.engine.transitions["step failed"] == 1)
+    assert (stays.failures, len(stage.engine.suspects)) == (0, 1)
+    stage.play()
+    assert list(stays.output) == continuation([1, 2], 20)
