@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tenuto.base.turns import TurnState
-from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
 
 
 def test_as_many_turns_run_as_there_are_rows() -> None:
@@ -239,3 +239,16 @@ def test_a_checkpoint_that_only_saves_work_keeps_nobody_from_starting(overlap: i
     assert not long.output
     stage.play()
     assert list(turn.output) == continuation([1, 2, 3], 5)
+
+
+def test_a_turn_without_room_starts_when_a_window_has_passed_though_nobody_leaves_a_row() -> None:
+    stage = Stage((SLIDING,), units=13, context_length=200)
+    stage.open("long")
+    long = stage.say("long", count_from(1, 100), 80)
+    stage.step()
+    stage.open("waiting")
+    waiting = stage.say("waiting", [1] * 12, 3)
+    stage.step()
+    assert waiting.state is TurnState.QUEUED
+    stage.until(lambda: waiting.result is not None)
+    assert long.state is TurnState.RUNNING

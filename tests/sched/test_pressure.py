@@ -232,3 +232,14 @@ def test_room_beside_running_forks_is_counted_once_however_many_share_it() -> No
     assert stage.engine.transitions["preempt"] == 0
     stage.play()
     assert list(turn.output) == continuation(count_from(7, 300), 4)
+
+
+def test_those_who_share_with_a_running_turn_alone_are_passed_over() -> None:
+    stage = Stage(units=16)
+    stage.told("parent", tokens=13, output=4)
+    idle = stage.engine.fork("parent", child="idle")
+    stage.told("other", tokens=13, output=4)
+    stage.engine.fork("other", child="twin")
+    turn = stage.say("parent", [1], 40)
+    stage.until(lambda: stage.engine.sessions.get("other").memory.computed == 0)
+    assert (idle.memory.computed, turn.state) == (16, TurnState.RUNNING)
