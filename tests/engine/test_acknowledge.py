@@ -13,8 +13,9 @@ from tenuto.base.errors import EngineStopped, NotAcknowledged, TenutoError
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import Delta, EndReason
 from tenuto.engine.engine import Engine
-from tenuto.engine.loop import EngineLoop, Opening
+from tenuto.engine.loop import EngineLoop
 from tenuto.session.session import Turn
+from tests.engine import loops
 from tests.engine.test_loop import LONG, eventually, make_engine
 
 T = TypeVar("T")
@@ -54,11 +55,11 @@ class Stand:
         for name in names:
             self.loop.call(lambda engine, name=name: engine.open(name)).result(20)  # type: ignore[misc]
 
-    def start(self, name: str, params: TurnParams = SHORT, session: str | None = None) -> Opening:
+    def start(self, name: str, params: TurnParams = SHORT, session: str | None = None) -> Future[Turn]:
         def told(event: Delta | TenutoError) -> None:
             self.told.put((name, event))
 
-        opening = self.loop.start(lambda engine: engine.submit(session or name, (1, 2), params), told)
+        opening = loops.start(self.loop, lambda engine: engine.submit(session or name, (1, 2), params), told)
         opening.add_done_callback(lambda _: self.told.put((name, "opened")))
         return opening
 
@@ -160,7 +161,7 @@ def test_a_turn_that_is_rolled_back_waits_for_nobody(stand: Stand) -> None:
     running.result(20)
     stand.start("a")
     stand.committed(1)
-    aborted = stand.loop.abort(running)
+    aborted = loops.abort(stand.loop, running)
     stand.until(lambda engine: engine.sessions.get("b").turn is None)
     assert stand.so_far() == [("b", "opened"), ("a", "opened"), ("b", EndReason.ABORT)]
     stand.acknowledge(1)
@@ -191,7 +192,7 @@ def test_while_commits_cannot_be_acknowledged_nothing_shows_or_follows_them(stan
     ]
     assert stand.loop.call(lambda engine: engine.sessions.get("a").turn).result(20) is None
     with pytest.raises(NotAcknowledged):  # it is carried out all the same
-        stand.loop.abort(running, keep=1).result(20)
+        loops.abort(stand.loop, running, keep=1).result(20)
     assert stand.so_far() == [("b", NotAcknowledged)]
     stand.committed(2)
 

@@ -22,6 +22,7 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.session.session import Policy, Turn
+from tests.engine import loops
 
 VOCABULARY = 97
 LONG = TurnParams(max_new_tokens=4000)
@@ -55,7 +56,7 @@ def begin(
     loop: EngineLoop, params: TurnParams, session_id: str = "s", tokens: tuple[int, ...] = (1, 2, 3)
 ) -> tuple[SimpleQueue[Event], Future[Turn]]:
     events: SimpleQueue[Event] = SimpleQueue()
-    return events, loop.start(lambda engine: engine.submit(session_id, tokens, params), events.put)
+    return events, loops.start(loop, lambda engine: engine.submit(session_id, tokens, params), events.put)
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -116,9 +117,9 @@ def test_aborting_ends_the_turn_at_once_and_twice_is_not_an_error(loop: EngineLo
     loop.call(lambda engine: engine.open("s")).result()
     events, started = begin(loop, LONG)
     assert isinstance(events.get(timeout=20), Delta)
-    result = loop.abort(started, keep=1).result()
+    result = loops.abort(loop, started, keep=1).result()
     assert (result.reason, result.committed, result.kept) == (EndReason.ABORT, True, 1)
-    assert loop.abort(started).result() == result
+    assert loops.abort(loop, started).result() == result
     assert loop.call(lambda engine: len(engine.sessions.get("s").history)).result() == 4
 
 
@@ -141,7 +142,7 @@ def test_a_subscriber_that_fails_aborts_its_turn(loop: EngineLoop) -> None:
     def gone(event: Event) -> None:
         raise RuntimeError("nobody is here")
 
-    turn = loop.start(lambda engine: engine.submit("s", (1,), LONG), gone).result()
+    turn = loops.start(loop, lambda engine: engine.submit("s", (1,), LONG), gone).result()
     eventually(lambda: turn.state.ended)
     assert loop.call(lambda engine: engine.sessions.get("s").version).result() == 0
 

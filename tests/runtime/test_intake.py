@@ -33,10 +33,10 @@ from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import MESSAGE_SIZE, SHORT_INPUT, size_of
 from tenuto.runtime.lanes import LARGE as LARGE_INPUT
 from tenuto.runtime.lanes import LONG as LONG_INPUT
-from tenuto.runtime.local import LocalLink
 from tenuto.serve.shared.turns import Turns
 from tenuto.session.session import Turn
 from tenuto.text.tokenizer import Tokenizer
+from tests.runtime.local import LocalLink
 
 CONTEXT = 400_000
 SETTINGS = WorkerSettings(model="witness", config={"context_length": CONTEXT})

@@ -29,8 +29,8 @@ from tenuto.base.messages import (
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta
 from tenuto.base.views import Ticket
-from tenuto.runtime.local import LocalLink
 from tenuto.serve.process import ProcessLink
+from tests.runtime.local import LocalLink
 
 SETTINGS = WorkerSettings(model="witness", config={"context_length": 2000})
 

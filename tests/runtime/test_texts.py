@@ -27,9 +27,9 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, Message
 from tenuto.base.views import Ticket
 from tenuto.runtime.lanes import LONG
-from tenuto.runtime.local import LocalLink
 from tenuto.text.template import Template
 from tenuto.text.tokenizer import Tokenizer
+from tests.runtime.local import LocalLink
 
 SECONDS = 60
 TEXT_WORK: tuple[tuple[type, str], ...] = (

@@ -11,11 +11,11 @@ import pytest
 from tenuto.base.errors import LimitReached, NotFound, SessionClosed
 from tenuto.base.messages import GetSession, OpenSession, StartTurn, Withdraw, WorkerSettings
 from tenuto.base.options import Policy, TurnParams
-from tenuto.runtime.local import LocalLink
 from tenuto.serve.shared import retention
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.turns import Turns
+from tests.runtime.local import LocalLink
 
 
 def play(story: Callable[[Turns, LocalLink], Awaitable[None]]) -> None:

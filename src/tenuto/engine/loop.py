@@ -11,9 +11,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar, cast
 
-from tenuto.base.errors import EngineStopped, IllegalTransition, InvariantError, NotAcknowledged, TenutoError
+from tenuto.base.errors import EngineStopped, InvariantError, NotAcknowledged, TenutoError
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport
 from tenuto.engine.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.engine import Engine
@@ -38,7 +38,7 @@ class EngineLoop:
     done and everyone has been told.
 
     A turn's commit is told once `acknowledger` says so, and in the order of commits: its last delta, and what `execute`
-    and `start` have found or done after it. A turn that starts after it tells nothing before. While commits cannot be
+    has found or done after it. A turn that starts after it tells nothing before. While commits cannot be
     acknowledged, those who wait for one get `NotAcknowledged`, and nothing new is carried out that may not be."""
 
     def __init__(
@@ -80,23 +80,6 @@ class EngineLoop:
         self._post(_Command(work, future, self._announcer, ends=ends))
         return future
 
-    def start(self, work: Callable[[Engine], Turn], subscriber: Subscriber) -> Opening:
-        """As `execute`, with work that opens a turn; `subscriber` then gets its events, or the error."""
-
-        def start_turn(engine: Engine) -> Turn:
-            opening.turn = work(engine)
-            self.subscribe(opening.turn, subscriber)
-            return opening.turn
-
-        def tell_error(done: Future[Turn]) -> None:
-            if isinstance(error := done.exception(), TenutoError):
-                subscriber(error)
-
-        opening = Opening()
-        opening.add_done_callback(tell_error)
-        self._post(_Command(start_turn, opening, self._announcer))
-        return opening
-
     def subscribe(self, turn: Turn, subscriber: Subscriber) -> None:
         """Have `subscriber` told what a turn brings, once the work that has opened it is answered. In the engine's
         thread, as part of that work."""
@@ -107,22 +90,6 @@ class EngineLoop:
         """More commits are safe, or can be made safe again. From any thread."""
         with suppress(EngineStopped):
             self.call(lambda _: None)
-
-    def abort(self, started: Opening, keep: Keep = None) -> Future[TurnResult]:
-        """End a turn that `start` has started, as `Engine.abort`; the result of a turn that has ended already is
-        returned as it is."""
-
-        def abort_turn(engine: Engine) -> TurnResult:
-            turn = started.turn  # commands are done in order: it is there, unless it was refused
-            if turn is None:
-                raise IllegalTransition("there is no turn to abort: it was refused")
-            if not turn.state.ended:
-                engine.abort(turn.session.id, keep, tenant=turn.session.policy.tenant)
-            if turn.result is None:
-                raise InvariantError(f"{turn.name} has ended without a result")
-            return turn.result
-
-        return self.execute(abort_turn, ends=True)
 
     def audit(self) -> Future[AuditReport]:
         """A recount as `Engine.audit`, spread over the steps to come so that it holds up none of them. Raises
@@ -309,12 +276,6 @@ class _Subscription:
     def refuse(self, error: TenutoError) -> None:
         with suppress(Exception):  # if nobody is there, nobody is told
             self._subscriber(error)
-
-
-class Opening(Future[Turn]):
-    """The future of a turn that is to be opened. `turn`: there before it is told, for the engine's thread alone."""
-
-    turn: Turn | None = None
 
 
 class _Command(Generic[T]):

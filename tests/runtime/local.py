@@ -1,4 +1,4 @@
-"""A link to an engine in this process."""
+"""A link to an engine in this process, for tests of what stands on a link."""
 
 from __future__ import annotations
 
