@@ -72,7 +72,7 @@ def test_the_sessions_window_outlives_a_turn_that_has_moved_past_it() -> None:
 
 
 def test_a_turn_is_expected_to_grow_up_to_two_windows() -> None:
-    """Once it was not expected to grow at all: a preempted turn began again and again where only its tokens had room."""
+    """Once it was expected not to grow: a preempted turn began again and again where only its tokens had room."""
     (group,) = Scribe([SLIDING]).memory.groups
     lengths, ends = np.array([5, 9, 40]), np.array([9, 100, 80])
     assert group.expected_growth(lengths, ends) == 1 + (2 * window_pages(group.spec, PAGE) - 3)
