@@ -7,14 +7,14 @@ from random import Random
 from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.engine.engine import Engine
-from tenuto.exec.torch_executor import TorchExecutor
+from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.llama import Llama
 from tenuto.session.session import Turn
 
 
 @contextmanager
 def real_engine(model: Llama, config: EngineConfig, *, pages: int, page_size: int) -> Iterator[Engine]:
-    executor = TorchExecutor(model, page_size)
+    executor = ModelExecutor(model, page_size)
     vocab, eos = model.config.vocab, model.config.eos
     yield Engine(executor, (pages,), config, vocab_size=vocab, eos_ids=eos, clock=ManualClock(), random=Random(0))
     executor.close()

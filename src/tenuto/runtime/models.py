@@ -53,7 +53,7 @@ def load_model(name: str, device: str, dtype: str | None, page_size: int) -> Mod
         return _witness(name, page_size, step_seconds)
     # Slow to import; the witness does without them.
     from tenuto.exec.device import spare_bytes  # noqa: PLC0415
-    from tenuto.exec.torch_executor import load_executor  # noqa: PLC0415
+    from tenuto.exec.load import load_executor  # noqa: PLC0415
     from tenuto.models.store import resolve  # noqa: PLC0415
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415
 

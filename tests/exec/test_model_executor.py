@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
 from tenuto.base.plan import PREVIOUS_SAMPLE
 from tenuto.base.sampling import GREEDY, Sampling
-from tenuto.exec.torch_executor import TorchExecutor, load_executor
+from tenuto.exec.load import load_executor
+from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import ModelFiles, resolve
 from tests.exec.driver import Driver
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
@@ -31,14 +32,14 @@ def files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def executor(files: ModelFiles) -> Iterator[TorchExecutor]:
+def executor(files: ModelFiles) -> Iterator[ModelExecutor]:
     executor = load_executor(files, page_size=4)
     yield executor
     executor.close()
 
 
 @pytest.fixture
-def driver(executor: TorchExecutor) -> Driver:
+def driver(executor: ModelExecutor) -> Driver:
     return Driver(executor, pages=200, rows=6)
 
 
@@ -54,7 +55,7 @@ def continuation(driver: Driver, row: int, prompt: list[int], n: int, sampling: 
     return out
 
 
-def test_the_memory_spec_counts_all_layers_keys_and_values(executor: TorchExecutor) -> None:
+def test_the_memory_spec_counts_all_layers_keys_and_values(executor: ModelExecutor) -> None:
     (group,) = executor.spec.groups
     assert executor.spec.page_size == 4
     assert group.bytes_per_unit == 4 * 3 * 2 * 2 * 16 * 4
@@ -77,7 +78,7 @@ def test_random_mixed_batches_give_the_logits_of_each_sequence_alone(model: Llam
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
-def test_a_token_may_be_the_previous_steps_sample(executor: TorchExecutor, driver: Driver) -> None:
+def test_a_token_may_be_the_previous_steps_sample(executor: ModelExecutor, driver: Driver) -> None:
     prompts = {0: text(9), 1: text(30, seed=1)}
     expected = {row: continuation(driver, row + 2, prompt, 5, WARM) for row, prompt in prompts.items()}
     got = [driver.step([(0, prompts[0], 1), (1, prompts[1][:20], 0)], sampling=[(0, WARM), (1, WARM)])]
@@ -129,7 +130,7 @@ def test_a_fork_goes_on_in_a_copy_of_the_tail_page(driver: Driver) -> None:
     assert got[:1] == continuation(driver, 2, prompt, 2)[1:]
 
 
-def fail_once(executor: TorchExecutor, driver: Driver, patch: pytest.MonkeyPatch, error: Exception) -> None:
+def fail_once(executor: ModelExecutor, driver: Driver, patch: pytest.MonkeyPatch, error: Exception) -> None:
     """Submit a step whose forward pass raises `error`."""
 
     def forward(*args: object) -> torch.Tensor:
@@ -143,7 +144,7 @@ def fail_once(executor: TorchExecutor, driver: Driver, patch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError, MemoryError])
 def test_what_a_device_can_cause_is_a_failed_step_and_the_next_one_works(
-    executor: TorchExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+    executor: ModelExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     expected = continuation(driver, 0, text(6), 2)
     fail_once(executor, driver, monkeypatch, kind("told to fail"))
@@ -157,7 +158,7 @@ def test_what_a_device_can_cause_is_a_failed_step_and_the_next_one_works(
     "kind", [TypeError, ValueError, OverflowError, IndexError, InvariantError, NotImplementedError]
 )
 def test_our_own_mistake_in_a_step_comes_out_as_it_is(
-    executor: TorchExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+    executor: ModelExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     fail_once(executor, driver, monkeypatch, kind("a bug"))
     with pytest.raises(kind, match="a bug"):
@@ -165,7 +166,7 @@ def test_our_own_mistake_in_a_step_comes_out_as_it_is(
 
 
 def test_at_most_two_steps_are_in_flight_and_they_are_collected_in_order(
-    executor: TorchExecutor, driver: Driver
+    executor: ModelExecutor, driver: Driver
 ) -> None:
     with pytest.raises(InvariantError, match="no step in flight"):
         executor.collect()
@@ -179,7 +180,7 @@ def test_at_most_two_steps_are_in_flight_and_they_are_collected_in_order(
 
 
 def test_a_step_submitted_behind_another_reads_the_token_that_one_samples(
-    executor: TorchExecutor, driver: Driver
+    executor: ModelExecutor, driver: Driver
 ) -> None:
     expected = continuation(driver, 0, text(6), 3)
     executor.submit(driver.plan([(1, text(6), 1)]))
@@ -191,7 +192,7 @@ def test_a_step_submitted_behind_another_reads_the_token_that_one_samples(
 
 
 def test_a_step_submitted_behind_one_that_fails_is_collected_all_the_same(
-    executor: TorchExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    executor: ModelExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(executor, driver, monkeypatch, RuntimeError("told to fail"))
     executor.submit(driver.plan([(0, text(4), 1)]))
@@ -200,7 +201,7 @@ def test_a_step_submitted_behind_one_that_fails_is_collected_all_the_same(
     assert len(executor.collect().tokens) == 1
 
 
-def test_results_are_int32_and_only_as_many_as_were_asked_for(executor: TorchExecutor, driver: Driver) -> None:
+def test_results_are_int32_and_only_as_many_as_were_asked_for(executor: ModelExecutor, driver: Driver) -> None:
     executor.submit(driver.plan([(0, text(4), 0), (1, text(4), 2), (2, text(3), 0)]))
     tokens = executor.collect().tokens
     assert tokens.dtype == np.int32
@@ -235,6 +236,6 @@ def test_a_device_or_dtype_that_does_not_exist_is_a_typed_error(files: ModelFile
         load_executor(files, page_size=4, device="warp")
 
 
-def test_more_pages_than_the_device_can_hold_is_a_typed_error(executor: TorchExecutor) -> None:
+def test_more_pages_than_the_device_can_hold_is_a_typed_error(executor: ModelExecutor) -> None:
     with pytest.raises(ConfigError, match="cannot hold"):
         executor.prepare((10**12,), 1)
