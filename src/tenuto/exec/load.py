@@ -71,9 +71,7 @@ def load_executor(
     return ModelExecutor(forward)
 
 
-def _native(
-    checkpoint: Checkpoint, cache: Path, machine: Machine, kernels: str, say: Callable[[str], None]
-) -> Library:
+def _native(checkpoint: Checkpoint, cache: Path, machine: Machine, kernels: str, say: Callable[[str], None]) -> Library:
     reason = obstacle(checkpoint.config)
     if reason is not None:
         raise Unavailable(f"the native kernels cannot run this model: {reason}")

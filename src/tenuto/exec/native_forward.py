@@ -62,7 +62,8 @@ class NativeForward:
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         (pages,) = units
         if self._library.prepare(self._handle, pages):
-            raise ConfigError(f"there is no memory for {pages} pages, {pages * self._spec.groups[0].bytes_per_unit} bytes")
+            size = pages * self._spec.groups[0].bytes_per_unit
+            raise ConfigError(f"this machine cannot hold {pages} pages, {size} bytes")
         # As wide as a turn can ever need, so that it never moves; the system gives memory where it is written.
         self._table = np.zeros((rows, pages), np.int32)
 

@@ -128,4 +128,3 @@ def _array(ops: list[Op]) -> ctypes.Array[Op]:
 
 def _quantized(matrix: Matrix) -> int:
     return int(matrix.kind != PanelKind.PAIRS)
-

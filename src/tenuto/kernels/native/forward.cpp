@@ -68,7 +68,7 @@ public:
   // Raises std::bad_alloc. What was here is gone.
   void resize(int64_t bytes) {
     release();
-    void *got = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *got = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (got == MAP_FAILED) throw std::bad_alloc();
     madvise(got, (size_t)bytes, MADV_HUGEPAGE);
     data_ = got, bytes_ = bytes;
