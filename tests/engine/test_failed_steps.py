@@ -181,6 +181,24 @@ def test_a_turn_that_fails_keeps_its_row_and_says_the_same(mix, overlap: int) ->
     assert list(turn.output) == continuation(count_from(1, 20), 12)
 
 
+@every_mix
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_draft_that_waits_for_a_row_when_its_step_fails_starts_again(mix, failing: int) -> None:
+    """Known fault: it stood on a checkpoint that the step was to fill. It waited, so it could not be preempted, and the
+    engine stopped."""
+    stage, tokens = Stage(mix, overlap=1, failing=(failing,), checkpoint_interval=4, max_running=1), count_from(1, 60)
+    stage.open()
+    stage.open("o")
+    stage.engine.draft("s", tokens)
+    for _ in range(failing + 1):
+        stage.step()
+    turn, other = stage.say("s", tokens, 8), stage.say("o", [1, 2, 3], 8, priority=5)
+    stage.play()
+    assert stage.engine.transitions["step failed"] == 1
+    assert list(turn.output) == continuation(tokens, 8)
+    assert list(other.output) == continuation([1, 2, 3], 8)
+
+
 @every_overlap
 def test_a_turn_that_went_back_to_a_checkpoint_is_no_suspect_until_it_has_come_to_where_its_step_failed(
     overlap,

@@ -121,11 +121,11 @@ class Lifecycle:
             self.batch.remove(turn, memory.row)
 
     def preempt(self, turn: Turn, why: str = "preempted") -> None:
-        """A running turn, or a draft in a row, loses what it acquired."""
+        """A running turn, or a draft or waiting turn that has memory, loses what it acquired."""
         memory = turn.session.memory.turn
         if memory is not None:
             self.recomputed[why] += memory.computed - memory.start
-        if turn.drafting:
+        if turn.state is not TurnState.RUNNING:
             self.drop(turn.session)
             return
         self._leave_row(turn)
