@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tenuto.api import Engine, Session, TurnStream
 from tenuto.base.errors import ContextExceeded
+from tenuto.base.views import SHARED
 
 SYSTEM = "You are a helpful assistant. Answer in one sentence."
 QUESTIONS = {
@@ -151,7 +152,7 @@ class Demo:
         for question, turn in zip(questions, turns, strict=True):
             turn.result()
             self._said("fork", question, turn.text)
-        shared = sum(pool.by_holder.get("shared", 0) for pool in engine.audit().pools)
+        shared = sum(pool.by_holder.get(SHARED, 0) for pool in engine.audit().pools)
         context = turns[0].result().usage.prompt
         self.out.print(f"Of a context of {context} tokens, each fork {_spent(turns[0])}; {shared} pages are shared.")
 

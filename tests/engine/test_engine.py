@@ -16,6 +16,7 @@ from tenuto.base.errors import (
 )
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import Transition
 from tests.engine.stage import (
     VOCABULARY,
     Stage,
@@ -261,7 +262,7 @@ def test_a_turn_does_not_yield_to_one_of_its_own_priority() -> None:
     stage.until(lambda: len(first.output) > 2)
     stage.say("b", [1], 2)
     stage.play()
-    assert stage.engine.transitions["preempt"] == 0
+    assert stage.engine.transitions[Transition("preempt")] == 0
 
 
 # -- the engine itself

@@ -17,6 +17,7 @@ from tenuto.base.errors import EngineStopped, InvalidRequest, InvariantError, No
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import Delta, EndReason
+from tenuto.base.views import Transition
 from tenuto.engine import auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
@@ -132,7 +133,7 @@ def test_a_session_whose_time_is_up_goes_without_anyone_asking() -> None:
     engine = make_engine()
     loop = EngineLoop(engine)
     loop.call(lambda e: e.open("s", Policy(ttl=0.05))).result()
-    eventually(lambda: engine.transitions["expire"] == 1)
+    eventually(lambda: engine.transitions[Transition("expire")] == 1)
     loop.close()
 
 

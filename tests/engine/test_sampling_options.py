@@ -19,6 +19,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.plan import Plan, StepResult
 from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
 from tenuto.exec.torch_executor import TorchExecutor, load_executor
 from tenuto.kernels.sampling import uniforms
@@ -225,7 +226,7 @@ def test_a_failed_step_leaves_no_trace_in_what_is_counted(model: LlamaForCausalL
         params = TurnParams(max_new_tokens=10, sampling=sampling, logprobs=0, input_logprobs=1)
         turns.append(engine.submit(f"s{i}", text(20, i), params))
     play(engine)
-    assert engine.transitions["step failed"] in (2, 3)  # one may be in flight behind another that fails
+    assert engine.transitions[Transition("step failed")] in (2, 3)  # one may be in flight behind another that fails
     for turn in turns:
         prompt = turn.input.tolist()
         logits = raw_logits(model, prompt + outputs(turn))

@@ -30,7 +30,7 @@ from tenuto.base.messages import (
     Updates,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.views import Stats
+from tenuto.base.views import Stats, Transition
 from tenuto.runtime.models import load_model
 from tenuto.runtime.service import Service
 from tenuto.session.session import Turn
@@ -82,7 +82,7 @@ class Stand:
 
     def until_committed(self, commits: int) -> list[tuple[int, str]]:
         told = self.told()
-        while self.stats.transitions.get("commit", 0) < commits:
+        while self.stats.transitions.get(Transition("commit"), 0) < commits:
             told += self.told()
         return told
 
@@ -134,7 +134,7 @@ def test_while_commits_cannot_be_acknowledged_turns_fail_and_none_begins(stand: 
     assert told == [(turn, "not_acknowledged")]
     late = [stand.ask(TURN), stand.ask(GetSession(tenant="t", session="s"))]
     assert stand.told() == [(call, "not_acknowledged") for call in late]
-    assert stand.stats.transitions["submit"] == 1
+    assert stand.stats.transitions[Transition("submit")] == 1
     abort = stand.ask(AbortTurn(tenant="t", session="s", turn=99))
     assert stand.told() == [(abort, "not_acknowledged")]
     stand.journal.failing = False

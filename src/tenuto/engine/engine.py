@@ -183,7 +183,7 @@ class Engine:
             result = self._executor.collect()
         except StepFailed as error:
             if flight.plan.step > self._void:
-                self.transitions["step failed"] += 1
+                self.lifecycle.count("step failed")
                 turns = [turn.name for turn in self._live(flight)]
                 log.warning("a step failed", extra={"step": flight.plan.step, "turns": turns, "error": str(error)})
         self.memory.step_settled()
@@ -234,7 +234,7 @@ class Engine:
     def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
         """Open a session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
         session = self.sessions.open(session_id, policy or Policy(), system)
-        self.transitions["open"] += 1
+        self.lifecycle.count("open")
         return session
 
     @guarded
@@ -256,7 +256,7 @@ class Engine:
         parent.fork(forked, at)
         self.sessions.note_length(forked)
         self.pressure.note(forked)
-        self.transitions["fork running" if parent.has_running_turn else "fork"] += 1
+        self.lifecycle.count("fork", TurnState.RUNNING if parent.has_running_turn else None)
         return forked
 
     @guarded
@@ -272,7 +272,7 @@ class Engine:
         session.rewind(self._position(session, turn, position))
         self.sessions.note_length(session)
         self.pressure.note(session)
-        self.transitions["rewind"] += 1
+        self.lifecycle.count("rewind")
         return session
 
     @guarded
@@ -296,7 +296,7 @@ class Engine:
         session.adopt(given, answer, self._clock.now(), conversation, cut)
         self.sessions.note_length(session)
         self.sessions.watch(session)
-        self.transitions["adopt"] += 1
+        self.lifecycle.count("adopt")
         return session
 
     @guarded
@@ -312,7 +312,7 @@ class Engine:
             raise
         session.restore(saved)
         self.sessions.note_length(session)
-        self.transitions["restore"] += 1
+        self.lifecycle.count("restore")
         return session
 
     def _read(self, tokens: Iterable[int]) -> array[int]:
@@ -335,7 +335,7 @@ class Engine:
         turn = session.turn
         if turn is not None and finish and not turn.drafting:
             session.state = SessionState.CLOSING
-            self.transitions["closing"] += 1
+            self.lifecycle.count("closing")
             return
         if turn is not None:
             session.state = SessionState.CLOSING
@@ -449,10 +449,10 @@ class Engine:
             turn.state = TurnState.DRAFTING
             session.turn = turn
             turn.input = checked
-            self.transitions["draft"] += 1
+            self.lifecycle.count("draft")
         else:
             self.lifecycle.redraft(turn, checked)
-            self.transitions["redraft"] += 1
+            self.lifecycle.count("redraft")
         self.lifecycle.queue_draft(turn)
         return turn
 

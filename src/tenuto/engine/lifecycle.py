@@ -46,7 +46,7 @@ class Lifecycle:
         self._draft_timeout = draft_timeout
         self.batch = batch
         self.pressure = Pressure(memory, batch, self.preempt, self.drop)
-        self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
+        self.transitions: Counter[Transition] = Counter()
         self.totals: Counter[str] = Counter()  # tokens of all ended turns, by field of `Usage`
         self.recomputed: Counter[str] = Counter()  # tokens that were computed and have to be again, by why
         self._timers: list[tuple[float, int, Timer, SessionKey, int]] = []  # a heap; ended turns can go
@@ -58,9 +58,13 @@ class Lifecycle:
         ended, self._ended = self._ended, []
         return ended
 
+    def count(self, operation: str, state: str | None = None) -> None:
+        """An operation or a transition happens; `state`: see `Transition`."""
+        self.transitions[Transition(operation, state)] += 1
+
     def enqueue(self, turn: Turn, event: str) -> None:
         """A submitted turn waits for its row; `event` is how it came."""
-        self.transitions[event] += 1
+        self.count(event)
         turn.session.turn = turn
         if turn.params.queue_timeout is not None:
             self._set_timer(turn, turn.arrival + turn.params.queue_timeout, Timer.QUEUE)
@@ -92,7 +96,7 @@ class Lifecycle:
     def start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
         """A waiting turn gets its row."""
         if not turn.drafting:
-            self.transitions["start" if turn.state is TurnState.QUEUED else "resume"] += 1
+            self.count("start" if turn.state is TurnState.QUEUED else "resume")
             turn.go("start")
             turn.started = True
             if turn.cached < 0:
@@ -130,7 +134,7 @@ class Lifecycle:
             return
         self._leave_row(turn)
         turn.preempt()
-        self.transitions["preempt"] += 1
+        self.count("preempt")
         self._queue.push(turn)
         self.pressure.note(turn.session)
 
@@ -171,7 +175,7 @@ class Lifecycle:
         self._leave_row(turn)
         memory.truncate(position)
         turn.pause()
-        self.transitions["pause"] += 1
+        self.count("pause")
         self._queue.push(turn)
         self.pressure.note(turn.session)
 
@@ -185,7 +189,7 @@ class Lifecycle:
         else:
             session.memory.drop()
             session.memory.lost = why
-        self.transitions[str(Transition("drop", turn.state if turn is not None else "idle"))] += 1
+        self.count("drop", turn.state if turn is not None else "idle")
         if turn is not None and turn.drafting:
             self._queue.push(turn)  # computed again when there is room
         self.pressure.note(session)
@@ -230,14 +234,14 @@ class Lifecycle:
             turn.text.finish()
         self._leave_row(turn)
         barge_in = reason is EndReason.ABORT
-        self.transitions[str(Transition("barge-in", turn.state) if barge_in else Transition("commit"))] += 1
+        self.count("barge-in" if barge_in else "commit", turn.state if barge_in else None)
         turn.commit(reason, self._clock.now(), keep)
         self._turn_ended(turn)
 
     def abort(self, turn: Turn, reason: EndReason) -> None:
         """The turn ends, and its session is what it was."""
         self._leave_row(turn)
-        self.transitions[str(Transition(reason.value, turn.state))] += 1
+        self.count(reason.value, turn.state)
         turn.abort(reason, self._clock.now())
         self._turn_ended(turn)
 
@@ -260,7 +264,7 @@ class Lifecycle:
         """Release and forget a session without an open turn."""
         self._sessions.close(session)
         self.pressure.note(session)
-        self.transitions["close"] += 1
+        self.count("close")
 
     def expire(self) -> None:
         """End turns past a deadline, drafts nobody changed, and sessions nobody used."""
@@ -271,7 +275,7 @@ class Lifecycle:
             if turn is not None and turn.number == number and self._is_due(turn, timer, now):
                 self.abort(turn, EndReason.DEADLINE)
         for session in self._sessions.expired():
-            self.transitions["expire"] += 1
+            self.count("expire")
             self.close(session)
 
     def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:
