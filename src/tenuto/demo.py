@@ -9,9 +9,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tenuto.api import Engine, Session, TurnStream
+from tenuto.api import Engine
 from tenuto.base.errors import ContextExceeded
 from tenuto.base.views import SHARED
+from tenuto.client import Session, TurnStream
 
 SYSTEM = "You are a helpful assistant. Answer in one sentence."
 QUESTIONS = {

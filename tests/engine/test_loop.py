@@ -214,7 +214,7 @@ def test_a_refused_command_leaves_the_engine_running(loop: EngineLoop) -> None:
 
 def test_what_the_engine_computes_with_is_closed_once_and_in_its_thread() -> None:
     closed: list[str] = []
-    loop = EngineLoop(make_engine(), lambda: closed.append(threading.current_thread().name))
+    loop = EngineLoop(make_engine(), lambda _: closed.append(threading.current_thread().name))
     loop.close()
     loop.close()
     assert closed == ["tenuto-engine"]

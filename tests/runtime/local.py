@@ -6,7 +6,7 @@ import asyncio
 from typing import TypeVar
 
 from tenuto.base.link import Deliver, Switchboard
-from tenuto.base.messages import AnyReply, Request, StartTurn, WorkerSettings
+from tenuto.base.messages import AnyReply, Request, StartTurn, Stopped, WorkerSettings
 from tenuto.runtime.service import open_service
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class LocalLink:
         self._board = Switchboard(self._service.handle)
 
     @property
-    def stopped(self) -> str | None:
+    def stopped(self) -> Stopped | None:
         return self._board.stopped
 
     async def call(self, request: Request[T]) -> T:
@@ -36,7 +36,7 @@ class LocalLink:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._service.close)
-        self._board.stop("the engine was closed")
+        self._board.stop(Stopped(reason="the engine was closed"))
 
     def _post(self, reply: AnyReply) -> None:
         if not self._loop.is_closed():

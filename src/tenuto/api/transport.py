@@ -56,7 +56,7 @@ class LocalTransport:
         self._waiting: dict[int, _Waiting] = {}
         self._turns: dict[int, LocalTurn] = {}
         self._requests: SimpleQueue[Request[Any] | LocalTurn | None] = SimpleQueue()
-        self._stopped: str | None = None  # why; set once, under the lock
+        self._stopped: Stopped | None = None  # set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
         self._service = Service(model, config, settings.memory_bytes, self._take)
         self._thread = threading.Thread(target=self._run, name="tenuto-requests", daemon=True)
@@ -88,12 +88,12 @@ class LocalTransport:
         it began. Raises `EngineStopped`."""
         with self._lock:
             if self._stopped is not None:
-                raise EngineStopped(self._stopped)
+                raise self._stopped.error()
             self._requests.put(request)
 
     def request_stop(self) -> None:
         with self._lock:
-            self._stopped = self._stopped or "the engine was closed"
+            self._stopped = self._stopped or Stopped(reason="the engine was closed")
             self._requests.put(None)
 
     def close(self) -> None:
@@ -142,8 +142,8 @@ class LocalTransport:
                         waiting.future.set_result(msgspec.msgpack.decode(value, type=waiting.answer))
             case Refusal(call=call):
                 self._refuse(call, error_of(reply))
-            case Stopped(reason=reason):
-                self._stop(reason)
+            case Stopped():
+                self._stop(reply)
 
     def _refuse(self, call: int, error: TenutoError) -> None:
         if (turn := self._turns.pop(call, None)) is not None:
@@ -152,11 +152,11 @@ class LocalTransport:
             with suppress(InvalidStateError):  # it was cancelled
                 waiting.future.set_exception(error)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, stopped: Stopped) -> None:
         with self._lock:
-            self._stopped = self._stopped or reason
+            self._stopped = self._stopped or stopped
         for call in (*self._turns, *self._waiting):
-            self._refuse(call, EngineStopped(reason))
+            self._refuse(call, stopped.error())
 
 
 class LocalTurn(RunningTurn):

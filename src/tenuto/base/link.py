@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from tenuto.base.errors import EngineStopped, TenutoError
+from tenuto.base.errors import TenutoError
 from tenuto.base.messages import Answer, AnyReply, Refusal, Request, StartTurn, Stopped, Updates, answer_of, error_of
 from tenuto.base.turns import Delta
 from tenuto.base.views import Ticket
@@ -25,7 +25,7 @@ class Link(Protocol):
     """The edge's way to an engine. Belongs to one event loop."""
 
     @property
-    def stopped(self) -> str | None:
+    def stopped(self) -> Stopped | None:
         """Why there is no engine any more; `None` while there is one."""
         ...
 
@@ -51,7 +51,7 @@ class Switchboard:
     """Which call waits for what. The half of a link that is the same wherever the engine runs."""
 
     def __init__(self, send: Callable[[Request[Any]], None]) -> None:
-        self.stopped: str | None = None
+        self.stopped: Stopped | None = None
         self._ended = asyncio.Event()
         self._send = send
         self._numbers = count(1)
@@ -80,7 +80,7 @@ class Switchboard:
 
     async def _ask(self, request: Request[Any], number: int) -> msgspec.Raw:
         if self.stopped is not None:
-            raise EngineStopped(self.stopped)
+            raise self.stopped.error()
         future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
@@ -105,17 +105,17 @@ class Switchboard:
                 if not self._resolve(reply.call, error):
                     self._update(reply.call, error, ended=True)
             case Stopped():
-                self.stop(reply.reason)
+                self.stop(reply)
 
-    def stop(self, reason: str) -> None:
+    def stop(self, stopped: Stopped) -> None:
         """There is no engine any more: everyone who waits is told why. Only the first reason counts."""
         if self.stopped is not None:
             return
-        self.stopped = reason
+        self.stopped = stopped
         for number in list(self._waiting):
-            self._resolve(number, EngineStopped(reason))
+            self._resolve(number, stopped.error())
         for number in list(self._streams):
-            self._update(number, EngineStopped(reason), ended=True)
+            self._update(number, stopped.error(), ended=True)
         self._ended.set()
 
     def _resolve(self, number: int, outcome: Any) -> bool:

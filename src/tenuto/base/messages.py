@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, cast, get_args
 import msgspec
 
 from tenuto.base.config import EngineOptions, Limits, engine_config
-from tenuto.base.errors import TenutoError
+from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
@@ -247,6 +247,7 @@ class Refusal(WireMessage, frozen=True, kw_only=True):
     code: str
     message: str
     param: str | None = None
+    detail: str = ""
 
 
 class Updates(WireMessage, frozen=True, kw_only=True):
@@ -256,9 +257,15 @@ class Updates(WireMessage, frozen=True, kw_only=True):
 
 
 class Stopped(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: the last message."""
+    """Engine to edge: the last message, and on either side why there is no engine any more. `detail`: as of
+    `TenutoError`."""
 
     reason: str
+    detail: str = ""
+
+    def error(self) -> EngineStopped:
+        """What whoever asks gets from now on."""
+        return EngineStopped(self.reason, detail=self.detail)
 
 
 AnyReply = Answer | Refusal | Updates | Stopped
@@ -274,6 +281,12 @@ def _by_code(kind: type[TenutoError]) -> dict[str, type[TenutoError]]:
 _ERRORS = _by_code(TenutoError)
 
 
+def refusal_of(call: int, error: TenutoError) -> Refusal:
+    """What tells the other side of an error."""
+    return Refusal(call=call, code=error.code, message=error.message, param=error.param, detail=error.detail)
+
+
 def error_of(refusal: Refusal) -> TenutoError:
     """The error that was refused with, to be raised on this side."""
-    return _ERRORS.get(refusal.code, TenutoError)(refusal.message, param=refusal.param)
+    kind = _ERRORS.get(refusal.code, TenutoError)
+    return kind(refusal.message, param=refusal.param, detail=refusal.detail)

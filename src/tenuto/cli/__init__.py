@@ -90,7 +90,8 @@ def chat(
       tenuto chat --temperature 0.8 --seed 7
       printf 'Hello!\\n/fork\\nAnd in French?\\n' | tenuto chat
     """
-    from tenuto.api import Engine, TurnOptions  # noqa: PLC0415
+    from tenuto.api import Engine  # noqa: PLC0415
+    from tenuto.base.options import TurnOptions  # noqa: PLC0415
     from tenuto.cli.chat import run_chat  # noqa: PLC0415 - see the module's docstring
 
     config: EngineOptions = {} if context_length is None else {"context_length": context_length}

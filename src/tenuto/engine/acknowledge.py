@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tenuto.base.errors import EngineStopped, InvariantError, NotAcknowledged, TenutoError
+from tenuto.base.errors import InvariantError, NotAcknowledged, TenutoError
+from tenuto.base.messages import Stopped
 from tenuto.session.session import Turn
 
 Tell = Callable[[TenutoError | None], None]
@@ -84,7 +85,7 @@ class Announcer:
             )
         self._acknowledged, self.failure = acknowledged, None
 
-    def stop(self, reason: str) -> None:
+    def stop(self, stopped: Stopped) -> None:
         """Nothing more will be acknowledged: whoever waits is told that the engine has stopped."""
         while self._held:
-            self._held.popleft()[1](EngineStopped(reason))
+            self._held.popleft()[1](stopped.error())

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar, cast
 
 from tenuto.base.errors import EngineStopped, InvariantError, NotAcknowledged, TenutoError
+from tenuto.base.messages import Stopped
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport
@@ -44,7 +45,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: Engine,
-        on_stop: Callable[[], None] = lambda: None,
+        on_stop: Callable[[Stopped], None] = lambda _: None,
         after_round: Callable[[], None] = lambda: None,
         acknowledger: Acknowledger | None = None,
     ) -> None:
@@ -56,7 +57,7 @@ class EngineLoop:
         self._audits: list[Future[AuditReport]] = []  # awaited; the engine's thread alone
         self._subscriptions: dict[int, _Subscription] = {}  # by turn number; the engine's thread alone
         self._opened: list[Turn] = []  # subscribed to by the command being carried out
-        self.stopped: str | None = None  # why; set once, under the lock
+        self.stopped: Stopped | None = None  # set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
         self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
         self._thread.start()
@@ -128,13 +129,13 @@ class EngineLoop:
     def _post(self, command: _Command[T]) -> None:
         with self._lock:
             if self.stopped is not None:
-                raise EngineStopped(self.stopped)
+                raise self.stopped.error()
             self._commands.put(command)  # type: ignore[arg-type] # a queue is invariant, what it carries is not
 
     # -- in the engine's thread
 
     def _run(self) -> None:
-        reason, wait = "the engine was closed", 0.0
+        stopped, wait = Stopped(reason="the engine was closed"), 0.0
         try:
             while self._obey(wait):
                 self._after_round()
@@ -148,9 +149,9 @@ class EngineLoop:
                 busy = report.worked or report.ended or self._engine.auditor.awaited
                 wait = 0.0 if busy else IDLE_SECONDS
         except Exception as error:  # whatever escapes leaves the engine in doubt
-            reason = f"the engine stopped: {type(error).__name__}: {error}"
+            stopped = Stopped(reason="the engine stopped", detail=f"{type(error).__name__}: {error}")
             log.exception("the engine stopped; this is a bug, and here is the report")
-        self._stop(reason)
+        self._stop(stopped)
 
     def _obey(self, wait: float) -> bool:
         """Do the commands there are by now, waiting up to `wait` seconds for the first. False if one was to close."""
@@ -231,23 +232,23 @@ class EngineLoop:
         if not turn.state.ended and self.stopped is None:
             self._engine.abort(turn.session.id, tenant=turn.session.policy.tenant)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, stopped: Stopped) -> None:
         with self._lock:
-            self.stopped = reason
+            self.stopped = stopped
         while True:
             try:
                 command = self._commands.get_nowait()
             except Empty:
                 break
             if command is not None:
-                command.refuse(reason)
-        self._announcer.stop(reason)
+                command.refuse(stopped.error())
+        self._announcer.stop(stopped)
         for audit in self._audits:
-            audit.set_exception(EngineStopped(reason))
+            audit.set_exception(stopped.error())
         for subscription in self._subscriptions.values():
-            subscription.refuse(EngineStopped(reason))
+            subscription.refuse(stopped.error())
         self._subscriptions.clear()
-        self._on_stop()
+        self._on_stop(stopped)
 
 
 class _Subscription:
@@ -311,7 +312,7 @@ class _Command(Generic[T]):
         except TenutoError as error:
             return partial(self._tell, None, error)
         except InvariantError as error:
-            self._future.set_exception(EngineStopped(f"the engine stopped: {error}"))
+            self._future.set_exception(EngineStopped("the engine stopped", detail=str(error)))
             raise
         except Exception as error:  # noqa: BLE001 - a mistake in the work; go on if memory is sound
             self._future.set_exception(error)
@@ -325,9 +326,9 @@ class _Command(Generic[T]):
         else:
             self._future.set_result(cast("T", result))
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, error: EngineStopped) -> None:
         if self._future.set_running_or_notify_cancel():
-            self._future.set_exception(EngineStopped(reason))
+            self._future.set_exception(error)
 
 
 def _nobody_asks(_: TenutoError | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from tenuto.base.errors import EngineStopped, SessionClosed, TenutoError, TurnAborted
+from tenuto.base.errors import SessionClosed, TenutoError, TurnAborted
 from tenuto.base.messages import Draft, StartTurn
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import SessionInfo, SessionKey, Ticket
@@ -137,7 +137,7 @@ class Intake:
 
     def _require_engine(self) -> None:
         if self._loop.stopped is not None:
-            raise EngineStopped(self._loop.stopped)
+            raise self._loop.stopped.error()
 
     def _prepare(self, item: Input) -> Prepared:
         """Short input is prepared against what its session seems to be; only if that does not go well, or it is long,

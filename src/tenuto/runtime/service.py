@@ -23,6 +23,7 @@ from tenuto.base.messages import (
     OpenSession,
     Request,
     StartTurn,
+    Stopped,
     Withdraw,
     WorkerSettings,
 )
@@ -197,10 +198,10 @@ class Service:
             self._outbox.update(self._updates)
             self._updates = []
 
-    def _stopped(self) -> None:
+    def _stopped(self, stopped: Stopped) -> None:
         self._flush()
         self._model.executor.close()
-        self._outbox.stopped(self._loop.stopped or "the engine was closed")
+        self._outbox.stopped(stopped)
 
     def _describe_model(self, engine: Engine) -> ModelView:
         model, pools = self._model, engine.memory.pools

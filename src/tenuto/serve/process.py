@@ -12,10 +12,10 @@ from typing import Any, Self, TypeVar
 import msgspec
 import structlog
 
-from tenuto.base.errors import EngineStopped, InvalidRequest
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.frames import FrameReader, frame
 from tenuto.base.link import Deliver, Switchboard
-from tenuto.base.messages import AnyReply, Refusal, Request, StartTurn, WorkerSettings, error_of
+from tenuto.base.messages import AnyReply, Refusal, Request, StartTurn, Stopped, WorkerSettings, error_of
 from tenuto.base.views import ModelView
 
 log = structlog.get_logger("tenuto.server")
@@ -61,7 +61,7 @@ class ProcessLink(asyncio.Protocol):
         return link
 
     @property
-    def stopped(self) -> str | None:
+    def stopped(self) -> Stopped | None:
         return self._board.stopped
 
     @property
@@ -81,7 +81,7 @@ class ProcessLink(asyncio.Protocol):
     async def close(self) -> None:
         """Close the socket, which makes the child end, and wait until it has."""
         self._transport.close()
-        self._board.stop("the engine was closed")
+        self._board.stop(Stopped(reason="the engine was closed"))
         await self._bury()
 
     def _send(self, request: Request[Any]) -> None:
@@ -100,7 +100,7 @@ class ProcessLink(asyncio.Protocol):
             if self._ready.done():
                 self._board.take(reply)
                 if self._board.stopped is not None:
-                    log.error("engine stopped", reason=self._board.stopped)
+                    log.error("engine stopped", reason=str(self._board.stopped.error()))
                     self._transport.close()
             elif isinstance(reply, Refusal):
                 self._ready.set_exception(error_of(reply))
@@ -120,9 +120,9 @@ class ProcessLink(asyncio.Protocol):
             await self._child.wait()
         status = self._child.returncode or 0
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-        reason = f"the engine process {how}"
+        stopped = Stopped(reason=f"the engine process {how}")
         if self._board.stopped is None:
-            log.error("engine ended", reason=reason)
-        self._board.stop(reason)
+            log.error("engine ended", reason=stopped.reason)
+        self._board.stop(stopped)
         if not self._ready.done():
-            self._ready.set_exception(EngineStopped(reason))
+            self._ready.set_exception(stopped.error())

@@ -13,7 +13,6 @@ from starlette.datastructures import Headers
 
 from tenuto.base.errors import (
     Draining,
-    EngineStopped,
     Forbidden,
     LimitReached,
     ModelNotFound,
@@ -75,7 +74,7 @@ class Edge:
     def require_engine(self) -> None:
         """Raises `EngineStopped` if there is none."""
         if self.link.stopped is not None:
-            raise EngineStopped(self.link.stopped)
+            raise self.link.stopped.error()
 
     async def start(
         self,
