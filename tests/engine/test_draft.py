@@ -11,7 +11,17 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import Transition
 from tenuto.memory.paged import pages_for
-from tests.engine.stage import FULL, PAGE, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.engine.stage import (
+    FULL,
+    PAGE,
+    SLIDING,
+    STATE,
+    Stage,
+    continuation,
+    count_from,
+    every_mix,
+    every_overlap,
+)
 
 
 @every_mix
@@ -139,7 +149,7 @@ def test_a_draft_can_become_a_prefill_only_turn() -> None:
     session = stage.told()
     draft = stage.engine.draft("s", [1, 2, 3])
     stage.play()
-    assert stage.cost(lambda: stage.engine.append("s", [1, 2, 3])) == 0
+    assert stage.cost(lambda: stage.append("s", [1, 2, 3])) == 0
     assert (draft.result.reason, list(session.history[36:])) == (EndReason.APPENDED, [1, 2, 3])
 
 

@@ -41,7 +41,7 @@ def test_a_turn_that_computes_nothing_needs_neither_a_row_nor_memory() -> None:
     running = stage.say("running", count_from(1, 14), 3)
     stage.step()
     stage.open("new")
-    turn = stage.engine.append("new", [1])
+    turn = stage.append("new", [1])
     stage.step()
     assert (turn.state, running.state) == (TurnState.COMMITTED, TurnState.RUNNING)
     assert idle.memory.computed == 22

@@ -101,7 +101,7 @@ SLIPS = (
     Slip("sched.batch", "in news.sampling.items() if row in same} | self._sampling", "in news.sampling.items() if row in same}"),
     Slip("sched.admission", "self._passes // RECONSIDERED_AFTER", "0"),
     Slip("sched.pressure", "units[~held[group][units]]", "units"),
-    Slip("engine.engine", "if flight.plan.step <= self._void:", "if flight.plan.step < self._void:"),
+    Slip("engine.flights", "return flight.plan.step <= self._void", "return flight.plan.step < self._void"),
     Slip("engine.lifecycle", "turn.failed_end = min(turn.failed_end, position + 1)", "pass"),
 )  # fmt: skip
 

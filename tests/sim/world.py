@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from random import Random
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.groups import Kind
 from tenuto.base.plan import Plan
 from tenuto.base.turns import EndReason, TurnResult, TurnState
@@ -18,6 +17,7 @@ from tenuto.engine.engine import StepReport
 from tenuto.engine.text import TokenTextStream
 from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.session import Session, Turn
+from tests.clock import ManualClock
 from tests.sim import internals
 from tests.sim.checked import CheckedExecutor
 from tests.sim.found import Found

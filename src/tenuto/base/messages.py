@@ -6,8 +6,9 @@ deltas name it. A session is named by its tenant and its id among the sessions o
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Generic, TypeVar, cast, get_args
+from functools import cache, reduce
+from operator import or_
+from typing import Any, Generic, TypeVar, cast, get_args
 
 import msgspec
 
@@ -61,6 +62,11 @@ class OfSession(Request[T], Generic[T], frozen=True, kw_only=True):
 
     tenant: str
     session: str
+
+    @property
+    def key(self) -> SessionKey:
+        """The session."""
+        return self.tenant, self.session
 
 
 @cache
@@ -212,25 +218,8 @@ class Detokenize(Request[str], frozen=True, kw_only=True):
     special: bool = True
 
 
-AnyRequest = (
-    Describe
-    | OpenSession
-    | GetSession
-    | ListSessions
-    | ListTurns
-    | StartTurn
-    | Draft
-    | Withdraw
-    | AbortTurn
-    | Fork
-    | Trim
-    | Rewind
-    | CloseSession
-    | DropMemory
-    | Audit
-    | GetStats
-    | Detokenize
-)
+AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})
+"""The union of all kinds."""
 
 
 class Answer(WireMessage, frozen=True, kw_only=True):

@@ -73,7 +73,9 @@ class Policy:
     whatever its owner notes."""
 
     priority: int = option(0, "Of its turns; higher runs first.", PRIORITIES)
-    ttl: float | None = option(None, "Seconds without a turn until it is closed.", SECONDS)
+    ttl: float | None = option(
+        None, "Seconds without a turn until it is closed; by default as the server has it.", SECONDS
+    )
     max_tokens: int | None = option(None, "Cap on its history, in tokens.", Bounds(1, MAX_COUNT))
     ephemeral: bool = False
     tenant: str = ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -16,16 +14,15 @@ from tenuto.base.errors import (
     ConfigError,
     IllegalTransition,
     InvalidRequest,
-    InvariantError,
     SessionBusy,
-    StepFailed,
     TenutoError,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.plan import Executor, StepResult
+from tenuto.base.plan import Executor
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
 from tenuto.engine.auditor import Auditor
+from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
@@ -33,18 +30,16 @@ from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
-from tenuto.sched.planner import Flight, Planner, Proposer
+from tenuto.sched.planner import Planner, Proposer
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
-from tenuto.sched.suspects import MAX_FAILURES, Suspects
+from tenuto.sched.suspects import Suspects
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
 from tenuto.session.turn import as_tokens
 from tenuto.text.chat import Conversation
-
-log = logging.getLogger("tenuto.engine")
 
 
 @dataclass(slots=True)
@@ -79,7 +74,6 @@ class Engine:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
         self.config = config
         self.vocab_size = vocab_size
-        self._executor = executor
         self._clock = clock
         self.memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
         executor.prepare(units, config.max_running)
@@ -102,9 +96,8 @@ class Engine:
         self.suspects = Suspects()
         self._planner = Planner(self.memory, self.batch, self.suspects, config.token_budget, proposer, config.lookahead)
         self._settler = Settler(self.memory, self.batch)
-        self._flights: deque[Flight] = deque()  # submitted and not collected, the oldest first
+        self._flights = Flights(executor, self.memory, self.lifecycle, self._planner, self._settler, self.suspects)
         self._numbers = count(1)
-        self._void = 0  # the last step that is dropped, for one before it failed
         self.auditor = Auditor(self.memory, self.sessions, (self._admission,), self.batch, config.audit_every)
         self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`
@@ -118,23 +111,24 @@ class Engine:
         """Admit waiting turns, plan a step, let the executor compute it, settle what it has computed, audit."""
         self.lifecycle.expire()
         self._admission.admit()
-        report = StepReport()
-        planned = self._plan()
+        planned = self._flights.plan()
         if planned is not None:
-            self._submit(planned)
-        report.worked = bool(self._flights)
+            self._flights.submit(planned)
+        report = StepReport(worked=len(self._flights) > 0)
         ahead = self.config.overlap if planned is not None else 0
         while len(self._flights) > ahead:  # with overlap one stays in flight, so that the device never waits
-            flight, result = self._collect()
-            if flight.plan.step <= self._void:
+            flight, result = self._flights.collect()
+            if self._flights.is_void(flight):
                 continue
             if result is not None:
-                self._settle(flight, result, report)
+                report.progressed += self._flights.settle(flight, result)
             else:
-                self._retry(flight)
+                self._flights.retry(flight)
         report.ended = self.take_ended()
         self.memory.cache.trim()
-        self._audit_step()
+        self.steps += 1
+        self.memory.check_totals()
+        self.auditor.step(self._flights)
         return report
 
     def take_ended(self) -> list[Turn]:
@@ -153,80 +147,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do but watch the clock."""
-        return not len(self.batch) and not len(self._queue) and not self._flights
-
-    def _plan(self) -> Flight | None:
-        """Plan the next step; if memory is short, others yield first. `None` if nothing can run now."""
-        while len(self.batch):
-            proposal, made = self._planner.propose(), True
-            while (lacking := proposal.lacking) is not None and made:
-                made = self.pressure.make_room(lacking, in_flight=bool(self._flights))
-                proposal = self._planner.propose()  # also if room is still to come: somebody may have yielded
-                if made and proposal.lacking is not None and proposal.lacking.same(lacking):
-                    raise InvariantError(f"{lacking.turn.name} was given the room it lacked, and lacks it still")
-            if len(proposal.rows):
-                return self._planner.apply(proposal)
-            stuck = proposal.lacking.turn if proposal.lacking is not None and self.suspects else None
-            if self._flights or not self.pressure.unstick(stuck):
-                break
-        return None
-
-    def _submit(self, planned: Flight) -> None:
-        self.memory.step_submitted()
-        self._flights.append(planned)
-        self._executor.submit(planned.plan)
-
-    def _collect(self) -> tuple[Flight, StepResult | None]:
-        """Wait for the oldest step in flight; `None` if it failed."""
-        flight, result = self._flights.popleft(), None
-        try:
-            result = self._executor.collect()
-        except StepFailed as error:
-            if flight.plan.step > self._void:
-                self.lifecycle.count("step failed")
-                turns = [turn.name for turn in self._live(flight)]
-                log.warning("a step failed", extra={"step": flight.plan.step, "turns": turns, "error": str(error)})
-        self.memory.step_settled()
-        return flight, result
-
-    def _live(self, flight: Flight) -> list[Turn]:
-        """The turns of a flight that are still in the rows they had."""
-        same = self.memory.rows.run[flight.rows] == flight.runs
-        return list(self.batch.turns[flight.rows[same]])
-
-    def _retry(self, failed: Flight) -> None:
-        """A step failed, and with it those submitted since: their turns go on from what is settled, and those of the
-        failed step are suspects."""
-        void = [failed, *self._flights]
-        self._void = void[-1].plan.step
-        suspects = [*self._live(failed), *self.batch.take_left(failed.plan.step)]
-        self.suspects.step_failed(suspects, alone=len(failed.rows) == 1)
-        others = [turn for flight in void for turn in self._live(flight)] + self.batch.take_left(self._void)
-        for turn in dict.fromkeys(suspects + others):
-            if turn.failures >= MAX_FAILURES:
-                self.lifecycle.abort(turn, EndReason.FAILED)
-            else:
-                self.lifecycle.retry(turn)
-        for flight in void:
-            self.batch.return_news(flight.news)
-
-    def _settle(self, flight: Flight, result: StepResult, report: StepReport) -> None:
-        settled = self._settler.settle(flight, result)
-        if self.suspects:
-            self.suspects.step_succeeded()
-        report.progressed += settled.progressed
-        for turn, reason in settled.ended:
-            self.lifecycle.commit(turn, reason)
-        for turn in settled.prefilled:
-            if turn.drafting:
-                self.lifecycle.rest(turn)
-            else:
-                self.lifecycle.commit(turn, EndReason.APPENDED)
-
-    def _audit_step(self) -> None:
-        self.steps += 1
-        self.memory.check_totals()
-        self.auditor.step(self._flights)
+        return not len(self.batch) and not len(self._queue) and not len(self._flights)
 
     # -- sessions
 
@@ -373,27 +294,11 @@ class Engine:
         *,
         tenant: str = "",
     ) -> Turn:
-        """Open a turn: append `tokens`, which make the conversation `conversation`, and generate. An open draft becomes
-        this turn, and what it has computed of `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`,
+        """Open a turn: append `tokens`, which make the conversation `conversation`, and generate, or with
+        `max_new_tokens` 0 commit them once they are computed. An open draft becomes this turn, and what it has computed
+        of `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`,
         `InvalidRequest` or `Overloaded`, having changed nothing."""
-        turn = self._submit_turn(session_id, tenant, tokens, params or TurnParams(), None)
-        turn.conversation = conversation
-        return turn
-
-    @guarded
-    def append(
-        self, session_id: str, tokens: Iterable[int], params: TurnParams | None = None, *, tenant: str = ""
-    ) -> Turn:
-        """Open a prefill-only turn: append `tokens` and commit them once they are computed."""
-        params = params or TurnParams()
-        if params.max_new_tokens:
-            raise InvalidRequest(f"a prefill-only turn has max_new_tokens {params.max_new_tokens}; allowed: 0")
-        return self._submit_turn(session_id, tenant, tokens, params, 0)
-
-    def _submit_turn(
-        self, session_id: str, tenant: str, tokens: Iterable[int], params: TurnParams, generate: int | None
-    ) -> Turn:
-        checked = self._read(tokens)
+        checked, params = self._read(tokens), params or TurnParams()
         session = self.sessions.get(session_id, tenant)
         session.require_open()
         draft = session.turn if session.turn is not None and session.turn.drafting else None
@@ -401,8 +306,7 @@ class Engine:
             session.require_idle("start a turn on")
         elif params.input_logprobs is not None:
             raise InvalidRequest("input_logprobs of a turn that was a draft: tokens computed earlier have none")
-        wanted = params.max_new_tokens if generate is None else generate
-        allowed = self._gate.allowed(session, len(session.history) + len(checked), wanted)
+        allowed = self._gate.allowed(session, len(session.history) + len(checked), params.max_new_tokens)
         text = self._gate.admit(params)
         turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
         if draft is not None:
@@ -410,6 +314,7 @@ class Engine:
             draft.submit(params, self._clock.now())
         else:
             turn.input = checked
+        turn.conversation = conversation
         turn.max_new_tokens, turn.text = allowed, text
         self.lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
         return turn

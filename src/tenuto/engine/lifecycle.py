@@ -142,20 +142,28 @@ class Lifecycle:
         """A step failed that was computing the turn: it goes on from what is settled, in a row of its own if it has
         one."""
         memory = turn.session.memory.turn
-        if memory is None:
-            raise InvariantError(f"{turn.name} was in a step without memory")
-        position = memory.cut_to(memory.computed)
-        if position < memory.first_position:
-            self.preempt(turn, "step failed")  # it relied on a checkpoint that the step was to fill
+        running = memory is not None and memory.row >= 0
+        if not self._keep_settled(turn, "step failed", "step failed"):
             return
-        self.recomputed["step failed"] += memory.computed - position
-        running = memory.row >= 0
-        self._leave_row(turn)
-        memory.truncate(position)
         if running:
             self.batch.add(turn, ())
         elif turn.drafting:
             self._queue.push(turn)
+
+    def _keep_settled(self, turn: Turn, why: str, why_preempted: str) -> bool:
+        """The turn leaves its row, if it has one, and keeps its memory as far as that is settled. False if it relied on
+        a checkpoint that a step in flight, or the one that failed, was to fill: then it is preempted."""
+        memory = turn.session.memory.turn
+        if memory is None:
+            raise InvariantError(f"{turn.name} has no memory to be cut")
+        position = memory.cut_to(memory.computed)
+        if position < memory.first_position:
+            self.preempt(turn, why_preempted)
+            return False
+        self.recomputed[why] += memory.computed - position
+        self._leave_row(turn)
+        memory.truncate(position)
+        return True
 
     def pause(self, turn: Turn) -> None:
         """A running turn, or a draft in a row, leaves its row to another and keeps its memory, a turn as far as that is
@@ -164,20 +172,11 @@ class Lifecycle:
             self.rest(turn)
             self._queue.push(turn)
             return
-        memory = turn.session.memory.turn
-        if memory is None:
-            raise InvariantError(f"{turn.name} runs without memory")
-        position = memory.cut_to(memory.computed)
-        if position < memory.first_position:
-            self.preempt(turn)  # it relied on a checkpoint that a step in flight is to fill
-            return
-        self.recomputed["paused"] += memory.computed - position
-        self._leave_row(turn)
-        memory.truncate(position)
-        turn.pause()
-        self.count("pause")
-        self._queue.push(turn)
-        self.pressure.note(turn.session)
+        if self._keep_settled(turn, "paused", "preempted"):
+            turn.pause()
+            self.count("pause")
+            self._queue.push(turn)
+            self.pressure.note(turn.session)
 
     def drop(self, session: Session, why: str = "pressure") -> None:
         """The last rung of pressure: a draft keeps only its text, a paused turn its tokens, and then a session without

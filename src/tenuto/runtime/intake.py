@@ -54,8 +54,7 @@ class Input:
     @property
     def session(self) -> SessionKey | None:
         """`None` for one of its own."""
-        command = self.command
-        return (command.tenant, command.session) if command.session is not None else None
+        return self.command.key
 
 
 class Intake:
