@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,51 +22,33 @@ Deliver = Callable[[TurnNews], None]
 """Takes what a turn brings, in order: the ticket, then deltas, of which the last has a result, or at last an error."""
 
 
-class Link(Protocol):
-    """The edge's way to an engine. Belongs to one event loop."""
+class Link(ABC):
+    """The edge's way to an engine, wherever that runs. Belongs to one event loop."""
 
-    @property
-    def stopped(self) -> Stopped | None:
-        """Why there is no engine any more; `None` while there is one."""
-        ...
-
-    async def call(self, request: Request[T]) -> T:
-        """The answer. Raises what the engine refuses with, and `EngineStopped`."""
-        ...
-
-    async def start(self, request: StartTurn, deliver: Deliver) -> None:
-        """Start a turn; done when `deliver` has been given the ticket. Raises what the engine refuses with. Not to be
-        cancelled: the turn would start all the same."""
-        ...
-
-    async def ended(self) -> None:
-        """Wait until there is no engine any more, and everyone who waits for it has been told."""
-        ...
-
-    async def close(self) -> None:
-        """Stop the engine and wait for that."""
-        ...
-
-
-class Switchboard:
-    """Which call waits for what. The half of a link that is the same wherever the engine runs."""
-
-    def __init__(self, send: Callable[[Request[Any]], None]) -> None:
-        self.stopped: Stopped | None = None
+    def __init__(self) -> None:
+        self.stopped: Stopped | None = None  # why there is no engine any more
         self._ended = asyncio.Event()
-        self._send = send
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._streams: dict[int, Deliver] = {}
 
+    @abstractmethod
+    def send(self, request: Request[Any]) -> None:
+        """Have the engine handle a request. What it says in return goes to `take`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop the engine and wait for that."""
+
     async def call(self, request: Request[T]) -> T:
-        """See `Link.call`."""
+        """The answer. Raises what the engine refuses with, and `EngineStopped`."""
         raw = await self._ask(request, next(self._numbers))
         answer: T = msgspec.msgpack.decode(raw, type=answer_of(type(request)))
         return answer
 
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
-        """See `Link.start`."""
+        """Start a turn; done when `deliver` has been given the ticket. Raises what the engine refuses with. Not to be
+        cancelled: the turn would start all the same."""
         number = next(self._numbers)
         self._streams[number] = deliver
         try:
@@ -75,7 +58,7 @@ class Switchboard:
             raise
 
     async def ended(self) -> None:
-        """See `Link.ended`."""
+        """Wait until there is no engine any more, and everyone who waits for it has been told."""
         await self._ended.wait()
 
     async def _ask(self, request: Request[Any], number: int) -> msgspec.Raw:
@@ -84,7 +67,7 @@ class Switchboard:
         future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self._send(msgspec.structs.replace(request, call=number))
+            self.send(msgspec.structs.replace(request, call=number))
             return await future
         finally:
             self._waiting.pop(number, None)

@@ -124,16 +124,12 @@ class Engine:
                 report.progressed += self._flights.settle(flight, result)
             else:
                 self._flights.retry(flight)
-        report.ended = self.take_ended()
+        report.ended = self.lifecycle.take_ended()
         self.memory.cache.trim()
         self.steps += 1
         self.memory.check_totals()
         self.auditor.step(self._flights)
         return report
-
-    def take_ended(self) -> list[Turn]:
-        """Turns that have ended since the last call, and since the last step, in order."""
-        return self.lifecycle.take_ended()
 
     @property
     def queued(self) -> int:

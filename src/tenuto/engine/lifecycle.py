@@ -54,7 +54,7 @@ class Lifecycle:
         self._ended: list[Turn] = []
 
     def take_ended(self) -> list[Turn]:
-        """Turns that have ended since the last call."""
+        """Turns that have ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
 

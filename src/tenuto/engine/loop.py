@@ -173,7 +173,7 @@ class EngineLoop:
         try:
             answer = command.run(self._engine)
         finally:
-            self._end(self._engine.take_ended())
+            self._end(self._engine.lifecycle.take_ended())
             opened, self._opened = self._opened, []
 
         def tell(refusal: TenutoError | None) -> None:

@@ -31,7 +31,7 @@ async def shown(edge: Edge, tenant: Tenant, request: Request[SessionInfo], respo
 
 def session_body(edge: Edge, tenant: Tenant, info: SessionInfo) -> Session:
     """A session as it is now."""
-    turn = edge.turns.open_turn((tenant.name, info.session_id))
+    turn = edge.turns.queues.open_turn((tenant.name, info.session_id))
     own = {"id": info.session_id, "max_tokens": info.limit, "turn_id": turn.id if turn is not None else None}
     return Session.model_validate(own | {each.name: getattr(info, each.name) for each in fields(info)})
 

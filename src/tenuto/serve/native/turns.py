@@ -165,7 +165,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
         if turn.ended:
             raise IllegalTransition(f"turn {turn.id} has ended: it is {turn.state}")
     else:
-        found = edge.turns.open_turn((tenant.name, session_id))
+        found = edge.turns.queues.open_turn((tenant.name, session_id))
         if found is None:
             await edge.link.call(AbortTurn(tenant=tenant.name, session=session_id))
             return None
