@@ -25,7 +25,7 @@ from tenuto.engine.auditor import Auditor
 from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
-from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.lifecycle import Change, Lifecycle
 from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
 from tenuto.sched.admission import Admission
@@ -44,12 +44,13 @@ from tenuto.text.chat import Conversation
 
 @dataclass(slots=True)
 class StepReport:
-    """What a step has brought: turns with new output, and turns that ended since the step before. `worked` is False if
-    there was nothing to compute."""
+    """What a step has brought: turns with new output, and turns that ended and changes of sessions since the step
+    before. `worked` is False if there was nothing to compute."""
 
     worked: bool = False
     progressed: list[Turn] = field(default_factory=list)
     ended: list[Turn] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
 
 class Engine:
@@ -124,7 +125,7 @@ class Engine:
                 report.progressed += self._flights.settle(flight, result)
             else:
                 self._flights.retry(flight)
-        report.ended = self.lifecycle.take_ended()
+        report.ended, report.changes = self.lifecycle.take_ended(), self.lifecycle.take_changes()
         self.memory.cache.trim()
         self.steps += 1
         self.memory.check_totals()
@@ -152,6 +153,7 @@ class Engine:
         """Open a session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
         session = self.sessions.open(session_id, policy or Policy(), system)
         self.lifecycle.count("open")
+        self.lifecycle.note("open", session)
         return session
 
     @guarded
@@ -174,6 +176,7 @@ class Engine:
         self.sessions.note_length(forked)
         self.pressure.note(forked)
         self.lifecycle.count("fork", TurnState.RUNNING if parent.has_running_turn else None)
+        self.lifecycle.note("fork", forked)
         return forked
 
     @guarded
@@ -190,6 +193,7 @@ class Engine:
         self.sessions.note_length(session)
         self.pressure.note(session)
         self.lifecycle.count("rewind")
+        self.lifecycle.note("rewind", session)
         return session
 
     @guarded
@@ -214,6 +218,7 @@ class Engine:
         self.sessions.note_length(session)
         self.sessions.watch(session)
         self.lifecycle.count("adopt")
+        self.lifecycle.note("adopt", session)
         return session
 
     @guarded
@@ -230,6 +235,7 @@ class Engine:
         session.restore(saved)
         self.sessions.note_length(session)
         self.lifecycle.count("restore")
+        self.lifecycle.note("restore", session)
         return session
 
     def _read(self, tokens: Iterable[int]) -> array[int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from itertools import count
+from typing import Literal
 
 from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
@@ -34,6 +35,23 @@ class Timer(Enum):
     TOTAL = 2  # time until it ends
 
 
+ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "close"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that has happened to a session, and is to last. `version` and `length`, in tokens: the session's after
+    it. `turn`: that has committed.
+
+    A fork, or what is restored, is opened first; turns that are taken over from elsewhere are adopted."""
+
+    kind: ChangeKind
+    session: Session
+    version: int
+    length: int
+    turn: Turn | None = None
+
+
 class Lifecycle:
     """Makes every transition of turns and sessions, and keeps queue, batch, pressure and timers in step with it."""
 
@@ -52,11 +70,21 @@ class Lifecycle:
         self._timers: list[tuple[float, int, Timer, SessionKey, int]] = []  # a heap; ended turns can go
         self._entries = count()
         self._ended: list[Turn] = []
+        self._changes: list[Change] = []
 
     def take_ended(self) -> list[Turn]:
         """Turns that have ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
+
+    def take_changes(self) -> list[Change]:
+        """What has happened to sessions since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def note(self, kind: ChangeKind, session: Session, turn: Turn | None = None) -> None:
+        """A change has just happened."""
+        self._changes.append(Change(kind, session, session.version, len(session.history), turn))
 
     def count(self, operation: str, state: str | None = None) -> None:
         """An operation or a transition happens; `state`: see `Transition`."""
@@ -235,6 +263,7 @@ class Lifecycle:
         barge_in = reason is EndReason.ABORT
         self.count("barge-in" if barge_in else "commit", turn.state if barge_in else None)
         turn.commit(reason, self._clock.now(), keep)
+        self.note("commit", turn.session, turn)
         self._turn_ended(turn)
 
     def abort(self, turn: Turn, reason: EndReason) -> None:
@@ -264,6 +293,7 @@ class Lifecycle:
         self._sessions.close(session)
         self.pressure.note(session)
         self.count("close")
+        self.note("close", session)
 
     def expire(self) -> None:
         """End turns past a deadline, drafts nobody changed, and sessions nobody used."""

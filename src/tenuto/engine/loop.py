@@ -18,6 +18,7 @@ from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport
 from tenuto.engine.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.engine import Engine
+from tenuto.engine.lifecycle import Change
 from tenuto.session.session import Turn
 
 log = logging.getLogger("tenuto.engine")
@@ -38,9 +39,10 @@ class EngineLoop:
     commands have been obeyed and when a step's events have been published, and `on_stop` once, when the last step is
     done and everyone has been told.
 
-    A turn's commit is told once `acknowledger` says so, and in the order of commits: its last delta, and what `execute`
-    has found or done after it. A turn that starts after it tells nothing before. While commits cannot be
-    acknowledged, those who wait for one get `NotAcknowledged`, and nothing new is carried out that may not be."""
+    What happens to a session is told once `acknowledger` says so, and in its order: the last delta of a turn that has
+    committed, and what `execute` has done, or found after it. A turn that starts after it tells nothing before. While
+    changes cannot be acknowledged, those who wait for one get `NotAcknowledged`, and nothing new is carried out that
+    may not be."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class EngineLoop:
         self, work: Callable[[Engine], T], then: Callable[[Future[T]], None] | None = None, *, ends: bool = False
     ) -> Future[T]:
         """As `call`, with work that changes sessions or shows what they are: the future has the result once every
-        commit before it has been acknowledged. While commits cannot be, it is not carried out, unless it `ends`
+        change up to it has been acknowledged. While changes cannot be, it is not carried out, unless it `ends`
         something. `then` gets the future as soon as it is done, before anything that `work` has begun is told."""
         future: Future[T] = Future()
         if then is not None:
@@ -88,7 +90,7 @@ class EngineLoop:
         self._opened.append(turn)
 
     def wake(self) -> None:
-        """More commits are safe, or can be made safe again. From any thread."""
+        """More changes are safe, or can be made safe again. From any thread."""
         with suppress(EngineStopped):
             self.call(lambda _: None)
 
@@ -143,7 +145,7 @@ class EngineLoop:
                 for turn in report.progressed:
                     if not turn.state.ended:
                         self._publish(turn)
-                self._end(report.ended)
+                self._end(report.ended, report.changes)
                 self._announcer.advance()
                 self._after_round()
                 busy = report.worked or report.ended or self._engine.auditor.awaited
@@ -173,7 +175,7 @@ class EngineLoop:
         try:
             answer = command.run(self._engine)
         finally:
-            self._end(self._engine.lifecycle.take_ended())
+            self._end(self._engine.lifecycle.take_ended(), self._engine.lifecycle.take_changes())
             opened, self._opened = self._opened, []
 
         def tell(refusal: TenutoError | None) -> None:
@@ -200,14 +202,15 @@ class EngineLoop:
         if (turn.output and not turn.state.ended) or (turn.result is not None and not turn.result.committed):
             self._publish(turn)
 
-    def _end(self, turns: Iterable[Turn]) -> None:
-        """These turns have ended, in this order."""
+    def _end(self, turns: Iterable[Turn], changes: Iterable[Change]) -> None:
+        """These turns have ended, and these changes happened, in this order."""
         for turn in turns:
-            if turn.result is not None and turn.result.committed:
-                self._announcer.committed(turn)
-                self._announcer.hold(partial(self._tell_commit, turn))
-            else:
+            if turn.result is None or not turn.result.committed:
                 self._publish(turn)
+        for change in changes:
+            self._announcer.changed(change)
+            if change.turn is not None:
+                self._announcer.hold(partial(self._tell_commit, change.turn))
 
     def _tell_commit(self, turn: Turn, refusal: TenutoError | None) -> None:
         if refusal is None:
@@ -281,7 +284,7 @@ class _Subscription:
 
 class _Command(Generic[T]):
     """Work for the engine's thread, and where its result goes. With an `announcer` it shows what sessions are, and is
-    not carried out while commits cannot be acknowledged, unless it `ends` something."""
+    not carried out while changes cannot be acknowledged, unless it `ends` something."""
 
     def __init__(
         self,
