@@ -14,8 +14,9 @@ from tenuto.base.turns import EndReason, TurnResult, TurnState, Usage
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.session.records import SavedSession, TurnRecord, cut_records
-from tenuto.session.turn import TRANSITIONS, Rank, TextStream
+from tenuto.session.turn import TRANSITIONS, Rank
 from tenuto.text.chat import Conversation
+from tenuto.text.stream import TextStream
 
 
 class Session:
