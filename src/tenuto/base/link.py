@@ -1,12 +1,14 @@
-"""The link between the edge and an engine, wherever that runs."""
+"""Calls of an engine, wherever that runs, and the link that the edge has to one."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,15 +24,75 @@ Deliver = Callable[[TurnNews], None]
 """Takes what a turn brings, in order: the ticket, then deltas, of which the last has a result, or at last an error."""
 
 
-class Link(ABC):
-    """The edge's way to an engine, wherever that runs. Belongs to one event loop."""
+class Waiting(NamedTuple):
+    """Who waits for an answer, and of which type that is. `future`: asyncio's, or one of `concurrent.futures`."""
+
+    answer: type[Any]
+    future: Any
+
+
+class Calls:
+    """Which call waits for what, wherever the engine runs and in whatever thread it says something.
+
+    Invariant: whoever is in `_waiting` or `_streams`, by call, will be told something by whoever removes it.
+    """
 
     def __init__(self) -> None:
         self.stopped: Stopped | None = None  # why there is no engine any more
-        self._ended = asyncio.Event()
         self._numbers = count(1)
-        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._waiting: dict[int, Waiting] = {}
         self._streams: dict[int, Deliver] = {}
+
+    def take(self, reply: AnyReply) -> None:
+        """The engine has said something."""
+        match reply:
+            case Updates():
+                for call, delta in reply.updates:
+                    self._update(call, delta, ended=delta.result is not None)
+            case Answer():
+                if (deliver := self._streams.get(reply.call)) is not None:
+                    deliver(msgspec.msgpack.decode(reply.value, type=Ticket))
+                self._resolve(reply.call, reply.value)
+            case Refusal():
+                error = error_of(reply)
+                if not self._resolve(reply.call, error):
+                    self._update(reply.call, error, ended=True)
+            case Stopped():
+                self.stop(reply)
+
+    def stop(self, stopped: Stopped) -> None:
+        """There is no engine any more: everyone who waits is told why. Only the first reason counts."""
+        if self.stopped is not None:
+            return
+        self.stopped = stopped
+        for number in list(self._waiting):
+            self._resolve(number, stopped.error())
+        for number in list(self._streams):
+            self._update(number, stopped.error(), ended=True)
+
+    def _resolve(self, number: int, outcome: msgspec.Raw | TenutoError) -> bool:
+        waiting = self._waiting.pop(number, None)
+        if waiting is None or waiting.future.done():
+            return False
+        with suppress(InvalidStateError):  # it is being cancelled in another thread
+            if isinstance(outcome, TenutoError):
+                waiting.future.set_exception(outcome)
+            else:
+                waiting.future.set_result(msgspec.msgpack.decode(outcome, type=waiting.answer))
+        return True
+
+    def _update(self, number: int, update: TurnNews, *, ended: bool) -> None:
+        deliver = self._streams.pop(number, None) if ended else self._streams.get(number)
+        if deliver is not None:
+            deliver(update)
+
+
+class Link(Calls, ABC):
+    """The edge's way to an engine. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = asyncio.Event()
 
     @abstractmethod
     def send(self, request: Request[Any]) -> None:
@@ -61,57 +123,18 @@ class Link(ABC):
         """Wait until there is no engine any more, and everyone who waits for it has been told."""
         await self._ended.wait()
 
+    def stop(self, stopped: Stopped) -> None:
+        super().stop(stopped)
+        self._ended.set()
+
     async def _ask(self, request: Request[Any], number: int) -> msgspec.Raw:
         if self.stopped is not None:
             raise self.stopped.error()
         future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        self._waiting[number] = Waiting(msgspec.Raw, future)
         try:
             self.send(msgspec.structs.replace(request, call=number))
             return await future
         finally:
             self._waiting.pop(number, None)
             del future  # an error that it has holds this frame, and so the request, until it is collected
-
-    def take(self, reply: AnyReply) -> None:
-        """The engine has said something."""
-        match reply:
-            case Updates():
-                for call, delta in reply.updates:
-                    self._update(call, delta, ended=delta.result is not None)
-            case Answer():
-                if (deliver := self._streams.get(reply.call)) is not None:
-                    deliver(msgspec.msgpack.decode(reply.value, type=Ticket))
-                self._resolve(reply.call, reply.value)
-            case Refusal():
-                error = error_of(reply)
-                if not self._resolve(reply.call, error):
-                    self._update(reply.call, error, ended=True)
-            case Stopped():
-                self.stop(reply)
-
-    def stop(self, stopped: Stopped) -> None:
-        """There is no engine any more: everyone who waits is told why. Only the first reason counts."""
-        if self.stopped is not None:
-            return
-        self.stopped = stopped
-        for number in list(self._waiting):
-            self._resolve(number, stopped.error())
-        for number in list(self._streams):
-            self._update(number, stopped.error(), ended=True)
-        self._ended.set()
-
-    def _resolve(self, number: int, outcome: Any) -> bool:
-        future = self._waiting.pop(number, None)
-        if future is None or future.done():
-            return False
-        if isinstance(outcome, TenutoError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-        return True
-
-    def _update(self, number: int, update: TurnNews, *, ended: bool) -> None:
-        deliver = self._streams.pop(number, None) if ended else self._streams.get(number)
-        if deliver is not None:
-            deliver(update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -17,7 +18,7 @@ from tenuto.client.transport import Deliver, Event, Options
 SessionT = TypeVar("SessionT", bound="Session")
 
 
-class Closing:
+class Closing(ABC):
     """Closes itself at the end of a `with` block."""
 
     def __enter__(self) -> Self:
@@ -26,9 +27,9 @@ class Closing:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
     def close(self) -> None:
-        """Each kind has its own."""
-        raise NotImplementedError
+        """Nobody uses it any more."""
 
 
 class Client(Closing, ClientBase, Generic[SessionT]):
