@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -239,13 +238,6 @@ class Transcript:
     def tokens_to_keep(self, keep: Keep) -> Keep:
         """`keep`, where what was delivered is what this reader has read. Raises `InvalidRequest`."""
         return self._gate.delivered if check_keep(keep) == "delivered" else keep
-
-
-def done(result: TurnResult) -> Future[TurnResult]:
-    """A future that already has `result`."""
-    future: Future[TurnResult] = Future()
-    future.set_result(result)
-    return future
 
 
 def check_keep(keep: Keep) -> Keep:
