@@ -14,7 +14,7 @@ from tests.engine.stage import Stage
 
 CALLS: dict[str, Callable[[Stage, Iterable[int]], object]] = {
     "submit": lambda stage, tokens: stage.engine.submit("s", tokens),
-    "append": lambda stage, tokens: stage.engine.append("s", tokens),
+    "append": lambda stage, tokens: stage.append("s", tokens),
     "draft": lambda stage, tokens: stage.engine.draft("s", tokens),
     "adopt": lambda stage, tokens: stage.engine.adopt("s", tokens, [1]),
     "adopt output": lambda stage, tokens: stage.engine.adopt("s", [1], tokens),

@@ -28,7 +28,7 @@ from tenuto.base.messages import (
 )
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, Message
-from tenuto.base.views import Ticket
+from tenuto.base.views import Ticket, Transition
 from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import MESSAGE_SIZE, SHORT_INPUT, size_of
 from tenuto.runtime.lanes import LARGE as LARGE_INPUT
@@ -303,7 +303,7 @@ def test_input_that_is_withdrawn_starts_no_turn_and_is_not_encoded_if_it_was_not
                 await start
         assert not await link.call(Withdraw(name="first"))
         stats = await link.call(GetStats())
-        assert (stats.sessions, stats.transitions.get("submit", 0)) == (1, 0)
+        assert (stats.sessions, stats.transitions.get(Transition("submit"), 0)) == (1, 0)
 
     play(story)
     assert encoder.lengths() == [LONG_INPUT]

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tenuto.base.errors import EngineStopped
 from tenuto.base.messages import GetStats, Request, WorkerSettings, answer_of
+from tenuto.base.views import Transition
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tests.serve.server import Server, serving
@@ -181,7 +182,8 @@ class CountingLink:
 FIGURES = {
     **dict.fromkeys(("sessions", "running", "queued", "steps", "holders", "leases"), 1),
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "computed_tokens"), 2),
-    **{name: {"some": 3} for name in ("transitions", "recomputed", "held_tokens")},
+    **{name: {"some": 3} for name in ("recomputed", "held_tokens")},
+    "transitions": {Transition("preempt"): 3},
     "pools": [{"name": "g", "capacity": 9, "free": 4, "in_flight": 0, "leased": 5, "by_holder": {"session": 5}}],
 }
 

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tenuto.base.errors import ConfigError
+from tenuto.base.errors import ConfigError, EngineStopped, TenutoError
+from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.settings import ServeSettings, read_keys
 from tests.serve.server import START_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal, turn
@@ -409,3 +410,9 @@ def settled(server: Server, mark: str) -> None:
             return
         time.sleep(0.02)
     pytest.fail(f"{mark} is not in the log")
+
+
+def test_no_client_is_told_the_detail_of_an_error_or_anything_of_a_mistake_of_ours() -> None:
+    stopped = Failure.of(EngineStopped("the engine stopped", detail="InvariantError: turn 3 of secret"))
+    assert (stopped.status, stopped.message) == (503, "the engine stopped")
+    assert "secret" not in str(Failure.of(TenutoError("KeyError: secret")).body)

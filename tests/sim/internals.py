@@ -312,14 +312,14 @@ def has_suspects(engine: Engine) -> bool:
 
 
 def in_flight(engine: Engine) -> bool:
-    return bool(engine._flights)
+    return len(engine._flights) > 0
 
 
 @contextmanager
 def flight_touches_a_free_unit(engine: Engine) -> Iterator[bool]:
     """For a while the plan of the step in flight names a unit that is free, which the audit has to see; False: there is
     none to be had."""
-    flight = engine._flights[0] if engine._flights else None
+    flight = next(iter(engine._flights), None)
     for group, table in zip(engine.memory.paged, flight.plan.tables if flight is not None else (), strict=False):
         free = reusable(engine, group)
         if len(table.pages) and free:
