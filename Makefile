@@ -3,19 +3,23 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEEDS ?= 200
+WORKERS ?= auto
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check bench sim clean
+.PHONY: demo test coverage check bench sim clean
 
 demo: $(STAMP)
 	$(BIN)/tenuto pull
 	$(BIN)/tenuto demo
 
+# In as many processes as there are cores, each with one thread for torch: more would only wait for each other.
+# The model is fetched first, once. Without make, pytest runs in one process.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/tenuto pull
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 10
 
 check: $(STAMP)
 	$(BIN)/ruff format --check
