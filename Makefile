@@ -26,7 +26,7 @@ test: check
 # Without the tests that speak to other processes or compare the real model: they would be slow, and show little.
 coverage: $(STAMP)
 	$(BIN)/tenuto pull
-	$(PYTEST) --cov --ignore tests/serve --ignore tests/cli --ignore tests/numerics --ignore tests/sim \
+	$(PYTEST) --cov=tenuto --ignore tests/serve --ignore tests/cli --ignore tests/numerics --ignore tests/sim \
 		--ignore tests/test_examples.py --ignore tests/test_readme.py --ignore tests/test_demo.py
 
 check: $(STAMP)
