@@ -9,9 +9,10 @@ import resource
 import signal
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing.context import TimeoutError as NoAnswerError
+from multiprocessing.connection import Connection
 
 from tests.sim.mutants import Mutant
 from tests.sim.mutants import plant as plant_mutant
@@ -28,9 +29,7 @@ WORLD_SECONDS = 4
 MOST_MEMORY = 3 << 30
 """Bytes: what does not end may also grow."""
 
-LOST_SECONDS = 1800
-"""After so long without any outcome a process must have died."""
-
+FORKSERVER = multiprocessing.get_context("forkserver")
 _FAULTS: list[object] = []
 
 
@@ -54,24 +53,32 @@ def look_for_all(jobs: Iterable[Job]) -> Iterator[str]:
     Each has a process of its own. It is forked from one that has loaded all modules: to start Python anew would take
     longer than most of the worlds.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.sim.proof", "tests.sim.run"])
-    with context.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
-        outcomes = pool.imap(_look, list(jobs), chunksize=1)
-        while True:
-            try:
-                yield outcomes.next(LOST_SECONDS)
-            except StopIteration:
-                return
-            except NoAnswerError:
-                yield "the process died"
+    FORKSERVER.set_forkserver_preload(["tests.sim.proof", "tests.sim.run"])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(_look, jobs)
 
 
 def _look(job: Job) -> str:
+    """One job in its process."""
+    receiving, sending = FORKSERVER.Pipe(duplex=False)
+    process = FORKSERVER.Process(target=_tell, args=(job, sending))
+    process.start()
+    sending.close()
+    with receiving:
+        try:
+            outcome: str = receiving.recv()
+        except EOFError:
+            outcome = "the process died"
+    process.join()
+    return outcome
+
+
+def _tell(job: Job, sending: Connection) -> None:
     try:
-        return _plant_and_look(job)
+        outcome = _plant_and_look(job)
     except Exception:  # noqa: BLE001 - it is reported beside the outcomes of the others
-        return traceback.format_exc()[-2000:]
+        outcome = traceback.format_exc()[-2000:]
+    sending.send(outcome)
 
 
 def _plant_and_look(job: Job) -> str:
