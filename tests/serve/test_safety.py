@@ -49,12 +49,12 @@ MOST_BYTES = 100_000
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with keys for several tenants."""
+    """A server with keys for several tenants, on which 4,000 tokens take 8 seconds."""
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     path.write_text(KEYS)
     arguments = ("--keys", str(path), "--max-body-bytes", str(MOST_BYTES), "--host", "0.0.0.0")
     root = {"TENUTO_ADMIN_API_KEY": ROOT}
-    with serving("--model", "witness", "--context-length", "4096", *arguments, env=root) as server:
+    with serving("--model", "witness:0.002", "--context-length", "4096", *arguments, env=root) as server:
         server.url = server.url.replace("0.0.0.0", "127.0.0.1")
         yield server
         with as_key(server, ROOT) as http:
@@ -173,7 +173,7 @@ def test_sessions_of_the_same_id_have_nothing_to_do_with_each_other(ann: httpx.C
 def test_a_turn_is_found_by_its_tenant_alone(ann: httpx.Client, bob: httpx.Client) -> None:
     for http in (ann, bob):
         http.post("/v1/sessions", json={"id": "busy"})
-    with ann.stream("POST", "/v1/sessions/busy/turns", json={**LONG, "max_new_tokens": 4000}) as response:
+    with ann.stream("POST", "/v1/sessions/busy/turns", json={**LONG, "max_new_tokens": 400}) as response:
         told = events(response)
         next(told)
         turn_id = response.headers["x-turn-id"]

@@ -130,8 +130,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def plant(slip: Slip) -> None:
-    """Load the core with the slip, in a process that has not loaded it yet."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim.")]:
-        if name not in ("tests.sim.slips", "tests.sim.proof"):
-            del sys.modules[name]
+    """Load the core anew with the slip, in a process of its own."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim")]:
+        del sys.modules[name]  # also the packages, which refer to the modules in them
     sys.meta_path.insert(0, _Finder(slip))
