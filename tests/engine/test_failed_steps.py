@@ -195,7 +195,7 @@ def test_a_draft_that_waits_for_a_row_when_its_step_fails_starts_again(mix, fail
         stage.step()
     turn, other = stage.say("s", tokens, 8), stage.say("o", [1, 2, 3], 8, priority=5)
     stage.play()
-    assert stage.engine.transitions["step failed"] == 1
+    assert stage.engine.transitions[Transition("step failed")] == 1
     assert list(turn.output) == continuation(tokens, 8)
     assert list(other.output) == continuation([1, 2, 3], 8)
 
