@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.options import TurnParams
@@ -16,9 +15,12 @@ from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
 from tenuto.session.session import Policy, Session, Turn
+from tests.clock import ManualClock
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 VOCABULARY = 997
+PREFILL = TurnParams(max_new_tokens=0)
+"""Input is appended, and nothing generated."""
 PAGE, WINDOW = 4, 10
 
 every_mix = pytest.mark.parametrize(
@@ -97,6 +99,9 @@ class Stage:
         return session
 
     # -- turns
+
+    def append(self, session_id: str, tokens: Sequence[int]) -> Turn:
+        return self.engine.submit(session_id, tokens, PREFILL)
 
     def say(
         self, session_id: str, tokens: Sequence[int], output: int | None = 8, tenant: str = "", **params: object

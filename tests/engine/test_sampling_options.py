@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import InvalidRequest, StepFailed
 from tenuto.base.groups import Kind
@@ -19,12 +18,14 @@ from tenuto.base.options import TurnParams
 from tenuto.base.plan import Plan, StepResult
 from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.kernels.sampling import uniforms
 from tenuto.models.store import ModelFiles, resolve
 from tenuto.session.session import Turn
+from tests.clock import ManualClock
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 from tests.kernels.reference import Row, reference_kept, reference_logits
 from tests.models.tiny import save_hf, tiny_llama
@@ -218,7 +219,7 @@ def test_a_preempted_turn_goes_on_as_if_nothing_had_been(
 @every_overlap
 def test_a_failed_step_leaves_no_trace_in_what_is_counted(model: LlamaForCausalLM, start: Start, overlap: int) -> None:
     engine = start(overlap=overlap)
-    engine._executor.failing = (4, 5, 11)
+    engine._flights._executor.failing = (4, 5, 11)
     asked = [REPEATING, EVERYTHING]
     turns = []
     for i, sampling in enumerate(asked):
@@ -226,7 +227,7 @@ def test_a_failed_step_leaves_no_trace_in_what_is_counted(model: LlamaForCausalL
         params = TurnParams(max_new_tokens=10, sampling=sampling, logprobs=0, input_logprobs=1)
         turns.append(engine.submit(f"s{i}", text(20, i), params))
     play(engine)
-    assert engine.transitions["step failed"] in (2, 3)  # one may be in flight behind another that fails
+    assert engine.transitions[Transition("step failed")] in (2, 3)  # one may be in flight behind another that fails
     for turn in turns:
         prompt = turn.input.tolist()
         logits = raw_logits(model, prompt + outputs(turn))
@@ -272,7 +273,7 @@ def test_no_step_scores_more_than_its_memory_is_meant_for(start: Start, monkeypa
         asked = 0 if i else None
         turns.append(engine.submit(f"s{i}", text(30, i), TurnParams(max_new_tokens=3, input_logprobs=asked)))
     play(engine)
-    plans = engine._executor.plans
+    plans = engine._flights._executor.plans
     assert plans[0].counts.max() == 30  # who does not ask is not held back
     assert max(len(plan.scores.offsets) for plan in plans if plan.scores is not None) <= 7
     assert [len(turn.input_logprobs) for turn in turns] == [0, 30, 30]
@@ -281,7 +282,7 @@ def test_no_step_scores_more_than_its_memory_is_meant_for(start: Start, monkeypa
 def test_the_first_token_of_all_has_no_score_also_when_it_is_the_only_one(start: Start) -> None:
     engine = start()
     engine.open("s")
-    turn = engine.append("s", [5], TurnParams(input_logprobs=2))
+    turn = engine.submit("s", [5], TurnParams(max_new_tokens=0, input_logprobs=2))
     play(engine)
     assert turn.input_logprobs == (None,)
     empty = engine.submit("s", [], TurnParams(max_new_tokens=1, input_logprobs=2))
@@ -338,7 +339,7 @@ def test_guessed_tokens_have_their_logprobs_and_only_for_turns_without_penalties
 
 def test_who_does_not_ask_pays_nothing(start: Start) -> None:
     engine = start()
-    executor = engine._executor
+    executor = engine._flights._executor
     engine.open("s")
     turn = engine.submit("s", text(9), TurnParams(max_new_tokens=5, sampling=Sampling(1.0, 5, 0.9, min_p=0.1)))
     until(engine, lambda: turn.output)
@@ -356,11 +357,11 @@ def test_memory_for_counts_is_taken_by_rows_that_ask_and_used_again(start: Start
         engine.open(f"s{i}")
         engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3, sampling=REPEATING if i % 2 else PLAIN))
     play(engine)
-    assert 1 <= engine._executor._options.counts.slots <= 4
+    assert 1 <= engine._flights._executor._options.counts.slots <= 4
     for i in range(4):
         engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3))
     play(engine)
-    assert engine._executor._options.plain
+    assert engine._flights._executor._options.plain
 
 
 def test_scores_are_refused_where_the_input_was_computed_without(start: Start) -> None:

@@ -49,8 +49,7 @@ def text(length: int, seed: int = 0, vocab: int = 101) -> list[int]:
 
 
 def native(path: Path, variant: str = "auto", page_size: int = 16, **options: Any) -> ModelExecutor:
-    executor = load_executor(resolve(str(path), path), page_size, kernels=variant, cache=cache_dir(), **options)
-    return executor
+    return load_executor(resolve(str(path), path), page_size, kernels=variant, cache=cache_dir(), **options)
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

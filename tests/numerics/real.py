@@ -4,17 +4,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.engine.engine import Engine
 from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.llama import Llama
 from tenuto.session.session import Turn
+from tests.clock import ManualClock
 
 
 @contextmanager
 def real_engine(model: Llama, config: EngineConfig, *, pages: int, page_size: int) -> Iterator[Engine]:
-    executor = ModelExecutor(model, page_size)
+    executor = ModelExecutor(TorchForward(model, page_size))
     vocab, eos = model.config.vocab, model.config.eos
     yield Engine(executor, (pages,), config, vocab_size=vocab, eos_ids=eos, clock=ManualClock(), random=Random(0))
     executor.close()

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, SessionBusy
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason
 from tenuto.memory.memory import Memory
 from tenuto.session.registry import MAX_ID_LENGTH, Registry
 from tenuto.session.session import Policy, Session, SessionState, Turn
+from tests.clock import ManualClock
 from tests.memory.scribe import FULL, make_shape, make_spec
 
 

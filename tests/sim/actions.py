@@ -9,7 +9,7 @@ from tenuto.base.sampling import Sampling
 from tenuto.base.turns import TurnState
 from tenuto.session.session import Policy, Session, Turn
 from tests.sim.mirror import MirroredWorld
-from tests.sim.naive import VOCAB
+from tests.sim.naive import PREFILL, VOCAB
 from tests.sim.setting import WorldConfig
 
 
@@ -296,7 +296,10 @@ class RandomWorld(MirroredWorld):
             yield 1
             raise RuntimeError("the caller's own error")
 
-        operation: Callable[..., object] = self.rng.choice((self.engine.submit, self.engine.append, self.engine.draft))
+        def append(sid: str, tokens: Iterator[int], **own: str) -> object:
+            return self.engine.submit(sid, tokens, PREFILL, **own)
+
+        operation: Callable[..., object] = self.rng.choice((self.engine.submit, append, self.engine.draft))
         session = self.session_of(sid)
         before = self._shape(session)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -152,27 +151,50 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-def kept(held: Sequence[Delta], said: int, delivered: int) -> Delta:
-    """The one delta in place of `held`, which are all since an abort: nothing before the last has a result, then what
-    of them was committed. Before there were `said` tokens, of which `delivered` had their text out."""
-    result = held[-1].result
-    if result is None or not result.committed or result.kept < said:
-        return Delta(delivered=delivered, result=result)
-    together, room = joined(held), result.kept - said
-    whole_ones = [delta for delta in held if delta.delivered <= result.kept]  # no text of tokens that are not kept
-    return Delta(
-        together.tokens[:room],
-        "".join(delta.text for delta in whole_ones),
-        whole_ones[-1].delivered if whole_ones else delivered,
-        result,
-        together.logprobs[:room],
-        together.input_logprobs,
-    )
+class AbortGate:
+    """Passes a turn's deltas on to those who read it. Once an abort has begun nothing passes until the result says what
+    is kept, and then that does, as one delta."""
+
+    def __init__(self) -> None:
+        self.delivered = 0  # leading output tokens whose text has passed
+        self._tokens = 0  # that have passed
+        self._held: list[Delta] | None = None  # since the abort began
+
+    def begin_abort(self) -> None:
+        """What comes from now on may not be kept."""
+        if self._held is None:
+            self._held = []
+
+    def take(self, delta: Delta) -> Delta | None:
+        """What passes now that `delta` has come; `None` if it is held back."""
+        if self._held is not None:
+            self._held.append(delta)
+            if delta.result is None:
+                return None
+            delta = self._kept(self._held, delta.result)
+        self._tokens += len(delta.tokens)
+        self.delivered = delta.delivered
+        return delta
+
+    def _kept(self, held: Sequence[Delta], result: TurnResult) -> Delta:
+        """What of `held` was committed."""
+        room = result.kept - self._tokens
+        if not result.committed or room < 0:
+            return Delta(delivered=self.delivered, result=result)
+        together = joined(held)
+        whole_ones = [delta for delta in held if delta.delivered <= result.kept]  # no text of tokens that are not kept
+        return Delta(
+            together.tokens[:room],
+            "".join(delta.text for delta in whole_ones),
+            whole_ones[-1].delivered if whole_ones else self.delivered,
+            result,
+            together.logprobs[:room],
+            together.input_logprobs,
+        )
 
 
 class Transcript:
-    """Adds up a turn's deltas as its one reader has seen them. After an abort nothing counts until the result says what
-    of it is kept."""
+    """Adds up what of a turn's deltas passes an `AbortGate`."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -181,8 +203,8 @@ class Transcript:
         self.result: TurnResult | None = None
         self.failure: TenutoError | None = None
         self._pieces: list[str] = []  # of text
-        self._delivered = 0
-        self._held: list[Delta] | None = None  # taken after the abort
+        self._gate = AbortGate()
+        self.begin_abort = self._gate.begin_abort
 
     @property
     def text(self) -> str:
@@ -200,35 +222,22 @@ class Transcript:
         if isinstance(news, TenutoError):
             self.failure = news
             raise news
-        if self._held is not None:
-            self._held.append(news)
-            news = kept(self._held, len(self.token_ids), self._delivered)
-        self.token_ids += news.tokens
-        self.logprobs += news.logprobs
-        self.input_logprobs += news.input_logprobs
-        if news.text:
-            self._pieces.append(news.text)
+        passed = self._gate.take(news)
+        if passed is None:
+            return Delta(delivered=self._gate.delivered)
+        self.token_ids += passed.tokens
+        self.logprobs += passed.logprobs
+        self.input_logprobs += passed.input_logprobs
+        if passed.text:
+            self._pieces.append(passed.text)
             if len(self._pieces) > MOST_PIECES:
                 self._pieces = [self.text]
-        self._delivered = news.delivered
-        self.result = news.result
-        return news
+        self.result = passed.result
+        return passed
 
     def tokens_to_keep(self, keep: Keep) -> Keep:
         """`keep`, where what was delivered is what this reader has read. Raises `InvalidRequest`."""
-        return self._delivered if check_keep(keep) == "delivered" else keep
-
-    def begin_abort(self) -> None:
-        """What is read from now on may not be kept."""
-        if self._held is None:
-            self._held = []
-
-
-def done(result: TurnResult) -> Future[TurnResult]:
-    """A future that already has `result`."""
-    future: Future[TurnResult] = Future()
-    future.set_result(result)
-    return future
+        return self._gate.delivered if check_keep(keep) == "delivered" else keep
 
 
 def check_keep(keep: Keep) -> Keep:

@@ -51,10 +51,13 @@ class SessionInfo:
     metadata: Mapping[str, str] = field(hash=False)
 
 
+SHARED = "shared"
+
+
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """Units of one pool: `capacity` = `free` + `in_flight` + `leased`; `by_holder` counts leased units by the first
-    word of their holder's name (a unit with several holders counts once, under "shared")."""
+    """Units of one pool: `capacity` = `free` + `in_flight` + `leased`; `by_holder` counts leased units by the kind of
+    their holder. A unit with several holders counts once, as `SHARED`."""
 
     name: str
     capacity: int
@@ -94,6 +97,7 @@ class ModelView(View, frozen=True, kw_only=True):
     vocab_size: int
     context_length: int
     max_context: int
+    compute: str
     page_size: int
     capacity_tokens: int
     units: dict[str, int]
@@ -147,25 +151,24 @@ class Ticket(View, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What is counted of sessions and turns: an operation and, where that matters, the state of the turn it found. As
-    text, a key of `Stats.transitions`."""
+    """What is counted of sessions and turns: an operation and, where that matters, the state of the turn it found,
+    `idle` if there was none."""
 
     operation: str
-    state: TurnState | Literal["idle"] | None = None
+    state: str | None = None
 
     def __str__(self) -> str:
         return self.operation if self.state is None else f"{self.operation} {self.state}"
 
 
 class Stats(View, frozen=True, kw_only=True):
-    """Counts since the start, and how things are now. `transitions`: by `Transition`, as text. `recomputed`: tokens
-    computed again, by why."""
+    """Counts since the start, and how things are now. `recomputed`: tokens computed again, by why."""
 
     sessions: int
     running: int
     queued: int
     steps: int
-    transitions: dict[str, int]
+    transitions: dict[Transition, int]
     pools: list[PoolReport]
     prompt_tokens: int
     cached_tokens: int

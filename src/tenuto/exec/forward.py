@@ -43,6 +43,11 @@ class Forward(Protocol):
         """The memory groups it needs."""
         ...
 
+    @property
+    def description(self) -> str:
+        """What computes, for people."""
+        ...
+
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
         ...

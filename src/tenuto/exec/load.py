@@ -39,7 +39,8 @@ def load_executor(
 
     `dtype` is one of `DTYPES`. `None` is, on a CPU, what is stored by the native kernels, or float32 without them;
     elsewhere bfloat16. `kernels` is one of `KERNELS`; native ones are compiled into `cache`; without it there are none.
-    `say` is told which kernels run, and why if not the native ones. Raises `ModelError` for the files and `ConfigError`
+    `say` is told before kernels are compiled, which takes some seconds, and why plain PyTorch computes if it was not
+    asked for. Raises `ModelError` for the files and `ConfigError`
     for what cannot be used together.
     """
     try:
@@ -60,7 +61,6 @@ def load_executor(
         try:
             found = _native(checkpoint, cache, machine or Machine.this(), kernels, say)
             forward = NativeForward(found, _packed(checkpoint, page_size, dtype))
-            say(f"Native kernels: {found.variant}, {forward.threads} threads")
         except Unavailable as reason:
             if kernels != "auto":
                 raise ConfigError(f"kernels {kernels!r} cannot be used: {reason}") from reason

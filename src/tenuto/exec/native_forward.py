@@ -24,7 +24,7 @@ BFLOAT16_BYTES = 2
 class NativeForward:
     """A `Forward` for models with one full-attention group. Keys and values are bfloat16.
 
-    Invariant: what `model` and the arrays made in `prepare` and `_room_for` hold is where the library was told it is.
+    Invariant: `_model` lives as long as `_handle`, which points into it.
     """
 
     def __init__(self, library: Library, model: NativeLlama, threads: int | None = None) -> None:
@@ -39,7 +39,7 @@ class NativeForward:
         self._handle = library.open(byref(model.model), model.ops, len(model.ops), self.threads)
         if not self._handle:
             raise ConfigError("there is no memory for the model's work space")
-        self._room_for(16)
+        self._logits, self._best = self._room_for(16)
 
     @property
     def config(self) -> ModelConfig:
@@ -55,9 +55,8 @@ class NativeForward:
         return self._spec
 
     @property
-    def variant(self) -> str:
-        """Which kernels run, one of `build.VARIANTS`."""
-        return self._library.variant
+    def description(self) -> str:
+        return f"native kernels ({self._library.variant}, {self.threads} threads)"
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         (pages,) = units
@@ -75,7 +74,8 @@ class NativeForward:
 
     def run(self, plan: Plan, tokens: torch.Tensor, outputs: Longs) -> Outputs:
         inputs, wanted = tokens.to(torch.int32).numpy(), outputs.astype(np.int32)
-        self._room_for(len(wanted))
+        if len(wanted) > len(self._logits):
+            self._logits, self._best = self._room_for(2 * len(wanted))
         step = Step(
             len(plan.rows),
             len(inputs),
@@ -94,11 +94,9 @@ class NativeForward:
             raise MemoryError(f"there is no memory for a step of {len(inputs)} tokens")
         return Outputs(self._logits[: len(wanted)], self._best[: len(wanted)].long())
 
-    def _room_for(self, outputs: int) -> None:
-        """Have room for the logits of so many tokens."""
-        if not hasattr(self, "_logits") or outputs > len(self._logits):
-            self._logits = torch.empty((2 * outputs, self.config.vocab))
-            self._best = torch.zeros(2 * outputs, dtype=torch.int32)
+    def _room_for(self, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For logits and likeliest tokens after so many tokens."""
+        return torch.empty((outputs, self.config.vocab)), torch.zeros(outputs, dtype=torch.int32)
 
     def close(self) -> None:
         """End its threads and release its memory."""

@@ -36,6 +36,10 @@ class TorchForward:
         """One group of kind full; a unit is a page of keys and values of all layers."""
         return self._spec
 
+    @property
+    def description(self) -> str:
+        return f"PyTorch in {str(self._model.dtype).removeprefix('torch.')} on {self.device}"
+
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         (pages,) = units
         c, device = self.config, self.device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -28,7 +27,7 @@ VARIANTS = {
 }
 """What each variant needs, in the compilers' words; the best first."""
 _KERNEL_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
-"""Where the kernel's word for a feature is another, besides `_` for `-`."""
+"""Where Linux's word for a feature is another, besides `_` for `-`."""
 
 
 class Unavailable(Exception):
@@ -37,7 +36,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides how kernels are made: the CPU's features in the kernel's words, and the compiler, if there is one."""
+    """What decides how kernels are made: the CPU's features in Linux's words, and the compiler, if there is one."""
 
     features: frozenset[str]
     compiler: str | None
@@ -109,7 +108,7 @@ def _make(path: Path, compiler: str, flags: Sequence[str], say: Callable[[str], 
                 done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
                 if done.returncode:
                     raise Unavailable(f"{compiler} failed: {_last_lines(done.stderr)}")
-                os.replace(made, path)
+                made.replace(path)
     except OSError as error:
         raise Unavailable(f"kernels cannot be compiled into {path.parent}: {error}") from error
 

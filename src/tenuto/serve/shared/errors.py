@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.base.errors import EngineStopped, TenutoError
+from tenuto.base.errors import TenutoError
 
 RETRY_SECONDS = 1
 """In `Retry-After`, where nothing better is known."""
@@ -31,13 +31,8 @@ class Failure:
 
     @staticmethod
     def of(error: TenutoError) -> Failure:
-        """Details of why the engine stopped, and of our own mistakes, are for the log: they may name anyone's
-        sessions."""
-        message = str(error)
-        if isinstance(error, EngineStopped):
-            message = message.partition(":")[0]
-        elif error.status == 500:
-            message = BROKEN
+        """Without the error's detail; of our own mistakes nothing is told, either."""
+        message = BROKEN if error.status == 500 else error.message
         return Failure(error.status, error.code, message, error.param)
 
     @property
