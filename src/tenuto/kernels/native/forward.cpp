@@ -91,16 +91,16 @@ class OwnInput {
 public:
   void resize(int tokens, int columns) {
     int64_t cells = (int64_t)round_up(tokens, 2 * LANES) * round_up(columns, BLOCK), blocks = cells / BLOCK;
-    values_.resize(cells * 2 + 64);
+    values_.resize(cells * 2 + 64), fine_.resize(cells + 64);
     scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64);
   }
   Input view(int columns, bool quantized) const {
-    return {round_up(columns, BLOCK) / BLOCK, quantized, values_.as<int8_t>(), scales_.as<float>(), sums_.as<float>(),
+    return {round_up(columns, BLOCK) / BLOCK, quantized, values_.as<int8_t>(), fine_.as<int8_t>(), scales_.as<float>(), sums_.as<float>(),
             values_.as<uint16_t>()};
   }
 
 private:
-  Memory values_, scales_, sums_;
+  Memory values_, fine_, scales_, sums_;
 };
 
 struct AttentionTask {
@@ -126,7 +126,7 @@ public:
     cache_.layers = model.layers, cache_.kv_heads = model.kv_heads, cache_.head_dim = model.head_dim;
     int panels = std::max(8, model.head_dim / LANES);
     for (auto &member : members_) {
-      member.products.resize((int64_t)panels * ROWS_AT_ONCE * LANES * 4 + LANES * LANES * 4);
+      member.products.resize((int64_t)panels * ROWS_AT_ONCE * LANES * 4);
       member.buffer.resize(buffer_bytes(round_up(model.widest, BLOCK) / BLOCK));
     }
     reserve(64);
@@ -228,6 +228,10 @@ private:
     return step_->starts[row] + token - firsts_[row];
   }
 
+  // Whether the input of a product is in quants, and whether what an operation makes for the next is.
+  bool is_quantized(const Matrix &w) const { return quantized(w) && takes_quants(step_->tokens_count); }
+  bool will_be_quantized(const TenutoOp &op) const { return op.quantize && takes_quants(step_->tokens_count); }
+
   void carry_out(const TenutoOp &op, int member) {
     switch (op.kind) {
     case EMBED: embed(op); break;
@@ -254,7 +258,7 @@ private:
   }
 
   void norm(const TenutoOp &op, int count, const int32_t *which) {
-    Input to = a_.view(model_.hidden, op.quantize);
+    Input to = a_.view(model_.hidden, op.quantize && takes_quants(count));
     for (int i; (i = team_.take()) < count;) {
       const float *from = x(which ? which[i] : i);
       f32x16 squares = {};
@@ -285,7 +289,7 @@ private:
   }
 
   void add(const TenutoOp &op, Member &member) {
-    Input from = b_.view(op.first.inputs, quantized(op.first));
+    Input from = b_.view(op.first.inputs, is_quantized(op.first));
     share(op.first, 2, from, step_->tokens_count, member, [&](int panel, int count, int first, int last) {
       const float *values = member.products.as<float>();
       for (int p = panel; p < panel + count; p++) {
@@ -299,7 +303,7 @@ private:
   }
 
   void gated(const TenutoOp &op, Member &member) {
-    Input from = a_.view(model_.hidden, quantized(op.first)), to = b_.view(op.first.outputs, op.quantize);
+    Input from = a_.view(model_.hidden, is_quantized(op.first)), to = b_.view(op.first.outputs, will_be_quantized(op));
     for (int block; (block = team_.take()) < to.blocks;) {
       int panels = std::min(2, op.first.panels - 2 * block);
       for (int first = 0; first < step_->tokens_count; first += ROWS_AT_ONCE) {
@@ -322,7 +326,7 @@ private:
 
   void project(const TenutoOp &op, Member &member) {
     int dim = model_.head_dim, panels = dim / LANES, keys = model_.heads, values = keys + model_.kv_heads;
-    Input from = a_.view(model_.hidden, quantized(op.first));
+    Input from = a_.view(model_.hidden, is_quantized(op.first));
     for (int head; (head = team_.take()) < values + model_.kv_heads;) {
       const Matrix &w = head < keys ? op.first : head < values ? op.second : op.third;
       int own = head < keys ? head : head < values ? head - keys : head - values;
@@ -367,7 +371,7 @@ private:
     const TenutoStep &step = *step_;
     const int dim = model_.head_dim, group = model_.heads / model_.kv_heads;
     const float scale = 1.0f / sqrtf((float)dim);
-    Input to = b_.view(attention_width(), op.quantize);
+    Input to = b_.view(attention_width(), will_be_quantized(op));
     for (int i; (i = team_.take()) < (int)tasks_.size();) {
       const AttentionTask &task = tasks_[i];
       std::vector<QueryRow> &rows = scratch_rows();
@@ -420,7 +424,7 @@ private:
   }
 
   void logits(const TenutoOp &op, Member &member) {
-    Input from = a_.view(model_.hidden, quantized(op.first));
+    Input from = a_.view(model_.hidden, quantized(op.first) && takes_quants(step_->outputs_count));
     share(op.first, 4, from, step_->outputs_count, member, [&](int panel, int count, int first, int last) {
       const float *values = member.products.as<float>();
       for (int p = panel; p < panel + count; p++)

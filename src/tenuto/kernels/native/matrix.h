@@ -29,23 +29,30 @@ struct Matrix {
 };
 
 INLINE bool quantized(const Matrix &w) { return w.kind != PAIRS; }
-INLINE bool of_nibbles(int kind) { return kind == NIBBLES || kind == NIBBLES_MIN; }
-INLINE bool with_minima(int kind) { return kind == NIBBLES_MIN || kind == BYTES_MIN; }
-INLINE int block_bytes(int kind) { return kind == PAIRS ? 1024 : of_nibbles(kind) ? 256 : 512; }
+// Whether so many rows are quantized for products with quantized matrices; with tiles only if they are few.
+INLINE bool takes_quants(int rows) { return !TENUTO_AMX || rows < 4; }
+constexpr bool of_nibbles(int kind) { return kind == NIBBLES || kind == NIBBLES_MIN; }
+constexpr bool with_minima(int kind) { return kind == NIBBLES_MIN || kind == BYTES_MIN; }
+constexpr int block_bytes(int kind) { return kind == PAIRS ? 1024 : of_nibbles(kind) ? 256 : 512; }
 
-// Rows that matrices are multiplied with, in tiles of 16 rows and blocks of 32 columns: `quants` int8
+// Quants of the input of 8 bits, or, where few rows are computed by quants and the memory is slower than that, of 15 bits:
+// 128 * quants + fine.
+constexpr bool FINE = TENUTO_AMX;
+
+// Rows that matrices are multiplied with, in tiles of 16 rows and blocks of 32 columns: `quants` and `fine` int8
 // [rows / 16][blocks][16][32] with float `scales` and `sums` (scale times the sum of the block's quants)
-// [rows / 16][blocks][16], for quantized matrices; `halves` bfloat16 [rows / 16][blocks][16][32] for others.
+// [rows / 16][blocks][16]; or `halves` bfloat16 [rows / 16][blocks][16][32].
 struct Input {
   int blocks;
   bool quantized;
-  int8_t *quants;
+  int8_t *quants, *fine;
   float *scales, *sums;
   uint16_t *halves;
 
   int64_t place(int row, int block) const { return ((int64_t)(row / LANES) * blocks + block) * LANES + row % LANES; }
 
-  // Set columns 32 * block ... of a row, two vectors. Quants are x / scale to the nearest, scale = highest |x| / 127.
+  // Set columns 32 * block ... of a row, two vectors. Quants are x / scale to the nearest; the highest |x| is 127, or 127 *
+  // 128 if they are fine.
   void set(int row, int block, f32x16 a, f32x16 b) const {
     int64_t at = place(row, block);
     if (!quantized) {
@@ -54,11 +61,18 @@ struct Input {
       return;
     }
     float highest = highest16(max16(max16(a, -a), max16(b, -b)));
-    float scale = highest / 127.0f, inverse = highest > 0.0f ? 127.0f / highest : 0.0f;
-    i32x16 qa = nearest(a * inverse), qb = nearest(b * inverse);
+    constexpr float most = FINE ? 127.0f * 128.0f : 127.0f;
+    float scale = highest / most, inverse = highest > 0.0f ? most / highest : 0.0f;
+    const i32x16 qa = nearest(a * inverse), qb = nearest(b * inverse);
     typedef int8_t i8x16 __attribute__((vector_size(16)));
-    store(quants + at * BLOCK, __builtin_convertvector(qa, i8x16));
-    store(quants + at * BLOCK + 16, __builtin_convertvector(qb, i8x16));
+    i32x16 coarse_a = qa, coarse_b = qb;
+    if (FINE) {
+      coarse_a = (qa + 64) >> 7, coarse_b = (qb + 64) >> 7;
+      store(fine + at * BLOCK, __builtin_convertvector(qa - (coarse_a << 7), i8x16));
+      store(fine + at * BLOCK + 16, __builtin_convertvector(qb - (coarse_b << 7), i8x16));
+    }
+    store(quants + at * BLOCK, __builtin_convertvector(coarse_a, i8x16));
+    store(quants + at * BLOCK + 16, __builtin_convertvector(coarse_b, i8x16));
     scales[at] = scale;
     sums[at] = scale * sum16(to_float(qa + qb));
   }
@@ -92,6 +106,10 @@ INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float qua
   return acc + w.minimum * quant_sum;
 }
 
+template <int KIND> INLINE i32x16 dot(i32x16 acc, u8x64 w, const int8_t *x) {
+  return of_nibbles(KIND) ? dot_quad_small(acc, w, x) : dot_quad(acc, w, x);
+}
+
 // ROWS rows of one tile of the input, from row `from` of it, times a panel.
 template <int KIND, int ROWS>
 static void quantized_rows(const Matrix &w, const uint8_t *panel, const Input &x, int tile, int from, float *out) {
@@ -110,7 +128,14 @@ static void quantized_rows(const Matrix &w, const uint8_t *panel, const Input &x
       const int8_t *q = x.quants + (at + r) * BLOCK;
       i32x16 sum = {};
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) sum = of_nibbles(KIND) ? dot_quad_small(sum, quads[j], q + 4 * j) : dot_quad(sum, quads[j], q + 4 * j);
+      for (int j = 0; j < 8; j++) sum = dot<KIND>(sum, quads[j], q + 4 * j);
+      if (FINE) {
+        const int8_t *f = x.fine + (at + r) * BLOCK;
+        i32x16 rest = {};
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) rest = dot<KIND>(rest, quads[j], f + 4 * j);
+        sum = (sum << 7) + rest;
+      }
       acc[r] = add_block(acc[r], sum, s, x.scales[at + r], x.sums[at + r]);
     }
   }
@@ -163,10 +188,10 @@ static void panel_product(const Matrix &w, const uint8_t *panel, const Input &x,
 #endif
 
 // `count` panels from `panel` on, times rows `first` up to `last` of the input: float [count][last - first][16]. At most
-// `ROWS_AT_ONCE` rows; `first` is a multiple of 16; `buffer` has room for one unpacked panel.
+// `ROWS_AT_ONCE` rows; `first` is a multiple of 16; `buffer` has room for two unpacked panels.
 static void product(const Matrix &w, int panel, int count, const Input &x, int first, int last, float *out, uint8_t *buffer) {
 #if TENUTO_AMX
-  if (tiles::worthwhile(w, last - first)) {
+  if (!x.quantized) {
     tiles::product(w, panel, count, x, first, last, out, buffer);
     return;
   }
@@ -183,7 +208,7 @@ static void product(const Matrix &w, int panel, int count, const Input &x, int f
   }
 }
 
-INLINE int64_t buffer_bytes(int blocks) { return (int64_t)blocks * (512 + 2 * 64); }
+INLINE int64_t buffer_bytes(int blocks) { return (int64_t)blocks * 2 * 1024; }
 
 // The weights of one output, float [inputs].
 static void weight_row(const Matrix &w, int output, float *to) {

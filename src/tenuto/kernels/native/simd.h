@@ -15,6 +15,8 @@
 #endif
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
 #define TENUTO_AMX 1
+#else
+#define TENUTO_AMX 0
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
