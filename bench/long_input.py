@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -87,6 +88,12 @@ class Streams:
         return max(self._longest, *(waited - latest for latest in self._latest)), said
 
 
+def nothing() -> str:
+    """Let the streams run alone."""
+    time.sleep(QUIET_SECONDS)
+    return ""
+
+
 def text_of(size: int) -> str:
     """Words, `size` bytes of them."""
     return (WORDS * (size // len(WORDS) + 1))[:size]
@@ -113,12 +120,12 @@ async def run(model: str) -> None:
         print(f"{model}, context {context}: {STREAMS} streams; engine {resident(pid):.0f} MB at first")
         print(f"{'message':<38}{'longest gap, ms':>16}{'answered after, s':>19}{'engine, MB':>12}   answer")
         async with Streams(url) as streams:
-            gap, _ = await streams.longest_gap(lambda: str(time.sleep(QUIET_SECONDS)))
+            gap, _ = await streams.longest_gap(nothing)
             print(f"{'none':<38}{1000 * gap:>16.0f}{'':>19}{resident(pid):>12.0f}")
             for label, text in cases:
                 session = httpx.post(f"{url}/v1/sessions", json={}).json()["id"]
                 began = time.perf_counter()
-                gap, said = await streams.longest_gap(lambda text=text, session=session: chat(url, session, text))
+                gap, said = await streams.longest_gap(partial(chat, url, session, text))
                 took = time.perf_counter() - began - 0.5
                 await asyncio.sleep(1.0)
                 print(f"{label:<38}{1000 * gap:>16.0f}{took:>19.2f}{resident(pid):>12.0f}   {said}", flush=True)

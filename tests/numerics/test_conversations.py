@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from tenuto.base.config import EngineConfig
 from tenuto.base.options import TurnParams
-from tenuto.base.turns import TurnState
+from tenuto.base.turns import Keep, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.models.llama import Llama
 from tenuto.session.session import Session, Turn
@@ -31,6 +31,8 @@ CONTEXT, PAGE, PAGES, SESSIONS = 112, 4, 90, 16
 STEPS = 90
 
 Tokens = tuple[int, ...]
+
+KEPT: tuple[Keep, ...] = (0, 3, "delivered")
 
 
 class Conversations:
@@ -147,9 +149,9 @@ class Conversations:
     def _barge_in(self) -> None:
         session = self._pick(lambda s: s.has_running_turn)
         if session is not None:
-            self._abort_turn(session, self.rng.choice((0, 3, "delivered")))
+            self._abort_turn(session, self.rng.choice(KEPT))
 
-    def _abort_turn(self, session: Session, keep: int | None) -> None:
+    def _abort_turn(self, session: Session, keep: Keep) -> None:
         self._take_in(self.engine.abort(session.id, keep))
 
     def _fork(self) -> None:
@@ -240,6 +242,6 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
 def assert_covered(conversations: Conversations) -> None:
     """Everything the docstring speaks of has happened, or the comparison says little."""
     seen: Counter[str] = conversations.engine.transitions
-    wanted = ("commit", "abort running", "barge-in running", "fork", "rewind", "regenerate", "draft", "submit draft")
-    wanted += ("preempt", "drop idle")
+    wanted = ["commit", "abort running", "barge-in running", "fork", "rewind", "regenerate", "draft", "submit draft"]
+    wanted += ["preempt", "drop idle"]
     assert not [name for name in wanted if not seen[name]], f"too little has happened: {seen}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from tenuto.base.options import MAX_PRIORITY, TurnParams
+from tenuto.base.options import MAX_PRIORITY, Policy, TurnParams
 from tenuto.base.sampling import Sampling
 from tenuto.base.turns import TurnState
-from tenuto.session.session import Policy, Session, Turn
+from tenuto.session.session import Session, Turn
 from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import VOCAB
 from tests.sim.setting import WorldConfig

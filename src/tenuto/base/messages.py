@@ -28,6 +28,7 @@ from tenuto.base.views import (
 )
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class WireMessage(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
@@ -50,13 +51,13 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         engine_config(self.config)
 
 
-class Request(WireMessage, Generic[T], frozen=True, kw_only=True):
-    """Edge to engine, to be answered with a `T`. `call` is set by the link."""
+class Request(WireMessage, Generic[T_co], frozen=True, kw_only=True):
+    """Edge to engine, to be answered with a `T_co`. `call` is set by the link."""
 
     call: int = 0
 
 
-class OfSession(Request[T], Generic[T], frozen=True, kw_only=True):
+class OfSession(Request[T_co], Generic[T_co], frozen=True, kw_only=True):
     """A request about one session."""
 
     tenant: str

@@ -9,7 +9,7 @@ double use is caught at the step where it happens, or shows in the tokens."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +59,7 @@ def next_token(state: int, vocab_size: int) -> int:
     return ((state >> 17) ^ (state >> 41)) % vocab_size
 
 
-def next_unmasked(state: int, vocab_size: int, masked: Sequence[int]) -> int:
+def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
     """As `next_token`; if that is one of `masked`, the next greater one that is not, beginning again at 0."""
     token = next_token(state, vocab_size)
     for _ in range(vocab_size):
