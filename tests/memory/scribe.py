@@ -182,7 +182,7 @@ class Scribe:
             writing.tokens.append(next(self._fresh))
         script.history = writing.tokens[:length]
         script.writing = None
-        writing.memory.commit(max(0, length - 1))
+        writing.memory.commit(max(0, length - 1), writing.base)
 
     def abort(self, script: Script) -> None:
         assert script.writing is not None

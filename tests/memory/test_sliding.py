@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +69,13 @@ def test_the_sessions_window_outlives_a_turn_that_has_moved_past_it() -> None:
     scribe.compute(scribe.open(script), 3)
     scribe.commit(script, 15)
     scribe.audit()
+
+
+def test_a_turn_is_expected_to_grow_up_to_two_windows() -> None:
+    """Once it was expected not to grow: a preempted turn began again and again where only its tokens had room."""
+    (group,) = Scribe([SLIDING]).memory.groups
+    lengths, ends = np.array([5, 9, 40]), np.array([9, 100, 80])
+    assert group.expected_growth(lengths, ends) == 1 + (2 * window_pages(group.spec, PAGE) - 3)
 
 
 def test_a_commit_keeps_the_last_window_and_frees_the_rest() -> None:

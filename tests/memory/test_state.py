@@ -61,6 +61,16 @@ def test_a_commit_leaves_one_slot_and_a_checkpoint_before_it() -> None:
     scribe.audit()
 
 
+def test_a_barge_in_on_a_turn_that_began_further_back_leaves_the_session_what_it_had() -> None:
+    """Once, a regenerated turn that had lost its memory and just begun again took the session's place with it."""
+    scribe = Scribe([FULL, STATE])
+    script = scribe.told(9)
+    scribe.open(script, base=9, target=4)
+    scribe.commit(script, 10)
+    assert script.memory.computed == 8
+    scribe.audit()
+
+
 def test_a_state_is_resumable_only_where_a_slot_stands() -> None:
     scribe = Scribe([FULL, STATE])
     script = scribe.session()

@@ -281,7 +281,7 @@ class MirroredWorld(World):
         if isinstance(keep, int) and keep < 0:
             reasons.add("invalid_request")
         before, held = memory.computed, internals.positions_kept(session)
-        reached = memory.turn.computed if memory.turn is not None else 0
+        memory_of_turn, reached = memory.turn is not None, memory.turn.computed if memory.turn is not None else 0
         own = [*internals.spaced_checkpoints(session), memory.turn.start if memory.turn is not None else 0]
         if turn is not None and not reasons:
             self.asked[turn.number] = keep
@@ -299,10 +299,11 @@ class MirroredWorld(World):
         if not committed:
             if kept != before:
                 self.found("kept memory", f"an abort left {kept} of {before} tokens in memory")
-        elif reached:
-            least = min(last, reached)
+        elif memory_of_turn:
+            least = min(last, max(reached, min(base, before)))
             if not self._full_only:
-                least = max((p for p in own if p <= min(last, reached)), default=0)
+                kept_before = [p for p in held if p <= min(base, last)]
+                least = max([p for p in own if p <= min(last, reached)] + kept_before, default=0)
             if kept < least:
                 self.found("kept memory", f"a barge-in left {kept} tokens, {reached} computed, checkpoints at {own}")
         else:

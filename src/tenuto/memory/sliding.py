@@ -44,6 +44,13 @@ class SlidingGroup(PagedGroup):
             pledged += min(int(pages[index]), max(0, most - len(self.running[int(rows[index])].opened)))
         return pledged
 
+    def expected_growth(self, lengths: Longs, ends: Longs) -> int:
+        """Up to two windows: the one at the end of the input is kept while the turn runs."""
+        most = 2 * window_pages(self.spec, self.page_size)
+        return int(
+            (np.minimum(-(-ends // self.page_size), most) - np.minimum(-(-lengths // self.page_size), most)).sum()
+        )
+
     def slide(self, rows: Longs, before: Longs) -> None:
         first = (self.rows.computed[rows] - self.spec.window + 1) // self.page_size
         for row in rows[first > (before - self.spec.window + 1) // self.page_size].tolist():

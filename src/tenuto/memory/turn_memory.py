@@ -224,12 +224,14 @@ class TurnMemory:
             return self.source
         return self.checkpoints.at(position)
 
-    def commit(self, target: int) -> None:
-        """Move everything up to the highest resumable position at or below `target` to the session; release the
-        rest."""
+    def commit(self, target: int, base: int) -> None:
+        """Move everything up to the highest resumable position at or below `target` to the session; release the rest.
+        The turn kept the session's first `base` tokens: where the session's own memory of them reaches as far, it
+        stays instead."""
         session, position = self.session, self.cut_to(target)
-        if position == self.start:  # nothing to move: not even a page copied for it may have been filled
-            self._roll_back(position)
+        kept = session.resumable(min(target, base))
+        if position == self.start or position <= kept:  # nothing to move: not even a page copied may have been filled
+            self._roll_back(max(position, kept))
             return
         current = self._take_checkpoint(position)
         if current is None and self.memory.needs_checkpoints:
@@ -251,8 +253,8 @@ class TurnMemory:
         return self.checkpoints.take(position)
 
     def _roll_back(self, position: int) -> None:
-        """Release everything and cut the session to `position`, where the turn began; its source stays, if it is there,
-        for the session's own checkpoint may have been evicted."""
+        """Release everything and cut the session to `position`. The source stays, if it is there: the session's own
+        checkpoint may have been evicted."""
         session, source = self.session, self.source
         if source is None or source.position != position:
             self.abort()

@@ -97,7 +97,7 @@ class Session:
             self.records.append(TurnRecord(start, input_end, len(self.history), turn.conversation))
         self.version += 1
         if self.memory.turn is not None:
-            self.memory.turn.commit(self._last())
+            self.memory.turn.commit(self._last(), turn.base_length)
         else:
             self.memory.truncate(min(turn.base_length, self._last()))
 
