@@ -272,7 +272,7 @@ def test_every_input_token_is_scored_once_by_what_precedes_it(
 
 
 def test_no_step_scores_more_than_its_memory_is_meant_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenuto.sched.planner.MOST_SCORES", 7)
+    monkeypatch.setattr("tenuto.sched.planner.MAX_SCORES", 7)
     engine = start(token_budget=64)
     turns = []
     for i in range(3):

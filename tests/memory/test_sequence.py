@@ -12,7 +12,7 @@ from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script, Writing
 from tests.present import present
 
 MIXES = [[FULL], [SLIDING], [STATE], [FULL, SLIDING], [FULL, STATE], [SLIDING, STATE], [FULL, SLIDING, STATE]]
-MOST_SESSIONS = 4
+MAX_SESSIONS = 4
 
 
 class SequenceMachine(RuleBasedStateMachine):
@@ -93,7 +93,7 @@ class SequenceMachine(RuleBasedStateMachine):
         writing.memory.detach()
         self.scribe.attach(writing)
 
-    @precondition(lambda self: len(self.scribe.scripts) < MOST_SESSIONS)
+    @precondition(lambda self: len(self.scribe.scripts) < MAX_SESSIONS)
     @rule(data=st.data(), whole=st.booleans())
     def fork(self, data: st.DataObject, whole: bool) -> None:
         parent = self._pick(data, lambda s: True)

@@ -23,7 +23,7 @@ from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.state import StateGroup, StateTable
 from tenuto.session.session import Session, Turn
 
-MOST_EVENTS = 2000
+MAX_EVENTS = 2000
 """Transitions within one step: far more than there are turns."""
 
 
@@ -112,7 +112,7 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:
 
         def start(self, turn: Turn, *more: Any) -> None:
             state = turn.state
-            if len(log.events) > MOST_EVENTS:
+            if len(log.events) > MAX_EVENTS:
                 raise InvariantError(f"a step does not end: {turn!r} is started after {len(log.events)} transitions")
             super().start(turn, *more)
             log.events.append(Event("start", turn, turn.session, state, ""))

@@ -14,7 +14,7 @@ WORLD_SECONDS = 20
 """Processor time of one world, far more than any takes: a step that does not end has been found, too."""
 
 
-MOST_MEMORY = 3 << 30
+MAX_MEMORY = 3 << 30
 """Bytes: what does not end may also grow."""
 
 
@@ -29,13 +29,13 @@ def _give_up(*_: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.planted", description=__doc__)
     parser.add_argument("number", type=int)
-    parser.add_argument("--steps", type=int, default=proof.MOST_STEPS)
+    parser.add_argument("--steps", type=int, default=proof.MAX_STEPS)
     parser.add_argument("--first", type=int, nargs="*", default=())
     parser.add_argument("--past", nargs="*", default=())
     arguments = parser.parse_args()
     proof.plant(arguments.number)
     logging.disable(logging.CRITICAL)
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGVTALRM, _give_up)
     from tests.sim.run import any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
 

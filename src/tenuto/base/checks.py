@@ -12,7 +12,7 @@ from tenuto.base.errors import InvalidRequest, TenutoError
 
 MAX_COUNT = 2**40
 """The largest number of anything that callers count."""
-MOST_SECONDS = 1e9
+MAX_SECONDS = 1e9
 """The longest time span, about 30 years."""
 
 
@@ -49,8 +49,8 @@ def seconds(name: str, value: object, error: type[TenutoError] = InvalidRequest)
     if value is None:
         return None
     number = _float(value)
-    if number is None or not 0 < number <= MOST_SECONDS:
-        allowed = f"more than 0 and at most {MOST_SECONDS:g} seconds, or none"
+    if number is None or not 0 < number <= MAX_SECONDS:
+        allowed = f"more than 0 and at most {MAX_SECONDS:g} seconds, or none"
         raise error(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
     return number
 

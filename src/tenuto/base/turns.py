@@ -65,7 +65,7 @@ def turn_input(given: Input | TurnInput) -> str | tuple[int, ...] | tuple[Messag
     return tuple(whole("a token id of the input", part, 0, MAX_TOKEN_ID) for part in parts)
 
 
-MOST_PIECES = 256
+MAX_PIECES = 256
 """Of a transcript's text before they become one, so that asking for it after every piece stays cheap."""
 
 
@@ -208,7 +208,7 @@ class Transcript:
         self.input_logprobs += news.input_logprobs
         if news.text:
             self._pieces.append(news.text)
-            if len(self._pieces) > MOST_PIECES:
+            if len(self._pieces) > MAX_PIECES:
                 self._pieces = [self.text]
         self._delivered = news.delivered
         self.result = news.result

@@ -31,7 +31,7 @@ NEVER = np.int64(-1)
 """Stored with a slot that was never written."""
 LOST = np.int64(-1)
 """In page tables, where what was told has been lost."""
-MOST_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 """Steps submitted and not yet collected."""
 
 
@@ -142,8 +142,8 @@ class WitnessExecutor:
         self._asking: dict[int, RowSampling] = {}  # rows that ask for masked ids or log-probabilities
 
     def submit(self, plan: Plan) -> None:
-        if len(self._flight) >= MOST_IN_FLIGHT:
-            raise InvariantError(f"a step was submitted while {MOST_IN_FLIGHT} are in flight")
+        if len(self._flight) >= MAX_IN_FLIGHT:
+            raise InvariantError(f"a step was submitted while {MAX_IN_FLIGHT} are in flight")
         step, late = _Step(plan), self._late()
         behind = bool(self._flight) and self._flight[-1].result is None
         if behind and self._eager:

@@ -18,7 +18,7 @@ from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
 from tenuto.session.session import Turn
 
-MOST_SCORES = 256
+MAX_SCORES = 256
 """Input tokens scored in a step: each takes the memory of a whole vocabulary's logits, several times over."""
 
 
@@ -130,10 +130,10 @@ class Planner:
         return proposal
 
     def _limit_scoring(self, order: Longs, wanted: Longs) -> None:
-        """Rows whose input is scored share `MOST_SCORES`; each gets a token at least."""
+        """Rows whose input is scored share `MAX_SCORES`; each gets a token at least."""
         rows = list(self._batch.scoring)
         scoring = np.isin(order, rows)
-        wanted[scoring] = np.minimum(wanted[scoring], max(1, MOST_SCORES // len(rows)))
+        wanted[scoring] = np.minimum(wanted[scoring], max(1, MAX_SCORES // len(rows)))
 
     def _divide(self, order: Longs, wanted: Longs) -> Longs:
         """Tokens for each row. Every decode gets its token; what is left prefills share, by the weights of their
