@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 TurnNews = Ticket | Delta | TenutoError
 Deliver = Callable[[TurnNews], None]
-"""Takes what a turn brings, in order: the ticket, then deltas, of which the last has a result, or at last an error."""
+"""Receives a turn's events in order: the ticket, then deltas; the last has a result, or an error comes instead."""
 
 
 class Link(Protocol):
@@ -26,29 +26,29 @@ class Link(Protocol):
 
     @property
     def stopped(self) -> str | None:
-        """Why there is no engine any more; `None` while there is one."""
+        """Why the engine has stopped; `None` while it runs."""
         ...
 
     async def call(self, request: Request[T]) -> T:
-        """The answer. Raises what the engine refuses with, and `EngineStopped`."""
+        """The answer. Raises the engine's refusal, or `EngineStopped`."""
         ...
 
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
-        """Start a turn; done when `deliver` has been given the ticket. Raises what the engine refuses with. Not to be
-        cancelled: the turn would start all the same."""
+        """Start a turn; returns when `deliver` has been given the ticket. Raises the engine's refusal. Must not be
+        cancelled: the turn would start anyway."""
         ...
 
     async def ended(self) -> None:
-        """Wait until there is no engine any more, and everyone who waits for it has been told."""
+        """Wait until the engine has stopped and everyone waiting for it has been told."""
         ...
 
     async def close(self) -> None:
-        """Stop the engine and wait for that."""
+        """Stop the engine and wait until it has stopped."""
         ...
 
 
 class Switchboard:
-    """Which call waits for what. The half of a link that is the same wherever the engine runs."""
+    """Matches replies to calls: the half of a link that is the same wherever the engine runs."""
 
     def __init__(self, send: Callable[[Request[Any]], None]) -> None:
         self.stopped: str | None = None
@@ -88,10 +88,10 @@ class Switchboard:
             return await future
         finally:
             self._waiting.pop(number, None)
-            del future  # an error that it has holds this frame, and so the request, until it is collected
+            del future  # its error would keep this frame, and so the request, alive
 
     def take(self, reply: AnyReply) -> None:
-        """The engine has said something."""
+        """Handle a reply of the engine."""
         match reply:
             case Updates():
                 for call, delta in reply.updates:
@@ -108,7 +108,7 @@ class Switchboard:
                 self.stop(reply.reason)
 
     def stop(self, reason: str) -> None:
-        """There is no engine any more: everyone who waits is told why. Only the first reason counts."""
+        """The engine has stopped: tell everyone who waits why. Only the first reason counts."""
         if self.stopped is not None:
             return
         self.stopped = reason

@@ -1,4 +1,4 @@
-"""What a turn is asked for, what it brings, and how it ends."""
+"""A turn's input, its output, and how it ends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TurnKind = Literal["turn", "append", "regenerate"]
 """Append input and generate; append input alone; generate the last turn's output again."""
 
 Keep = int | Literal["delivered", "all"] | None
-"""What of an aborted turn is committed: nothing, or its input and so many output tokens, those whose text the caller
-has been given, or all."""
+"""What an aborted turn commits: nothing, or its input and this many output tokens, those whose text has been
+delivered, or all."""
 
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -28,7 +28,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one side said. Raises `InvalidRequest` on an unknown role or content that is not text."""
+    """One message of a chat. Raises `InvalidRequest` on an unknown role or content that is not text."""
 
     role: str
     content: str
@@ -41,7 +41,7 @@ class Message:
 
     @classmethod
     def from_dict(cls, raw: object) -> Message:
-        """From what a client sent: an object with `role` and `content` and nothing else."""
+        """From a client's object, which must have exactly `role` and `content`."""
         if not isinstance(raw, Mapping) or set(raw) != {"role", "content"}:
             given = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
             raise InvalidRequest(f"a message has {given}; allowed: exactly role and content")
@@ -52,11 +52,11 @@ TurnInput = str | Sequence[int | Message]
 """Text, token ids or chat messages."""
 
 Input = str | Iterable[int] | Sequence[Mapping[str, str]]
-"""The same as callers write it: text as it is, token ids, or chat messages (objects with `role` and `content`)."""
+"""The same as callers write it: text, token ids, or chat messages (objects with `role` and `content`)."""
 
 
 def turn_input(given: Input | TurnInput) -> str | tuple[int, ...] | tuple[Message, ...]:
-    """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages."""
+    """Raises `InvalidRequest` if `given` is neither text, nor token ids, nor messages."""
     if isinstance(given, str):
         return given
     parts = items("input", given, "text, token ids, or a list of messages")
@@ -66,7 +66,7 @@ def turn_input(given: Input | TurnInput) -> str | tuple[int, ...] | tuple[Messag
 
 
 MAX_PIECES = 256
-"""Of a transcript's text before they become one, so that asking for it after every piece stays cheap."""
+"""Pieces of a transcript's text before they are joined, so that reading it after every piece stays cheap."""
 
 
 class TurnState(StrEnum):
@@ -92,14 +92,13 @@ class EndReason(StrEnum):
     APPENDED = "appended"  # a prefill-only turn is done
     ABORT = "abort"  # by the caller, a disconnect or a closing session
     DEADLINE = "deadline"  # one of its deadlines passed
-    FAILED = "failed"  # steps with it in them fail, also when it is alone in one
+    FAILED = "failed"  # steps fail with it, even if it is alone in them
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Exact token counts of an ended turn. `prompt`: history and input; `cached`: those of them whose state was there
-    and did not have to be computed; `generated`: sampled tokens; `computed`: tokens computed, repeats after a
-    preemption included."""
+    """Exact token counts of an ended turn. `prompt`: history and input; `cached`: those whose state was in memory
+    already; `generated`: sampled tokens; `computed`: tokens computed, repeats after a preemption included."""
 
     prompt: int
     cached: int
@@ -109,8 +108,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """How a turn ended. `version` is the session's; `kept` the output tokens committed; `max_new_tokens` the effective
-    value; `context_left` the tokens that still fit; `stop` the stop id or stop string that ended it, if one did."""
+    """How a turn ended. `version` is the session's; `kept` the number of output tokens committed; `max_new_tokens` the
+    effective value; `context_left` the tokens that still fit; `stop` the stop id or string that ended it, if any."""
 
     reason: EndReason
     committed: bool
@@ -123,10 +122,10 @@ class TurnResult:
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a turn has brought since its last delta. `delivered`: its leading output tokens whose text has been
-    delivered whole, up to now. `result`: in the last delta that of the turn, else `None`. `logprobs`: one a token, if
-    asked for. `input_logprobs`: of the input tokens, if asked for, in the first delta with tokens or a result; only the
-    first token of all has `None`, and a turn that was aborted early may lack the last."""
+    """A turn's news since its last delta. `delivered`: how many leading output tokens have had all their text delivered
+    so far. `result`: the turn's, in its last delta only. `logprobs`: one per token, if asked for. `input_logprobs`: if
+    asked for, in the first delta with tokens or a result; the first token of a sequence has `None`, and a turn that was
+    aborted early may lack the last ones."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""
@@ -137,7 +136,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """What they bring together, the last of them now."""
+    """The deltas as one."""
     if len(deltas) == 1:
         return deltas[0]
     if not deltas:
@@ -153,8 +152,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 def kept(held: Sequence[Delta], said: int, delivered: int) -> Delta:
-    """The one delta in place of `held`, which are all since an abort: nothing before the last has a result, then what
-    of them was committed. Before there were `said` tokens, of which `delivered` had their text out."""
+    """One delta in place of `held`, all those since an abort: empty until the last has a result, then what was
+    committed of them. Before the abort there were `said` tokens, `delivered` of them with all their text."""
     result = held[-1].result
     if result is None or not result.committed or result.kept < said:
         return Delta(delivered=delivered, result=result)
@@ -171,8 +170,8 @@ def kept(held: Sequence[Delta], said: int, delivered: int) -> Delta:
 
 
 class Transcript:
-    """Adds up a turn's deltas as its one reader has seen them. After an abort nothing counts until the result says what
-    of it is kept."""
+    """Adds up a turn's deltas as its only reader sees them. After an abort nothing counts until the result says how
+    much is kept."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -182,7 +181,7 @@ class Transcript:
         self.failure: TenutoError | None = None
         self._pieces: list[str] = []  # of text
         self._delivered = 0
-        self._held: list[Delta] | None = None  # taken after the abort
+        self._held: list[Delta] | None = None  # since the abort
 
     @property
     def text(self) -> str:
@@ -190,13 +189,13 @@ class Transcript:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to be waited for. Raises the error that ended the turn, if one did."""
+        """Whether nothing more is to come. Raises the error that ended the turn, if any."""
         if self.failure is not None:
             raise self.failure
         return self.result is not None
 
     def take(self, news: Delta | TenutoError) -> Delta:
-        """The reader has got `news`; what of it counts now. Raises it if it is an error."""
+        """Add `news` and return the part that counts now. An error is raised."""
         if isinstance(news, TenutoError):
             self.failure = news
             raise news
@@ -215,11 +214,11 @@ class Transcript:
         return news
 
     def tokens_to_keep(self, keep: Keep) -> Keep:
-        """`keep`, where what was delivered is what this reader has read. Raises `InvalidRequest`."""
+        """`keep`, with "delivered" as the number of tokens this reader has read. Raises `InvalidRequest`."""
         return self._delivered if check_keep(keep) == "delivered" else keep
 
     def begin_abort(self) -> None:
-        """What is read from now on may not be kept."""
+        """From now on, hold back what is read: it may not be kept."""
         if self._held is None:
             self._held = []
 
