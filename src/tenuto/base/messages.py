@@ -93,7 +93,7 @@ class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class ListSessions(Request[SessionPage], frozen=True, kw_only=True):
-    """Up to `limit` sessions of `tenant` after id `after`, by id, without hidden ones; only those in `state` if given."""
+    """Up to `limit` sessions of `tenant` after id `after`, by id, hidden ones excluded; in `state` if that is given."""
 
     tenant: str
     after: str = ""

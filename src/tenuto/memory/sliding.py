@@ -58,7 +58,7 @@ class SlidingGroup(PagedGroup):
 
 
 class SlidingTable(PagedTable):
-    """A sequence's pages in a sliding group. What the session keeps is in its checkpoints, one window each.
+    """A sequence's pages in a sliding group. The session keeps them in its checkpoints, one window each.
 
     The token at position p attends to positions p - window + 1 .. p, so resuming at p needs p - window + 1 .. p - 1.
     """
@@ -119,8 +119,8 @@ class SlidingTable(PagedTable):
         return lease
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
-        """At a checkpoint of its own the turn goes on in the pages it had filled up to there. Where it began, or was
-        resumed last, not even the copy may have been made that comes before its first token."""
+        """At a checkpoint of its own the turn goes on in the pages it had filled up to there. Where it began, or last
+        resumed, even the copy that precedes its first token may not have been made."""
         if again:
             self.opened.truncate(0)
             self.released = 0

@@ -17,7 +17,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.text.tokenizer import Tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""Of the values in `tokenizer.ggml.token_type`, those that are not ordinary vocabulary."""
+"""The values of `tokenizer.ggml.token_type` that are not ordinary vocabulary."""
 
 # The patterns the models were trained with, as published in their tokenizer.json files.
 _LLAMA_3 = (
@@ -28,7 +28,7 @@ _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def tokenizer_from_gguf(path: Path) -> Tokenizer:
-    """Builds the tokenizer described by the `tokenizer.*` keys. Raises `ModelError`, also for kinds not supported."""
+    """Build the tokenizer described by the `tokenizer.*` keys. Raises `ModelError`, also for unsupported kinds."""
     meta = GgufFile(path).metadata
     try:
         kind, pre = meta["tokenizer.ggml.model"], meta.get("tokenizer.ggml.pre", "default")
@@ -75,7 +75,7 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
 
 
 def _smollm() -> pre_tokenizers.PreTokenizer:
-    """Every digit alone, then as GPT-2."""
+    """Every digit alone, then like GPT-2."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
