@@ -36,8 +36,8 @@ class Conversation:
         return replace(self, dialogue=self.dialogue or set(roles) != {"system"}, role=roles[-1])
 
     def stand_in(self, last: str, filler: str) -> list[dict[str, str]]:
-        """The shortest conversation that a template continues in the same way. The last message's content is `last`, the
-        others' `filler`."""
+        """The shortest conversation that a template continues in the same way. The last message's content is `last`,
+        the others' `filler`."""
         if not self.dialogue:
             return [{"role": "system", "content": last}]
         roles = ["system"] if self.system else []
@@ -98,10 +98,10 @@ class ChatTemplate:
         """The tokens that end an answer."""
 
     def opening(self, messages: Sequence[Message], generate: bool = True, room: Room | None = None) -> Rendered:
-        """The tokens of a session's first turn, complete as they are. With `generate` they end where the assistant begins
-        to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages or the template does
-        not allow them, and `ContextExceeded` if they certainly do not fit into `room`; they are rendered by then, but
-        not encoded."""
+        """The tokens of a session's first turn, complete as they are. With `generate` they end where the assistant
+        begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages or the
+        template does not allow them, and `ContextExceeded` if they certainly do not fit into `room`; they are rendered
+        by then, but not encoded."""
         if not messages:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
         system = messages[0].role == "system"

@@ -31,8 +31,8 @@ class Tokenizer:
         adds_bos: bool = False,
         chat_template: str | None = None,
     ) -> None:
-        """Take over `backend` and set it up. Raises `ModelError` if it is not byte-level, since only then is a token the
-        same bytes everywhere, or if plain text can encode to a control token."""
+        """Take over `backend` and set it up. Raises `ModelError` if it is not byte-level, since only then is a token
+        the same bytes everywhere, or if plain text can encode to a control token."""
         if not isinstance(backend.decoder, ByteLevel):
             kind = type(backend.decoder).__name__
             raise ModelError(f"the tokenizer decodes with {kind}; supported: byte-level BPE (decoder ByteLevel)")
@@ -128,8 +128,8 @@ class Tokenizer:
 
 
 def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Matches control tokens in markup, the longest first. A token may be declared to include the white space on its left
-    or right. The group that matched holds the token's own text."""
+    """Matches control tokens in markup, the longest first. A token may be declared to include the white space on its
+    left or right. The group that matched holds the token's own text."""
     groups: dict[tuple[bool, bool], list[str]] = {}
     for token in backend.get_added_tokens_decoder().values():
         if token.special and token.content:
