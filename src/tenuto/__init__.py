@@ -60,7 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, loaded when first used: `import tenuto` and `tenuto --help` are fast."""
+    """Load public names on first use, so that `import tenuto` and `tenuto --help` are fast."""
     if name not in __all__:
         raise AttributeError(f"module 'tenuto' has no attribute {name!r}")
     if name in ("AsyncEngine", "Engine"):  # all others load no model code

@@ -1,4 +1,4 @@
-"""Conversations with servers of three interfaces, as `tenuto bench` holds them."""
+"""Conversations with servers over three interfaces, for `tenuto bench`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tenuto.client.wire import error_from
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a server says that a turn was, in tokens: its whole prompt, what of that was cached, and what it generated;
+    """A turn's token counts as the server reports them: its whole prompt, how much of it was cached, and the output;
     `None` where it does not say."""
 
     prompt: int | None
@@ -29,28 +29,28 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When (`time.perf_counter`) so many output tokens came."""
+    """`tokens` output tokens that came at `when` (`time.perf_counter`)."""
 
     when: float
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """How turns are asked for. `history`: "session", which the server keeps, or "resend", with every turn."""
+class BenchRequest:
+    """How to request turns. `history`: "session" (the server keeps it) or "resend" (every turn carries it)."""
 
     history: str
     output_tokens: int
     model: str = ""
 
 
-class Conversation:
+class BenchConversation:
     """One session of the workload. Errors are `TenutoError`s."""
 
     histories: ClassVar[tuple[str, ...]] = ("session", "resend")
-    """The ways it has to keep history, the usual one first."""
+    """The supported ways to keep history, the usual one first."""
 
-    def __init__(self, http: httpx.AsyncClient, request: Request, name: str) -> None:
+    def __init__(self, http: httpx.AsyncClient, request: BenchRequest, name: str) -> None:
         self._http = http
         self._request = request
         self._name = name
@@ -59,7 +59,7 @@ class Conversation:
         self._history: list[int] = []  # in tokens
 
     @staticmethod
-    async def model(http: httpx.AsyncClient) -> str:  # noqa: ARG004 - others ask
+    async def model(http: httpx.AsyncClient) -> str:  # noqa: ARG004 - subclasses use it
         """What the server's model is called."""
         return ""
 
@@ -70,12 +70,12 @@ class Conversation:
         """After the last."""
 
     def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
-        """Ask for a turn. Gives its tokens' arrivals, and last the counts."""
+        """Take a turn. Yields the arrivals of its tokens, then its counts."""
         raise NotImplementedError
 
 
-class TenutoConversation(Conversation):
-    """Native sessions. To resend, each turn has a new one."""
+class TenutoConversation(BenchConversation):
+    """Native sessions. To resend the history, each turn opens a new one."""
 
     async def open(self) -> None:
         if self._keeps:
@@ -111,7 +111,7 @@ class TenutoConversation(Conversation):
             await self.close()
 
 
-class OpenAIConversation(Conversation):
+class OpenAIConversation(BenchConversation):
     """Chat completions. `session_id`, which not every server knows, keeps the history; otherwise it is resent."""
 
     histories = ("resend", "session")
@@ -120,13 +120,13 @@ class OpenAIConversation(Conversation):
     async def model(http: httpx.AsyncClient) -> str:
         return str((await _ask(http, "GET", "/v1/models"))["data"][0]["id"])
 
-    def __init__(self, http: httpx.AsyncClient, request: Request, name: str) -> None:
+    def __init__(self, http: httpx.AsyncClient, request: BenchRequest, name: str) -> None:
         super().__init__(http, request, name)
         self._messages: list[dict[str, str]] = []
 
     async def close(self) -> None:
         if self._keeps:
-            with suppress(TenutoError):  # the interface has no word for it; Tenuto's own has
+            with suppress(TenutoError):  # only Tenuto's own interface can close it
                 await _ask(self._http, "DELETE", f"/v1/sessions/{self._name}")
 
     async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
@@ -157,7 +157,7 @@ class OpenAIConversation(Conversation):
             yield counts
 
 
-class SGLangConversation(Conversation):
+class SGLangConversation(BenchConversation):
     """SGLang's `/generate`: in a streaming session, or with the whole history every time."""
 
     async def open(self) -> None:
@@ -185,7 +185,7 @@ class SGLangConversation(Conversation):
             if reason.get("type") == "abort":
                 raise TenutoError(f"the turn was aborted: {reason.get('message')}")
             generated, ids = meta["completion_tokens"], said.get("output_ids") or []
-            output = ids if len(ids) == generated else output + ids  # all so far, or with an option only the new ones
+            output = ids if len(ids) == generated else output + ids  # all so far, or only the new ones
             if generated > seen:
                 yield Arrival(when, generated - seen)
                 seen = generated
@@ -194,7 +194,7 @@ class SGLangConversation(Conversation):
             yield Counts(meta.get("prompt_tokens"), meta.get("cached_tokens"), meta.get("completion_tokens"))
 
 
-APIS: dict[str, type[Conversation]] = {
+APIS: dict[str, type[BenchConversation]] = {
     "tenuto": TenutoConversation,
     "openai": OpenAIConversation,
     "sglang": SGLangConversation,
@@ -260,7 +260,7 @@ async def _checked(response: httpx.Response) -> Any:
 
 
 async def _events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, str, Any]]:
-    """The events of a stream: when they came, their names, and what they say. Raises the error that one says."""
+    """The events of a stream: when they came, their names and their data. Raises the error that one reports."""
     parser, reads = EventParser(), Reads()
     try:
         async with http.stream("POST", path, json=body) as response:
@@ -280,15 +280,15 @@ async def _events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> A
 
 
 class Reads:
-    """When data came from the network. An HTTP client hands out what one read has brought in pieces, without waiting
-    between them: pieces between which the event loop has not turned came at the same time."""
+    """When data came from the network. An HTTP client hands out the result of one read in pieces, without waiting
+    between them: pieces without a turn of the event loop between them came at the same time."""
 
     def __init__(self) -> None:
         self._when = 0.0
         self._turned = True
 
     def time(self) -> float:
-        """When the piece that has just been handed out came."""
+        """When the piece that was just handed out came."""
         if self._turned:
             self._when, self._turned = time.perf_counter(), False
             asyncio.get_running_loop().call_soon(self._turn)

@@ -23,11 +23,11 @@ log = structlog.get_logger("tenuto.server")
 T = TypeVar("T")
 
 EXIT_SECONDS = 5.0
-"""How long an engine process may take to exit, once it has closed its socket or was told to, before it is killed."""
+"""How long an engine process may take to exit, once its socket is closed, before it is killed."""
 
 
 class ProcessLink(asyncio.Protocol):
-    """A `Link` to a child process, over a pair of sockets: whichever side ends, the other notices at once. Made by
+    """A `Link` to a child process over a pair of sockets: when either side ends, the other notices at once. Made by
     `open`."""
 
     model: ModelView  # set by `open`, as are the next two
@@ -66,7 +66,7 @@ class ProcessLink(asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """The child's."""
+        """The child's process id."""
         return self._child.pid
 
     async def call(self, request: Request[T]) -> T:
@@ -79,7 +79,7 @@ class ProcessLink(asyncio.Protocol):
         await self._board.ended()
 
     async def close(self) -> None:
-        """Close the socket, which makes the child end, and wait until it has."""
+        """Close the socket, which makes the child exit, and wait until it has."""
         self._transport.close()
         self._board.stop("the engine was closed")
         await self._bury()
@@ -88,8 +88,8 @@ class ProcessLink(asyncio.Protocol):
         try:
             message = self._encoder.encode(request)
         except (OverflowError, UnicodeEncodeError) as error:
-            raise InvalidRequest("allowed: numbers of 64 bits, text of whole Unicode characters") from error
-        if not self._transport.is_closing():  # else the caller gets the error that `_bury` gives to all
+            raise InvalidRequest("a value cannot be encoded; allowed: 64-bit numbers and valid Unicode text") from error
+        if not self._transport.is_closing():  # else `_bury` gives all callers an error
             self._transport.write(frame(message))
 
     # -- called by the event loop
@@ -111,7 +111,7 @@ class ProcessLink(asyncio.Protocol):
         self._buried = asyncio.ensure_future(self._bury())
 
     async def _bury(self) -> None:
-        """Wait until the child has ended, and tell everyone why."""
+        """Wait until the child has exited, and tell everyone why."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._child.wait(), EXIT_SECONDS)
         if self._child.returncode is None:

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
 from tenuto.serve.shared.errors import Failure
-from tenuto.serve.unread import Connection
+from tenuto.serve.unread import WatchedConnection
 
 log = structlog.get_logger("tenuto.http")
 
@@ -37,7 +37,7 @@ class ConnectionLimits:
     header_seconds: float
 
 
-class BoundedProtocol(Connection):
+class BoundedProtocol(WatchedConnection):
     """uvicorn's protocol on httptools, which bounds none of this.
 
     Invariant: `_timer` runs while no answer is under way and the client owes us something: whole headers, or the rest
