@@ -151,13 +151,13 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-def kept(held: Sequence[Delta], said: int, delivered: int) -> Delta:
+def kept(held: Sequence[Delta], earlier: int, delivered: int) -> Delta:
     """One delta in place of `held`, all those since an abort: empty until the last has a result, then what was
-    committed of them. Before the abort there were `said` tokens, `delivered` of them with all their text."""
+    committed of them. Before the abort there were `earlier` tokens, `delivered` of them with all their text."""
     result = held[-1].result
-    if result is None or not result.committed or result.kept < said:
+    if result is None or not result.committed or result.kept < earlier:
         return Delta(delivered=delivered, result=result)
-    together, room = joined(held), result.kept - said
+    together, room = joined(held), result.kept - earlier
     whole_ones = [delta for delta in held if delta.delivered <= result.kept]  # no text of tokens that are not kept
     return Delta(
         together.tokens[:room],

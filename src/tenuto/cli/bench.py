@@ -193,11 +193,11 @@ async def _converse(
 async def _take_turn(conversation: BenchConversation, tokens: list[int], turn: Timed) -> None:
     began = time.perf_counter()
     arrivals: dict[float, int] = {}
-    async for said in conversation.turn(tokens):
-        if isinstance(said, Counts):
-            turn.counts = said
+    async for item in conversation.turn(tokens):
+        if isinstance(item, Counts):
+            turn.counts = item
         else:
-            arrivals[said.when] = arrivals.get(said.when, 0) + said.tokens
+            arrivals[item.when] = arrivals.get(item.when, 0) + item.tokens
     if turn.counts is None:
         raise TenutoError("the answer ended before the turn")
     turn.first, turn.gaps = timing(began, arrivals)

@@ -97,16 +97,16 @@ class TenutoConversation(BenchConversation):
             "max_new_tokens": self._request.output_tokens,
             "ignore_eos": True,
         }
-        async for when, name, said in _events(self._http, f"/v1/sessions/{self._session}/turns", body):
+        async for when, name, data in _events(self._http, f"/v1/sessions/{self._session}/turns", body):
             match name:
                 case "delta":
-                    self._history += said["tokens"]
-                    yield Arrival(when, len(said["tokens"]))
+                    self._history += data["tokens"]
+                    yield Arrival(when, len(data["tokens"]))
                 case "committed":
-                    usage = said["usage"]
+                    usage = data["usage"]
                     yield Counts(usage["prompt_tokens"], usage["cached_tokens"], usage["completion_tokens"])
                 case "aborted":
-                    raise TenutoError(f"the turn was aborted: {said['reason']}")
+                    raise TenutoError(f"the turn was aborted: {data['reason']}")
         if not self._keeps:
             await self.close()
 
@@ -143,13 +143,13 @@ class OpenAIConversation(BenchConversation):
             **({"session_id": self._name} if self._keeps else {}),
         }
         text, counts = "", None
-        async for when, _, said in _events(self._http, "/v1/chat/completions", body):
+        async for when, _, data in _events(self._http, "/v1/chat/completions", body):
             counts = counts or Counts(None, None, None)  # there is an answer
-            for choice in said.get("choices") or ():
+            for choice in data.get("choices") or ():
                 if piece := choice["delta"].get("content"):
                     text += piece
                     yield Arrival(when, 1)
-            if usage := said.get("usage"):
+            if usage := data.get("usage"):
                 cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
                 counts = Counts(usage["prompt_tokens"], cached, usage["completion_tokens"])
         self._messages.append({"role": "assistant", "content": text})
@@ -179,12 +179,12 @@ class SGLangConversation(BenchConversation):
             **({"session_params": {"id": self._session}} if self._keeps else {}),
         }
         seen, output, meta = 0, list[int](), dict[str, Any]()
-        async for when, _, said in _events(self._http, "/generate", body):
-            meta = said["meta_info"]
+        async for when, _, data in _events(self._http, "/generate", body):
+            meta = data["meta_info"]
             reason = meta.get("finish_reason") or {}
             if reason.get("type") == "abort":
                 raise TenutoError(f"the turn was aborted: {reason.get('message')}")
-            generated, ids = meta["completion_tokens"], said.get("output_ids") or []
+            generated, ids = meta["completion_tokens"], data.get("output_ids") or []
             output = ids if len(ids) == generated else output + ids  # all so far, or only the new ones
             if generated > seen:
                 yield Arrival(when, generated - seen)
@@ -271,10 +271,10 @@ async def _events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> A
                 for event in parser.feed(piece):
                     if event.data == "[DONE]":
                         continue
-                    said = msgspec.json.decode(event.data)
-                    if "error" in said:
+                    data = msgspec.json.decode(event.data)
+                    if "error" in data:
                         raise error_from(500, event.data.encode())
-                    yield when, event.name, said
+                    yield when, event.name, data
     except httpx.TransportError as error:
         raise _broken(error) from error
 

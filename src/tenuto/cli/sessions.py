@@ -74,7 +74,7 @@ def show(session_id: Id, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json
             typer.echo(f"{name:<13} {printable(_plain(value))}")
     if turns:
         typer.echo()
-        show_table(["turn", "start", "input", "output", "said"], [_turn_row(turn) for turn in turns])
+        show_table(["turn", "start", "input", "output", "text"], [_turn_row(turn) for turn in turns])
 
 
 @app.command()
@@ -176,6 +176,6 @@ def _plain(value: Any) -> str:
 
 
 def _turn_row(turn: dict[str, Any]) -> list[str]:
-    said = " ".join(f"{turn['input_text'] or ''} | {turn['output_text'] or ''}".split())
+    text = " ".join(f"{turn['input_text'] or ''} | {turn['output_text'] or ''}".split())
     counts = (turn["number"], turn["start"], len(turn["input_tokens"]), len(turn["output_tokens"]))
-    return [*map(str, counts), said if len(said) <= SHOWN_TEXT else said[: SHOWN_TEXT - 3] + "..."]
+    return [*map(str, counts), text if len(text) <= SHOWN_TEXT else text[: SHOWN_TEXT - 3] + "..."]
