@@ -320,9 +320,9 @@ class Oracle:
         self.asked: set[int] = set()
         self.output: list[int] = []
 
-    def propose(self, turn: Turn, most: int) -> list[int]:
+    def propose(self, turn: Turn, limit: int) -> list[int]:
         self.asked.add(turn.number)
-        return self.output[len(turn.output) :][:most]
+        return self.output[len(turn.output) :][:limit]
 
 
 @every_overlap

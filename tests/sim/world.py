@@ -145,12 +145,12 @@ class World:
         """What a step may not write."""
         return self._slots.needed(self._sizes, self.engine, self.naive, self.turns)
 
-    def propose(self, turn: Turn, most: int) -> list[int]:
+    def propose(self, turn: Turn, limit: int) -> list[int]:
         """Guesses for the planner: right, wrong, or right at first."""
         naive = self.turns[turn.number]
         if (wrong := naive.check(turn.output)) is not None:
             self.found("output", f"{turn!r}: {wrong}")
-        guesses = naive.guess(self.rng.randint(0, most))
+        guesses = naive.guess(self.rng.randint(0, limit))
         return [g if self.rng.random() < 0.7 else self.rng.randrange(VOCAB) for g in guesses]
 
     # -- the loop

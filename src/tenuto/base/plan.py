@@ -112,18 +112,18 @@ class Plan:
 @dataclass(frozen=True, slots=True)
 class Logprobs:
     """Log-probabilities of n tokens, see `base.sampling.TokenLogprob`: `places` int32 [n], which tokens they are;
-    `chosen` float32 [n]; the likeliest tokens `top_tokens` int32 [n, most] and their `top` float32 [n, most], in
-    descending order. A row that asked for fewer than `most` takes the first."""
+    `chosen` float32 [n]; the likeliest tokens `top_tokens` int32 [n, k] and their `top` float32 [n, k], in
+    descending order. A row that asked for fewer than k takes the first."""
 
     places: Ints
     chosen: Singles
     top_tokens: Ints
     top: Singles
 
-    def entries(self, start: int, tokens: Sequence[int], most: int) -> list[TokenLogprob]:
-        """The log-probabilities of `tokens`, which begin at entry `start`, each with the `most` likeliest."""
+    def entries(self, start: int, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+        """The log-probabilities of `tokens`, which begin at entry `start`, each with the `count` likeliest."""
         part = slice(start, start + len(tokens))
-        chosen, ids, top = self.chosen[part].tolist(), self.top_tokens[part, :most], self.top[part, :most]
+        chosen, ids, top = self.chosen[part].tolist(), self.top_tokens[part, :count], self.top[part, :count]
         likeliest = [tuple(map(Candidate, *pair)) for pair in zip(ids.tolist(), top.tolist(), strict=True)]
         return [TokenLogprob(*entry) for entry in zip(tokens, chosen, likeliest, strict=True)]
 

@@ -181,9 +181,9 @@ class Table(ABC):
     # -- admission
 
     @abstractmethod
-    def need(self, most: int, held: int, start: int, end: int, *, at_end: bool) -> int:
+    def need(self, worst_case: int, held: int, start: int, end: int, *, at_end: bool) -> int:
         """Units to acquire to compute up to `end`, an upper bound: for the open turn, which holds `held`, or else for
-        one that starts at `start` (`at_end`: where the session's memory ends). `most`: the worst case from nothing."""
+        one that starts at `start` (`at_end`: where the session's memory ends). `worst_case`: from nothing."""
 
     def counted(self, kept: Lease | None) -> int:
         """How many of the units that admission counted for it the open turn holds; `kept`: the part of the checkpoint

@@ -101,9 +101,9 @@ class PagedTable(Table):
 
     # -- admission
 
-    def need(self, most: int, held: int, start: int, end: int, *, at_end: bool) -> int:
+    def need(self, worst_case: int, held: int, start: int, end: int, *, at_end: bool) -> int:
         there = self.entries if self.own is not None else self.entries_at(start, at_end=at_end)
-        return max(0, min(most - held, pages_for(end, self.page_size) - there))
+        return max(0, min(worst_case - held, pages_for(end, self.page_size) - there))
 
     def entries_at(self, start: int, *, at_end: bool) -> int:
         """Table entries that a turn starting at `start` need not acquire. The page `start` lies in is copied unless the

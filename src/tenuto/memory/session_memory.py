@@ -82,10 +82,10 @@ class SessionMemory(CommittedMemory):
         """An upper bound on the units to acquire, int64 [groups], for the open turn to compute up to `end`, or without
         one, for a turn that begins at or below `target`."""
         start = self.resumable(target)
-        most = self.memory.turn_units(end, generates=generates)
-        held = self.turn.own_units() if self.turn is not None else [0] * len(most)
+        worst_case = self.memory.turn_units(end, generates=generates)
+        held = self.turn.own_units() if self.turn is not None else [0] * len(worst_case)
         at_end = start == self.computed
-        units = zip(self.tables, most, held, strict=True)
+        units = zip(self.tables, worst_case, held, strict=True)
         return np.array([table.need(n, had, start, end, at_end=at_end) for table, n, had in units], np.int64)
 
     def truncate(self, target: int) -> None:

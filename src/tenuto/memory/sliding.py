@@ -40,15 +40,15 @@ class SlidingGroup(PagedGroup):
     def pledged(self, rows: Longs, ends: Longs) -> int:
         pages, pledged = self.needs(rows, ends), 0
         for index in np.flatnonzero(pages).tolist():
-            most = self.turn_units(self.spec, self.page_size, self.shape, int(ends[index]), generates=True)
-            pledged += min(int(pages[index]), max(0, most - len(self.running[int(rows[index])].opened)))
+            worst_case = self.turn_units(self.spec, self.page_size, self.shape, int(ends[index]), generates=True)
+            pledged += min(int(pages[index]), max(0, worst_case - len(self.running[int(rows[index])].opened)))
         return pledged
 
     def expected_growth(self, lengths: Longs, ends: Longs) -> int:
         """Up to two windows: the one at the end of the input is kept while the turn runs."""
-        most = 2 * window_pages(self.spec, self.page_size)
+        limit = 2 * window_pages(self.spec, self.page_size)
         return int(
-            (np.minimum(-(-ends // self.page_size), most) - np.minimum(-(-lengths // self.page_size), most)).sum()
+            (np.minimum(-(-ends // self.page_size), limit) - np.minimum(-(-lengths // self.page_size), limit)).sum()
         )
 
     def slide(self, rows: Longs, before: Longs) -> None:

@@ -103,8 +103,8 @@ class StateTable(Table):
         self.alternate = NO_SLOT
         self.spare: list[int] = []  # own slots not in use yet
 
-    def need(self, most: int, held: int, start: int, end: int, *, at_end: bool) -> int:
-        return max(0, most - held)
+    def need(self, worst_case: int, held: int, start: int, end: int, *, at_end: bool) -> int:
+        return max(0, worst_case - held)
 
     def counted(self, kept: Lease | None) -> int:
         return len(self.opened) + (len(kept) if kept is not None else 0)

@@ -25,8 +25,8 @@ MAX_SCORES = 256
 class Proposer(Protocol):
     """Guesses a turn's next tokens, which are computed ahead and checked against what is sampled."""
 
-    def propose(self, turn: Turn, most: int) -> list[int]:
-        """At most `most` guesses, possibly none."""
+    def propose(self, turn: Turn, limit: int) -> list[int]:
+        """At most `limit` guesses, possibly none."""
         ...
 
 
@@ -196,10 +196,10 @@ class Planner:
         spare = (memory.free() - proposal.needs.sum(axis=1)).tolist()
         for index in np.flatnonzero(ready).tolist():
             start, row = int(proposal.starts[index]), int(chosen[index])
-            most = min(self._lookahead, left, int(rows.limit[row]) - start - 1)
+            limit = min(self._lookahead, left, int(rows.limit[row]) - start - 1)
             unknown = start + 1 - int(rows.known[row])
             turn = self._batch.turns[row]
-            guesses = proposer.propose(turn, most + unknown)[unknown : most + unknown] if most > 0 else []
+            guesses = proposer.propose(turn, limit + unknown)[unknown : limit + unknown] if limit > 0 else []
             more = turn.session.memory.turn.lacking(start + 1 + len(guesses))
             extra = [n - int(had) for n, had in zip(more, proposal.needs[:, index], strict=True)]
             if guesses and all(n <= have for n, have in zip(extra, spare, strict=True)):
