@@ -17,7 +17,7 @@ from tenuto.memory.shape import Shape
 
 
 class StateGroup(Group):
-    """A group of state slots. Its arrays have an entry a row, int32 where they name slots.
+    """A group of state slots. Its arrays have one entry per row, int32 where they name slots.
 
     The `current` slot holds the state after the row's `scheduled` tokens; the `alternate` one, if `alternate_at` >= 0,
     the state at position `alternate_at`. A `frozen` row's current slot belongs to a checkpoint and is not written.

@@ -117,12 +117,12 @@ def options_of(request: BaseModel) -> TurnOptions:
 
 
 def random_seed() -> int:
-    """For turns that sample and were given no seed."""
+    """A seed for turns that sample without one."""
     return secrets.randbelow(MAX_SEED + 1)
 
 
 def unsupported(field: str, problem: str) -> PydanticCustomError:
-    """An error for validators to raise: `field` (empty: the one being validated) is known, and not supported."""
+    """An error for validators to raise: `field` (empty: the one being validated) is known but not supported."""
     return PydanticCustomError(UNSUPPORTED, "{field} {problem}", {"field": field, "problem": problem})
 
 
@@ -131,7 +131,7 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=200,
-        description="While the first request with this key runs, others attach to its turn; once that has committed,"
+        description="While the first request with this key runs, others attach to its turn; once it has committed,"
         " they get its result. After an abort the key is free. With another body it is refused with 422.",
     ),
 ]
