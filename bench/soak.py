@@ -18,11 +18,11 @@ from bench.server import Processes, resident, server
 
 TURNS = 20_000
 KILLED = 0.15
-"""Of all turns."""
+"""The share of turns whose stream is killed."""
 WORKERS = 16
 TURNS_OF_A_SESSION = 10
 ROWS = 10
-"""Of the table."""
+"""Rows of the table."""
 MAX_SECONDS = 1800
 
 
