@@ -15,7 +15,7 @@ class Suspects:
 
     While there are any, each step runs one group and nobody else. A group that fails is split in two; a turn that has
     computed everything the failed step was to compute of it is cleared. So k turns that make every step fail, among n,
-    cost at most k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and as many partial steps besides those that
+    cost at most k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more partial steps, except those that
     recompute what a turn with state lost when it went back to a checkpoint.
 
     Invariant: a turn is in at most one group.
