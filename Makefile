@@ -3,19 +3,31 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEEDS ?= 200
+WORKERS ?= auto
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check bench sim clean
+.PHONY: demo test coverage check bench sim clean
 
 demo: $(STAMP)
 	$(BIN)/tenuto pull
 	$(BIN)/tenuto demo
 
+# `pytest` alone runs in one process. Here there is one a core, and in each one thread of torch: more would only wait for
+# each other. The model is fetched before, so that they do not all fetch it.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/tenuto pull
+	$(PYTEST) --durations 10
+
+# Without the tests that speak to other processes or compare the real model: they would be slow, and show little.
+coverage: $(STAMP)
+	$(BIN)/tenuto pull
+	$(PYTEST) --cov=tenuto --ignore tests/serve --ignore tests/cli --ignore tests/numerics --ignore tests/sim \
+		--ignore tests/test_examples.py --ignore tests/test_readme.py --ignore tests/test_demo.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check
@@ -30,7 +42,7 @@ sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew, not updated: a dependency that is no longer declared must not linger.

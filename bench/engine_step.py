@@ -113,7 +113,7 @@ def make(
     rng = Random(1)
     for number in range(parked):
         engine.open(f"parked {number}")
-        engine.append(f"parked {number}", [rng.randrange(20, VOCAB) for _ in range(32)])
+        engine.submit(f"parked {number}", [rng.randrange(20, VOCAB) for _ in range(32)], TurnParams(max_new_tokens=0))
     run_until_idle(engine)
     turns = []
     for number in range(running):

@@ -9,8 +9,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tenuto.api import Engine, Session, TurnStream
+from tenuto.api import Engine
 from tenuto.base.errors import ContextExceeded
+from tenuto.base.views import SHARED
+from tenuto.client import Session, TurnStream
 
 SYSTEM = "You are a helpful assistant. Answer in one sentence."
 QUESTIONS = {
@@ -151,7 +153,7 @@ class Demo:
         for question, turn in zip(questions, turns, strict=True):
             turn.result()
             self._said("fork", question, turn.text)
-        shared = sum(pool.by_holder.get("shared", 0) for pool in engine.audit().pools)
+        shared = sum(pool.by_holder.get(SHARED, 0) for pool in engine.audit().pools)
         context = turns[0].result().usage.prompt
         self.out.print(f"Of a context of {context} tokens, each fork {_spent(turns[0])}; {shared} pages are shared.")
 

@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from tenuto.base.errors import ConfigError
+from tenuto.base.errors import ConfigError, EngineStopped
 from tenuto.base.messages import (
     AnyReply,
     AnyRequest,
@@ -16,9 +16,12 @@ from tenuto.base.messages import (
     ListTurns,
     OpenSession,
     StartTurn,
+    Stopped,
     Updates,
     WorkerSettings,
     answer_of,
+    error_of,
+    refusal_of,
 )
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
@@ -62,6 +65,22 @@ def test_deltas_travel_as_themselves() -> None:
     result = TurnResult(EndReason.STOP, True, 2, 1, Usage(3, 1, 1, 4), 9, 50, "end")
     updates = Updates(updates=[(3, Delta((5,), "x", 1, result, (entry,), (None, entry))), (4, Delta())])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=AnyReply) == updates
+
+
+def test_an_error_travels_with_what_it_is_about_and_a_detail_that_only_its_text_has() -> None:
+    sent = EngineStopped("the engine stopped", param="model", detail="InvariantError: turn 3 of s")
+    refusal = msgspec.msgpack.decode(msgspec.msgpack.encode(refusal_of(7, sent)), type=AnyReply)
+    came = error_of(refusal)
+    assert (refusal.call, type(came), came.message, came.param) == (7, EngineStopped, "the engine stopped", "model")
+    assert str(came) == str(sent) == "the engine stopped: InvariantError: turn 3 of s"
+    stopped = Stopped(reason="the engine stopped", detail="InvariantError: turn 3 of s")
+    assert str(msgspec.msgpack.decode(msgspec.msgpack.encode(stopped), type=AnyReply).error()) == str(sent)
+
+
+def test_every_request_can_be_decoded() -> None:
+    kinds = {kind.__name__ for kind in get_args(AnyRequest)}
+    assert {"Describe", "OpenSession", "GetSession", "Rewind", "Detokenize", "Withdraw"} <= kinds
+    assert "OfSession" not in kinds
 
 
 def test_a_session_is_shown_as_itself() -> None:

@@ -8,7 +8,17 @@ import pytest
 
 from tenuto.base.errors import InvalidRequest, TurnFailed
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.turns import MAX_PIECES, Delta, EndReason, Transcript, TurnResult, Usage, check_keep, joined, kept
+from tenuto.base.turns import (
+    MAX_PIECES,
+    AbortGate,
+    Delta,
+    EndReason,
+    Transcript,
+    TurnResult,
+    Usage,
+    check_keep,
+    joined,
+)
 
 
 def ended(output_kept: int, *, committed: bool = True, reason: EndReason = EndReason.ABORT) -> TurnResult:
@@ -17,6 +27,15 @@ def ended(output_kept: int, *, committed: bool = True, reason: EndReason = EndRe
 
 def delta(*tokens: int, text: str, delivered: int, result: TurnResult | None = None) -> Delta:
     return Delta(tokens, text, delivered, result, tuple(TokenLogprob(token, -1.0) for token in tokens))
+
+
+def kept(held: list[Delta], *, delivered: int) -> Delta | None:
+    """What passes of `held`, which come after an abort, when there were two tokens before it."""
+    gate = AbortGate()
+    assert gate.take(delta(1, 2, text="ab", delivered=delivered)) is not None
+    gate.begin_abort()
+    assert [gate.take(each) for each in held[:-1]] == [None] * (len(held) - 1)
+    return gate.take(held[-1])
 
 
 def test_deltas_add_up_to_one() -> None:
@@ -30,7 +49,8 @@ def test_deltas_add_up_to_one() -> None:
 
 def test_of_what_comes_after_an_abort_as_much_is_kept_as_was_committed() -> None:
     held = [delta(3, text="c", delivered=3), delta(4, 5, text="de", delivered=5, result=ended(4))]
-    left = kept(held, earlier=2, delivered=2)
+    left = kept(held, delivered=2)
+    assert left is not None
     assert (left.tokens, left.text, left.delivered, left.result) == ((3, 4), "c", 3, held[-1].result)
     assert [entry.token for entry in left.logprobs] == [3, 4]
 
@@ -40,12 +60,12 @@ def test_of_what_comes_after_an_abort_as_much_is_kept_as_was_committed() -> None
 )
 def test_nothing_more_is_kept_of_a_turn_rolled_back_or_cut_before(result: TurnResult) -> None:
     held = [delta(3, text="c", delivered=3), delta(4, text="d", delivered=4, result=result)]
-    assert kept(held, earlier=2, delivered=1) == Delta(delivered=1, result=result)
+    assert kept(held, delivered=1) == Delta(delivered=1, result=result)
 
 
 def test_a_turn_that_ended_before_its_abort_took_effect_is_kept_whole() -> None:
     held = [delta(3, text="c", delivered=3), delta(4, text="d", delivered=4, result=ended(4, reason=EndReason.STOP))]
-    assert kept(held, earlier=2, delivered=2) == joined(held)
+    assert kept(held, delivered=2) == joined(held)
 
 
 def test_a_transcript_waits_for_the_result_once_an_abort_has_begun() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Any
 
 import pytest
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.options import Policy, TurnParams
@@ -18,9 +17,12 @@ from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
 from tenuto.memory.full import FullTable
 from tenuto.session.session import Session, Turn
+from tests.clock import ManualClock
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 VOCABULARY = 997
+PREFILL = TurnParams(max_new_tokens=0)
+"""Input is appended, and nothing generated."""
 PAGE, WINDOW = 4, 10
 
 every_mix = pytest.mark.parametrize(
@@ -104,6 +106,9 @@ class Stage:
         return session
 
     # -- turns
+
+    def append(self, session_id: str, tokens: Iterable[int]) -> Turn:
+        return self.engine.submit(session_id, tokens, PREFILL)
 
     def say(
         self, session_id: str, tokens: Sequence[int], output: int | None = 8, tenant: str = "", **params: Any

@@ -14,6 +14,7 @@ from tenuto.base.errors import EngineStopped, NotAcknowledged, TenutoError
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import Delta, EndReason, TurnResult
 from tenuto.engine.engine import Engine
+from tenuto.engine.lifecycle import Change
 from tenuto.engine.loop import EngineLoop
 from tenuto.session.session import Turn
 from tests.engine import loops
@@ -25,22 +26,32 @@ SHORT = TurnParams(max_new_tokens=3)
 
 
 class Journal:
-    """Acknowledges the first `safe` commits, or so many calls after each; fails while it is told to."""
+    """Acknowledges the first `safe` commits of turns and what lies between, or `most` changes, or so many calls after
+    each; fails while it is told to."""
 
     def __init__(self, safe: int = 0, calls: int | None = None) -> None:
         self.safe = safe
+        self.most: int | None = None
         self.failing = False
-        self.commits: list[int] = []  # turn numbers
+        self.changes: list[Change] = []
         self._calls = calls
-        self._history: list[int] = []  # commits there were, call by call
+        self._history: list[int] = []  # changes there were, call by call
 
-    def acknowledge(self, committed: Sequence[Turn]) -> int:
-        self.commits += [turn.number for turn in committed]
+    @property
+    def commits(self) -> list[int]:
+        """Numbers of the turns that have committed."""
+        return [change.turn.number for change in self.changes if change.turn is not None]
+
+    def acknowledge(self, changes: Sequence[Change]) -> int:
+        self.changes += changes
         if self.failing:
             raise NotAcknowledged("the disk is full")
+        if self.most is not None:
+            return min(self.most, len(self.changes))
         if self._calls is None:
-            return min(self.safe, len(self.commits))
-        self._history.append(len(self.commits))
+            commits = [number for number, change in enumerate(self.changes) if change.turn is not None]
+            return commits[self.safe] if self.safe < len(commits) else len(self.changes)
+        self._history.append(len(self.changes))
         return self._history[-self._calls - 1] if len(self._history) > self._calls else 0
 
 
@@ -209,6 +220,47 @@ def test_while_commits_cannot_be_acknowledged_nothing_shows_or_follows_them(stan
     stand.loop.call(lambda engine: engine.audit()).result(20)
 
 
+def test_whatever_happens_to_sessions_is_numbered_in_its_order_and_answered_once_it_is_acknowledged(
+    stand: Stand,
+) -> None:
+    stand.open("a")
+    stand.journal.most = 1
+    turn = stand.start("a")
+    stand.committed(1)
+    operations: dict[str, Callable[[Engine], object]] = {
+        "open": lambda engine: engine.open("b"),
+        "fork": lambda engine: engine.fork("a", child="c"),
+        "adopt": lambda engine: engine.adopt("b", [1, 2], [3]),
+        "rewind": lambda engine: engine.rewind("a", turn=0),
+        "close": lambda engine: engine.close("b"),
+    }
+    asked = {name: stand.ask(name, work) for name, work in operations.items()}
+    stand.until(lambda _: len(stand.journal.changes) == 8)
+    assert stand.so_far() == [("a", "opened")]
+    seen = [(each.kind, each.session.id, each.version, each.length) for each in stand.journal.changes]
+    length = len(turn.result(20).input) + len(turn.result(20).output)
+    assert seen == [
+        ("open", "a", 0, 0),
+        ("commit", "a", 1, length),
+        ("open", "b", 0, 0),
+        ("open", "c", 0, 0),
+        ("fork", "c", 0, length),
+        ("adopt", "b", 1, 3),
+        ("rewind", "a", 2, 0),
+        ("close", "b", 1, 3),
+    ]
+    for most, told in ((2, ("a", EndReason.LENGTH)), (3, ("open", "answered")), (4, None), (5, ("fork", "answered"))):
+        stand.journal.most = most
+        stand.loop.wake()
+        assert stand.so_far() == ([told] if told is not None else [])
+    assert [name for name, future in asked.items() if future.done()] == ["open", "fork"]
+    stand.journal.failing = True
+    stand.loop.wake()
+    for name in ("adopt", "rewind", "close"):
+        with pytest.raises(NotAcknowledged):
+            asked[name].result(20)
+
+
 def test_a_turn_whose_start_could_not_be_told_does_not_go_on(stand: Stand) -> None:
     stand.open("a", "b")
     stand.start("a")
@@ -240,11 +292,12 @@ def test_who_waits_for_an_acknowledgement_is_told_when_the_engine_ends(stand: St
     assert sorted(told) == ["a", "b"]
 
 
-@pytest.mark.parametrize("safe", [-1, 2])
+@pytest.mark.parametrize("safe", [-1, 9])
 def test_an_acknowledger_that_miscounts_stops_the_engine(safe: int) -> None:
     class Wrong(Journal):
-        def acknowledge(self, committed: Sequence[Turn]) -> int:
-            return safe
+        def acknowledge(self, changes: Sequence[Change]) -> int:
+            super().acknowledge(changes)
+            return safe if self.commits else len(self.changes)
 
     stand = Stand(Wrong())
     stand.open("a")

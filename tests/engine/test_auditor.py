@@ -18,7 +18,7 @@ def parked(sessions: int, **config: Any) -> Stage:
     stage = Stage((FULL,), units=2 * sessions + 100, recount=False, max_sessions=sessions + 10, **config)
     for number in range(sessions):
         stage.engine.open(f"parked {number}")
-        stage.engine.append(f"parked {number}", [1, 2, 3])
+        stage.append(f"parked {number}", [1, 2, 3])
     stage.play()
     return stage
 

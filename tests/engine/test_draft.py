@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tenuto.base.errors import ContextExceeded
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import Transition
 from tenuto.memory.paged import PagedTable, pages_for
 from tests.engine.stage import (
     FULL,
@@ -154,7 +155,7 @@ def test_a_draft_can_become_a_prefill_only_turn() -> None:
     session = stage.told()
     draft = stage.engine.draft("s", [1, 2, 3])
     stage.play()
-    assert stage.cost(lambda: stage.engine.append("s", [1, 2, 3])) == 0
+    assert stage.cost(lambda: stage.append("s", [1, 2, 3])) == 0
     assert (present(draft.result).reason, list(session.history[36:])) == (EndReason.APPENDED, [1, 2, 3])
 
 
@@ -282,7 +283,7 @@ def test_a_step_that_fails_while_a_draft_relies_on_it_is_computed_again(mix) -> 
     assert present(turn.session.memory.turn).unsettled is not None
     assert present(turn.session.memory.turn).scheduled == 64
     stage.play()
-    assert stage.engine.transitions["step failed"] == 1
+    assert stage.engine.transitions[Transition("step failed")] == 1
     assert list(turn.output) == continuation(text, 5)
 
 
@@ -318,8 +319,8 @@ def test_a_draft_that_lacks_room_takes_nothing_from_anybody(units: int, idle: in
     draft = stage.engine.draft("b", count_from(4, 160))
     while not all(turn.result for turn in turns):
         held = present(draft.session.memory.turn).own_units()[0] if session.memory.turn else 0
-        dropped = stage.engine.transitions["drop idle"]
+        dropped = stage.engine.transitions[Transition("drop", "idle")]
         stage.step()
-        assert stage.engine.transitions["preempt"] == 0
+        assert stage.engine.transitions[Transition("preempt")] == 0
         if held >= len(turns):  # enough for a page for each of the turns
-            assert stage.engine.transitions["drop idle"] == dropped
+            assert stage.engine.transitions[Transition("drop", "idle")] == dropped

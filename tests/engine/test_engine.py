@@ -19,6 +19,7 @@ from tenuto.base.errors import (
 )
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import Transition
 from tests.engine.stage import (
     VOCABULARY,
     Stage,
@@ -113,7 +114,7 @@ def test_a_turn_longer_than_the_context_is_refused_before_it_queues_and_names_th
     with pytest.raises(ContextExceeded, match="history and input have 200 tokens; allowed: 199 of a context of 200"):
         stage.say("s", [1] * 164)
     with pytest.raises(ContextExceeded, match="have 201 tokens; allowed: 200 of"):
-        stage.engine.append("s", [1] * 165)
+        stage.append("s", [1] * 165)
     assert (list(session.history), session.version, session.memory.computed, stage.engine.memory.touched) == before
     assert (session.turn, stage.engine.idle) == (None, True)
     stage.say("s", [1] * 163)
@@ -124,10 +125,10 @@ def test_a_turn_longer_than_the_context_is_refused_before_it_queues_and_names_th
 def test_a_full_session_takes_no_more_and_can_be_rewound() -> None:
     stage = Stage()
     session = stage.told(tokens=190, output=10)
-    for operation in (stage.say, stage.engine.append, stage.engine.draft):
+    for operation in (stage.say, stage.append, stage.engine.draft):
         with pytest.raises(ContextExceeded):
             operation("s", [1])
-    stage.engine.append("s", [])  # nothing always fits
+    stage.append("s", [])  # nothing always fits
     stage.play()
     stage.engine.rewind("s", position=100)
     stage.say("s", [1], 5)
@@ -159,7 +160,7 @@ def test_a_sessions_own_cap_counts() -> None:
 def test_what_is_not_a_token_is_refused_and_changes_nothing() -> None:
     stage = Stage()
     session = stage.open()
-    for operation in (stage.say, stage.engine.append, stage.engine.draft):
+    for operation in (stage.say, stage.append, stage.engine.draft):
         unknown: tuple[Any, ...] = ([VOCABULARY], [-1], ["a"])
         for wrong in unknown:
             with pytest.raises(InvalidRequest):
@@ -184,7 +185,7 @@ def test_a_full_queue_refuses_and_changes_nothing() -> None:
 
 def test_a_session_nobody_opened_is_not_found() -> None:
     stage = Stage()
-    for operation in (stage.say, stage.engine.append, stage.engine.draft):
+    for operation in (stage.say, stage.append, stage.engine.draft):
         with pytest.raises(NotFound, match="no session 'nobody'"):
             operation("nobody", [1])
 
@@ -274,7 +275,7 @@ def test_a_turn_does_not_yield_to_one_of_its_own_priority() -> None:
     stage.until(lambda: len(first.output) > 2)
     stage.say("b", [1], 2)
     stage.play()
-    assert stage.engine.transitions["preempt"] == 0
+    assert stage.engine.transitions[Transition("preempt")] == 0
 
 
 # -- the engine itself

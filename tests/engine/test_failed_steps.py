@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tenuto.base.plan import Plan
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import Transition
 from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.session import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
@@ -109,8 +110,8 @@ def test_two_failed_steps_leave_nobody_running_alone_and_nothing_old_is_computed
             stage.open(f"s{i}")
             turns.append(stage.say(f"s{i}", count_from(i, 600), 60))
         stage.play()
-        assert stage.engine.transitions["step failed"] == len(failing)
-        assert stage.engine.transitions["preempt"] == 0
+        assert stage.engine.transitions[Transition("step failed")] == len(failing)
+        assert stage.engine.transitions[Transition("preempt")] == 0
         return stage.engine.steps, sum(turn.computed_tokens for turn in turns)
 
     (steps, tokens), (steps_failing, tokens_failing) = run(()), run((70, 75))
@@ -123,7 +124,7 @@ def test_a_draft_that_failed_far_along_and_is_then_shortened_is_no_suspect_for_e
     stage = Stage(units=600, context_length=2000, max_running=8, token_budget=64, failing=(12, 13))
     stage.open("d")
     stage.engine.draft("d", count_from(1, 1000))
-    stage.until(lambda: stage.engine.transitions["step failed"] == 2)
+    stage.until(lambda: stage.engine.transitions[Transition("step failed")] == 2)
     draft = stage.engine.sessions.get("d").turn
     assert draft is not None
     assert (draft.failures, draft.failed_end) == (2, 13 * 64)
@@ -177,10 +178,28 @@ def test_a_turn_that_fails_keeps_its_row_and_says_the_same(mix, overlap: int) ->
     stage = Stage(mix, overlap=overlap, failing=(4,))
     stage.open()
     turn = stage.say("s", count_from(1, 20), 12)
-    stage.until(lambda: stage.engine.transitions["step failed"])
-    assert (turn.state, stage.engine.transitions["preempt"]) == (TurnState.RUNNING, 0)
+    stage.until(lambda: stage.engine.transitions[Transition("step failed")])
+    assert (turn.state, stage.engine.transitions[Transition("preempt")]) == (TurnState.RUNNING, 0)
     stage.play()
     assert list(turn.output) == continuation(count_from(1, 20), 12)
+
+
+@every_mix
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_draft_that_waits_for_a_row_when_its_step_fails_starts_again(mix, failing: int) -> None:
+    """Known fault: it stood on a checkpoint that the step was to fill. It waited, so it could not be preempted, and the
+    engine stopped."""
+    stage, tokens = Stage(mix, overlap=1, failing=(failing,), checkpoint_interval=4, max_running=1), count_from(1, 60)
+    stage.open()
+    stage.open("o")
+    stage.engine.draft("s", tokens)
+    for _ in range(failing + 1):
+        stage.step()
+    turn, other = stage.say("s", tokens, 8), stage.say("o", [1, 2, 3], 8, priority=5)
+    stage.play()
+    assert stage.engine.transitions[Transition("step failed")] == 1
+    assert list(turn.output) == continuation(tokens, 8)
+    assert list(other.output) == continuation([1, 2, 3], 8)
 
 
 @every_overlap
@@ -219,7 +238,7 @@ def test_a_step_that_failed_with_turns_that_have_left_says_little_of_the_one_tha
     stage.step()
     stage.step()
     stage.engine.abort("leaves")
-    stage.until(lambda: stage.engine.transitions["step failed"] == 1)
+    stage.until(lambda: stage.engine.transitions[Transition("step failed")] == 1)
     assert (stays.failures, len(stage.engine.suspects)) == (0, 1)
     stage.play()
     assert list(stays.output) == continuation([1, 2], 20)

@@ -14,7 +14,7 @@ from tests.engine.stage import Stage
 
 CALLS: dict[str, Callable[[Stage, Iterable[int]], object]] = {
     "submit": lambda stage, tokens: stage.engine.submit("s", tokens),
-    "append": lambda stage, tokens: stage.engine.append("s", tokens),
+    "append": lambda stage, tokens: stage.append("s", tokens),
     "draft": lambda stage, tokens: stage.engine.draft("s", tokens),
     "adopt": lambda stage, tokens: stage.engine.adopt("s", tokens, [1]),
     "adopt output": lambda stage, tokens: stage.engine.adopt("s", [1], tokens),
@@ -83,7 +83,7 @@ def test_input_that_raises_while_it_is_read_is_refused_and_the_engine_goes_on(
 @pytest.mark.parametrize(
     "tokens",
     [np.zeros((2, 2), int), np.array(7), np.array([1.5]), [Worded()], {1: 2}.items(), object(), [2**70], [None], 3],
-    ids=repr,
+    ids=["a table", "no list", "a fraction", "words", "pairs", "an object", "a huge number", "nothing", "a number"],
 )
 def test_what_are_no_token_ids_is_refused(call, tokens: Iterable[int]) -> None:
     stage = Stage()
@@ -107,7 +107,9 @@ def test_no_more_tokens_are_read_than_could_ever_fit(call) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [Lying(2**60), Lying(0), np.array([5, 6, 7]), iter([5, 6, 7]), range(5, 8)], ids=repr
+    "tokens",
+    [Lying(2**60), Lying(0), np.array([5, 6, 7]), iter([5, 6, 7]), range(5, 8)],
+    ids=["says too many", "says none", "array", "iterator", "range"],
 )
 def test_tokens_may_come_in_whatever_can_be_read_one_by_one(tokens: Iterable[int]) -> None:
     stage = Stage()

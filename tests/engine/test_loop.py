@@ -18,6 +18,7 @@ from tenuto.base.errors import EngineStopped, InvalidRequest, InvariantError, No
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, EndReason
+from tenuto.base.views import Transition
 from tenuto.engine import auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
@@ -134,7 +135,7 @@ def test_a_session_whose_time_is_up_goes_without_anyone_asking() -> None:
     engine = make_engine()
     loop = EngineLoop(engine)
     loop.call(lambda e: e.open("s", Policy(ttl=0.05))).result()
-    eventually(lambda: engine.transitions["expire"] == 1)
+    eventually(lambda: engine.transitions[Transition("expire")] == 1)
     loop.close()
 
 
@@ -215,7 +216,7 @@ def test_a_refused_command_leaves_the_engine_running(loop: EngineLoop) -> None:
 
 def test_what_the_engine_computes_with_is_closed_once_and_in_its_thread() -> None:
     closed: list[str] = []
-    loop = EngineLoop(make_engine(), lambda: closed.append(threading.current_thread().name))
+    loop = EngineLoop(make_engine(), lambda _: closed.append(threading.current_thread().name))
     loop.close()
     loop.close()
     assert closed == ["tenuto-engine"]

@@ -110,5 +110,5 @@ def test_a_unit_waits_in_limbo_for_every_step_that_was_in_flight_when_it_was_rel
 def test_an_idle_engine_has_nothing_in_flight(overlap: int) -> None:
     stage = Stage(overlap=overlap)
     stage.told()
-    assert not stage.engine._flights
+    assert not len(stage.engine._flights)
     assert not stage.step().worked

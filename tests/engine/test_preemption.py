@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import Transition
 from tests.engine.stage import (
     FULL,
     SLIDING,
@@ -53,7 +54,7 @@ def test_many_turns_in_little_memory_all_say_what_they_should(mix, overlap: int)
     stage.play()
     assert [list(turn.output) for turn in turns] == expected
     if FULL in mix:
-        assert stage.engine.transitions["preempt"] > 0
+        assert stage.engine.transitions[Transition("preempt")] > 0
 
 
 @every_mix
@@ -93,7 +94,7 @@ def test_a_failed_step_is_repeated_and_its_turns_finish_the_same(mix, overlap: i
         stage.open(f"s{i}")
         turns.append(stage.say(f"s{i}", count_from(i, 15 + i), 12))
     stage.play()
-    counted = stage.engine.transitions["step failed"]  # but for steps in flight behind one that failed
+    counted = stage.engine.transitions[Transition("step failed")]  # but for steps in flight behind one that failed
     assert counted == len(failing) if not overlap else 0 < counted <= len(failing)
     for i, turn in enumerate(turns):
         assert list(turn.output) == continuation(count_from(i, 15 + i), 12)

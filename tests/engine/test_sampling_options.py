@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import InvalidRequest, StepFailed
 from tenuto.base.groups import Kind
@@ -20,11 +19,13 @@ from tenuto.base.options import TurnParams
 from tenuto.base.plan import Plan, StepResult
 from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
 from tenuto.exec.torch_executor import TorchExecutor, load_executor
 from tenuto.kernels.sampling import uniforms
 from tenuto.models.store import ModelFiles, resolve
 from tenuto.session.session import Turn
+from tests.clock import ManualClock
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 from tests.kernels.reference import Row, reference_kept, reference_logits
 from tests.models.tiny import save_hf, tiny_llama
@@ -102,8 +103,9 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 def executor_of(engine: Engine) -> FailingExecutor:
-    assert isinstance(engine._executor, FailingExecutor)
-    return engine._executor
+    executor = engine._flights._executor
+    assert isinstance(executor, FailingExecutor)
+    return executor
 
 
 def play(engine: Engine) -> None:
@@ -236,7 +238,7 @@ def test_a_failed_step_leaves_no_trace_in_what_is_counted(model: LlamaForCausalL
         params = TurnParams(max_new_tokens=10, sampling=sampling, logprobs=0, input_logprobs=1)
         turns.append(engine.submit(f"s{i}", text(20, i), params))
     play(engine)
-    assert engine.transitions["step failed"] in (2, 3)  # one may be in flight behind another that fails
+    assert engine.transitions[Transition("step failed")] in (2, 3)  # one may be in flight behind another that fails
     for turn in turns:
         prompt = turn.input.tolist()
         logits = raw_logits(model, prompt + outputs(turn))
@@ -289,7 +291,7 @@ def test_no_step_scores_more_than_its_memory_is_meant_for(start: Start, monkeypa
 def test_the_first_token_of_all_has_no_score_also_when_it_is_the_only_one(start: Start) -> None:
     engine = start()
     engine.open("s")
-    turn = engine.append("s", [5], TurnParams(input_logprobs=2))
+    turn = engine.submit("s", [5], TurnParams(max_new_tokens=0, input_logprobs=2))
     play(engine)
     assert turn.input_logprobs == (None,)
     empty = engine.submit("s", [], TurnParams(max_new_tokens=1, input_logprobs=2))

@@ -34,7 +34,7 @@ def test_a_fork_that_is_rewound_onto_the_page_of_its_parent_does_not_write_it(mi
     stage.open("parent")
     say_right(stage, "parent", count_from(1, 10), 5)  # 15 tokens, all in one page
     stage.engine.fork("parent", child="child")
-    stage.engine.append("child", [7])  # copies the page: the copy's tail is the child's
+    stage.append("child", [7])  # copies the page: the copy's tail is the child's
     stage.play()
     stage.engine.rewind("child", position=position)
     say_right(stage, "child", [100, 101], 2)
@@ -46,7 +46,7 @@ def test_a_fork_that_is_rewound_onto_the_page_of_its_parent_does_not_write_it(mi
 def test_a_sample_that_is_regenerated_and_stopped_at_once_does_not_write_the_prompts_page(mix) -> None:
     stage = Stage(mix, page_size=16)
     stage.open("prompt")
-    stage.engine.append("prompt", count_from(1, 10))
+    stage.append("prompt", count_from(1, 10))
     stage.play()
     stage.engine.fork("prompt", child="sample")
     say_right(stage, "sample", [], 4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.engine.text import TokenTextStream
+from tenuto.text.stream import TextStream
 from tenuto.text.tokenizer import Tokenizer
 
 
@@ -59,7 +59,7 @@ stop_strings = st.lists(st.text(alphabet="abs😀é\ufffd", min_size=1, max_size
 
 @given(ids=outputs, stop=stop_strings)
 def test_delivered_tokens_are_those_whose_text_is_out_at_every_moment(ids: list[int], stop: tuple[str, ...]) -> None:
-    stream, text = TokenTextStream(byte_tokenizer(), stop), ""
+    stream, text = TextStream(byte_tokenizer(), stop), ""
     for end, token in enumerate(ids, 1):
         stopped = stream.push(token)
         text += stream.take_text()
@@ -73,7 +73,7 @@ def test_delivered_tokens_are_those_whose_text_is_out_at_every_moment(ids: list[
 
 @given(ids=outputs, stop=stop_strings)
 def test_the_text_is_all_up_to_the_first_stop_string(ids: list[int], stop: tuple[str, ...]) -> None:
-    stream, text, stopped = TokenTextStream(byte_tokenizer(), stop), "", False
+    stream, text, stopped = TextStream(byte_tokenizer(), stop), "", False
     for token in ids:
         stopped = stopped or stream.push(token)
     stream.finish()
@@ -89,14 +89,14 @@ def test_the_text_is_all_up_to_the_first_stop_string(ids: list[int], stop: tuple
 
 @given(ids=outputs)
 def test_without_stop_strings_finish_delivers_every_token(ids: list[int]) -> None:
-    stream = TokenTextStream(byte_tokenizer())
+    stream = TextStream(byte_tokenizer())
     assert not any(stream.push(token) for token in ids)
     stream.finish()
     assert stream.delivered_tokens == len(ids)
 
 
 def test_a_character_in_four_tokens_counts_when_the_last_has_come() -> None:
-    stream = TokenTextStream(byte_tokenizer())
+    stream = TextStream(byte_tokenizer())
     counts = []
     for byte in "a😀".encode():
         stream.push(next(i for i in range(256) if byte_tokenizer().token_bytes(i) == bytes([byte])))
@@ -106,7 +106,7 @@ def test_a_character_in_four_tokens_counts_when_the_last_has_come() -> None:
 
 
 def test_what_may_become_a_stop_string_is_held_back_until_it_cannot() -> None:
-    stream = TokenTextStream(byte_tokenizer(), ("sss",))
+    stream = TextStream(byte_tokenizer(), ("sss",))
     for token in encode("bss"):
         assert not stream.push(token)
     assert (stream.take_text(), stream.delivered_tokens) == ("b", 1)
@@ -119,14 +119,14 @@ def test_what_may_become_a_stop_string_is_held_back_until_it_cannot() -> None:
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="0 characters"):
-        TokenTextStream(byte_tokenizer(), ("",))
+        TextStream(byte_tokenizer(), ("",))
 
 
 @given(ids=outputs, stop=stop_strings, least=st.integers(0, 6))
 def test_the_first_tokens_text_passes_through_and_stop_strings_begin_after_it(
     ids: list[int], stop: tuple[str, ...], least: int
 ) -> None:
-    stream = TokenTextStream(byte_tokenizer(), stop, least)
+    stream = TextStream(byte_tokenizer(), stop, least)
     text, stopped = "", False
     for end, token in enumerate(ids, 1):
         stopped = stream.push(token)
@@ -139,7 +139,7 @@ def test_the_first_tokens_text_passes_through_and_stop_strings_begin_after_it(
     else:
         stream.finish()
         text += stream.take_text()
-    whole, first = byte_tokenizer().decode(ids), TokenTextStream(byte_tokenizer())
+    whole, first = byte_tokenizer().decode(ids), TextStream(byte_tokenizer())
     for token in ids[:least]:
         first.push(token)
     if len(ids) <= least:
@@ -153,7 +153,7 @@ def test_the_first_tokens_text_passes_through_and_stop_strings_begin_after_it(
 
 
 def test_a_stop_string_that_begins_in_the_first_tokens_is_not_found() -> None:
-    stream = TokenTextStream(byte_tokenizer(), ("ss", "sb"), 2)
+    stream = TextStream(byte_tokenizer(), ("ss", "sb"), 2)
     assert [stream.push(token) for token in encode("ssbs")] == [False] * 4
     assert stream.take_text() == "ssb"
     assert stream.push(encode("s")[0])

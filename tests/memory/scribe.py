@@ -19,7 +19,7 @@ from tenuto.memory.audit import recount
 from tenuto.memory.full import FullTable
 from tenuto.memory.group import Growth, Table
 from tenuto.memory.memory import KINDS, Memory, Reservation
-from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.memory.pool import Holder, HolderKind, Lease, Pool
 from tenuto.memory.rows import Rows
 from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.memory.shape import Shape
@@ -32,8 +32,9 @@ FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 class Someone:
     """A holder with a name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kind: HolderKind = "session") -> None:
         self.holder_name = name
+        self.holder_kind = kind
         self.held: list[Lease] = []
 
     def leases(self) -> list[Lease]:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.config import EngineConfig
 from tenuto.engine.engine import Engine
 from tenuto.exec.torch_executor import TorchExecutor
 from tenuto.models.llama import Llama
 from tenuto.session.session import Turn
+from tests.clock import ManualClock
 
 
 @contextmanager

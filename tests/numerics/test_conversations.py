@@ -241,7 +241,7 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
 
 def assert_covered(conversations: Conversations) -> None:
     """Everything the docstring speaks of has happened, or the comparison says little."""
-    seen: Counter[str] = conversations.engine.transitions
+    seen = Counter({str(each): count for each, count in conversations.engine.transitions.items()})
     wanted = ["commit", "abort running", "barge-in running", "fork", "rewind", "regenerate", "draft", "submit draft"]
     wanted += ["preempt", "drop idle"]
     assert not [name for name in wanted if not seen[name]], f"too little has happened: {seen}"

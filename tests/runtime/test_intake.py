@@ -28,18 +28,18 @@ from tenuto.base.messages import (
 )
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, Message
-from tenuto.base.views import Ticket
+from tenuto.base.views import Ticket, Transition
 from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import MESSAGE_SIZE, SHORT_INPUT, size_of
-from tenuto.runtime.lanes import LARGE as LARGE_INPUT
 from tenuto.runtime.lanes import LONG as LONG_INPUT
 from tenuto.serve.shared.turns import Turns
 from tenuto.session.session import Turn
 from tenuto.text.tokenizer import Tokenizer
 from tests.runtime.local import LocalLink
 
-CONTEXT = 400_000
-SETTINGS = WorkerSettings(model="witness", config={"context_length": CONTEXT})
+CONTEXT = 70_000
+LARGE_INPUT = LONG_INPUT + 1000
+"""From which size on work counts as large in the test of it; the witness takes seconds for what really is."""
 LONGEST = len("<|im_start|>")
 """Bytes of the witness's longest token."""
 SECONDS = 60
@@ -84,9 +84,9 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Encoder]:
     encoder.release()
 
 
-def play(story: Callable[[LocalLink], Awaitable[None]]) -> None:
+def play(story: Callable[[LocalLink], Awaitable[None]], context: int = CONTEXT) -> None:
     async def whole() -> None:
-        link = LocalLink(SETTINGS)
+        link = LocalLink(WorkerSettings(model="witness", config={"context_length": context}))
         try:
             async with asyncio.timeout(SECONDS):
                 await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
@@ -151,8 +151,10 @@ def test_what_cannot_fit_is_refused_and_never_encoded(encoder: Encoder, given: s
 
 
 def test_what_is_left_of_a_context_counts(encoder: Encoder) -> None:
+    context = 20_000
+
     async def story(link: LocalLink) -> None:
-        await ended(link, turn([1] * (CONTEXT - 1000)))
+        await ended(link, turn([1] * (context - 1000)))
         encoder.seen.clear()
         with pytest.raises(ContextExceeded):
             await link.start(turn("x" * LONGEST * 1001), Reader())
@@ -163,7 +165,7 @@ def test_what_is_left_of_a_context_counts(encoder: Encoder) -> None:
         await link.call(Rewind(tenant="t", session="s", turn=0))
         await ended(link, turn("x" * LONGEST * 1001))
 
-    play(story)
+    play(story, context)
 
 
 def test_a_system_message_that_cannot_fit_opens_no_session(encoder: Encoder) -> None:
@@ -179,7 +181,11 @@ def test_a_system_message_that_cannot_fit_opens_no_session(encoder: Encoder) -> 
 
 @pytest.mark.parametrize("length", [50, SHORT_INPUT + 1, LONG_INPUT + 1, LARGE_INPUT + 1])
 @pytest.mark.parametrize("as_messages", [False, True])
-def test_input_is_encoded_outside_the_engines_thread(encoder: Encoder, length: int, *, as_messages: bool) -> None:
+def test_input_is_encoded_outside_the_engines_thread(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch, length: int, *, as_messages: bool
+) -> None:
+    monkeypatch.setattr("tenuto.runtime.lanes.LARGE", LARGE_INPUT)
+
     async def story(link: LocalLink) -> None:
         text = "x" * length
         given: str | list[Any] = said(text) if as_messages else text
@@ -303,7 +309,7 @@ def test_input_that_is_withdrawn_starts_no_turn_and_is_not_encoded_if_it_was_not
                 await start
         assert not await link.call(Withdraw(name="first"))
         stats = await link.call(GetStats())
-        assert (stats.sessions, stats.transitions.get("submit", 0)) == (1, 0)
+        assert (stats.sessions, stats.transitions.get(Transition("submit"), 0)) == (1, 0)
 
     play(story)
     assert encoder.lengths() == [LONG_INPUT]

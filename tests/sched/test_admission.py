@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tenuto.base.turns import TurnState
+from tenuto.base.views import Transition
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
 from tests.present import present
 
@@ -30,7 +31,7 @@ def test_a_turn_starts_only_beside_room_for_its_whole_input() -> None:
     states = [present(stage.engine.sessions.get(name).turn).state for name in ("a", "b")]
     assert states == [TurnState.RUNNING, TurnState.QUEUED]
     stage.play()
-    assert stage.engine.transitions["preempt"] == 0
+    assert stage.engine.transitions[Transition("preempt")] == 0
 
 
 def test_a_turn_that_computes_nothing_needs_neither_a_row_nor_memory() -> None:
@@ -41,7 +42,7 @@ def test_a_turn_that_computes_nothing_needs_neither_a_row_nor_memory() -> None:
     running = stage.say("running", count_from(1, 14), 3)
     stage.step()
     stage.open("new")
-    turn = stage.engine.append("new", [1])
+    turn = stage.append("new", [1])
     stage.step()
     assert (turn.state, running.state) == (TurnState.COMMITTED, TurnState.RUNNING)
     assert idle.memory.computed == 22
@@ -187,7 +188,7 @@ def test_a_turn_is_pledged_the_pages_of_its_input_before_it_has_computed_them() 
     pool = stage.engine.memory.pools[0]
     assert pool.free == 18  # of the 13 pages that its input needs, the first turn has acquired two
     assert len(stage.engine.batch) == 1
-    taken = pool.acquire(3, SimpleNamespace(holder_name="nobody"))
+    taken = pool.acquire(3, SimpleNamespace(holder_kind="session", holder_name="nobody"))
     present(taken).release()
     stage.play()
 
@@ -223,7 +224,7 @@ def test_nobody_yields_to_a_turn_that_then_cannot_start() -> None:
         assert waiting.state is TurnState.QUEUED
     stage.play()
     assert present(waiting.result).committed
-    assert stage.engine.transitions["preempt"] == 0
+    assert stage.engine.transitions[Transition("preempt")] == 0
 
 
 @every_overlap

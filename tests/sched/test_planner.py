@@ -188,7 +188,7 @@ def test_a_proposal_that_no_longer_fits_is_refused_before_any_pool_changes() -> 
     engine = stage.engine
     proposal = engine._planner.propose()
     pool = engine.memory.pools[0]
-    taken = pool.acquire(pool.free, SimpleNamespace(holder_name="thief"))
+    taken = pool.acquire(pool.free, SimpleNamespace(holder_kind="session", holder_name="thief"))
     touched, scheduled = engine.memory.touched, engine.memory.rows.scheduled.copy()
     with pytest.raises(InvariantError, match="more units of full0 than are free"):
         engine._planner.apply(proposal)
@@ -207,7 +207,7 @@ def test_what_does_not_fit_memory_is_left_out_and_what_lacks_is_told(prompts: li
     engine._admission.admit()
     whole = engine._planner.propose()
     pool = engine.memory.pools[0]
-    pool.acquire(pool.free - free, SimpleNamespace(holder_name="others"))
+    pool.acquire(pool.free - free, SimpleNamespace(holder_kind="session", holder_name="others"))
     proposal = engine._planner.propose()
     needs = whole.needs[0].tolist()
     first = next((place for place, n in enumerate(needs) if n and sum(needs[: place + 1]) > free), None)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tenuto.base.turns import TurnState
+from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
 from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix
 from tests.present import present
@@ -230,7 +231,7 @@ def test_room_beside_running_forks_is_counted_once_however_many_share_it() -> No
     stage.step()
     assert turn.state is TurnState.RUNNING
     assert dropped(stage) == ["z"]
-    assert stage.engine.transitions["preempt"] == 0
+    assert stage.engine.transitions[Transition("preempt")] == 0
     stage.play()
     assert list(turn.output) == continuation(count_from(7, 300), 4)
 

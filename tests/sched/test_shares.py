@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tenuto.base.turns import TurnState
+from tenuto.base.views import Transition
 from tenuto.session.session import Turn
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 from tests.present import present
@@ -68,9 +69,9 @@ def test_a_turn_that_left_its_row_for_another_tenant_computes_at_most_one_token_
     stage.until(lambda: all(len(turn.output) > 3 for turn in greedy))
     submit(stage, "other", 6, output=5)
     stage.play()
-    pauses = stage.engine.transitions["pause"]
+    pauses = stage.engine.transitions[Transition("pause")]
     assert pauses > 0
-    assert stage.engine.transitions["preempt"] == 0
+    assert stage.engine.transitions[Transition("preempt")] == 0
     for turn in greedy:
         assert list(turn.output) == continuation(turn.tokens(0, turn.prompt_length), 60)
     needed = sum(turn.prompt_length + len(turn.output) - 1 for turn in greedy)

@@ -1,4 +1,4 @@
-"""Servers that several tests share: the witness, and the real model."""
+"""Servers that several tests share: the witness, fast and slow, and the real model."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ def witness() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def slow_witness() -> Iterator[Server]:
+    """A server of the witness whose turns are still running when a test comes to end them, however busy the machine is:
+    4,000 tokens take 20 seconds."""
+    with serving("--model", "witness:0.005", "--context-length", "4096") as server:
+        yield server
+        server.audit()
+
+
+@pytest.fixture(scope="session")
 def smollm2_server(smollm2_path: Path) -> Iterator[Server]:
     """A server of the default model, for all tests that need one."""
     with serving("--model", str(smollm2_path), "--context-length", "2048", "--served-model-name", "smollm2") as server:
@@ -30,4 +39,10 @@ def smollm2_server(smollm2_path: Path) -> Iterator[Server]:
 @pytest.fixture
 def http(witness: Server) -> Iterator[httpx.Client]:
     with witness.client() as client:
+        yield client
+
+
+@pytest.fixture
+def slow_http(slow_witness: Server) -> Iterator[httpx.Client]:
+    with slow_witness.client() as client:
         yield client

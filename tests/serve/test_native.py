@@ -17,6 +17,8 @@ from tenuto.serve.shared.settings import read_ttl
 from tests.serve.server import Server, serving
 
 LONG = {"input": [1, 2, 3], "max_new_tokens": 3000, "ignore_eos": True}
+A_WHILE = {**LONG, "max_new_tokens": 400}
+"""On the slow witness it lasts 2 seconds, and is waited for."""
 
 
 @pytest.fixture
@@ -25,6 +27,13 @@ def session(http: httpx.Client) -> Iterator[str]:
     path = f"/v1/sessions/{http.post('/v1/sessions', json={}).json()['id']}"
     yield path
     http.delete(path)
+
+
+@pytest.fixture
+def slow_session(slow_http: httpx.Client) -> Iterator[str]:
+    path = f"/v1/sessions/{slow_http.post('/v1/sessions', json={}).json()['id']}"
+    yield path
+    slow_http.delete(path)
 
 
 def events(response: httpx.Response) -> Iterator[tuple[str, int | None, Any]]:
@@ -251,37 +260,39 @@ def wait_until(http: httpx.Client, session: str, state: str | None) -> None:
     pytest.fail(f"{session} never was {state}")
 
 
-def test_a_busy_session_rejects_or_queues(http: httpx.Client, session: str, witness: Server) -> None:
+def test_a_busy_session_rejects_or_queues(slow_http: httpx.Client, slow_session: str, slow_witness: Server) -> None:
     done: list[dict[str, Any]] = []
-    with witness.client() as other:
-        first = threading.Thread(target=lambda: done.append(turn(other, session, **LONG, timeout=60)))
+    with slow_witness.client() as other:
+        first = threading.Thread(target=lambda: done.append(turn(other, slow_session, **A_WHILE, timeout=60)))
         first.start()
-        wait_until(http, session, "running")
-        assert refusal(http.post(f"{session}/turns", json=LONG)) == (409, "session_busy")
-        assert refusal(http.post(f"{session}/rewind", json={"turn": 0})) == (409, "session_busy")
-        queued = turn(http, session, input=[4], if_busy="queue", max_new_tokens=2)
+        wait_until(slow_http, slow_session, "running")
+        assert refusal(slow_http.post(f"{slow_session}/turns", json=LONG)) == (409, "session_busy")
+        assert refusal(slow_http.post(f"{slow_session}/rewind", json={"turn": 0})) == (409, "session_busy")
+        queued = turn(slow_http, slow_session, input=[4], if_busy="queue", max_new_tokens=2)
         first.join()
     assert done[0]["version"] == 1
-    assert (queued["version"], queued["usage"]["cached_tokens"]) == (2, 3002)
+    assert (queued["version"], queued["usage"]["cached_tokens"]) == (2, 402)
 
 
-def test_queued_turns_begin_in_order(session: str, witness: Server) -> None:
-    with witness.client() as http, ThreadPoolExecutor(6) as pool:
-        first = pool.submit(turn, http, session, **LONG)
-        wait_until(http, session, "running")
+def test_queued_turns_begin_in_order(slow_session: str, slow_witness: Server) -> None:
+    with slow_witness.client() as http, ThreadPoolExecutor(6) as pool:
+        first = pool.submit(turn, http, slow_session, **A_WHILE)
+        wait_until(http, slow_session, "running")
         queued = []
         for n in range(5):
-            queued.append(pool.submit(turn, http, session, input=[n], if_busy="queue", max_new_tokens=1))
+            queued.append(pool.submit(turn, http, slow_session, input=[n], if_busy="queue", max_new_tokens=1))
             time.sleep(0.05)
         assert [future.result()["version"] for future in [first, *queued]] == [1, 2, 3, 4, 5, 6]
-        assert [record["input_tokens"] for record in http.get(f"{session}/turns").json()["data"]][1:] == [
+        assert [record["input_tokens"] for record in http.get(f"{slow_session}/turns").json()["data"]][1:] == [
             [n] for n in range(5)
         ]
 
 
 @pytest.mark.parametrize(("keep", "tokens"), [("none", 0), (3, 6), ("all", None), ("delivered", None)])
-def test_a_barge_in_keeps_what_is_asked(http: httpx.Client, session: str, keep: str | int, tokens: int | None) -> None:
-    with http.stream("POST", f"{session}/turns", json=LONG) as response:
+def test_a_barge_in_keeps_what_is_asked(
+    slow_http: httpx.Client, slow_session: str, keep: str | int, tokens: int | None
+) -> None:
+    with slow_http.stream("POST", f"{slow_session}/turns", json=LONG) as response:
         told = events(response)
         said: list[int] = []
         delivered = 0
@@ -290,29 +301,29 @@ def test_a_barge_in_keeps_what_is_asked(http: httpx.Client, session: str, keep: 
                 said, delivered = said + data["tokens"], data["delivered"]
             if len(said) >= 20:
                 break
-        with httpx.Client(base_url=http.base_url) as other:
-            aborted = other.post(f"{session}/abort", json={"keep": keep}).json()
+        with httpx.Client(base_url=slow_http.base_url) as other:
+            aborted = other.post(f"{slow_session}/abort", json={"keep": keep}).json()
         rest = list(told)
     assert aborted["reason"] == "abort"
     assert rest[-1][0] == ("aborted" if keep == "none" else "committed")
     for data in (data for name, _, data in rest if name == "delta"):
         said, delivered = said + data["tokens"], data["delivered"]
-    after = http.get(session).json()
+    after = slow_http.get(slow_session).json()
     if tokens is not None:
         assert after["tokens"] == tokens
     else:
         assert after["tokens"] == 3 + aborted["kept"]
-        assert http.get(f"{session}/turns").json()["data"][0]["output_tokens"] == said[: aborted["kept"]]
+        assert slow_http.get(f"{slow_session}/turns").json()["data"][0]["output_tokens"] == said[: aborted["kept"]]
         assert (delivered if keep == "delivered" else len(said)) == aborted["kept"]  # a last character may be in parts
-    follows = turn(http, session, input=[8])
+    follows = turn(slow_http, slow_session, input=[8])
     assert follows["usage"]["cached_tokens"] == max(0, after["tokens"] - 1)
 
 
-def test_a_turn_nobody_reads_is_rolled_back(http: httpx.Client, session: str) -> None:
-    with http.stream("POST", f"{session}/turns", json=LONG) as response:
+def test_a_turn_nobody_reads_is_rolled_back(slow_http: httpx.Client, slow_session: str) -> None:
+    with slow_http.stream("POST", f"{slow_session}/turns", json=LONG) as response:
         next(events(response))
-    wait_until(http, session, None)
-    assert http.get(session).json()["version"] == 0
+    wait_until(slow_http, slow_session, None)
+    assert slow_http.get(slow_session).json()["version"] == 0
 
 
 def test_a_turn_may_go_on_without_readers_and_its_stream_is_resumed(http: httpx.Client, session: str) -> None:
@@ -335,14 +346,14 @@ def test_a_deadline_ends_a_turn_and_leaves_its_session(http: httpx.Client, sessi
     assert http.get(session).json()["version"] == 0
 
 
-def test_a_deadline_also_counts_while_a_turn_waits_for_its_session(session: str, witness: Server) -> None:
-    with witness.client() as http, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(turn, http, session, **LONG)
-        wait_until(http, session, "running")
-        late = http.post(f"{session}/turns", json={"input": [1], "if_busy": "queue", "queue_timeout": 0.05})
+def test_a_deadline_also_counts_while_a_turn_waits_for_its_session(slow_session: str, slow_witness: Server) -> None:
+    with slow_witness.client() as http, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(turn, http, slow_session, **A_WHILE)
+        wait_until(http, slow_session, "running")
+        late = http.post(f"{slow_session}/turns", json={"input": [1], "if_busy": "queue", "queue_timeout": 0.05})
         assert refusal(late) == (504, "deadline_passed")
         assert first.result()["version"] == 1
-        assert turn(http, session, input=[1])["version"] == 2
+        assert turn(http, slow_session, input=[1])["version"] == 2
 
 
 # -- idempotency

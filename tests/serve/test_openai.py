@@ -384,27 +384,34 @@ def test_a_repeated_request_to_a_session_takes_one_turn(client: OpenAI, witness:
     close(witness, "once")
 
 
-def test_a_session_s_answer_may_be_broken_off_and_kept_or_not(client: OpenAI, witness: Server) -> None:
-    def asked() -> openai.Stream[Any]:
-        body = {"session_id": "broken", "ignore_eos": True}
-        stream = client.chat.completions.create(messages=HI, max_tokens=4000, stream=True, extra_body=body, **GREEDY)
-        for _ in range(3):
-            next(stream)
-        return stream
+def test_a_session_s_answer_may_be_broken_off_and_kept_or_not(slow: Server) -> None:
+    before = held(slow)
 
     def abort(keep: str) -> None:
-        httpx.post(f"{witness.url}/v1/sessions/broken/abort", json={"keep": keep}).raise_for_status()
+        httpx.post(f"{slow.url}/v1/sessions/broken/abort", json={"keep": keep}).raise_for_status()
 
-    stream = asked()
-    abort("delivered")
-    *_, last = stream
-    assert (last.choices[0].finish_reason, last.model_extra["version"]) == ("stop", 1)
-    stream = asked()
-    abort("none")
-    with pytest.raises(openai.APIError, match="aborted"):
-        list(stream)
-    assert httpx.get(f"{witness.url}/v1/sessions/broken").json()["version"] == 1
-    close(witness, "broken")
+    with client_of(slow) as client:
+
+        def asked() -> openai.Stream[Any]:
+            body = {"session_id": "broken", "ignore_eos": True}
+            stream = client.chat.completions.create(
+                messages=HI, max_tokens=4000, stream=True, extra_body=body, **GREEDY
+            )
+            for _ in range(3):
+                next(stream)
+            return stream
+
+        stream = asked()
+        abort("delivered")
+        *_, last = stream
+        assert (last.choices[0].finish_reason, last.model_extra["version"]) == ("stop", 1)
+        stream = asked()
+        abort("none")
+        with pytest.raises(openai.APIError, match="aborted"):
+            list(stream)
+    assert httpx.get(f"{slow.url}/v1/sessions/broken").json()["version"] == 1
+    close(slow, "broken")
+    is_left(slow, before)
 
 
 # -- refusals

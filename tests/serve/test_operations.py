@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tenuto.base.errors import EngineStopped
 from tenuto.base.messages import GetStats, Request, WorkerSettings, answer_of
+from tenuto.base.views import Transition
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tests.serve.server import Server, serving
@@ -86,19 +87,21 @@ def test_metrics_show_memory_that_adds_up(http: httpx.Client, session: str) -> N
     assert sum(audited["pools"][0]["by_holder"].values()) == audited["pools"][0]["leased"]
 
 
-def test_metrics_show_what_is_under_way_and_how_it_ended(http: httpx.Client, session: str, witness: Server) -> None:
-    before = scraped(http)
-    with http.stream("POST", f"{session}/turns", json=LONG) as response, witness.client() as other:
+def test_metrics_show_what_is_under_way_and_how_it_ended(slow_http: httpx.Client, slow_witness: Server) -> None:
+    session = f"/v1/sessions/{slow_http.post('/v1/sessions', json={}).json()['id']}"
+    before = scraped(slow_http)
+    with slow_http.stream("POST", f"{session}/turns", json=LONG) as response, slow_witness.client() as other:
         told = events(response)
         next(event for event in told if event[0] == "delta")
         during = scraped(other)
         other.post(f"{session}/abort", json={"keep": "delivered"})
         list(told)
-    after = scraped(http)
+    after = scraped(slow_http)
     assert (value(during, "turns_running"), value(after, "turns_running")) == (1, 0)
     ended = {"reason": "abort", "committed": "true"}
     assert value(after, "turns_ended_total", **ended) == value(before, "turns_ended_total", **ended) + 1
     assert value(after, "aborts_total") == value(before, "aborts_total") + 1
+    slow_http.delete(session)
 
 
 def test_why_a_turn_was_computed_again_is_counted() -> None:
@@ -181,7 +184,8 @@ class CountingLink:
 FIGURES = {
     **dict.fromkeys(("sessions", "running", "queued", "steps", "holders", "leases"), 1),
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "computed_tokens"), 2),
-    **{name: {"some": 3} for name in ("transitions", "recomputed", "held_tokens")},
+    **{name: {"some": 3} for name in ("recomputed", "held_tokens")},
+    "transitions": {Transition("preempt"): 3},
     "pools": [{"name": "g", "capacity": 9, "free": 4, "in_flight": 0, "leased": 5, "by_holder": {"session": 5}}],
 }
 

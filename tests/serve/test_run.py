@@ -27,7 +27,7 @@ from tenuto.serve.shared.settings import ServeSettings
 from tests.serve.server import END_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal
 
-WITNESS = ("--model", "witness", "--context-length", "100000")
+WITNESS = ("--model", "witness:0.001", "--context-length", "100000")
 ENDLESS = {**LONG, "max_new_tokens": 90_000}
 
 

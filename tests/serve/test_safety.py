@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tenuto.base.errors import ConfigError
+from tenuto.base.errors import ConfigError, EngineStopped, TenutoError
+from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.settings import ServeSettings, read_keys
 from tests.serve.server import START_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal, turn
@@ -48,12 +49,12 @@ MAX_BYTES = 100_000
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with keys for several tenants."""
+    """A server with keys for several tenants, on which 4,000 tokens take 8 seconds."""
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     path.write_text(KEYS)
     arguments = ("--keys", str(path), "--max-body-bytes", str(MAX_BYTES), "--host", "0.0.0.0")
     root = {"TENUTO_ADMIN_API_KEY": ROOT}
-    with serving("--model", "witness", "--context-length", "4096", *arguments, env=root) as server:
+    with serving("--model", "witness:0.002", "--context-length", "4096", *arguments, env=root) as server:
         server.url = server.url.replace("0.0.0.0", "127.0.0.1")
         yield server
         with as_key(server, ROOT) as http:
@@ -172,7 +173,7 @@ def test_sessions_of_the_same_id_have_nothing_to_do_with_each_other(ann: httpx.C
 def test_a_turn_is_found_by_its_tenant_alone(ann: httpx.Client, bob: httpx.Client) -> None:
     for http in (ann, bob):
         http.post("/v1/sessions", json={"id": "busy"})
-    with ann.stream("POST", "/v1/sessions/busy/turns", json={**LONG, "max_new_tokens": 4000}) as response:
+    with ann.stream("POST", "/v1/sessions/busy/turns", json={**LONG, "max_new_tokens": 400}) as response:
         told = events(response)
         next(told)
         turn_id = response.headers["x-turn-id"]
@@ -409,3 +410,9 @@ def settled(server: Server, mark: str) -> None:
             return
         time.sleep(0.02)
     pytest.fail(f"{mark} is not in the log")
+
+
+def test_no_client_is_told_the_detail_of_an_error_or_anything_of_a_mistake_of_ours() -> None:
+    stopped = Failure.of(EngineStopped("the engine stopped", detail="InvariantError: turn 3 of secret"))
+    assert (stopped.status, stopped.message) == (503, "the engine stopped")
+    assert "secret" not in str(Failure.of(TenutoError("KeyError: secret")).body)

@@ -36,6 +36,20 @@ def streaming(http: httpx.Client) -> Iterator[str]:
 
 
 @pytest.fixture
+def slow_streaming(slow_http: httpx.Client) -> Iterator[str]:
+    name = opened(slow_http, streaming=True)
+    yield name
+    closed(slow_http, name)
+
+
+@pytest.fixture
+def slow_regular(slow_http: httpx.Client) -> Iterator[str]:
+    name = opened(slow_http)
+    yield name
+    closed(slow_http, name)
+
+
+@pytest.fixture
 def regular(http: httpx.Client) -> Iterator[str]:
     """A session whose requests can all be continued."""
     name = opened(http)
@@ -345,21 +359,23 @@ def test_each_chunk_has_all_the_text_so_far(http: httpx.Client) -> None:
     assert told[-1]["meta_info"]["completion_tokens"] == 40
 
 
-def test_a_disconnect_ends_the_request_and_frees_its_id(http: httpx.Client, streaming: str) -> None:
-    first = generate(http, [1, 2, 3], session=streaming)
-    body = request([4], session=streaming, sampling_params=LONG, stream=True, rid="gone")
-    with http.stream("POST", "/generate", json=body) as response:
+def test_a_disconnect_ends_the_request_and_frees_its_id(slow_http: httpx.Client, slow_streaming: str) -> None:
+    first = generate(slow_http, [1, 2, 3], session=slow_streaming)
+    body = request([4], session=slow_streaming, sampling_params=LONG, stream=True, rid="gone")
+    with slow_http.stream("POST", "/generate", json=body) as response:
         next(chunks(response))
-    eventually(lambda: http.get(f"/v1/sessions/{streaming}").json()["turn"] is None)
-    second = generate(http, [5], session=streaming, rid="gone")
+    eventually(lambda: slow_http.get(f"/v1/sessions/{slow_streaming}").json()["turn"] is None)
+    second = generate(slow_http, [5], session=slow_streaming, rid="gone")
     assert second["meta_info"]["prompt_tokens"] == 3 + len(first["output_ids"]) + 1
 
 
-def test_a_client_that_does_not_wait_for_a_whole_answer_ends_the_request(http: httpx.Client, streaming: str) -> None:
+def test_a_client_that_does_not_wait_for_a_whole_answer_ends_the_request(
+    slow_http: httpx.Client, slow_streaming: str
+) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        http.post("/generate", json=request([4], session=streaming, sampling_params=LONG), timeout=0.1)
-    eventually(lambda: http.get(f"/v1/sessions/{streaming}").json()["turn"] is None)
-    assert http.get(f"/v1/sessions/{streaming}").json()["tokens"] == 0
+        slow_http.post("/generate", json=request([4], session=slow_streaming, sampling_params=LONG), timeout=0.1)
+    eventually(lambda: slow_http.get(f"/v1/sessions/{slow_streaming}").json()["turn"] is None)
+    assert slow_http.get(f"/v1/sessions/{slow_streaming}").json()["tokens"] == 0
 
 
 # -- log-probabilities
@@ -462,15 +478,15 @@ def test_a_streaming_session_ignores_where_prompt_logprobs_should_begin(http: ht
         assert len(meta["output_token_logprobs"]) == 4
 
 
-def test_a_busy_streaming_session_refuses_and_its_request_goes_on(http: httpx.Client, streaming: str) -> None:
-    body = request([1], session=streaming, sampling_params=LONG | {"max_new_tokens": 400}, stream=True)
-    with http.stream("POST", "/generate", json=body) as response:
+def test_a_busy_streaming_session_refuses_and_its_request_goes_on(slow_http: httpx.Client, slow_streaming: str) -> None:
+    body = request([1], session=slow_streaming, sampling_params=LONG | {"max_new_tokens": 400}, stream=True)
+    with slow_http.stream("POST", "/generate", json=body) as response:
         told = chunks(response)
         next(told)
-        assert http.post("/generate", json=request([2], session=streaming)).status_code in (400, 409)
+        assert slow_http.post("/generate", json=request([2], session=slow_streaming)).status_code in (400, 409)
         *_, last = told
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
-    assert http.get(f"/v1/sessions/{streaming}").json()["tokens"] == 401
+    assert slow_http.get(f"/v1/sessions/{slow_streaming}").json()["tokens"] == 401
 
 
 def test_what_is_too_long_leaves_the_session_at_its_last_turn(http: httpx.Client, streaming: str) -> None:
@@ -548,26 +564,26 @@ def test_a_replacing_request_that_fails_gives_nothing_up(http: httpx.Client, reg
     generate(http, [1], session=regular, after="b")
 
 
-def test_a_request_that_runs_is_continued_only_by_replacing_it(http: httpx.Client, regular: str) -> None:
-    body = request([1] * 9, session=regular, rid="long", sampling_params=LONG, stream=True)
-    with http.stream("POST", "/generate", json=body) as response:
+def test_a_request_that_runs_is_continued_only_by_replacing_it(slow_http: httpx.Client, slow_regular: str) -> None:
+    body = request([1] * 9, session=slow_regular, rid="long", sampling_params=LONG, stream=True)
+    with slow_http.stream("POST", "/generate", json=body) as response:
         told = chunks(response)
         next(told)
-        status, message = refusal(http.post("/generate", json=request([2], session=regular, after="long")))
+        status, message = refusal(slow_http.post("/generate", json=request([2], session=slow_regular, after="long")))
         assert (status, "has not ended" in message) == (400, True)
-        answer = generate(http, [2], session=regular, after="long", replace=True)
+        answer = generate(slow_http, [2], session=slow_regular, after="long", replace=True)
         *_, last = told
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     assert answer["meta_info"]["prompt_tokens"] == 9 + len(last["output_ids"]) + 1
 
 
-def test_requests_that_replace_end_those_that_follow_and_still_run(http: httpx.Client, regular: str) -> None:
-    generate(http, [1], session=regular, rid="a")
-    body = request([1], session=regular, after="a", rid="long", sampling_params=LONG, stream=True)
-    with http.stream("POST", "/generate", json=body) as response:
+def test_requests_that_replace_end_those_that_follow_and_still_run(slow_http: httpx.Client, slow_regular: str) -> None:
+    generate(slow_http, [1], session=slow_regular, rid="a")
+    body = request([1], session=slow_regular, after="a", rid="long", sampling_params=LONG, stream=True)
+    with slow_http.stream("POST", "/generate", json=body) as response:
         told = chunks(response)
         next(told)
-        generate(http, [2], session=regular, after="a", replace=True)
+        generate(slow_http, [2], session=slow_regular, after="a", replace=True)
         *_, last = told
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
 
@@ -586,18 +602,18 @@ def test_branches_run_at_once(http: httpx.Client, regular: str, witness: Server)
 
 
 def test_a_request_that_was_rolled_back_cannot_be_continued_but_the_one_before_can(
-    http: httpx.Client, regular: str
+    slow_http: httpx.Client, slow_regular: str
 ) -> None:
-    generate(http, [1] * 20, session=regular, rid="a")
-    body = request([2], session=regular, after="a", rid="b", sampling_params=LONG, stream=True)
-    with http.stream("POST", "/generate", json=body) as response:
+    generate(slow_http, [1] * 20, session=slow_regular, rid="a")
+    body = request([2], session=slow_regular, after="a", rid="b", sampling_params=LONG, stream=True)
+    with slow_http.stream("POST", "/generate", json=body) as response:
         told = chunks(response)
         next(told)
-        http.post("/abort_request", json={"rid": "b"})
+        slow_http.post("/abort_request", json={"rid": "b"})
         list(told)
-    status, message = refusal(http.post("/generate", json=request([3], session=regular, after="b")))
+    status, message = refusal(slow_http.post("/generate", json=request([3], session=slow_regular, after="b")))
     assert (status, "rolled back" in message) == (400, True)
-    assert tail(generate(http, [3], session=regular, after="a")) == (25, 2)
+    assert tail(generate(slow_http, [3], session=slow_regular, after="a")) == (25, 2)
 
 
 def test_a_chain_of_requests_needs_one_hidden_session(http: httpx.Client, regular: str) -> None:
@@ -746,30 +762,32 @@ def test_turns_of_the_real_model_say_what_the_whole_text_would(smollm2: httpx.Cl
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_aborted_request_answers_with_what_there_is(http: httpx.Client, streaming: str, stream: bool) -> None:
-    generate(http, [1] * 10, session=streaming)
+def test_an_aborted_request_answers_with_what_there_is(
+    slow_http: httpx.Client, slow_streaming: str, stream: bool
+) -> None:
+    generate(slow_http, [1] * 10, session=slow_streaming)
     rid = uuid4().hex
-    body = request([2], session=streaming, sampling_params=LONG, rid=rid, stream=stream)
+    body = request([2], session=slow_streaming, sampling_params=LONG, rid=rid, stream=stream)
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(http.post, "/generate", json=body)
-        eventually(lambda: http.get(f"/v1/sessions/{streaming}").json()["turn"] == "running")
-        assert http.post("/abort_request", json={"rid": rid}).status_code == 200
+        pending = pool.submit(slow_http.post, "/generate", json=body)
+        eventually(lambda: slow_http.get(f"/v1/sessions/{slow_streaming}").json()["turn"] == "running")
+        assert slow_http.post("/abort_request", json={"rid": rid}).status_code == 200
         answer = pending.result()
     assert answer.status_code == 200
     whole = list(chunks(answer))[-1] if stream else answer.json()
     assert whole["meta_info"]["finish_reason"]["type"] == "abort"
     assert whole["meta_info"]["finish_reason"]["message"]
     assert len(whole["output_ids"]) == whole["meta_info"]["completion_tokens"] < 3000
-    assert tail(generate(http, [3], session=streaming)) == (15, 2)
+    assert tail(generate(slow_http, [3], session=slow_streaming)) == (15, 2)
 
 
-def test_a_batch_is_aborted_by_its_one_id_and_everything_by_abort_all(http: httpx.Client) -> None:
+def test_a_batch_is_aborted_by_its_one_id_and_everything_by_abort_all(slow_http: httpx.Client) -> None:
     def aborted(*, rid: str, abort: dict[str, Any]) -> None:
         body = {"input_ids": [[1], [2]], "sampling_params": LONG, "rid": rid, "stream": True}
-        with http.stream("POST", "/generate", json=body) as response:
+        with slow_http.stream("POST", "/generate", json=body) as response:
             told = chunks(response)
             next(told)
-            assert http.post("/abort_request", json=abort).status_code == 200
+            assert slow_http.post("/abort_request", json=abort).status_code == 200
             last = {chunk["index"]: chunk for chunk in told}
         assert [last[i]["meta_info"]["finish_reason"]["type"] for i in range(2)] == ["abort"] * 2
 
@@ -784,16 +802,16 @@ def test_aborting_what_is_not_there_changes_nothing(http: httpx.Client) -> None:
         assert refusal(http.post("/abort_request", json=body))[0] == 400
 
 
-def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(http: httpx.Client) -> None:
+def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(slow_http: httpx.Client) -> None:
     body = request([1], rid="same", sampling_params=LONG | {"max_new_tokens": 400}, stream=True)
-    with http.stream("POST", "/generate", json=body) as response:
+    with slow_http.stream("POST", "/generate", json=body) as response:
         told = chunks(response)
         next(told)
-        status, message = refusal(http.post("/generate", json=request([2], rid="same")))
+        status, message = refusal(slow_http.post("/generate", json=request([2], rid="same")))
         assert (status, "same" in message) == (400, True)
         *_, last = told
     assert last["meta_info"]["finish_reason"]["type"] == "length"
-    generate(http, [2], rid="same")
+    generate(slow_http, [2], rid="same")
 
 
 # -- the server

@@ -23,9 +23,9 @@ def play(story: Callable[[Turns, LocalLink], Awaitable[None]]) -> None:
         link = LocalLink(WorkerSettings(model="witness", config={"context_length": 3000}))
         turns = Turns(link)
         await story(turns, link)
-        assert turns.open.total() == turns.waiting.total() == 0
-        assert not turns._queues._open
-        assert not turns._queues._queues
+        assert turns.open.total() == turns.queues.waiting.total() == 0
+        assert not turns.queues._open
+        assert not turns.queues._queues
         await link.close()
 
     asyncio.run(whole())
@@ -151,7 +151,7 @@ def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_go
         asking = asyncio.ensure_future(turns.start(one_shot(1, "s"), queue=True))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        (waiting,) = turns._queues.waiting_for(("t", "s"))
+        (waiting,) = turns.queues.waiting_for(("t", "s"))
         asked = link.call
 
         async def slow(request: Any) -> Any:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, SessionBusy
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import EndReason
@@ -16,6 +15,7 @@ from tenuto.base.views import SessionState
 from tenuto.memory.memory import Memory
 from tenuto.session.registry import MAX_ID_LENGTH, Registry
 from tenuto.session.session import Session, Turn
+from tests.clock import ManualClock
 from tests.memory.scribe import FULL, make_shape, make_spec
 from tests.present import present
 

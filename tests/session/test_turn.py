@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import EndReason, TurnState
@@ -18,6 +17,7 @@ from tenuto.memory.memory import Memory
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
 from tenuto.session.turn import TRANSITIONS, as_tokens
+from tests.clock import ManualClock
 from tests.memory.scribe import FULL, make_shape, make_spec
 
 DRAFTING, QUEUED, RUNNING, PREEMPTED = TurnState.DRAFTING, TurnState.QUEUED, TurnState.RUNNING, TurnState.PREEMPTED

@@ -119,15 +119,15 @@ def a_rejected_turn_clears_the_live_ones_mark() -> Any:
     """A second turn on a busy session is refused, but the session forgets the first."""
 
     def make(original: Any) -> Any:
-        def submit_turn(self: Engine, session_id: str, tenant: str, *rest: Any) -> Any:
+        def submit(self: Engine, session_id: str, *rest: Any, tenant: str = "") -> Any:
             session = self.sessions.find(session_id, tenant)
             if session is not None and session.turn is not None and session.turn.state is not TurnState.DRAFTING:
                 session.turn = None
-            return original(self, session_id, tenant, *rest)
+            return original(self, session_id, *rest, tenant=tenant)
 
-        return submit_turn
+        return submit
 
-    return replaced(Engine, "_submit_turn", make)
+    return replaced(Engine, "submit", make)
 
 
 def a_preempted_turn_is_committed_as_history() -> Any:

@@ -52,7 +52,8 @@ class Slot:
 class Event:
     """A transition: "start", "pause", "preempt", "drop", as it happened within a step. `freed`: units that came free by
     it, a group each; `alone`: units that nobody else held before, and `shared`: whether there were others too.
-    `fitted`: for a drop of a session whose own turn waits, whether that turn would have fitted."""
+    `fitted`: for a drop of a session whose own turn waits, whether that turn would have fitted. `better`: for a drop
+    that gives nothing by itself, a session that would have."""
 
     kind: str
     turn: Turn | None
@@ -63,6 +64,7 @@ class Event:
     alone: tuple[int, ...] = ()
     shared: bool = False
     fitted: bool = False
+    better: Session | None = None
 
 
 class Log:
@@ -72,9 +74,10 @@ class Log:
         self.events: list[Event] = []
         self.engine: Engine | None = None
         self.would_fit: Any = None  # (turn) -> bool, asked before a session is dropped
+        self.better_victim: Any = None  # (session) -> another or None, asked before one is dropped that gives nothing
 
 
-def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:
+def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C901 - a method for each transition
     """An engine whose life cycle writes `log`."""
 
     class Watched(Lifecycle):
@@ -83,7 +86,7 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:
             return [pool.free + pool.limbo for pool in log.engine.memory.pools]
 
         def preempt(self, turn: Turn, *more: Any) -> None:
-            if turn.state is TurnState.DRAFTING:  # it drops the session
+            if turn.state is not TurnState.RUNNING:  # it drops the session
                 super().preempt(turn, *more)
                 return
             event = Event("preempt", turn, turn.session, turn.state, more[0] if more else "preempted")
@@ -106,6 +109,8 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:
             event.alone, event.shared = exclusive(session), shares(session)
             if turn is not None and turn.state in (TurnState.QUEUED, TurnState.PREEMPTED):
                 event.fitted = log.would_fit is not None and log.would_fit(turn)
+            if log.better_victim is not None and turn is None and not any(event.alone):
+                event.better = log.better_victim(session)
             super().drop(session, why)
             event.freed = tuple(b - a for a, b in zip(before, self._unused(), strict=True))
             log.events.append(event)
@@ -308,14 +313,14 @@ def has_suspects(engine: Engine) -> bool:
 
 
 def in_flight(engine: Engine) -> bool:
-    return bool(engine._flights)
+    return len(engine._flights) > 0
 
 
 @contextmanager
 def flight_touches_a_free_unit(engine: Engine) -> Iterator[bool]:
     """For a while the plan of the step in flight names a unit that is free, which the audit has to see; False: there is
     none to be had."""
-    flight = engine._flights[0] if engine._flights else None
+    flight = next(iter(engine._flights), None)
     for group, table in zip(engine.memory.paged, flight.plan.tables if flight is not None else (), strict=False):
         free = reusable(engine, group)
         if len(table.pages) and free:

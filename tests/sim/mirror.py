@@ -13,7 +13,7 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Keep, TurnState
 from tenuto.session.session import Session, Turn
 from tests.sim import internals
-from tests.sim.naive import VOCAB, NaiveSession, NaiveTurn
+from tests.sim.naive import PREFILL, VOCAB, NaiveSession, NaiveTurn
 from tests.sim.world import World
 
 T = TypeVar("T")
@@ -215,11 +215,11 @@ class MirroredWorld(World):
     def append(self, sid: str, tokens: Sequence[int]) -> Turn | None:
         naive = self.naive[sid]
         draft = naive.turn is not None and naive.turn.drafting
-        reasons = self._room(naive, len(naive.tokens), tokens, 0) | self._admitted(TurnParams())
+        reasons = self._room(naive, len(naive.tokens), tokens, 0) | self._admitted(PREFILL)
         if not draft:
             reasons |= self._busy(naive)
-        turn = self.attempt("append", reasons, lambda: self.engine.append(sid, tokens, **self.own(sid)), sid)
-        return self._opened(turn, sid, len(naive.tokens), tokens, TurnParams(), 0)
+        turn = self.attempt("append", reasons, lambda: self.engine.submit(sid, tokens, PREFILL, **self.own(sid)), sid)
+        return self._opened(turn, sid, len(naive.tokens), tokens, PREFILL, 0)
 
     def regenerate(self, sid: str, params: TurnParams) -> Turn | None:
         naive = self.naive[sid]

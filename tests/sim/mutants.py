@@ -132,8 +132,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def plant(mutant: Mutant) -> None:
-    """Load the core without the mutant's call, in a process of its own."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim.")]:
-        if name not in ("tests.sim.mutants", "tests.sim.proof"):
-            del sys.modules[name]
+    """Load the core anew without the mutant's call, in a process of its own."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim")]:
+        del sys.modules[name]  # also the packages, which refer to the modules in them
     sys.meta_path.insert(0, _Finder(mutant))

@@ -14,6 +14,8 @@ from tenuto.base.sampling import LEAST_LOGPROB, Candidate, TokenLogprob
 from tenuto.exec.witness import START, advance, next_token, next_unmasked, seeded
 
 VOCAB = 13
+PREFILL = TurnParams(max_new_tokens=0)
+"""Input is appended, and nothing generated."""
 EOS = 0
 TOKEN_BYTES = (b"a", b"b", b"ab", b"c", b"\xc3", b"\xa9", b"", b"bca", b"\xe2\x82", b"\xac", b"cc", b" ", b"b\xc3")
 """What each token stands for: letters that make up stop strings, nothing, and parts of characters."""

@@ -1,58 +1,116 @@
-"""`python -m tests.sim.planted N`: one process with what `proof` calls number N planted, until a world fails."""
+"""Worlds with something planted, in a process of its own, until one of them fails."""
 
 from __future__ import annotations
 
-import argparse
 import logging
+import multiprocessing
+import os
 import resource
 import signal
-import sys
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
-from tests.sim import proof
+from tests.sim.mutants import Mutant
+from tests.sim.mutants import plant as plant_mutant
+from tests.sim.slips import Slip
+from tests.sim.slips import plant as plant_slip
 
-WORLD_SECONDS = 20
-"""Processor time of one world, far more than any takes: a step that does not end has been found, too."""
+Planted = Callable[[], AbstractContextManager[None]] | Slip | Mutant
+"""A fault, which is planted on the loaded core, or what is planted when the core is loaded."""
 
+WORLD_STEPS = 150
+WORLD_SECONDS = 4
+"""Processor time of one world, several times what the longest takes: a step that does not end has been found, too."""
 
 MAX_MEMORY = 3 << 30
 """Bytes: what does not end may also grow."""
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+_FAULTS: list[object] = []
 
 
 class EndlessStepError(Exception):
     """The engine does not come back."""
 
 
-def _give_up(*_: object) -> None:
-    raise EndlessStepError(f"a world took {WORLD_SECONDS} seconds")
+@dataclass(frozen=True)
+class Job:
+    """What to plant, for how many steps to look for it, in which seeds' worlds first, and rules that may be broken."""
+
+    planted: Planted
+    most_steps: int
+    first: Sequence[int] = ()
+    past: Collection[str] = ()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sim.planted", description=__doc__)
-    parser.add_argument("number", type=int)
-    parser.add_argument("--steps", type=int, default=proof.MAX_STEPS)
-    parser.add_argument("--first", type=int, nargs="*", default=())
-    parser.add_argument("--past", nargs="*", default=())
-    arguments = parser.parse_args()
-    proof.plant(arguments.number)
+def look_for_all(jobs: Iterable[Job]) -> Iterator[str]:
+    """What comes of each job, in order: seed, steps and the rule that was broken, "survived", or what went wrong.
+
+    Each has a process of its own. It is forked from one that has loaded all modules: to start Python anew would take
+    longer than most of the worlds.
+    """
+    FORKSERVER.set_forkserver_preload(["tests.sim.proof", "tests.sim.run"])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(_look, jobs)
+
+
+def _look(job: Job) -> str:
+    """One job in its process."""
+    receiving, sending = FORKSERVER.Pipe(duplex=False)
+    process = FORKSERVER.Process(target=_tell, args=(job, sending))
+    process.start()
+    sending.close()
+    with receiving:
+        try:
+            outcome: str = receiving.recv()
+        except EOFError:
+            outcome = "the process died"
+    process.join()
+    return outcome
+
+
+def _tell(job: Job, sending: Connection) -> None:
+    try:
+        outcome = _plant_and_look(job)
+    except Exception:  # noqa: BLE001 - it is reported beside the outcomes of the others
+        outcome = traceback.format_exc()[-2000:]
+    sending.send(outcome)
+
+
+def _plant_and_look(job: Job) -> str:
+    _plant(job.planted)
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGVTALRM, _give_up)
     from tests.sim.run import any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
 
-    steps, others = 0, iter(range(10**9))
-    first = iter(arguments.first)
-    while steps < arguments.steps:
+    steps, first, others = 0, iter(job.first), iter(range(10**9))
+    while steps < job.most_steps:
         seed = next(first, None)
         seed = next(others) if seed is None else seed
         signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_SECONDS, 1)
-        summary = run_world(any_world(seed), proof.WORLD_STEPS, arguments.past)
+        summary = run_world(any_world(seed), WORLD_STEPS, job.past)
         steps += summary.steps
         for report in summary.failures.values():
-            print(f"{seed} {steps} {report.split(' after ', 1)[0]}")
-            return 0
-    print("survived")
-    return 0
+            return f"{seed} {steps} {report.split(' after ', 1)[0]}"
+    return "survived"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _plant(planted: Planted) -> None:
+    """For good: slips and removed calls load the core anew."""
+    if isinstance(planted, Slip):
+        plant_slip(planted)
+    elif isinstance(planted, Mutant):
+        plant_mutant(planted)
+    else:
+        fault = planted()
+        fault.__enter__()
+        _FAULTS.append(fault)  # one that nobody refers to would be undone
+
+
+def _give_up(*_: object) -> None:
+    raise EndlessStepError(f"a world took {WORLD_SECONDS} seconds")

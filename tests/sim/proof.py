@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.sim.faults import FAULTS
 from tests.sim.faults_of_schedule import FAULTS_OF_SCHEDULE
 from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
 from tests.sim.mutants import find_mutants
-from tests.sim.mutants import plant as plant_mutant
+from tests.sim.planted import Job, Planted, look_for_all
 from tests.sim.slips import SLIPS
-from tests.sim.slips import plant as plant_slip
 
 SEEDS = Path(__file__).with_name("seeds.json")
-WORLD_STEPS = 150
 MAX_STEPS = 100_000
 """Something planted has to show within so many steps."""
 JUSTIFIED: dict[str, str] = {
@@ -39,47 +33,26 @@ JUSTIFIED: dict[str, str] = {
     "session.registry: and session.key not in self._watched": "the later entry takes the place of the earlier",
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""
-_PLANTED: list[object] = []
 
 
-def names() -> list[str]:
-    """Everything that can be planted."""
-    faults = [f"fault {fault.__name__}" for fault in (*FAULTS, *FAULTS_OF_SCHEDULE, *FAULTS_OF_SHARING)]
-    slips = [f"slip {slip}" for slip in SLIPS]
+def everything() -> dict[str, Planted]:
+    """Everything that can be planted, by name."""
+    planted: dict[str, Planted] = {}
+    for fault in (*FAULTS, *FAULTS_OF_SCHEDULE, *FAULTS_OF_SHARING):
+        planted[f"fault {fault.__name__}"] = fault
+    for slip in SLIPS:
+        planted[f"slip {slip}"] = slip
     seen: dict[str, int] = {}
-    calls = []
     for mutant in find_mutants():
         text = f"call {mutant.module} {mutant.text}"
         seen[text] = seen.get(text, 0) + 1
-        calls.append(text if seen[text] == 1 else f"{text} #{seen[text]}")
-    return [*faults, *slips, *calls]
+        planted[text if seen[text] == 1 else f"{text} #{seen[text]}"] = mutant
+    return planted
 
 
 def is_justified(name: str) -> bool:
     """Whether it may go unnoticed."""
     return any(part in name for part in JUSTIFIED)
-
-
-def plant(number: int) -> None:
-    """For good: in a fresh process, in which the core is not loaded yet if it is not a fault."""
-    faults = (*FAULTS, *FAULTS_OF_SCHEDULE, *FAULTS_OF_SHARING)
-    if number < len(faults):
-        fault = faults[number]()
-        fault.__enter__()
-        _PLANTED.append(fault)  # one that nobody refers to would be undone
-    elif number < len(faults) + len(SLIPS):
-        plant_slip(SLIPS[number - len(faults)])
-    else:
-        plant_mutant(find_mutants()[number - len(faults) - len(SLIPS)])
-
-
-def look(number: int, most_steps: int, first: Sequence[int], past: Sequence[str]) -> str:
-    """Plant it and run worlds, those of seeds `first` before the others: seed, steps and what was found, or
-    "survived"."""
-    command = [sys.executable, "-m", "tests.sim.planted", str(number), "--steps", str(most_steps)]
-    command += ["--first", *map(str, first), "--past", *past]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-    return finished.stdout.strip() or finished.stderr[-2000:]
 
 
 def known_seeds() -> dict[str, int]:
@@ -96,24 +69,20 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=MAX_STEPS)
     parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken")
     arguments = parser.parse_args()
-    every, seeds = names(), known_seeds()
-    chosen = [n for n, name in enumerate(every) if re.search(arguments.only, name) and not is_justified(name)]
+    every, seeds = everything(), known_seeds()
+    chosen = [name for name in every if re.search(arguments.only, name) and not is_justified(name)]
     if arguments.unknown:
-        chosen = [number for number in chosen if every[number] not in seeds]
+        chosen = [name for name in chosen if name not in seeds]
+    known = {name: [seeds[name]] if name in seeds else [] for name in chosen}
+    jobs = [Job(every[name], arguments.steps, known[name], arguments.past) for name in chosen]
     survivors = 0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        looks = [
-            pool.submit(look, n, arguments.steps, [seeds[every[n]]] if every[n] in seeds else [], arguments.past)
-            for n in chosen
-        ]
-        for number, outcome in zip(chosen, looks, strict=True):
-            result = outcome.result()
-            print(f"{result:<40}  {every[number]}", flush=True)
-            if not result[:1].isdigit():
-                survivors += 1
-            elif arguments.write:
-                seeds[every[number]] = int(result.split()[0])
-                SEEDS.write_text(json.dumps(dict(sorted(seeds.items())), indent=0) + "\n")
+    for name, outcome in zip(chosen, look_for_all(jobs), strict=True):
+        print(f"{outcome:<40}  {name}", flush=True)
+        if not outcome[:1].isdigit():
+            survivors += 1
+        elif arguments.write:
+            seeds[name] = int(outcome.split()[0])
+            SEEDS.write_text(json.dumps(dict(sorted(seeds.items())), indent=0) + "\n")
     print(f"{len(chosen) - survivors} of {len(chosen)} were caught")
     return 1 if survivors else 0
 

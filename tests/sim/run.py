@@ -96,7 +96,7 @@ def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) ->
         summary.failures[config.seed] = f"{rule} after {world.steps} steps\n{traceback.format_exc()}"
     summary.steps = world.steps
     if not config.story:
-        summary.counts[config.label] = Counter(world.engine.transitions)
+        summary.counts[config.label] = Counter({str(each): count for each, count in world.engine.transitions.items()})
     return summary
 
 

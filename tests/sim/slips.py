@@ -83,8 +83,8 @@ SLIPS = (
     Slip("session.records", "min(last.input_end, position)", "last.input_end"),
     Slip("session.session", "self.params, self.arrival = params, now", "self.params = params"),
     Slip("session.session", "max(1, self.base_length) + len(self.input_scores)", "max(1, self.base_length + 1) + len(self.input_scores)"),
-    Slip("engine.text", "self._ends[0][0] <= self._delivered", "self._ends[0][0] < self._delivered"),
-    Slip("engine.text", "if self._tokens <= self._min_tokens", "if self._tokens < self._min_tokens"),
+    Slip("text.stream", "self._ends[0][0] <= self._delivered", "self._ends[0][0] < self._delivered"),
+    Slip("text.stream", "if self._tokens <= self._min_tokens", "if self._tokens < self._min_tokens"),
     Slip("memory.pool", "gone = self._limbo[-1] if", "gone = self._limbo[0] if"),
     Slip("memory.checkpoint", "if not checkpoint.references and not checkpoint.evicted:", "if not checkpoint.evicted:"),
     Slip("memory.checkpoint", "if not checkpoint.pins:\n            self._entries", "if checkpoint.pins <= 1:\n            self._entries"),
@@ -101,7 +101,7 @@ SLIPS = (
     Slip("sched.batch", "in news.sampling.items() if row in same} | self._sampling", "in news.sampling.items() if row in same}"),
     Slip("sched.admission", "self._passes // RECONSIDERED_AFTER", "0"),
     Slip("sched.pressure", "units[~held[group][units]]", "units"),
-    Slip("engine.engine", "if flight.plan.step <= self._void:", "if flight.plan.step < self._void:"),
+    Slip("engine.flights", "return flight.plan.step <= self._void", "return flight.plan.step < self._void"),
     Slip("engine.lifecycle", "turn.failed_end = min(turn.failed_end, position + 1)", "pass"),
 )  # fmt: skip
 
@@ -130,8 +130,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def plant(slip: Slip) -> None:
-    """Load the core with the slip, in a process that has not loaded it yet."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim.")]:
-        if name not in ("tests.sim.slips", "tests.sim.proof"):
-            del sys.modules[name]
+    """Load the core anew with the slip, in a process of its own."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim")]:
+        del sys.modules[name]  # also the packages, which refer to the modules in them
     sys.meta_path.insert(0, _Finder(slip))

@@ -3,10 +3,8 @@
 These runs are short; `make sim` runs as many worlds as it is told to, and `python -m tests.sim.proof` plants everything
 there is. Of the removed calls every `CALLS`th is planted here."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-
-from tests.sim.proof import is_justified, known_seeds, look, names
+from tests.sim.planted import Job, look_for_all
+from tests.sim.proof import everything, is_justified, known_seeds
 from tests.sim.run import run_worlds
 
 STEPS = 24_000
@@ -32,18 +30,15 @@ def test_large_worlds_stay_right():
 def test_planted_faults_slips_and_removed_calls_are_caught():
     """Those for which a world is known that shows them; `python -m tests.sim.proof` looks for the others too."""
     seeds = known_seeds()
-    planted = [
-        (number, name)
-        for number, name in enumerate(names())
+    planted = {
+        name: Job(what, LOOKED_FOR, [seeds[name]])
+        for number, (name, what) in enumerate(everything().items())
         if name in seeds and not is_justified(name)
         if not name.startswith("call ") or number % CALLS == 0
-    ]
+    }
     assert len(planted) > 100
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = list(pool.map(lambda job: look(job[0], LOOKED_FOR, [seeds[job[1]]], ()), planted))
-    for (_, name), outcome in zip(planted, outcomes, strict=True):
+    outcomes = dict(zip(planted, look_for_all(planted.values()), strict=True))
+    for name, outcome in outcomes.items():
         print(f"{outcome:<40}  {name}")
-    survivors = [
-        f"{name}: {outcome}" for (_, name), outcome in zip(planted, outcomes, strict=True) if not outcome[:1].isdigit()
-    ]
+    survivors = [f"{name}: {outcome}" for name, outcome in outcomes.items() if not outcome[:1].isdigit()]
     assert not survivors, f"{len(survivors)} went unnoticed: {survivors}"

@@ -49,6 +49,7 @@ class Watch:
         self._suspicion: tuple[int, set[Turn], str] | None = None  # who yielded, it seems in vain
         self._needy: set[int] = set()  # numbers of the turns it may have been for
         world.log.would_fit = self._fits_with_its_session
+        world.log.better_victim = self._better_victim
 
     def healthy(self, turn: NaiveTurn) -> bool:
         """Whether steps fail for others' sake alone."""
@@ -150,11 +151,9 @@ class Watch:
             alone = event.kind == "drop" and any(event.freed) and not event.shared
             if alone and (other := self._cheaper_victim(event)) is not None:
                 world.found("rungs", f"{event.session!r}, {event.state}, yielded {event.freed}; {other!r} could have")
-            if event.kind == "drop" and event.turn is None and not any(event.freed) and not any(event.alone):
-                other = self._better_victim(event.session)
-                if other is not None:
-                    world.found("gives nothing", f"{event.session!r} was dropped and gave nothing; {other!r} could")
-                    return
+            if event.better is not None and not any(event.freed):
+                world.found("gives nothing", f"{event.session!r} was dropped and gave nothing; {event.better!r} could")
+                return
 
     def _check_for_drafts(self, victims: list[Event]) -> None:
         """Nobody yields so that a draft can be computed."""

@@ -11,14 +11,14 @@ from functools import partial
 from random import Random
 from typing import TypedDict
 
-from tenuto.base.clock import ManualClock
 from tenuto.base.groups import Kind
 from tenuto.base.plan import Plan
 from tenuto.base.turns import EndReason, Keep, TurnResult, TurnState
 from tenuto.engine.engine import StepReport
-from tenuto.engine.text import TokenTextStream
 from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.session import Session, Turn
+from tenuto.text.stream import TextStream
+from tests.clock import ManualClock
 from tests.sim import internals
 from tests.sim.checked import CheckedExecutor
 from tests.sim.found import Found
@@ -70,7 +70,7 @@ class World:
             eos_ids=(EOS,),
             clock=self.clock,
             random=Random(config.seed),
-            text=partial(TokenTextStream, Letters()) if config.text else None,  # type: ignore[arg-type]
+            text=partial(TextStream, Letters()) if config.text else None,  # type: ignore[arg-type]
             proposer=self if config.lookahead else None,
         )
         self._sizes = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack, cast
 
 from tenuto.api.transport import LocalTransport
 from tenuto.base.config import EngineOptions
@@ -12,31 +12,38 @@ from tenuto.client.sync import Client, Session
 from tenuto.text.tokenizer import Tokenizer
 
 
+class ModelOptions(EngineOptions, total=False):
+    """How a model is run, besides the options of its engine, which are fields of `tenuto.base.config.EngineConfig`.
+
+    `device`: `cpu`, the default, `cuda` or another name of PyTorch's. `dtype`: `float32`, `bfloat16` or `float16`; by
+    default the first on a CPU, else the second. `memory_bytes` are for model state; by default what two turns of the
+    whole context need. `page_size`: token slots a page of memory.
+    """
+
+    device: str
+    dtype: str | None
+    memory_bytes: int | None
+    page_size: int
+
+
+def _settings(model: str, options: ModelOptions) -> WorkerSettings:
+    rest: dict[str, Any] = dict(options)
+    own = ModelOptions.__annotations__.keys() - EngineOptions.__annotations__.keys()
+    own_given = {name: rest.pop(name) for name in own & rest.keys()}
+    return WorkerSettings(model=model, config=cast("EngineOptions", rest), **own_given)
+
+
 class Engine(Client[Session]):
     """A model, ready for sessions. Close it, or use it as a context manager.
 
-    `model`: `smollm2`, a `.gguf` file, a Hugging Face directory or a hub id. `device`: `cpu`, `cuda` or another name of
-    PyTorch's. `dtype`: `float32`, `bfloat16` or `float16`; by default the first on a CPU, else the second.
-    `memory_bytes` are for model state; by default what two turns of the whole context need. `config`: fields of
-    `tenuto.base.config.EngineConfig`. Raises `ModelError` or `ConfigError`.
+    `model`: `smollm2`, a `.gguf` file, a Hugging Face directory or a hub id. `ModelOptions` says what else may be
+    given. Raises `ModelError` or `ConfigError`.
     """
 
     session_type = Session
 
-    def __init__(
-        self,
-        model: str = "smollm2",
-        *,
-        device: str = "cpu",
-        dtype: str | None = None,
-        memory_bytes: int | None = None,
-        page_size: int = 16,
-        **config: Unpack[EngineOptions],
-    ) -> None:
-        settings = WorkerSettings(
-            model=model, device=device, dtype=dtype, memory_bytes=memory_bytes, page_size=page_size, config=config
-        )
-        self._transport = LocalTransport(settings)
+    def __init__(self, model: str = "smollm2", **options: Unpack[ModelOptions]) -> None:
+        self._transport = LocalTransport(_settings(model, options))
         super().__init__(self._transport)
 
     @property
@@ -50,20 +57,8 @@ class AsyncEngine(AsyncClient[AsyncSession]):
 
     session_type = AsyncSession
 
-    def __init__(
-        self,
-        model: str = "smollm2",
-        *,
-        device: str = "cpu",
-        dtype: str | None = None,
-        memory_bytes: int | None = None,
-        page_size: int = 16,
-        **config: Unpack[EngineOptions],
-    ) -> None:
-        settings = WorkerSettings(
-            model=model, device=device, dtype=dtype, memory_bytes=memory_bytes, page_size=page_size, config=config
-        )
-        self._transport = LocalTransport(settings)
+    def __init__(self, model: str = "smollm2", **options: Unpack[ModelOptions]) -> None:
+        self._transport = LocalTransport(_settings(model, options))
         super().__init__(self._transport)
 
     @property

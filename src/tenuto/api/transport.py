@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from itertools import count
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from tenuto.base.config import engine_config
-from tenuto.base.errors import EngineStopped, TenutoError
-from tenuto.base.link import TurnNews
+from tenuto.base.errors import EngineStopped
+from tenuto.base.link import Calls, TurnNews, Waiting
 from tenuto.base.messages import (
     AbortTurn,
-    Answer,
-    AnyReply,
-    Refusal,
     Request,
     StartTurn,
     Stopped,
-    Updates,
     Withdraw,
     WorkerSettings,
     answer_of,
-    error_of,
 )
 from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import Ticket
@@ -37,34 +31,29 @@ from tenuto.runtime.service import Service
 T = TypeVar("T")
 
 
-class LocalTransport:
+class LocalTransport(Calls):
     """Messages to an engine in threads of this process. One thread hands it all requests, in the order in which they
-    came, so that no caller prepares input or holds a lock of the service.
-
-    Invariant: what is in `_waiting` or `_turns`, by call, will be answered or told why not, by whoever removes it.
-    """
+    came, so that no caller prepares input or holds a lock of the service."""
 
     options: frozenset[str] = frozenset()
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Loads the model and blocks meanwhile. Raises `ModelError` or `ConfigError`."""
+        super().__init__()
         model = load_model(settings.model, settings.device, settings.dtype, settings.page_size)
         config = engine_config(settings.config, model.max_context)
         self.tokenizer = model.tokenizer
         self.context_length = config.context_length
-        self._calls = count(1)
-        self._waiting: dict[int, _Waiting] = {}
-        self._turns: dict[int, LocalTurn] = {}
         self._requests: SimpleQueue[Request[Any] | LocalTurn | None] = SimpleQueue()
-        self._stopped: str | None = None  # why; set once, under the lock
+        self._closed: Stopped | None = None  # to new requests, and why; set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
-        self._service = Service(model, config, settings.memory_bytes, self._take)
+        self._service = Service(model, config, settings.memory_bytes, self.take)
         self._thread = threading.Thread(target=self._run, name="tenuto-requests", daemon=True)
         self._thread.start()
 
     def call(self, request: Request[T]) -> Future[T]:
-        call, future = next(self._calls), Future[T]()
-        self._waiting[call] = _Waiting(answer_of(type(request)), future)
+        call, future = next(self._numbers), Future[T]()
+        self._waiting[call] = Waiting(answer_of(type(request)), future)
         try:
             self.post(msgspec.structs.replace(request, call=call))
         except EngineStopped:
@@ -73,13 +62,13 @@ class LocalTransport:
         return future
 
     def start(self, request: StartTurn, options: Options, deliver: Deliver) -> RunningTurn:  # noqa: ARG002 - the request has them
-        call = next(self._calls)
+        call = next(self._numbers)
         turn = LocalTurn(self, f"turn {call}", deliver)
-        self._turns[call] = turn
+        self._streams[call] = turn.hear
         try:
             self.post(msgspec.structs.replace(request, call=call, name=turn.name))
         except EngineStopped:
-            self._turns.pop(call, None)
+            self._streams.pop(call, None)
             raise
         return turn
 
@@ -87,13 +76,13 @@ class LocalTransport:
         """Send a request whose answer, if it comes under no call, is for nobody, or a turn whose reader has left before
         it began. Raises `EngineStopped`."""
         with self._lock:
-            if self._stopped is not None:
-                raise EngineStopped(self._stopped)
+            if self._closed is not None:
+                raise self._closed.error()
             self._requests.put(request)
 
     def request_stop(self) -> None:
         with self._lock:
-            self._stopped = self._stopped or "the engine was closed"
+            self._closed = self._closed or Stopped(reason="the engine was closed")
             self._requests.put(None)
 
     def close(self) -> None:
@@ -116,8 +105,8 @@ class LocalTransport:
     def _withdraw(self, turn: LocalTurn) -> None:
         """Whatever is asked of its session from now on finds no trace of the turn. If it is about to begin, that takes
         until the engine's next step."""
-        call, withdrawn = next(self._calls), Future[bool]()
-        self._waiting[call] = _Waiting(bool, withdrawn)
+        call, withdrawn = next(self._numbers), Future[bool]()
+        self._waiting[call] = Waiting(bool, withdrawn)
         self._service.handle(Withdraw(call=call, name=turn.name))
         wait([withdrawn])
         if withdrawn.exception() is None and not withdrawn.result():
@@ -127,36 +116,10 @@ class LocalTransport:
 
     # -- in whatever thread has news
 
-    def _take(self, reply: AnyReply) -> None:
-        match reply:
-            case Updates(updates=updates):
-                for call, delta in updates:
-                    turn = self._turns.get(call) if delta.result is None else self._turns.pop(call, None)
-                    if turn is not None:
-                        turn.hear(delta)
-            case Answer(call=call, value=value):
-                if (turn := self._turns.get(call)) is not None:
-                    turn.hear(msgspec.msgpack.decode(value, type=Ticket))
-                elif (waiting := self._waiting.pop(call, None)) is not None:
-                    with suppress(InvalidStateError):  # it was cancelled
-                        waiting.future.set_result(msgspec.msgpack.decode(value, type=waiting.answer))
-            case Refusal(call=call):
-                self._refuse(call, error_of(reply))
-            case Stopped(reason=reason):
-                self._stop(reason)
-
-    def _refuse(self, call: int, error: TenutoError) -> None:
-        if (turn := self._turns.pop(call, None)) is not None:
-            turn.hear(error)
-        elif (waiting := self._waiting.pop(call, None)) is not None:
-            with suppress(InvalidStateError):  # it was cancelled
-                waiting.future.set_exception(error)
-
-    def _stop(self, reason: str) -> None:
+    def stop(self, stopped: Stopped) -> None:
         with self._lock:
-            self._stopped = self._stopped or reason
-        for call in (*self._turns, *self._waiting):
-            self._refuse(call, EngineStopped(reason))
+            self._closed = self._closed or stopped
+        super().stop(stopped)
 
 
 class LocalTurn(RunningTurn):
@@ -196,10 +159,3 @@ class LocalTurn(RunningTurn):
 
 def _abort(ticket: Ticket, keep: Keep = None) -> AbortTurn:
     return AbortTurn(tenant="", session=ticket.session, turn=ticket.turn, keep=keep)
-
-
-class _Waiting(NamedTuple):
-    """Who waits for an answer, and of which type that is."""
-
-    answer: type[Any]
-    future: Future[Any]

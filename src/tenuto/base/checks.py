@@ -63,11 +63,14 @@ class Bounds:
     high: float
     above: bool = False
 
-    def check(self, name: str, value: object) -> float:
-        """`value` as a Python number. Raises `InvalidRequest`."""
+    def check(self, name: str, value: object, error: type[TenutoError] = InvalidRequest) -> float:
+        """`value` as a Python number. Raises `error`."""
         if isinstance(self.low, int) and isinstance(self.high, int):
-            return whole(name, value, self.low, self.high)
-        return real(name, value, self.low, self.high, above=self.above)
+            return whole(name, value, self.low, self.high, error)
+        return real(name, value, self.low, self.high, error, above=self.above)
+
+
+SECONDS = Bounds(0.0, MAX_SECONDS, above=True)
 
 
 def option(default: Any, description: str = "", bounds: Bounds | None = None) -> Any:
@@ -76,13 +79,13 @@ def option(default: Any, description: str = "", bounds: Bounds | None = None) ->
     return field(default=default, metadata={"description": description, "bounds": bounds})
 
 
-def check_options(options: Any) -> None:
-    """For `__post_init__`: turn every `option` field that has bounds into a Python number. Raises `InvalidRequest` if
-    one is out of bounds."""
+def check_options(options: Any, error: type[TenutoError] = InvalidRequest) -> None:
+    """For `__post_init__`: turn every `option` field that has bounds into a Python number. Raises `error` if one is out
+    of bounds."""
     for each in fields(options):
         value, bounds = getattr(options, each.name), each.metadata.get("bounds")
         if bounds is not None and not (value is None and each.default is None):
-            object.__setattr__(options, each.name, bounds.check(each.name, value))
+            object.__setattr__(options, each.name, bounds.check(each.name, value, error))
 
 
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:

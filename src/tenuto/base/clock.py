@@ -19,19 +19,3 @@ class SystemClock:
 
     def now(self) -> float:
         return time.monotonic()
-
-
-class ManualClock:
-    """A clock that moves only when told: for tests and simulation."""
-
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
-
-    def now(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        """Jump forward by `seconds` (>= 0)."""
-        if seconds < 0:
-            raise ValueError(f"a clock cannot go back by {-seconds} s")
-        self._now += seconds

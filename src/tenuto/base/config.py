@@ -10,12 +10,12 @@ from typing import Annotated, Any, TypedDict
 
 import msgspec
 
-from tenuto.base.checks import MAX_COUNT, real, seconds, shown, whole
+from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, option, shown
 from tenuto.base.errors import ConfigError
 
-MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
-"""Bounds of a tenant's weight."""
-
+WEIGHTS = Bounds(0.01, 100.0)
+"""Of tenants."""
+_AT_LEAST_ONE = Bounds(1, MAX_COUNT)
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
@@ -43,44 +43,29 @@ class EngineConfig:
     `draft_timeout` is in seconds since the draft last changed. A full recount, which may take several steps, begins
     every `audit_every` steps (0: only on demand)."""
 
-    context_length: int = 8192
-    max_running: int = 32
-    max_sessions: int = 100_000
-    max_queued: int = 10_000
-    token_budget: int = 512
-    overlap: int = 0
-    lookahead: int = 0
-    aging_seconds: float = 10.0
-    checkpoint_interval: int = 512
-    checkpoint_share: float = 0.5
+    context_length: int = option(8192, bounds=_AT_LEAST_ONE)
+    max_running: int = option(32, bounds=_AT_LEAST_ONE)
+    max_sessions: int = option(100_000, bounds=_AT_LEAST_ONE)
+    max_queued: int = option(10_000, bounds=_AT_LEAST_ONE)
+    token_budget: int = option(512, bounds=_AT_LEAST_ONE)
+    overlap: int = option(0, bounds=Bounds(0, 1))
+    lookahead: int = option(0, bounds=Bounds(0, MAX_COUNT))
+    aging_seconds: float = option(10.0, bounds=SECONDS)
+    checkpoint_interval: int = option(512, bounds=_AT_LEAST_ONE)
+    checkpoint_share: float = option(0.5, bounds=Bounds(0.0, 1.0))
     tenant_weights: tuple[tuple[str, float], ...] = ()
-    draft_timeout: float = 60.0
-    audit_every: int = 1000
+    draft_timeout: float = option(60.0, bounds=SECONDS)
+    audit_every: int = option(1000, bounds=Bounds(0, MAX_COUNT))
 
     def __post_init__(self) -> None:
-        for name in (
-            "context_length",
-            "max_running",
-            "max_sessions",
-            "max_queued",
-            "checkpoint_interval",
-            "token_budget",
-        ):
-            whole(name, getattr(self, name), 1, MAX_COUNT, ConfigError)
-        for name in ("lookahead", "audit_every"):
-            whole(name, getattr(self, name), 0, MAX_COUNT, ConfigError)
+        check_options(self, ConfigError)
         if self.token_budget <= self.max_running:
             raise ConfigError(
                 f"token_budget is {self.token_budget}; allowed: more than max_running ({self.max_running}), "
                 "so that prefills progress beside decodes"
             )
-        whole("overlap", self.overlap, 0, 1, ConfigError)
-        for name in ("aging_seconds", "draft_timeout"):
-            if seconds(name, getattr(self, name), ConfigError) is None:
-                raise ConfigError(f"{name} is none; allowed: more than 0 seconds")
-        real("checkpoint_share", self.checkpoint_share, 0, 1, ConfigError)
         for tenant, weight in self.tenant_weights:
-            real(f"the weight of tenant {tenant!r}", weight, MIN_WEIGHT, MAX_WEIGHT, ConfigError)
+            WEIGHTS.check(f"the weight of tenant {tenant!r}", weight, ConfigError)
 
 
 class EngineOptions(TypedDict, total=False):

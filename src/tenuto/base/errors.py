@@ -9,14 +9,17 @@ from __future__ import annotations
 
 class TenutoError(Exception):
     """Base of the errors meant for the caller: what was wrong and what is allowed. The refused operation changed
-    nothing. `param`: the field or option at fault, if it is a single one."""
+    nothing. `param`: the field or option at fault, if it is a single one. `detail`: what clients of a server are not
+    told, as it may name anyone's sessions."""
 
     code = "error"
     status = 500
 
-    def __init__(self, message: str = "", *, param: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", *, param: str | None = None, detail: str = "") -> None:
+        super().__init__(f"{message}: {detail}" if detail else message)
+        self.message = message
         self.param = param
+        self.detail = detail
 
 
 class InvalidRequest(TenutoError):

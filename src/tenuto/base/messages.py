@@ -6,13 +6,14 @@ deltas repeat. A session is identified by its tenant and its id among that tenan
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Generic, TypeVar, cast, get_args
+from functools import cache, reduce
+from operator import or_
+from typing import Any, Generic, TypeVar, cast, get_args
 
 import msgspec
 
 from tenuto.base.config import EngineOptions, Limits, engine_config
-from tenuto.base.errors import TenutoError
+from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
@@ -62,6 +63,11 @@ class OfSession(Request[T_co], Generic[T_co], frozen=True, kw_only=True):
 
     tenant: str
     session: str
+
+    @property
+    def key(self) -> SessionKey:
+        """The session."""
+        return self.tenant, self.session
 
 
 @cache
@@ -213,25 +219,8 @@ class Detokenize(Request[str], frozen=True, kw_only=True):
     special: bool = True
 
 
-AnyRequest = (
-    Describe
-    | OpenSession
-    | GetSession
-    | ListSessions
-    | ListTurns
-    | StartTurn
-    | Draft
-    | Withdraw
-    | AbortTurn
-    | Fork
-    | Trim
-    | Rewind
-    | CloseSession
-    | DropMemory
-    | Audit
-    | GetStats
-    | Detokenize
-)
+AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})
+"""The union of all kinds."""
 
 
 class Answer(WireMessage, frozen=True, kw_only=True):
@@ -248,6 +237,7 @@ class Refusal(WireMessage, frozen=True, kw_only=True):
     code: str
     message: str
     param: str | None = None
+    detail: str = ""
 
 
 class Updates(WireMessage, frozen=True, kw_only=True):
@@ -257,9 +247,14 @@ class Updates(WireMessage, frozen=True, kw_only=True):
 
 
 class Stopped(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: the last message."""
+    """Engine to edge: the last message; on either side, why the engine has stopped. `detail`: see `TenutoError`."""
 
     reason: str
+    detail: str = ""
+
+    def error(self) -> EngineStopped:
+        """The error of every later request."""
+        return EngineStopped(self.reason, detail=self.detail)
 
 
 AnyReply = Answer | Refusal | Updates | Stopped
@@ -275,6 +270,12 @@ def _by_code(kind: type[TenutoError]) -> dict[str, type[TenutoError]]:
 _ERRORS = _by_code(TenutoError)
 
 
+def refusal_of(call: int, error: TenutoError) -> Refusal:
+    """The message that carries an error to the other side."""
+    return Refusal(call=call, code=error.code, message=error.message, param=error.param, detail=error.detail)
+
+
 def error_of(refusal: Refusal) -> TenutoError:
     """The error that a refusal stands for."""
-    return _ERRORS.get(refusal.code, TenutoError)(refusal.message, param=refusal.param)
+    kind = _ERRORS.get(refusal.code, TenutoError)
+    return kind(refusal.message, param=refusal.param, detail=refusal.detail)

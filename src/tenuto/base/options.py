@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, TypedDict
 
-from tenuto.base.checks import MAX_COUNT, MAX_SECONDS, Bounds, check_options, items, option, shown, whole
+from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, items, option, shown, whole
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, MAX_TOKEN_ID, Sampling
 
@@ -14,7 +14,6 @@ MAX_NEW_TOKENS = MAX_COUNT
 MAX_STOP_IDS = 64
 MAX_PRIORITY = 1000
 PRIORITIES = Bounds(-MAX_PRIORITY, MAX_PRIORITY)
-SECONDS = Bounds(0.0, MAX_SECONDS, above=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,9 @@ class Policy:
     notes."""
 
     priority: int = option(0, "Priority of its turns; higher runs first.", PRIORITIES)
-    ttl: float | None = option(None, "Seconds without a turn after which it is closed.", SECONDS)
+    ttl: float | None = option(
+        None, "Seconds without a turn until it is closed; the server's default if not given.", SECONDS
+    )
     max_tokens: int | None = option(None, "Cap on its history, in tokens.", Bounds(1, MAX_COUNT))
     ephemeral: bool = False
     tenant: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -151,27 +150,50 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-def kept(held: Sequence[Delta], earlier: int, delivered: int) -> Delta:
-    """One delta in place of `held`, all those since an abort: empty until the last has a result, then what was
-    committed of them. Before the abort there were `earlier` tokens, `delivered` of them with all their text."""
-    result = held[-1].result
-    if result is None or not result.committed or result.kept < earlier:
-        return Delta(delivered=delivered, result=result)
-    together, room = joined(held), result.kept - earlier
-    whole_ones = [delta for delta in held if delta.delivered <= result.kept]  # no text of tokens that are not kept
-    return Delta(
-        together.tokens[:room],
-        "".join(delta.text for delta in whole_ones),
-        whole_ones[-1].delivered if whole_ones else delivered,
-        result,
-        together.logprobs[:room],
-        together.input_logprobs,
-    )
+class AbortGate:
+    """Passes a turn's deltas on to its readers. Once an abort has begun, nothing passes until the result says how much
+    is kept; then that passes as one delta."""
+
+    def __init__(self) -> None:
+        self.delivered = 0  # leading output tokens whose text has passed
+        self._tokens = 0  # that have passed
+        self._held: list[Delta] | None = None  # since the abort began
+
+    def begin_abort(self) -> None:
+        """From now on, hold back what comes: it may not be kept."""
+        if self._held is None:
+            self._held = []
+
+    def take(self, delta: Delta) -> Delta | None:
+        """Returns what passes now that `delta` has come, or `None` if it is held back."""
+        if self._held is not None:
+            self._held.append(delta)
+            if delta.result is None:
+                return None
+            delta = self._kept(self._held, delta.result)
+        self._tokens += len(delta.tokens)
+        self.delivered = delta.delivered
+        return delta
+
+    def _kept(self, held: Sequence[Delta], result: TurnResult) -> Delta:
+        """One delta in place of `held`: what was committed of them."""
+        room = result.kept - self._tokens
+        if not result.committed or room < 0:
+            return Delta(delivered=self.delivered, result=result)
+        together = joined(held)
+        whole_ones = [delta for delta in held if delta.delivered <= result.kept]  # no text of tokens that are not kept
+        return Delta(
+            together.tokens[:room],
+            "".join(delta.text for delta in whole_ones),
+            whole_ones[-1].delivered if whole_ones else self.delivered,
+            result,
+            together.logprobs[:room],
+            together.input_logprobs,
+        )
 
 
 class Transcript:
-    """Adds up a turn's deltas as its only reader sees them. After an abort nothing counts until the result says how
-    much is kept."""
+    """Adds up the deltas of a turn that pass an `AbortGate`."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -180,8 +202,8 @@ class Transcript:
         self.result: TurnResult | None = None
         self.failure: TenutoError | None = None
         self._pieces: list[str] = []  # of text
-        self._delivered = 0
-        self._held: list[Delta] | None = None  # since the abort
+        self._gate = AbortGate()
+        self.begin_abort = self._gate.begin_abort
 
     @property
     def text(self) -> str:
@@ -199,35 +221,22 @@ class Transcript:
         if isinstance(news, TenutoError):
             self.failure = news
             raise news
-        if self._held is not None:
-            self._held.append(news)
-            news = kept(self._held, len(self.token_ids), self._delivered)
-        self.token_ids += news.tokens
-        self.logprobs += news.logprobs
-        self.input_logprobs += news.input_logprobs
-        if news.text:
-            self._pieces.append(news.text)
+        passed = self._gate.take(news)
+        if passed is None:
+            return Delta(delivered=self._gate.delivered)
+        self.token_ids += passed.tokens
+        self.logprobs += passed.logprobs
+        self.input_logprobs += passed.input_logprobs
+        if passed.text:
+            self._pieces.append(passed.text)
             if len(self._pieces) > MAX_PIECES:
                 self._pieces = [self.text]
-        self._delivered = news.delivered
-        self.result = news.result
-        return news
+        self.result = passed.result
+        return passed
 
     def tokens_to_keep(self, keep: Keep) -> Keep:
         """`keep`, with "delivered" as the number of tokens this reader has read. Raises `InvalidRequest`."""
-        return self._delivered if check_keep(keep) == "delivered" else keep
-
-    def begin_abort(self) -> None:
-        """From now on, hold back what is read: it may not be kept."""
-        if self._held is None:
-            self._held = []
-
-
-def done(result: TurnResult) -> Future[TurnResult]:
-    """A future that already has `result`."""
-    future: Future[TurnResult] = Future()
-    future.set_result(result)
-    return future
+        return self._gate.delivered if check_keep(keep) == "delivered" else keep
 
 
 def check_keep(keep: Keep) -> Keep:

@@ -50,10 +50,13 @@ class SessionInfo:
     metadata: Mapping[str, str] = field(hash=False)
 
 
+SHARED = "shared"
+
+
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """Units of one pool: `capacity` = `free` + `in_flight` + `leased`; `by_holder` counts leased units by the first
-    word of their holder's name (a unit with several holders counts once, under "shared")."""
+    """Units of one pool: `capacity` = `free` + `in_flight` + `leased`; `by_holder` counts leased units by the kind of
+    their holder. A unit with several holders counts once, as `SHARED`."""
 
     name: str
     capacity: int
@@ -146,25 +149,24 @@ class Ticket(View, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What is counted for sessions and turns: an operation and, where it matters, the state it found the turn in. Its
-    text is a key of `Stats.transitions`."""
+    """What is counted for sessions and turns: an operation and, where it matters, the state it found the turn in,
+    `idle` if there was none."""
 
     operation: str
-    state: TurnState | Literal["idle"] | None = None
+    state: str | None = None
 
     def __str__(self) -> str:
         return self.operation if self.state is None else f"{self.operation} {self.state}"
 
 
 class Stats(View, frozen=True, kw_only=True):
-    """Counts since the start, and the present state. `transitions`: by `Transition`, as text. `recomputed`: tokens
-    computed again, by reason."""
+    """Counts since the start, and the present state. `recomputed`: tokens computed again, by reason."""
 
     sessions: int
     running: int
     queued: int
     steps: int
-    transitions: dict[str, int]
+    transitions: dict[Transition, int]
     pools: list[PoolReport]
     prompt_tokens: int
     cached_tokens: int

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-Model = Annotated[str, typer.Option(help="smollm2, a .gguf file, a Hugging Face directory or a hub id.")]
+MODELS = "smollm2, a .gguf file, a Hugging Face directory or a hub id."
+Model = Annotated[str, typer.Option(help=MODELS)]
+ServedModel = Annotated[str, typer.Option("--model", "--model-path", help=MODELS)]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+ContextLength = Annotated[int | None, typer.Option(help="In tokens; the model's if not given.")]
+PageSize = Annotated[int, typer.Option(help="Token slots a page of memory.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or another device PyTorch knows.")]
 
 
@@ -72,13 +77,13 @@ def pull(model: Annotated[str, typer.Argument(help="As --model of chat.")] = "sm
 def chat(
     model: Model = "smollm2",
     device: Device = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dtype: Dtype = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
     system: Annotated[str | None, typer.Option(help="The system message of every session.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Per answer; as many as fit if not given.")] = None,
-    context_length: Annotated[int | None, typer.Option(help="In tokens; the model's if not given.")] = None,
-    page_size: Annotated[int, typer.Option(help="Token slots per page of memory.")] = 16,
+    context_length: ContextLength = None,
+    page_size: PageSize = 16,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer and keeps what was shown; at the prompt it quits, as does Ctrl-D.
 
@@ -90,7 +95,8 @@ def chat(
       tenuto chat --temperature 0.8 --seed 7
       printf 'Hello!\\n/fork\\nAnd in French?\\n' | tenuto chat
     """
-    from tenuto.api import Engine, TurnOptions  # noqa: PLC0415
+    from tenuto.api import Engine  # noqa: PLC0415
+    from tenuto.base.options import TurnOptions  # noqa: PLC0415
     from tenuto.cli.chat import run_chat  # noqa: PLC0415 - see the module's docstring
 
     config: EngineOptions = {} if context_length is None else {"context_length": context_length}
@@ -115,12 +121,9 @@ def demo(model: Model = "smollm2", device: Device = "cpu") -> None:
 
 @app.command()
 def serve(
-    model: Annotated[
-        str,
-        typer.Option("--model", "--model-path", help="smollm2, a .gguf file, a Hugging Face directory or a hub id."),
-    ] = "smollm2",
+    model: ServedModel = "smollm2",
     device: Device = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dtype: Dtype = None,
     host: Annotated[str, typer.Option(help="Anything but this machine needs an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
@@ -139,8 +142,8 @@ def serve(
             " by default, what is free.",
         ),
     ] = None,
-    page_size: Annotated[int, typer.Option(help="Token slots per page of memory.")] = 16,
-    context_length: Annotated[int | None, typer.Option(help="In tokens; the model's if not given.")] = None,
+    page_size: PageSize = 16,
+    context_length: ContextLength = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="The most tokens one step computes.")] = 512,
     max_running_requests: Annotated[int, typer.Option(help="The most turns in one step.")] = 32,
     max_queued_requests: Annotated[int, typer.Option(help="The most turns that wait for a step.")] = 10_000,

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import httpx
 import msgspec
 
-from tenuto.base.errors import Disconnected, TenutoError, Unreachable
+from tenuto.base.errors import TenutoError
+from tenuto.client.connection import typed_errors
 from tenuto.client.sse import EventParser
 from tenuto.client.wire import error_from
 
@@ -200,53 +201,17 @@ APIS: dict[str, type[BenchConversation]] = {
     "sglang": SGLangConversation,
 }
 
-WORDS = [
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-    "night",
-    "point",
-    "home",
-    "water",
-    "room",
-    "mother",
-    "area",
-    "money",
-    "story",
-]
+WORDS = (  # noqa: SIM905 - as a list it would take a page
+    "time year people way day man thing woman life child world school state family student group country problem "
+    "hand part place case week company system program question work night point home water room mother area money "
+    "story"
+).split()
 """Each is one token in most vocabularies."""
 
 
 async def _ask(http: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    try:
+    with typed_errors():
         return await _checked(await http.request(method, path, json=body))
-    except httpx.TransportError as error:
-        raise _broken(error) from error
 
 
 async def _checked(response: httpx.Response) -> Any:
@@ -262,7 +227,7 @@ async def _checked(response: httpx.Response) -> Any:
 async def _events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, str, Any]]:
     """The events of a stream: when they came, their names and their data. Raises the error that one reports."""
     parser, reads = EventParser(), Reads()
-    try:
+    with typed_errors():
         async with http.stream("POST", path, json=body) as response:
             if response.status_code >= 400:
                 await _checked(response)
@@ -275,8 +240,6 @@ async def _events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> A
                     if "error" in data:
                         raise error_from(500, event.data.encode())
                     yield when, event.name, data
-    except httpx.TransportError as error:
-        raise _broken(error) from error
 
 
 class Reads:
@@ -296,8 +259,3 @@ class Reads:
 
     def _turn(self) -> None:
         self._turned = True
-
-
-def _broken(error: httpx.TransportError) -> TenutoError:
-    kind = Unreachable if isinstance(error, httpx.ConnectError) else Disconnected
-    return kind(str(error) or type(error).__name__)

@@ -9,8 +9,9 @@ from contextlib import suppress
 import typer
 from rich.console import Console
 
-from tenuto.api import Engine, Session, SessionInfo, TurnOptions, TurnResult, TurnStream
+from tenuto.api import Engine
 from tenuto.base.errors import InvalidRequest, TenutoError
+from tenuto.client import Session, SessionInfo, TurnOptions, TurnResult, TurnStream
 
 HELP = """\
 /fork          go on in a copy of this session; the original stays as it is

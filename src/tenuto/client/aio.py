@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.errors import EngineStopped
@@ -49,9 +48,7 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def session(
@@ -109,9 +106,7 @@ class AsyncTurnStream(TurnStreamBase):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     async def tokens(self) -> AsyncIterator[int]:
@@ -155,9 +150,7 @@ class AsyncSession(SessionBase):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def info(self) -> SessionInfo:

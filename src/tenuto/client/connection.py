@@ -86,7 +86,7 @@ class Connection:
         """As `ask`, with an answer still to be read: within the block a broken connection raises `Disconnected`."""
         content = None if body is None else encode(body)
         headers = {"content-type": "application/json", **(headers or {})} if content is not None else headers
-        with _typed_errors():
+        with typed_errors():
             sending = self._http.stream(method, path, content=content, headers=headers, params=query or None)
             async with sending as response:
                 if response.status_code >= 400:
@@ -106,7 +106,8 @@ def checked_url(url: object) -> httpx.URL:
 
 
 @contextmanager
-def _typed_errors() -> Iterator[None]:
+def typed_errors() -> Iterator[None]:
+    """What goes wrong between here and a server is `Unreachable` or `Disconnected`."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:

@@ -25,13 +25,13 @@ from tenuto.base.messages import (
     Trim,
 )
 from tenuto.base.options import Policy, TurnOptions, turn_params
-from tenuto.base.turns import Input, Keep, Transcript, TurnKind, TurnResult, done, turn_input
+from tenuto.base.turns import Input, Keep, Transcript, TurnKind, TurnResult, turn_input
 from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
 from tenuto.client.futures import Steps, chained
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
 
 PAGE = 1000
-"""Sessions, or turns, that one request lists."""
+"""How many sessions or turns one request lists."""
 
 
 class TurnReader(Transcript):
@@ -46,7 +46,7 @@ class TurnReader(Transcript):
         """End the turn, keeping what `keep` says. Raises `InvalidRequest`."""
         kept = self.tokens_to_keep(keep)
         if self.result is not None:
-            return done(self.result)
+            return self.running.ended
         self.begin_abort()
         return self.running.abort(kept)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.options import Policy, TurnOptions
@@ -18,18 +18,24 @@ from tenuto.client.transport import Deliver, Event, Options
 SessionT = TypeVar("SessionT", bound="Session")
 
 
-class Client(ClientBase, Generic[SessionT]):
-    """The sessions of one engine, wherever that runs. Close it, or use it as a context manager."""
-
-    session_type: type[SessionT]
+class Closing(ABC):
+    """Closes itself at the end of a `with` block."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nobody uses it any more."""
+
+
+class Client(Closing, ClientBase, Generic[SessionT]):
+    """The sessions of one engine, wherever that runs. Close it, or use it as a context manager."""
+
+    session_type: type[SessionT]
 
     @property
     def context_length(self) -> int:
@@ -77,7 +83,7 @@ class Client(ClientBase, Generic[SessionT]):
         self._core.transport.close()
 
 
-class TurnStream(TurnStreamBase):
+class TurnStream(TurnStreamBase, Closing):
     """A turn in progress. Iterating yields text as it is delivered; it can be left and taken up again.
 
     A stream that is dropped or closed before its turn has ended aborts the turn, unless a server was told to continue
@@ -97,14 +103,6 @@ class TurnStream(TurnStreamBase):
             if event.text:
                 return event.text
         raise StopIteration
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def tokens(self) -> Iterator[int]:
         """Output token ids as they come, instead of text."""
@@ -130,18 +128,10 @@ class TurnStream(TurnStreamBase):
         return None if self._reader.ended else self._reader.take(self._events.get())
 
 
-class Session(SessionBase):
+class Session(Closing, SessionBase):
     """A conversation that owns its model state. Made by an engine, `fork` and `trim`."""
 
     stream_type: ClassVar[type[TurnStream]] = TurnStream
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def info(self) -> SessionInfo:

@@ -1,4 +1,4 @@
-"""Between a commit and everyone who is told of it: acknowledgement, in the order of commits."""
+"""Acknowledgement: what shows a session's changes is told only once they are durable, in their order."""
 
 from __future__ import annotations
 
@@ -6,70 +6,71 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tenuto.base.errors import EngineStopped, InvariantError, NotAcknowledged, TenutoError
-from tenuto.session.session import Turn
+from tenuto.base.errors import InvariantError, NotAcknowledged, TenutoError
+from tenuto.base.messages import Stopped
+from tenuto.engine.lifecycle import Change
 
 Tell = Callable[[TenutoError | None], None]
 """Tells what has been held back, or that it cannot be told, and why."""
 
 
 class Acknowledger(Protocol):
-    """Says which commits are safe, so that those who wait for them may be told."""
+    """Says which changes are durable, so that those who wait for them may be told."""
 
-    def acknowledge(self, committed: Sequence[Turn]) -> int:
-        """Take these turns, which have just committed, in this order, and return how many of all commits ever, counted
-        from the first, are safe by now. The number never falls.
+    def acknowledge(self, changes: Sequence[Change]) -> int:
+        """Take `changes`, which have just happened, in order, and return how many changes in all, counted from the
+        first ever, are durable by now. The number never falls.
 
-        Called in the engine's thread, also without new commits, after commands and after every step; it must not block.
-        What makes more commits safe later, in another thread, calls `EngineLoop.wake`.
+        Called in the engine's thread after commands and after every step, even without new changes; it must not block.
+        Another thread that makes more changes durable later calls `EngineLoop.wake`.
 
-        Raises `NotAcknowledged` as long as the commits that are not safe yet cannot become so; `committed` has been
-        taken all the same, and count when it returns again."""
+        Raises `NotAcknowledged` while the remaining changes cannot become durable; `changes` are taken even then, and
+        count once it returns again."""
         ...
 
 
 class AtOnce:
-    """Every commit is safe."""
+    """Every change counts as durable at once."""
 
     def __init__(self) -> None:
-        self._commits = 0
+        self._changes = 0
 
-    def acknowledge(self, committed: Sequence[Turn]) -> int:
-        self._commits += len(committed)
-        return self._commits
+    def acknowledge(self, changes: Sequence[Change]) -> int:
+        self._changes += len(changes)
+        return self._changes
 
 
 class Announcer:
-    """Holds back what shows a commit until that is acknowledged, and tells it in the order in which it happened.
+    """Holds back what shows a change until the change is acknowledged, and tells everything in order.
 
-    While commits cannot be acknowledged, whatever shows one is refused with `NotAcknowledged`: it is in memory, and
-    whether it will last is not known.
+    While changes cannot be acknowledged, whatever shows one is refused with `NotAcknowledged`: it is in memory, but may
+    not last.
     """
 
     def __init__(self, acknowledger: Acknowledger) -> None:
-        self.failure: NotAcknowledged | None = None  # why commits cannot be acknowledged now
+        self.failure: NotAcknowledged | None = None  # why changes cannot be acknowledged now
         self._acknowledger = acknowledger
-        self._new: list[Turn] = []  # committed, not yet given to the acknowledger
-        self._commits = 0
+        self._new: list[Change] = []  # not yet given to the acknowledger
+        self._changes = 0
         self._acknowledged = 0
-        self._held: deque[tuple[int, Tell]] = deque()  # with how many commits precede it
+        self._held: deque[tuple[int, Tell]] = deque()  # each with the number of changes before it
 
-    def committed(self, turn: Turn) -> None:
-        """A turn has committed, after all others that have."""
-        self._new.append(turn)
-        self._commits += 1
+    def changed(self, change: Change) -> None:
+        """A change has just happened, after all earlier calls'."""
+        self._new.append(change)
+        self._changes += 1
 
     def hold(self, tell: Tell) -> None:
-        """Call `tell` once every commit up to now is acknowledged, and what was held before has been told."""
-        self._held.append((self._commits, tell))
+        """Call `tell` once every change up to now is acknowledged, and what was held before has been told."""
+        self._held.append((self._changes, tell))
 
     def advance(self) -> None:
         """Tell what may be told by now."""
-        if self._acknowledged < self._commits:
+        if self._acknowledged < self._changes:
             self._ask()
         while self._held and (self._held[0][0] <= self._acknowledged or self.failure is not None):
-            commits, tell = self._held.popleft()
-            tell(NotAcknowledged(str(self.failure)) if commits > self._acknowledged else None)
+            changes, tell = self._held.popleft()
+            tell(NotAcknowledged(str(self.failure)) if changes > self._acknowledged else None)
 
     def _ask(self) -> None:
         new, self._new = self._new, []
@@ -78,13 +79,13 @@ class Announcer:
         except NotAcknowledged as error:
             self.failure = error
             return
-        if not self._acknowledged <= acknowledged <= self._commits:
+        if not self._acknowledged <= acknowledged <= self._changes:
             raise InvariantError(
-                f"{acknowledged} commits are acknowledged; there are {self._commits}, and {self._acknowledged} were"
+                f"{acknowledged} changes are acknowledged; there are {self._changes}, and {self._acknowledged} were"
             )
         self._acknowledged, self.failure = acknowledged, None
 
-    def stop(self, reason: str) -> None:
+    def stop(self, stopped: Stopped) -> None:
         """Nothing more will be acknowledged: whoever waits is told that the engine has stopped."""
         while self._held:
-            self._held.popleft()[1](EngineStopped(reason))
+            self._held.popleft()[1](stopped.error())

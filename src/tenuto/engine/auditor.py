@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import AuditReport
@@ -38,7 +38,7 @@ class Auditor:
         self.work = 0  # ever, as `AuditCycle.work`
         self.cycles = 0  # ever ended
 
-    def recount(self, flights: Collection[Flight]) -> AuditReport:
+    def recount(self, flights: Iterable[Flight]) -> AuditReport:
         """Recount everything now; `flights` are the steps in flight. Raises `InvariantError`."""
         self._check_rows()
         return recount(self._memory, self._holders(), self._touched(flights))
@@ -52,7 +52,7 @@ class Auditor:
         """Call `told` with the report of a cycle that begins from now on. It must not raise."""
         self._asked.append(told)
 
-    def step(self, flights: Collection[Flight]) -> None:
+    def step(self, flights: Iterable[Flight]) -> None:
         """A step has ended; `flights` are in flight. Raises `InvariantError` if anything is not as it should be,
         or was not when the cycle began."""
         self._since += 1
@@ -72,7 +72,7 @@ class Auditor:
             for told in waited:
                 told(report)
 
-    def _begin(self, flights: Collection[Flight]) -> AuditCycle:
+    def _begin(self, flights: Iterable[Flight]) -> AuditCycle:
         self._check_rows()
         sessions = [*self._sessions]
         memories = (session.memory for session in sessions)
@@ -89,7 +89,7 @@ class Auditor:
             if turn.state.ended or turn.session.turn is not turn:
                 raise InvariantError(f"{turn!r} has a row and is not its session's open turn")
 
-    def _touched(self, flights: Collection[Flight]) -> list[tuple[int, list[int]]]:
+    def _touched(self, flights: Iterable[Flight]) -> list[tuple[int, list[int]]]:
         """Units that steps in flight touch, by group."""
         touched: list[tuple[int, list[int]]] = []
         for plan in (flight.plan for flight in flights):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -16,45 +14,43 @@ from tenuto.base.errors import (
     ConfigError,
     IllegalTransition,
     InvalidRequest,
-    InvariantError,
     SessionBusy,
-    StepFailed,
     TenutoError,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.plan import Executor, StepResult
+from tenuto.base.plan import Executor
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
 from tenuto.engine.auditor import Auditor
+from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
-from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.lifecycle import Change, Lifecycle
 from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
-from tenuto.sched.planner import Flight, Planner, Proposer
+from tenuto.sched.planner import Planner, Proposer
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
-from tenuto.sched.suspects import MAX_FAILURES, Suspects
+from tenuto.sched.suspects import Suspects
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
 from tenuto.session.turn import as_tokens
 from tenuto.text.chat import Conversation
 
-log = logging.getLogger("tenuto.engine")
-
 
 @dataclass(slots=True)
 class StepReport:
-    """What a step has brought: turns with new output, and turns that ended since the step before. `worked` is False if
-    there was nothing to compute."""
+    """What a step has brought: turns with new output, and turns that ended and changes of sessions since the step
+    before. `worked` is False if there was nothing to compute."""
 
     worked: bool = False
     progressed: list[Turn] = field(default_factory=list)
     ended: list[Turn] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
 
 class Engine:
@@ -79,7 +75,6 @@ class Engine:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
         self.config = config
         self.vocab_size = vocab_size
-        self._executor = executor
         self._clock = clock
         self.memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
         executor.prepare(units, config.max_running)
@@ -102,9 +97,8 @@ class Engine:
         self.suspects = Suspects()
         self._planner = Planner(self.memory, self.batch, self.suspects, config.token_budget, proposer, config.lookahead)
         self._settler = Settler(self.memory, self.batch)
-        self._flights: deque[Flight] = deque()  # submitted and not collected, the oldest first
+        self._flights = Flights(executor, self.memory, self.lifecycle, self._planner, self._settler, self.suspects)
         self._numbers = count(1)
-        self._void = 0  # the last step that is dropped, for one before it failed
         self.auditor = Auditor(self.memory, self.sessions, (self._admission,), self.batch, config.audit_every)
         self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`
@@ -118,28 +112,25 @@ class Engine:
         """Admit waiting turns, plan a step, let the executor compute it, settle what it has computed, audit."""
         self.lifecycle.expire()
         self._admission.admit()
-        report = StepReport()
-        planned = self._plan()
+        planned = self._flights.plan()
         if planned is not None:
-            self._submit(planned)
-        report.worked = bool(self._flights)
+            self._flights.submit(planned)
+        report = StepReport(worked=len(self._flights) > 0)
         ahead = self.config.overlap if planned is not None else 0
         while len(self._flights) > ahead:  # with overlap one stays in flight, so that the device never waits
-            flight, result = self._collect()
-            if flight.plan.step <= self._void:
+            flight, result = self._flights.collect()
+            if self._flights.is_void(flight):
                 continue
             if result is not None:
-                self._settle(flight, result, report)
+                report.progressed += self._flights.settle(flight, result)
             else:
-                self._retry(flight)
-        report.ended = self.take_ended()
+                self._flights.retry(flight)
+        report.ended, report.changes = self.lifecycle.take_ended(), self.lifecycle.take_changes()
         self.memory.cache.trim()
-        self._audit_step()
+        self.steps += 1
+        self.memory.check_totals()
+        self.auditor.step(self._flights)
         return report
-
-    def take_ended(self) -> list[Turn]:
-        """Turns that have ended since the last call, and since the last step, in order."""
-        return self.lifecycle.take_ended()
 
     @property
     def queued(self) -> int:
@@ -153,80 +144,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do but watch the clock."""
-        return not len(self.batch) and not len(self._queue) and not self._flights
-
-    def _plan(self) -> Flight | None:
-        """Plan the next step; if memory is short, others yield first. `None` if nothing can run now."""
-        while len(self.batch):
-            proposal, made = self._planner.propose(), True
-            while (lacking := proposal.lacking) is not None and made:
-                made = self.pressure.make_room(lacking, in_flight=bool(self._flights))
-                proposal = self._planner.propose()  # also if room is still to come: somebody may have yielded
-                if made and proposal.lacking is not None and proposal.lacking.same(lacking):
-                    raise InvariantError(f"{lacking.turn.name} was given the room it lacked, and lacks it still")
-            if len(proposal.rows):
-                return self._planner.apply(proposal)
-            stuck = proposal.lacking.turn if proposal.lacking is not None and self.suspects else None
-            if self._flights or not self.pressure.unstick(stuck):
-                break
-        return None
-
-    def _submit(self, planned: Flight) -> None:
-        self.memory.step_submitted()
-        self._flights.append(planned)
-        self._executor.submit(planned.plan)
-
-    def _collect(self) -> tuple[Flight, StepResult | None]:
-        """Wait for the oldest step in flight; `None` if it failed."""
-        flight, result = self._flights.popleft(), None
-        try:
-            result = self._executor.collect()
-        except StepFailed as error:
-            if flight.plan.step > self._void:
-                self.transitions["step failed"] += 1
-                turns = [turn.name for turn in self._live(flight)]
-                log.warning("a step failed", extra={"step": flight.plan.step, "turns": turns, "error": str(error)})
-        self.memory.step_settled()
-        return flight, result
-
-    def _live(self, flight: Flight) -> list[Turn]:
-        """The turns of a flight that are still in the rows they had."""
-        same = self.memory.rows.run[flight.rows] == flight.runs
-        return list(self.batch.turns[flight.rows[same]])
-
-    def _retry(self, failed: Flight) -> None:
-        """A step failed, and with it those submitted since: their turns go on from what is settled, and those of the
-        failed step are suspects."""
-        void = [failed, *self._flights]
-        self._void = void[-1].plan.step
-        suspects = [*self._live(failed), *self.batch.take_left(failed.plan.step)]
-        self.suspects.step_failed(suspects, alone=len(failed.rows) == 1)
-        others = [turn for flight in void for turn in self._live(flight)] + self.batch.take_left(self._void)
-        for turn in dict.fromkeys(suspects + others):
-            if turn.failures >= MAX_FAILURES:
-                self.lifecycle.abort(turn, EndReason.FAILED)
-            else:
-                self.lifecycle.retry(turn)
-        for flight in void:
-            self.batch.return_news(flight.news)
-
-    def _settle(self, flight: Flight, result: StepResult, report: StepReport) -> None:
-        settled = self._settler.settle(flight, result)
-        if self.suspects:
-            self.suspects.step_succeeded()
-        report.progressed += settled.progressed
-        for turn, reason in settled.ended:
-            self.lifecycle.commit(turn, reason)
-        for turn in settled.prefilled:
-            if turn.drafting:
-                self.lifecycle.rest(turn)
-            else:
-                self.lifecycle.commit(turn, EndReason.APPENDED)
-
-    def _audit_step(self) -> None:
-        self.steps += 1
-        self.memory.check_totals()
-        self.auditor.step(self._flights)
+        return not len(self.batch) and not len(self._queue) and not len(self._flights)
 
     # -- sessions
 
@@ -234,7 +152,8 @@ class Engine:
     def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
         """Open a session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
         session = self.sessions.open(session_id, policy or Policy(), system)
-        self.transitions["open"] += 1
+        self.lifecycle.count("open")
+        self.lifecycle.note("open", session)
         return session
 
     @guarded
@@ -256,7 +175,8 @@ class Engine:
         parent.fork(forked, at)
         self.sessions.note_length(forked)
         self.pressure.note(forked)
-        self.transitions["fork running" if parent.has_running_turn else "fork"] += 1
+        self.lifecycle.count("fork", TurnState.RUNNING if parent.has_running_turn else None)
+        self.lifecycle.note("fork", forked)
         return forked
 
     @guarded
@@ -272,7 +192,8 @@ class Engine:
         session.rewind(self._position(session, turn, position))
         self.sessions.note_length(session)
         self.pressure.note(session)
-        self.transitions["rewind"] += 1
+        self.lifecycle.count("rewind")
+        self.lifecycle.note("rewind", session)
         return session
 
     @guarded
@@ -296,7 +217,8 @@ class Engine:
         session.adopt(given, answer, self._clock.now(), conversation, cut)
         self.sessions.note_length(session)
         self.sessions.watch(session)
-        self.transitions["adopt"] += 1
+        self.lifecycle.count("adopt")
+        self.lifecycle.note("adopt", session)
         return session
 
     @guarded
@@ -312,7 +234,8 @@ class Engine:
             raise
         session.restore(saved)
         self.sessions.note_length(session)
-        self.transitions["restore"] += 1
+        self.lifecycle.count("restore")
+        self.lifecycle.note("restore", session)
         return session
 
     def _read(self, tokens: Iterable[int]) -> array[int]:
@@ -335,7 +258,7 @@ class Engine:
         turn = session.turn
         if turn is not None and finish and not turn.drafting:
             session.state = SessionState.CLOSING
-            self.transitions["closing"] += 1
+            self.lifecycle.count("closing")
             return
         if turn is not None:
             session.state = SessionState.CLOSING
@@ -373,27 +296,11 @@ class Engine:
         *,
         tenant: str = "",
     ) -> Turn:
-        """Open a turn: append `tokens`, which make the conversation `conversation`, and generate. An open draft becomes
-        this turn, and what it has computed of `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`,
+        """Open a turn: append `tokens`, which make the conversation `conversation`, and generate, or with
+        `max_new_tokens` 0 commit them once they are computed. An open draft becomes this turn, and what it has computed
+        of `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`,
         `InvalidRequest` or `Overloaded`, having changed nothing."""
-        turn = self._submit_turn(session_id, tenant, tokens, params or TurnParams(), None)
-        turn.conversation = conversation
-        return turn
-
-    @guarded
-    def append(
-        self, session_id: str, tokens: Iterable[int], params: TurnParams | None = None, *, tenant: str = ""
-    ) -> Turn:
-        """Open a prefill-only turn: append `tokens` and commit them once they are computed."""
-        params = params or TurnParams()
-        if params.max_new_tokens:
-            raise InvalidRequest(f"a prefill-only turn has max_new_tokens {params.max_new_tokens}; allowed: 0")
-        return self._submit_turn(session_id, tenant, tokens, params, 0)
-
-    def _submit_turn(
-        self, session_id: str, tenant: str, tokens: Iterable[int], params: TurnParams, generate: int | None
-    ) -> Turn:
-        checked = self._read(tokens)
+        checked, params = self._read(tokens), params or TurnParams()
         session = self.sessions.get(session_id, tenant)
         session.require_open()
         draft = session.turn if session.turn is not None and session.turn.drafting else None
@@ -401,8 +308,7 @@ class Engine:
             session.require_idle("start a turn on")
         elif params.input_logprobs is not None:
             raise InvalidRequest("input_logprobs of a turn that was a draft: tokens computed earlier have none")
-        wanted = params.max_new_tokens if generate is None else generate
-        allowed = self._gate.allowed(session, len(session.history) + len(checked), wanted)
+        allowed = self._gate.allowed(session, len(session.history) + len(checked), params.max_new_tokens)
         text = self._gate.admit(params)
         turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
         if draft is not None:
@@ -410,6 +316,7 @@ class Engine:
             draft.submit(params, self._clock.now())
         else:
             turn.input = checked
+        turn.conversation = conversation
         turn.max_new_tokens, turn.text = allowed, text
         self.lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
         return turn
@@ -449,10 +356,10 @@ class Engine:
             turn.state = TurnState.DRAFTING
             session.turn = turn
             turn.input = checked
-            self.transitions["draft"] += 1
+            self.lifecycle.count("draft")
         else:
             self.lifecycle.redraft(turn, checked)
-            self.transitions["redraft"] += 1
+            self.lifecycle.count("redraft")
         self.lifecycle.queue_draft(turn)
         return turn
 

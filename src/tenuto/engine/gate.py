@@ -9,7 +9,7 @@ from tenuto.base.errors import ContextExceeded, InvalidRequest, Overloaded
 from tenuto.base.options import TurnParams
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session
-from tenuto.session.turn import TextStream
+from tenuto.text.stream import TextStream
 
 TextFactory = Callable[[tuple[str, ...], int], TextStream]
 """Makes the text stream of a turn with these stop strings, not looked for in the text of so many first tokens."""

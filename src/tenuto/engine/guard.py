@@ -27,7 +27,7 @@ def guarded(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P
     @wraps(method)
     def operation(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.broken is not None:
-            raise EngineStopped(f"the engine stopped: {type(self.broken).__name__}: {self.broken}")
+            raise EngineStopped("the engine stopped", detail=f"{type(self.broken).__name__}: {self.broken}")
         try:
             return method(self, *args, **kwargs)
         except TenutoError:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from itertools import count
+from typing import Literal
 
 from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
@@ -34,6 +35,23 @@ class Timer(Enum):
     TOTAL = 2  # time until it ends
 
 
+ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "close"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that happened to a session and must last. `version` and `length` (in tokens): the session's
+    afterwards. `turn`: the one that committed.
+
+    A fork or a restored session is opened first; turns taken over from elsewhere are adopted."""
+
+    kind: ChangeKind
+    session: Session
+    version: int
+    length: int
+    turn: Turn | None = None
+
+
 class Lifecycle:
     """Makes every transition of turns and sessions, and keeps queue, batch, pressure and timers in step with it."""
 
@@ -46,21 +64,35 @@ class Lifecycle:
         self._draft_timeout = draft_timeout
         self.batch = batch
         self.pressure = Pressure(memory, batch, self.preempt, self.drop)
-        self.transitions: Counter[str] = Counter()  # how often each operation and transition has happened
+        self.transitions: Counter[Transition] = Counter()
         self.totals: Counter[str] = Counter()  # tokens of all ended turns, by field of `Usage`
         self.recomputed: Counter[str] = Counter()  # tokens that were computed and have to be again, by why
         self._timers: list[tuple[float, int, Timer, SessionKey, int]] = []  # a heap; ended turns can go
         self._entries = count()
         self._ended: list[Turn] = []
+        self._changes: list[Change] = []
 
     def take_ended(self) -> list[Turn]:
-        """Turns that have ended since the last call."""
+        """Turns that have ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
 
+    def take_changes(self) -> list[Change]:
+        """What has happened to sessions since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def note(self, kind: ChangeKind, session: Session, turn: Turn | None = None) -> None:
+        """A change has just happened."""
+        self._changes.append(Change(kind, session, session.version, len(session.history), turn))
+
+    def count(self, operation: str, state: str | None = None) -> None:
+        """An operation or a transition happens; `state`: see `Transition`."""
+        self.transitions[Transition(operation, state)] += 1
+
     def enqueue(self, turn: Turn, event: str) -> None:
         """A submitted turn waits for its row; `event` is how it came."""
-        self.transitions[event] += 1
+        self.count(event)
         turn.session.turn = turn
         if turn.params.queue_timeout is not None:
             self._set_timer(turn, turn.arrival + turn.params.queue_timeout, Timer.QUEUE)
@@ -92,7 +124,7 @@ class Lifecycle:
     def start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
         """A waiting turn gets its row."""
         if not turn.drafting:
-            self.transitions["start" if turn.state is TurnState.QUEUED else "resume"] += 1
+            self.count("start" if turn.state is TurnState.QUEUED else "resume")
             turn.go("start")
             turn.started = True
             if turn.cached < 0:
@@ -121,16 +153,16 @@ class Lifecycle:
             self.batch.remove(turn, memory.row)
 
     def preempt(self, turn: Turn, why: str = "preempted") -> None:
-        """A running turn, or a draft in a row, loses what it acquired."""
+        """A running turn, or a draft or waiting turn that has memory, loses what it acquired."""
         memory = turn.session.memory.turn
         if memory is not None:
             self.recomputed[why] += memory.computed - memory.start
-        if turn.drafting:
+        if turn.state is not TurnState.RUNNING:
             self.drop(turn.session)
             return
         self._leave_row(turn)
         turn.preempt()
-        self.transitions["preempt"] += 1
+        self.count("preempt")
         self._queue.push(turn)
         self.pressure.note(turn.session)
 
@@ -138,20 +170,28 @@ class Lifecycle:
         """A step failed that was computing the turn: it goes on from what is settled, in a row of its own if it has
         one."""
         memory = turn.session.memory.turn
-        if memory is None:
-            raise InvariantError(f"{turn.name} was in a step without memory")
-        position = memory.cut_to(memory.computed)
-        if position < memory.first_position:
-            self.preempt(turn, "step failed")  # it relied on a checkpoint that the step was to fill
+        running = memory is not None and memory.row >= 0
+        if not self._keep_settled(turn, "step failed", "step failed"):
             return
-        self.recomputed["step failed"] += memory.computed - position
-        running = memory.row >= 0
-        self._leave_row(turn)
-        memory.truncate(position)
         if running:
             self.batch.add(turn, ())
         elif turn.drafting:
             self._queue.push(turn)
+
+    def _keep_settled(self, turn: Turn, why: str, why_preempted: str) -> bool:
+        """The turn leaves its row, if it has one, and keeps its memory as far as that is settled. False if it relied on
+        a checkpoint that a step in flight, or the one that failed, was to fill: then it is preempted."""
+        memory = turn.session.memory.turn
+        if memory is None:
+            raise InvariantError(f"{turn.name} has no memory to be cut")
+        position = memory.cut_to(memory.computed)
+        if position < memory.first_position:
+            self.preempt(turn, why_preempted)
+            return False
+        self.recomputed[why] += memory.computed - position
+        self._leave_row(turn)
+        memory.truncate(position)
+        return True
 
     def pause(self, turn: Turn) -> None:
         """A running turn, or a draft in a row, leaves its row to another and keeps its memory, a turn as far as that is
@@ -160,20 +200,11 @@ class Lifecycle:
             self.rest(turn)
             self._queue.push(turn)
             return
-        memory = turn.session.memory.turn
-        if memory is None:
-            raise InvariantError(f"{turn.name} runs without memory")
-        position = memory.cut_to(memory.computed)
-        if position < memory.first_position:
-            self.preempt(turn)  # it relied on a checkpoint that a step in flight is to fill
-            return
-        self.recomputed["paused"] += memory.computed - position
-        self._leave_row(turn)
-        memory.truncate(position)
-        turn.pause()
-        self.transitions["pause"] += 1
-        self._queue.push(turn)
-        self.pressure.note(turn.session)
+        if self._keep_settled(turn, "paused", "preempted"):
+            turn.pause()
+            self.count("pause")
+            self._queue.push(turn)
+            self.pressure.note(turn.session)
 
     def drop(self, session: Session, why: str = "pressure") -> None:
         """The last rung of pressure: a draft keeps only its text, a paused turn its tokens, and then a session without
@@ -185,7 +216,7 @@ class Lifecycle:
         else:
             session.memory.drop()
             session.memory.lost = why
-        self.transitions[str(Transition("drop", turn.state if turn is not None else "idle"))] += 1
+        self.count("drop", turn.state if turn is not None else "idle")
         if turn is not None and turn.drafting:
             self._queue.push(turn)  # computed again when there is room
         self.pressure.note(session)
@@ -230,14 +261,15 @@ class Lifecycle:
             turn.text.finish()
         self._leave_row(turn)
         barge_in = reason is EndReason.ABORT
-        self.transitions[str(Transition("barge-in", turn.state) if barge_in else Transition("commit"))] += 1
+        self.count("barge-in" if barge_in else "commit", turn.state if barge_in else None)
         turn.commit(reason, self._clock.now(), keep)
+        self.note("commit", turn.session, turn)
         self._turn_ended(turn)
 
     def abort(self, turn: Turn, reason: EndReason) -> None:
         """The turn ends, and its session is what it was."""
         self._leave_row(turn)
-        self.transitions[str(Transition(reason.value, turn.state))] += 1
+        self.count(reason.value, turn.state)
         turn.abort(reason, self._clock.now())
         self._turn_ended(turn)
 
@@ -260,7 +292,8 @@ class Lifecycle:
         """Release and forget a session without an open turn."""
         self._sessions.close(session)
         self.pressure.note(session)
-        self.transitions["close"] += 1
+        self.count("close")
+        self.note("close", session)
 
     def expire(self) -> None:
         """End turns past a deadline, drafts nobody changed, and sessions nobody used."""
@@ -271,7 +304,7 @@ class Lifecycle:
             if turn is not None and turn.number == number and self._is_due(turn, timer, now):
                 self.abort(turn, EndReason.DEADLINE)
         for session in self._sessions.expired():
-            self.transitions["expire"] += 1
+            self.count("expire")
             self.close(session)
 
     def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:

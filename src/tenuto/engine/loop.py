@@ -12,11 +12,13 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar, cast
 
 from tenuto.base.errors import EngineStopped, InvariantError, NotAcknowledged, TenutoError
+from tenuto.base.messages import Stopped
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport
 from tenuto.engine.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.engine import Engine
+from tenuto.engine.lifecycle import Change
 from tenuto.session.session import Turn
 
 log = logging.getLogger("tenuto.engine")
@@ -37,14 +39,15 @@ class EngineLoop:
     commands have been obeyed and when a step's events have been published, and `on_stop` once, when the last step is
     done and everyone has been told.
 
-    A turn's commit is told once `acknowledger` says so, and in the order of commits: its last delta, and what `execute`
-    has found or done after it. A turn that starts after it tells nothing before. While commits cannot be
-    acknowledged, those who wait for one get `NotAcknowledged`, and nothing new is carried out that may not be."""
+    What happens to a session is told once `acknowledger` says so, and in its order: the last delta of a turn that has
+    committed, and what `execute` has done, or found after it. A turn that starts after it tells nothing before. While
+    changes cannot be acknowledged, those who wait for one get `NotAcknowledged`, and nothing new is carried out that
+    may not be."""
 
     def __init__(
         self,
         engine: Engine,
-        on_stop: Callable[[], None] = lambda: None,
+        on_stop: Callable[[Stopped], None] = lambda _: None,
         after_round: Callable[[], None] = lambda: None,
         acknowledger: Acknowledger | None = None,
     ) -> None:
@@ -56,7 +59,7 @@ class EngineLoop:
         self._audits: list[Future[AuditReport]] = []  # awaited; the engine's thread alone
         self._subscriptions: dict[int, _Subscription] = {}  # by turn number; the engine's thread alone
         self._opened: list[Turn] = []  # subscribed to by the command being carried out
-        self.stopped: str | None = None  # why; set once, under the lock
+        self.stopped: Stopped | None = None  # set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
         self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
         self._thread.start()
@@ -72,7 +75,7 @@ class EngineLoop:
         self, work: Callable[[Engine], T], then: Callable[[Future[T]], None] | None = None, *, ends: bool = False
     ) -> Future[T]:
         """As `call`, with work that changes sessions or shows what they are: the future has the result once every
-        commit before it has been acknowledged. While commits cannot be, it is not carried out, unless it `ends`
+        change up to it has been acknowledged. While changes cannot be, it is not carried out, unless it `ends`
         something. `then` gets the future as soon as it is done, before anything that `work` has begun is told."""
         future: Future[T] = Future()
         if then is not None:
@@ -87,7 +90,7 @@ class EngineLoop:
         self._opened.append(turn)
 
     def wake(self) -> None:
-        """More commits are safe, or can be made safe again. From any thread."""
+        """More changes are safe, or can be made safe again. From any thread."""
         with suppress(EngineStopped):
             self.call(lambda _: None)
 
@@ -128,13 +131,13 @@ class EngineLoop:
     def _post(self, command: _Command[T]) -> None:
         with self._lock:
             if self.stopped is not None:
-                raise EngineStopped(self.stopped)
+                raise self.stopped.error()
             self._commands.put(command)  # type: ignore[arg-type] # a queue is invariant, what it carries is not
 
     # -- in the engine's thread
 
     def _run(self) -> None:
-        reason, wait = "the engine was closed", 0.0
+        stopped, wait = Stopped(reason="the engine was closed"), 0.0
         try:
             while self._obey(wait):
                 self._after_round()
@@ -142,15 +145,15 @@ class EngineLoop:
                 for turn in report.progressed:
                     if not turn.state.ended:
                         self._publish(turn)
-                self._end(report.ended)
+                self._end(report.ended, report.changes)
                 self._announcer.advance()
                 self._after_round()
                 busy = report.worked or report.ended or self._engine.auditor.awaited
                 wait = 0.0 if busy else IDLE_SECONDS
         except Exception as error:  # whatever escapes leaves the engine in doubt
-            reason = f"the engine stopped: {type(error).__name__}: {error}"
+            stopped = Stopped(reason="the engine stopped", detail=f"{type(error).__name__}: {error}")
             log.exception("the engine stopped; this is a bug, and here is the report")
-        self._stop(reason)
+        self._stop(stopped)
 
     def _obey(self, wait: float) -> bool:
         """Do the commands there are by now, waiting up to `wait` seconds for the first. False if one was to close."""
@@ -172,7 +175,7 @@ class EngineLoop:
         try:
             answer = command.run(self._engine)
         finally:
-            self._end(self._engine.take_ended())
+            self._end(self._engine.lifecycle.take_ended(), self._engine.lifecycle.take_changes())
             opened, self._opened = self._opened, []
 
         def tell(refusal: TenutoError | None) -> None:
@@ -199,14 +202,15 @@ class EngineLoop:
         if (turn.output and not turn.state.ended) or (turn.result is not None and not turn.result.committed):
             self._publish(turn)
 
-    def _end(self, turns: Iterable[Turn]) -> None:
-        """These turns have ended, in this order."""
+    def _end(self, turns: Iterable[Turn], changes: Iterable[Change]) -> None:
+        """These turns have ended, and these changes happened, in this order."""
         for turn in turns:
-            if turn.result is not None and turn.result.committed:
-                self._announcer.committed(turn)
-                self._announcer.hold(partial(self._tell_commit, turn))
-            else:
+            if turn.result is None or not turn.result.committed:
                 self._publish(turn)
+        for change in changes:
+            self._announcer.changed(change)
+            if change.turn is not None:
+                self._announcer.hold(partial(self._tell_commit, change.turn))
 
     def _tell_commit(self, turn: Turn, refusal: TenutoError | None) -> None:
         if refusal is None:
@@ -231,23 +235,23 @@ class EngineLoop:
         if not turn.state.ended and self.stopped is None:
             self._engine.abort(turn.session.id, tenant=turn.session.policy.tenant)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, stopped: Stopped) -> None:
         with self._lock:
-            self.stopped = reason
+            self.stopped = stopped
         while True:
             try:
                 command = self._commands.get_nowait()
             except Empty:
                 break
             if command is not None:
-                command.refuse(reason)
-        self._announcer.stop(reason)
+                command.refuse(stopped.error())
+        self._announcer.stop(stopped)
         for audit in self._audits:
-            audit.set_exception(EngineStopped(reason))
+            audit.set_exception(stopped.error())
         for subscription in self._subscriptions.values():
-            subscription.refuse(EngineStopped(reason))
+            subscription.refuse(stopped.error())
         self._subscriptions.clear()
-        self._on_stop()
+        self._on_stop(stopped)
 
 
 class _Subscription:
@@ -280,7 +284,7 @@ class _Subscription:
 
 class _Command(Generic[T]):
     """Work for the engine's thread, and where its result goes. With an `announcer` it shows what sessions are, and is
-    not carried out while commits cannot be acknowledged, unless it `ends` something."""
+    not carried out while changes cannot be acknowledged, unless it `ends` something."""
 
     def __init__(
         self,
@@ -311,7 +315,7 @@ class _Command(Generic[T]):
         except TenutoError as error:
             return partial(self._tell, None, error)
         except InvariantError as error:
-            self._future.set_exception(EngineStopped(f"the engine stopped: {error}"))
+            self._future.set_exception(EngineStopped("the engine stopped", detail=str(error)))
             raise
         except Exception as error:  # noqa: BLE001 - a mistake in the work; go on if memory is sound
             self._future.set_exception(error)
@@ -325,9 +329,9 @@ class _Command(Generic[T]):
         else:
             self._future.set_result(cast("T", result))
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, error: EngineStopped) -> None:
         if self._future.set_running_or_notify_cancel():
-            self._future.set_exception(EngineStopped(reason))
+            self._future.set_exception(error)
 
 
 def _nobody_asks(_: TenutoError | None) -> None:

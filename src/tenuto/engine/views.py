@@ -60,7 +60,7 @@ def session_info(engine: Engine, session: Session) -> SessionInfo:
         limit=session.limit,
         priority=session.policy.priority,
         ttl=session.policy.ttl,
-        idle_seconds=0.0 if session.turn is not None else engine.now() - session.last_turn_end,
+        idle_seconds=0.0 if session.turn is not None else round(engine.now() - session.last_turn_end, 3),
         memory=held(engine, session),
         metadata=dict(session.policy.metadata),
     )

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.views import AuditReport, PoolReport
+from tenuto.base.views import SHARED, AuditReport, PoolReport
 from tenuto.memory.memory import Memory
-from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.memory.pool import Holder, HolderKind, Lease, Pool
 from tenuto.memory.session_memory import SessionMemory
 
 UNITS_A_VISIT = 16
@@ -26,23 +26,23 @@ class _Book:
         self._free, self._limbo = pool.unused()
         self._leased = pool.leased
         self._units = array("i")  # of all leases found, one after the other
-        self._holders: list[str] = []  # whose each of these leases is
+        self._holders: list[Holder] = []  # whose each of these leases is
         self._lengths: list[int] = []
         self._tallied = 0  # of these leases, those that `_found` and `_kinds` know
         self._tallied_units = 0
         self._found = np.zeros(pool.capacity, np.int32)  # leases that list the unit
         self._kinds = np.zeros(pool.capacity, np.int32)  # kind of the last holder found
-        self._kind_numbers: dict[str, int] = {}
+        self._kind_numbers: dict[HolderKind, int] = {}
         self._places = np.zeros(pool.capacity, np.int32)  # times it is in the free list or limbo
         self._placed = 0
 
     def add(self, lease: Lease) -> int:
         """A lease as it was when the audit began. Returns its number of units."""
-        units, name = lease.units, lease.holder.holder_name
+        units, holder = lease.units, lease.holder
         if len(set(units)) != len(units):
-            raise InvariantError(f"{name} lists a unit of {self._pool.name} twice in one lease")
+            raise InvariantError(f"{holder.holder_name} lists a unit of {self._pool.name} twice in one lease")
         self._units.extend(units)
-        self._holders.append(name)
+        self._holders.append(holder)
         self._lengths.append(len(units))
         return len(units)
 
@@ -51,7 +51,7 @@ class _Book:
         units = np.frombuffer(self._units, dtype=np.int32)[self._tallied_units :]
         np.add.at(self._found, units, 1)
         numbers = self._kind_numbers
-        kinds = [numbers.setdefault(n.split(" ", 1)[0], len(numbers)) for n in self._holders[self._tallied :]]
+        kinds = [numbers.setdefault(each.holder_kind, len(numbers)) for each in self._holders[self._tallied :]]
         self._kinds[units] = np.repeat(np.array(kinds, np.int32), self._lengths[self._tallied :])
         self._tallied, self._tallied_units = len(self._holders), len(self._units)
 
@@ -80,15 +80,15 @@ class _Book:
             where = f"in {int(places[unit])} of the free list, limbo and leases"
             raise InvariantError(f"{self._pool.name}: unit {unit} is {where}")
         by_kind = np.bincount(self._kinds[self._found == 1], minlength=len(self._kind_numbers)).tolist()
-        by_holder = {kind: by_kind[number] for kind, number in self._kind_numbers.items()}
-        by_holder["shared"] = int((self._found > 1).sum())
-        held = {name: count for name, count in by_holder.items() if count}
+        by_holder: dict[str, int] = {kind: by_kind[number] for kind, number in self._kind_numbers.items()}
+        by_holder[SHARED] = int((self._found > 1).sum())
+        held = {kind: count for kind, count in by_holder.items() if count}
         pool = self._pool
         return PoolReport(pool.name, pool.capacity, len(self._free), len(self._limbo), self._leased, held)
 
     def _names(self, unit: int) -> list[str]:
         owners = np.repeat(np.arange(len(self._holders)), self._lengths)
-        return sorted(self._holders[i] for i in owners[np.frombuffer(self._units, dtype=np.int32) == unit])
+        return sorted(self._holders[i].holder_name for i in owners[np.frombuffer(self._units, dtype=np.int32) == unit])
 
     def check_in_flight(self, units: Iterable[int]) -> None:
         """The step in flight touches `units` (below 0: none). None is free, so that it cannot be given to someone

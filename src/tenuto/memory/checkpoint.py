@@ -7,12 +7,12 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import overload
+from typing import ClassVar, overload
 
 import numpy as np
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.pool import Lease, Pool
+from tenuto.memory.pool import HolderKind, Lease, Pool
 
 _position = attrgetter("position")
 
@@ -29,6 +29,7 @@ class Checkpoint:
     those that still refer to it. Both counts are written by the cache.
     """
 
+    holder_kind: ClassVar[HolderKind] = "checkpoint"
     __slots__ = ("_maker", "evicted", "parts", "pins", "position", "references")
 
     def __init__(self, position: int, maker: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from typing import ClassVar, Self
 
 from tenuto.base.errors import InvariantError
 from tenuto.memory.checkpoint import Checkpoint, Checkpoints
 from tenuto.memory.memory import Memory
-from tenuto.memory.pool import Holder, Lease
+from tenuto.memory.pool import Holder, HolderKind, Lease
 
 
 class CommittedMemory:
@@ -18,6 +18,8 @@ class CommittedMemory:
     Invariant: if the model has groups other than full attention and `computed` > 0, the last checkpoint stands at
     `computed` and is needed, while all others only save work; without such groups there are no checkpoints.
     """
+
+    holder_kind: ClassVar[HolderKind] = "session"
 
     def __init__(self, memory: Memory, name: str) -> None:
         self.memory = memory

@@ -6,18 +6,24 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from tenuto.base.errors import InvariantError
 
+HolderKind = Literal["session", "turn", "checkpoint", "admission"]
 BULK = 24
 """From this many units on, one NumPy call changes the counts instead of a loop."""
 
 
 class Holder(Protocol):
     """Whatever holds leases: a session, a turn, a checkpoint, a reservation."""
+
+    @property
+    def holder_kind(self) -> HolderKind:
+        """As what the audit counts its units."""
+        ...
 
     @property
     def holder_name(self) -> str:

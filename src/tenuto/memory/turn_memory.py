@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from tenuto.base.errors import InvariantError
 from tenuto.memory.checkpoint import Checkpoint, Checkpoints
 from tenuto.memory.committed import CommittedMemory
 from tenuto.memory.group import NOWHERE, Growth
-from tenuto.memory.pool import Holder, Lease
+from tenuto.memory.pool import Holder, HolderKind, Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class TurnMemory:
 
     It begins at `start`, a resumable position of its session, and is attached to a row while it runs.
     """
+
+    holder_kind: ClassVar[HolderKind] = "turn"
 
     def __init__(self, session: CommittedMemory, name: str, target: int, slots: tuple[Lease, ...]) -> None:
         """Begin at the highest resumable position at or below `target`. `slots`: the units admission has reserved for

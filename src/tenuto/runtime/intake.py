@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from tenuto.base.errors import EngineStopped, SessionClosed, TenutoError, TurnAborted
+from tenuto.base.errors import SessionClosed, TenutoError, TurnAborted
 from tenuto.base.messages import Draft, StartTurn
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import SessionInfo, SessionKey, Ticket
@@ -54,8 +54,7 @@ class Input:
     @property
     def session(self) -> SessionKey | None:
         """`None` for one of its own."""
-        command = self.command
-        return (command.tenant, command.session) if command.session is not None else None
+        return self.command.key
 
 
 class Intake:
@@ -137,7 +136,7 @@ class Intake:
 
     def _require_engine(self) -> None:
         if self._loop.stopped is not None:
-            raise EngineStopped(self._loop.stopped)
+            raise self._loop.stopped.error()
 
     def _prepare(self, item: Input) -> Prepared:
         """Short input is prepared against what its session seems to be; only if that does not go well, or it is long,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import SystemRandom
@@ -15,11 +14,11 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
-from tenuto.engine.text import TokenTextStream
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.memory.memory import turn_units, units_for_budget
 from tenuto.memory.shape import Shape
 from tenuto.text.chat import ChatTemplate
+from tenuto.text.stream import TextStream
 from tenuto.text.tokenizer import Tokenizer
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
 
@@ -88,9 +87,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None) -
         whole("memory_bytes", memory_bytes, 1, 2**60, ConfigError)
     budget = memory_bytes if memory_bytes is not None else 2 * _turn_bytes(spec, shape)
     units = units_for_budget(spec, shape, budget, expected=max(1, config.context_length // 4))
-    text: Callable[[tuple[str, ...], int], TokenTextStream] | None = None
-    if model.tokenizer is not None:
-        text = partial(TokenTextStream, model.tokenizer)
+    text = partial(TextStream, model.tokenizer) if model.tokenizer is not None else None
     return Engine(
         model.executor,
         units,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tenuto.base.errors import TenutoError
-from tenuto.base.messages import Answer, AnyReply, Refusal, Request, Stopped, Updates
+from tenuto.base.messages import Answer, AnyReply, Refusal, Request, Stopped, Updates, refusal_of
 from tenuto.base.turns import Delta
 from tenuto.runtime.texts import Texts
 
@@ -46,18 +46,16 @@ class Outbox:
 
     def refuse(self, call: int, error: BaseException) -> None:
         """Refuse a request, or tell the one who has started a turn that no more comes of it."""
-        code = error.code if isinstance(error, TenutoError) else TenutoError.code
-        text = str(error) if isinstance(error, TenutoError) else f"{type(error).__name__}: {error}"
-        param = error.param if isinstance(error, TenutoError) else None
-        self._waiting.put(partial(self._refuse, Refusal(call=call, code=code, message=text, param=param)))
+        told = error if isinstance(error, TenutoError) else TenutoError(f"{type(error).__name__}: {error}")
+        self._waiting.put(partial(self._refuse, refusal_of(call, told)))
 
     def update(self, updates: Sequence[tuple[int, Delta]]) -> None:
         """What turns have brought, by call."""
         self._waiting.put(partial(self._update, updates))
 
-    def stopped(self, reason: str) -> None:
+    def stopped(self, stopped: Stopped) -> None:
         """The engine has ended."""
-        self._waiting.put(lambda: self._send(Stopped(reason=reason)))
+        self._waiting.put(partial(self._send, stopped))
 
     def close(self) -> None:
         """Send what is there, and end."""

@@ -23,6 +23,7 @@ from tenuto.base.messages import (
     OpenSession,
     Request,
     StartTurn,
+    Stopped,
     Withdraw,
     WorkerSettings,
 )
@@ -133,14 +134,14 @@ class Service:
 
     def _regenerate(self, engine: Engine, request: StartTurn) -> Ticket:
         ticket = self._dispatcher.execute(request)
-        self._loop.subscribe(engine.sessions.turn(ticket.session, request.tenant), _Outlet(request.call, self))
+        self._loop.subscribe(engine.sessions.turn(ticket.session, request.tenant), partial(self.publish, request.call))
         return ticket
 
     def _take_in(self, request: StartTurn | Draft) -> None:
         self._intake.put(
             Input(
                 command=request,
-                subscriber=_Outlet(request.call, self) if isinstance(request, StartTurn) else None,
+                subscriber=partial(self.publish, request.call) if isinstance(request, StartTurn) else None,
                 answer=partial(self._answer_in_order, request),
                 refuse=partial(self._outbox.refuse, request.call),
             )
@@ -197,10 +198,10 @@ class Service:
             self._outbox.update(self._updates)
             self._updates = []
 
-    def _stopped(self) -> None:
+    def _stopped(self, stopped: Stopped) -> None:
         self._flush()
         self._model.executor.close()
-        self._outbox.stopped(self._loop.stopped or "the engine was closed")
+        self._outbox.stopped(stopped)
 
     def _describe_model(self, engine: Engine) -> ModelView:
         model, pools = self._model, engine.memory.pools
@@ -232,16 +233,3 @@ def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> 
     config = engine_config(settings.config, model.max_context)
     memory = settings.memory_bytes if settings.memory_bytes is not None else server_budget(model, config)
     return Service(model, config, memory, send)
-
-
-class _Outlet:
-    """Tells a service what a turn brings."""
-
-    __slots__ = ("_call", "_service")
-
-    def __init__(self, call: int, service: Service) -> None:
-        self._call = call
-        self._service = service
-
-    def __call__(self, news: Delta | TenutoError) -> None:
-        self._service.publish(self._call, news)

@@ -18,7 +18,7 @@ import msgspec
 from tenuto.base.errors import TenutoError
 from tenuto.base.frames import FrameReader, frame
 from tenuto.base.logs import configure_logs
-from tenuto.base.messages import AnyReply, AnyRequest, Describe, Refusal, WorkerSettings
+from tenuto.base.messages import AnyReply, AnyRequest, Describe, WorkerSettings, refusal_of
 from tenuto.runtime.service import Service, open_service
 
 RECEIVE_BYTES = 2**18
@@ -48,7 +48,7 @@ def run(connection: socket.socket) -> None:
         while received := connection.recv(RECEIVE_BYTES):
             service = _obey(frames.feed(received), service, send)
     except TenutoError as error:
-        send(Refusal(call=0, code=error.code, message=str(error), param=error.param))
+        send(refusal_of(0, error))
     except ConnectionError:  # as good as closed
         pass
     finally:

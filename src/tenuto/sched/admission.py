@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import ClassVar
 
 import numpy as np
 
 from tenuto.memory.memory import Memory
-from tenuto.memory.pool import Lease
+from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, is_computed, start_target
 from tenuto.sched.pressure import Pressure
@@ -26,6 +27,7 @@ class Admission:
     has as many rows for its weight as the waiting turn's tenant will have, and drafts. Nobody yields to a draft.
     """
 
+    holder_kind: ClassVar[HolderKind] = "admission"
     holder_name = "admission"
 
     def __init__(

@@ -153,23 +153,35 @@ class Pressure:
         return False
 
     def _drop_sharing(self, short: Sequence[int], held: Masks, spared: set[str]) -> bool:
-        """No session frees a unit by itself: take the first with short units that are not `held`, and drop everybody
-        who shares these until one is free."""
-        family = tuple(np.zeros(pool.capacity, np.bool_) for pool in self._memory.pools)
-        for _, session in self._droppable(spared):
-            for group, lease in session.memory.essential_leases():
-                units = units_of(lease)
-                family[group][units[~held[group][units]]] = group in short
-            if any(family[group].any() for group in short):
-                break
+        """No session frees a unit by itself: take the first with short units that are not `held`, pick of these the one
+        with the fewest leases, and drop those who share it until a unit is free."""
+        shared = (self._least_shared(session, short, held) for _, session in self._droppable(spared))
+        wanted = next((unit for unit in shared if unit is not None), None)
+        if wanted is None:
+            return False
+        group, page = wanted
         dropped, unused = False, self._unused(short)
         for rung, session in list(self._droppable(spared)):
-            while any(family[group][units_of(lease)].any() for group, lease in session.memory.essential_leases()):
+            while any(at == group and page in lease.units for at, lease in session.memory.essential_leases()):
                 self._yield(rung, session)  # its turn's memory first, then its own
                 dropped = True
                 if self._unused(short) > unused:
                     return True
         return dropped  # if no unit is free yet, cached checkpoints hold them too
+
+    def _least_shared(self, session: Session, short: Sequence[int], held: Masks) -> tuple[int, int] | None:
+        """The group and number of a session's unit with the fewest leases, among those in `short` groups that are not
+        `held`. `None` if there is none."""
+        least: tuple[int, int, int] | None = None
+        for group, lease in session.memory.essential_leases():
+            units = units_of(lease)
+            units = units[~held[group][units]] if group in short else units[:0]
+            if len(units):
+                counts = self._memory.pools[group].counts
+                count, unit = min((counts[unit], unit) for unit in units.tolist())
+                found = (count, group, unit)
+                least = found if least is None else min(least, found)
+        return least[1:] if least is not None else None
 
     def _unused(self, groups: Sequence[int]) -> int:
         return sum(self._memory.pools[group].free + self._memory.pools[group].limbo for group in groups)

@@ -48,5 +48,5 @@ async def audit(edge: EdgeOf, _: Admin) -> dict[str, Any]:
 async def metrics(edge: EdgeOf, counted: MetricsOf, _: Scraper) -> Response:
     """Metrics for Prometheus. They name tenants, so if the server has keys, this needs an admin key, unless it was
     started with `--public-metrics`."""
-    text = await counted.text(edge.link, edge.served_name, edge.turns.waiting.total())
+    text = await counted.text(edge.link, edge.served_name, edge.turns.queues.waiting.total())
     return Response(text, media_type=CONTENT_TYPE)

@@ -7,26 +7,24 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 import structlog
 
-from tenuto.base.errors import EngineStopped, InvalidRequest
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.frames import FrameReader, frame
-from tenuto.base.link import Deliver, Switchboard
-from tenuto.base.messages import AnyReply, Refusal, Request, StartTurn, WorkerSettings, error_of
+from tenuto.base.link import Link
+from tenuto.base.messages import AnyReply, Refusal, Request, Stopped, WorkerSettings, error_of
 from tenuto.base.views import ModelView
 
 log = structlog.get_logger("tenuto.server")
-
-T = TypeVar("T")
 
 EXIT_SECONDS = 5.0
 """How long an engine process may take to exit, once its socket is closed, before it is killed."""
 
 
-class ProcessLink(asyncio.Protocol):
+class ProcessLink(Link, asyncio.Protocol):
     """A `Link` to a child process over a pair of sockets: when either side ends, the other notices at once. Made by
     `open`."""
 
@@ -35,7 +33,7 @@ class ProcessLink(asyncio.Protocol):
     _transport: asyncio.Transport
 
     def __init__(self) -> None:
-        self._board = Switchboard(self._send)
+        super().__init__()
         self._frames = FrameReader()
         self._decoder = msgspec.msgpack.Decoder(AnyReply)
         self._encoder = msgspec.msgpack.Encoder()
@@ -61,30 +59,17 @@ class ProcessLink(asyncio.Protocol):
         return link
 
     @property
-    def stopped(self) -> str | None:
-        return self._board.stopped
-
-    @property
     def pid(self) -> int:
         """The child's process id."""
         return self._child.pid
 
-    async def call(self, request: Request[T]) -> T:
-        return await self._board.call(request)
-
-    async def start(self, request: StartTurn, deliver: Deliver) -> None:
-        await self._board.start(request, deliver)
-
-    async def ended(self) -> None:
-        await self._board.ended()
-
     async def close(self) -> None:
         """Close the socket, which makes the child exit, and wait until it has."""
         self._transport.close()
-        self._board.stop("the engine was closed")
+        self.stop(Stopped(reason="the engine was closed"))
         await self._bury()
 
-    def _send(self, request: Request[Any]) -> None:
+    def send(self, request: Request[Any]) -> None:
         try:
             message = self._encoder.encode(request)
         except (OverflowError, UnicodeEncodeError) as error:
@@ -98,9 +83,9 @@ class ProcessLink(asyncio.Protocol):
         for payload in self._frames.feed(data):
             reply: AnyReply = self._decoder.decode(payload)
             if self._ready.done():
-                self._board.take(reply)
-                if self._board.stopped is not None:
-                    log.error("engine stopped", reason=self._board.stopped)
+                self.take(reply)
+                if self.stopped is not None:
+                    log.error("engine stopped", reason=str(self.stopped.error()))
                     self._transport.close()
             elif isinstance(reply, Refusal):
                 self._ready.set_exception(error_of(reply))
@@ -120,9 +105,9 @@ class ProcessLink(asyncio.Protocol):
             await self._child.wait()
         status = self._child.returncode or 0
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-        reason = f"the engine process {how}"
-        if self._board.stopped is None:
-            log.error("engine ended", reason=reason)
-        self._board.stop(reason)
+        stopped = Stopped(reason=f"the engine process {how}")
+        if self.stopped is None:
+            log.error("engine ended", reason=stopped.reason)
+        self.stop(stopped)
         if not self._ready.done():
-            self._ready.set_exception(EngineStopped(reason))
+            self._ready.set_exception(stopped.error())

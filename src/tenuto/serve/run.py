@@ -129,4 +129,4 @@ async def _serve(
     for task in (watching, *ends):
         task.cancel()
     if link.stopped is not None and not asked:
-        raise EngineStopped(link.stopped)
+        raise link.stopped.error()

@@ -14,8 +14,9 @@ from tenuto.base.turns import EndReason, TurnResult, TurnState, Usage
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.session.records import SavedSession, TurnRecord, cut_records
-from tenuto.session.turn import TRANSITIONS, Rank, TextStream
+from tenuto.session.turn import TRANSITIONS, Rank
 from tenuto.text.chat import Conversation
+from tenuto.text.stream import TextStream
 
 
 class Session:
@@ -90,12 +91,7 @@ class Session:
         replaced = self.records.pop() if turn.replaces else None
         del self.history[turn.base_length :]
         start = replaced.start if replaced is not None else turn.base_length
-        self.history.extend(turn.input)
-        input_end = len(self.history)
-        self.history.extend(output)
-        if len(self.history) > start:  # an empty append leaves no record
-            self.records.append(TurnRecord(start, input_end, len(self.history), turn.conversation))
-        self.version += 1
+        self._extend(start, turn.input, output, turn.conversation)
         if self.memory.turn is not None:
             self.memory.turn.commit(self._last(), turn.base_length)
         else:
@@ -110,15 +106,26 @@ class Session:
         cut: bool = False,
     ) -> None:
         """Commit a turn that was computed elsewhere, and ends now: only its tokens are here."""
-        start = len(self.history)
+        self._extend(len(self.history), tokens, output, conversation, cut=cut)
+        self.memory.lost = "adopted"
+        self.turn_ended(now)
+
+    def _extend(
+        self,
+        start: int,
+        tokens: array[int],
+        output: array[int],
+        conversation: Conversation | None,
+        *,
+        cut: bool = False,
+    ) -> None:
+        """A turn that begins at `start` joins the history, which has its tokens up to the new ones."""
         self.history.extend(tokens)
         input_end = len(self.history)
         self.history.extend(output)
-        if len(self.history) > start:
+        if len(self.history) > start:  # an empty append leaves no record
             self.records.append(TurnRecord(start, input_end, len(self.history), conversation, cut))
         self.version += 1
-        self.memory.lost = "adopted"
-        self.turn_ended(now)
 
     def saved(self) -> SavedSession:
         """The session as of its last commit."""

@@ -1,4 +1,4 @@
-"""What turns are made of: their transitions, their input as tokens, their output as text."""
+"""What turns are made of: their transitions, and their input as tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 
@@ -28,32 +27,6 @@ TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
     ),
 }
 """Every transition of an open turn: from which states, to which."""
-
-
-class TextStream(Protocol):
-    """Turns a turn's output tokens into text, and finds its stop strings."""
-
-    def push(self, token: int) -> bool:
-        """Take the next output token; True if a stop string is now complete."""
-        ...
-
-    def finish(self) -> None:
-        """No more tokens: deliver what was held back."""
-        ...
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that is complete, if one is."""
-        ...
-
-    @property
-    def delivered_tokens(self) -> int:
-        """Leading output tokens whose text has been delivered whole."""
-        ...
-
-    def take_text(self) -> str:
-        """Text delivered since the last call."""
-        ...
 
 
 def as_tokens(tokens: Iterable[int], vocab_size: int, most: int) -> array[int]:

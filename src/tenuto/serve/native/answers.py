@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import fields
 from typing import Any
 
+from fastapi import Response
+
 from tenuto.base.errors import TenutoError
+from tenuto.base.messages import Request
 from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.turns import Delta
 from tenuto.base.views import SessionInfo, Ticket
-from tenuto.serve.native.schemas import Session, Turn, Usage
+from tenuto.serve.native.schemas import Session, Turn, Usage, etag
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -18,26 +22,18 @@ from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import event
 
 
+async def shown(edge: Edge, tenant: Tenant, request: Request[SessionInfo], response: Response) -> Session:
+    """The session that the engine answers with; its version is in the response's headers, too."""
+    info = await edge.link.call(request)
+    response.headers["etag"] = etag(info.version)
+    return session_body(edge, tenant, info)
+
+
 def session_body(edge: Edge, tenant: Tenant, info: SessionInfo) -> Session:
     """A session as it is now."""
-    turn = edge.turns.open_turn((tenant.name, info.session_id))
-    return Session(
-        id=info.session_id,
-        state=info.state,
-        turn=info.turn,
-        turn_id=turn.id if turn is not None else None,
-        version=info.version,
-        turns=info.turns,
-        tokens=info.tokens,
-        computed=info.computed,
-        context_left=info.context_left,
-        max_tokens=info.limit,
-        priority=info.priority,
-        ttl=info.ttl,
-        idle_seconds=round(info.idle_seconds, 3),
-        memory=dict(info.memory),
-        metadata=dict(info.metadata),
-    )
+    turn = edge.turns.queues.open_turn((tenant.name, info.session_id))
+    own = {"id": info.session_id, "max_tokens": info.limit, "turn_id": turn.id if turn is not None else None}
+    return Session.model_validate(own | {each.name: getattr(info, each.name) for each in fields(info)})
 
 
 def turn_body(turn: LiveTurn) -> Turn:

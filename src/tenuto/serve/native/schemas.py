@@ -14,6 +14,7 @@ from tenuto.base.views import Record
 from tenuto.serve.shared.schemas import (
     ID_LENGTH,
     ID_PATTERN,
+    Id,
     Items,
     Messages,
     Object,
@@ -25,14 +26,7 @@ from tenuto.serve.shared.schemas import (
 MAX_TRIM_TURNS = 100_000
 SessionId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The session's id.")]
 TurnId = Annotated[str, Path(pattern=r"^turn-[0-9a-f]{24}$", description="The turn's id.")]
-NewId = Annotated[
-    str | None,
-    Field(
-        pattern=ID_PATTERN,
-        max_length=ID_LENGTH,
-        description="Made up by the server if not given; an id in use is refused.",
-    ),
-]
+NewId = Annotated[Id | None, Field(description="Made up by the server if not given; an id in use is refused.")]
 IfMatch = Annotated[
     str | None,
     Header(description="The version the session must have, as in its `ETag`; otherwise refused with 412."),
@@ -59,7 +53,7 @@ class NewSession(Object):
 
     id: NewId = None
     system: str | None = Field(None, description="A system message, put before the first messages.")
-    ttl: float | None = field_of("ttl", "Seconds without a turn until it is closed; the server's default if not given.")
+    ttl: float | None = field_of("ttl")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Priority of its turns; higher runs first.")
     max_tokens: int | None = field_of("max_tokens")
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(

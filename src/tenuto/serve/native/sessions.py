@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query, Response
 
 from tenuto.base.messages import Fork, GetSession, ListSessions, ListTurns, OpenSession, Rewind, Trim
 from tenuto.base.options import Policy
-from tenuto.base.views import SessionInfo, StateFilter
-from tenuto.serve.native.answers import session_body
+from tenuto.base.views import StateFilter
+from tenuto.serve.native.answers import session_body, shown
 from tenuto.serve.native.schemas import (
     IfMatch,
     NewFork,
@@ -20,12 +20,11 @@ from tenuto.serve.native.schemas import (
     Session,
     SessionId,
     SessionList,
-    etag,
     version_of,
 )
-from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
-from tenuto.serve.shared.settings import Tenant, new_session_id
+from tenuto.serve.shared.settings import new_session_id
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -33,22 +32,16 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 @router.post("", status_code=201, responses=REFUSALS)
 async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response: Response) -> Session:
     """Open a session."""
-    info = await edge.link.call(
-        OpenSession(
-            session=body.id or new_session_id(),
-            policy=Policy(
-                body.priority,
-                edge.settings.ttl(body.ttl, named=body.id is not None),
-                body.max_tokens,
-                tenant=tenant.name,
-                metadata=tuple(body.metadata.items()),
-            ),
-            system=body.system,
-            limits=tenant.limits,
-        )
+    policy = Policy(
+        body.priority,
+        edge.settings.ttl(body.ttl, named=body.id is not None),
+        body.max_tokens,
+        tenant=tenant.name,
+        metadata=tuple(body.metadata.items()),
     )
-    response.headers["location"] = f"/v1/sessions/{info.session_id}"
-    return _shown(edge, tenant, info, response)
+    request = OpenSession(session=body.id or new_session_id(), policy=policy, system=body.system, limits=tenant.limits)
+    response.headers["location"] = f"/v1/sessions/{request.session}"
+    return await shown(edge, tenant, request, response)
 
 
 @router.get("", responses=REFUSALS)
@@ -71,8 +64,7 @@ async def list_sessions(
 @router.get("/{session_id}", responses=REFUSALS)
 async def get_session(edge: EdgeOf, tenant: Caller, session_id: SessionId, response: Response) -> Session:
     """A session as it is now."""
-    info = await edge.link.call(GetSession(tenant=tenant.name, session=session_id))
-    return _shown(edge, tenant, info, response)
+    return await shown(edge, tenant, GetSession(tenant=tenant.name, session=session_id), response)
 
 
 @router.delete("/{session_id}", status_code=204, responses=REFUSALS)
@@ -106,18 +98,16 @@ async def fork(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewFork, response: Response, if_match: IfMatch = None
 ) -> Session:
     """Open a new session with the same beginning; memory is shared. It does not see an open turn."""
-    info = await edge.link.call(
-        Fork(
-            tenant=tenant.name,
-            session=session_id,
-            child=body.id or new_session_id(),
-            turn=body.turn,
-            position=body.position,
-            version=version_of(if_match),
-            limits=tenant.limits,
-        )
+    request = Fork(
+        tenant=tenant.name,
+        session=session_id,
+        child=body.id or new_session_id(),
+        turn=body.turn,
+        position=body.position,
+        version=version_of(if_match),
+        limits=tenant.limits,
     )
-    return _shown(edge, tenant, info, response)
+    return await shown(edge, tenant, request, response)
 
 
 @router.post("/{session_id}/rewind", responses=REFUSALS)
@@ -128,7 +118,7 @@ async def rewind(
     request = Rewind(
         tenant=tenant.name, session=session_id, turn=body.turn, position=body.position, version=version_of(if_match)
     )
-    return _shown(edge, tenant, await edge.link.call(request), response)
+    return await shown(edge, tenant, request, response)
 
 
 @router.post("/{session_id}/trim", status_code=201, responses=REFUSALS)
@@ -136,19 +126,12 @@ async def trim(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewTrim, response: Response, if_match: IfMatch = None
 ) -> Session:
     """Open a new session with some turns of this one. Leading turns share memory, others are computed when needed."""
-    info = await edge.link.call(
-        Trim(
-            tenant=tenant.name,
-            session=session_id,
-            child=body.id or new_session_id(),
-            turns=body.turns,
-            version=version_of(if_match),
-            limits=tenant.limits,
-        )
+    request = Trim(
+        tenant=tenant.name,
+        session=session_id,
+        child=body.id or new_session_id(),
+        turns=body.turns,
+        version=version_of(if_match),
+        limits=tenant.limits,
     )
-    return _shown(edge, tenant, info, response)
-
-
-def _shown(edge: Edge, tenant: Tenant, info: SessionInfo, response: Response) -> Session:
-    response.headers["etag"] = etag(info.version)
-    return session_body(edge, tenant, info)
+    return await shown(edge, tenant, request, response)

@@ -15,7 +15,7 @@ from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.messages import AbortTurn, Draft, StartTurn
 from tenuto.base.options import turn_params
 from tenuto.base.turns import TurnKind, check_keep
-from tenuto.serve.native.answers import session_body, turn_body, turn_events
+from tenuto.serve.native.answers import shown, turn_body, turn_events
 from tenuto.serve.native.schemas import (
     STREAMED,
     Abort,
@@ -150,12 +150,10 @@ async def draft(
         name=f"draft-{secrets.token_hex(12)}",
     )
     try:
-        info = await while_connected(request, edge.link.call(draft))
+        return await while_connected(request, shown(edge, tenant, draft, response))
     except ClientDisconnect:
         edge.spawn(edge.turns.withdraw(draft.name))
         raise
-    response.headers["etag"] = etag(info.version)
-    return session_body(edge, tenant, info)
 
 
 @router.post("/abort", responses=REFUSALS)
@@ -167,7 +165,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
         if turn.ended:
             raise IllegalTransition(f"turn {turn.id} has ended: it is {turn.state}")
     else:
-        found = edge.turns.open_turn((tenant.name, session_id))
+        found = edge.turns.queues.open_turn((tenant.name, session_id))
         if found is None:
             await edge.link.call(AbortTurn(tenant=tenant.name, session=session_id))
             return None

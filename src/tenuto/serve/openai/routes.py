@@ -165,7 +165,7 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
         try:
             samples.turns = [await edge.start(tenant, start, request_key=key)]
         except TenutoError:
-            if opened and edge.turns.open_turn((tenant.name, session)) is None:
+            if opened and edge.turns.queues.open_turn((tenant.name, session)) is None:
                 with suppress(TenutoError):
                     await edge.turns.close_session((tenant.name, session), version=0)
             raise

@@ -14,9 +14,8 @@ from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
 from tenuto.base.turns import Message
 from tenuto.serve.shared.samples import MAX_SAMPLES
 from tenuto.serve.shared.schemas import (
-    ID_LENGTH,
-    ID_PATTERN,
     MAX_MESSAGES,
+    Id,
     Items,
     Messages,
     Object,
@@ -127,10 +126,8 @@ class Generation(OpenAIObject):
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1 and 0 keep all.")
     min_tokens: int | None = field_of("min_new_tokens")
     stop_token_ids: Items[TokenId] | None = field_of("stop_ids")
-    session_id: str | None = Field(
+    session_id: Id | None = Field(
         None,
-        pattern=ID_PATTERN,
-        max_length=ID_LENGTH,
         description="The request is a turn of this session, opened if it does not exist: send only what is new."
         " The answer has the session's `version`.",
     )

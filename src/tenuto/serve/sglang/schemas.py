@@ -15,8 +15,8 @@ from tenuto.base.sampling import MAX_LOGPROBS, MAX_TOKEN_ID
 from tenuto.serve.shared.samples import MAX_SAMPLES
 from tenuto.serve.shared.schemas import (
     ID_LENGTH,
-    ID_PATTERN,
     MAX_PROMPTS,
+    Id,
     Items,
     Object,
     Prompts,
@@ -67,19 +67,15 @@ class OpenSessionRequest(SGLangObject):
     capacity_of_str_len: int = Field(
         0, ge=-(2**63), lt=2**63, description="Stored with the session; its real limit is the context length."
     )
-    session_id: str | None = Field(
-        None, pattern=ID_PATTERN, max_length=ID_LENGTH, description="Made up by the server if not given."
-    )
+    session_id: Id | None = Field(None, description="Made up by the server if not given.")
     streaming: bool | None = None
-    timeout: float | None = field_of(
-        "ttl", "Seconds without a turn until it is closed; the server's default if not given."
-    )
+    timeout: float | None = field_of("ttl")
 
 
 class CloseSessionRequest(SGLangObject):
     """A session to close."""
 
-    session_id: str = Field(pattern=ID_PATTERN, max_length=ID_LENGTH)
+    session_id: Id
 
 
 class AbortRequest(SGLangObject):

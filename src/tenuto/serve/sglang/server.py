@@ -76,14 +76,17 @@ async def model_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     """The model."""
     edge.require_engine()
     return {
-        "model_path": edge.model.path or edge.model.model,
-        "tokenizer_path": edge.model.path or edge.model.model,
+        **_paths(edge),
         "is_generation": True,
         "preferred_sampling_params": None,
         "weight_version": WEIGHT_VERSION,
         "has_image_understanding": False,
         "has_audio_understanding": False,
     }
+
+
+def _paths(edge: Edge) -> dict[str, str]:
+    return dict.fromkeys(("model_path", "tokenizer_path"), edge.model.path or edge.model.model)
 
 
 @router.get("/get_server_info", responses=REFUSALS)
@@ -93,8 +96,7 @@ async def server_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     model, settings = edge.model, edge.settings
     stats = await edge.link.call(GetStats())
     return {
-        "model_path": model.path or model.model,
-        "tokenizer_path": model.path or model.model,
+        **_paths(edge),
         "served_model_name": edge.served_name,
         "host": settings.host,
         "port": settings.port,

@@ -13,7 +13,6 @@ from starlette.datastructures import Headers
 
 from tenuto.base.errors import (
     Draining,
-    EngineStopped,
     Forbidden,
     LimitReached,
     ModelNotFound,
@@ -75,7 +74,7 @@ class Edge:
     def require_engine(self) -> None:
         """Raises `EngineStopped` if the engine has stopped."""
         if self.link.stopped is not None:
-            raise EngineStopped(self.link.stopped)
+            raise self.link.stopped.error()
 
     async def start(
         self,
@@ -111,7 +110,7 @@ class Edge:
     async def drain(self) -> None:
         """Refuse new turns, give open ones time to end, then abort the rest."""
         self.draining = True
-        self.turns.refuse_waiting(Draining("the server is shutting down; try again later"))
+        self.turns.queues.refuse_all(Draining("the server is shutting down; try again later"))
         deadline = time.monotonic() + self.settings.drain_seconds
         while (
             self.turns.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.base.errors import EngineStopped, TenutoError
+from tenuto.base.errors import TenutoError
 
 RETRY_SECONDS = 1
 """For `Retry-After`, if nothing better is known."""
@@ -31,13 +31,8 @@ class Failure:
 
     @staticmethod
     def of(error: TenutoError) -> Failure:
-        """Leaves to the log why the engine stopped and what went wrong in the server: that may name anyone's
-        sessions."""
-        message = str(error)
-        if isinstance(error, EngineStopped):
-            message = message.partition(":")[0]
-        elif error.status == 500:
-            message = BROKEN
+        """Omits the error's detail; of our own mistakes nothing is told at all."""
+        message = BROKEN if error.status == 500 else error.message
         return Failure(error.status, error.code, message, error.param)
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 from tenuto.base.errors import TenutoError
 from tenuto.base.link import TurnNews
 from tenuto.base.messages import StartTurn
-from tenuto.base.turns import Delta, TurnResult, joined, kept
+from tenuto.base.turns import AbortGate, Delta, TurnResult, joined
 from tenuto.base.views import Ticket
 
 
@@ -36,7 +36,8 @@ class LiveTurn:
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
         self.readers = 0  # in `follow`, or about to be
         self.rolling_back = False  # it is being aborted because nobody reads it
-        self._held: list[Delta] | None = None  # deltas since an abort: the result says which are kept
+        self._gate = AbortGate()
+        self.begin_abort = self._gate.begin_abort
         self._wakers: list[asyncio.Future[None]] = []  # of readers who have read everything so far
 
     @property
@@ -63,7 +64,7 @@ class LiveTurn:
     @property
     def delivered(self) -> int:
         """Leading output tokens whose text readers have received."""
-        return self.deltas[-1].delivered if self.deltas else 0
+        return self._gate.delivered
 
     def require_accepted(self) -> None:
         """Raises the error with which the engine refused the turn, if it did."""
@@ -76,7 +77,8 @@ class LiveTurn:
         """Handle news from the link."""
         match news:
             case Delta():
-                self._take(news)
+                if (delta := self._gate.take(news)) is not None:
+                    self._add(delta)
             case Ticket():
                 self._drop_input()
                 self.ticket = news
@@ -91,17 +93,7 @@ class LiveTurn:
         self.answered.set()
         self._wake()
 
-    def begin_abort(self) -> None:
-        """From now on readers receive only what the abort keeps."""
-        if self._held is None:
-            self._held = []
-
-    def _take(self, delta: Delta) -> None:
-        if self._held is not None:
-            self._held.append(delta)
-            if delta.result is None:
-                return
-            delta = kept(self._held, sum(len(earlier.tokens) for earlier in self.deltas), self.delivered)
+    def _add(self, delta: Delta) -> None:
         if delta.result is not None and (delta.tokens or delta.text):  # the end is its own event, to resume at
             self.deltas.append(msgspec.structs.replace(delta, result=None))
             delta = Delta(delivered=delta.delivered, result=delta.result)

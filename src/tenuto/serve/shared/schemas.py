@@ -49,6 +49,8 @@ def at_most(entries: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+Id = Annotated[str, Field(pattern=ID_PATTERN, max_length=ID_LENGTH)]
+"""Of a session."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenKey = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=False)]
 """A token id as a key: JSON has only strings there."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from tenuto.base.checks import real, seconds, shown
-from tenuto.base.config import MAX_WEIGHT, MIN_WEIGHT, Limits
+from tenuto.base.checks import seconds, shown
+from tenuto.base.config import WEIGHTS, Limits
 from tenuto.base.errors import ConfigError
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
@@ -97,7 +97,7 @@ def _weights(entries: list[KeySettings]) -> tuple[tuple[str, float], ...]:
     for entry in entries:
         if entry.weight is None:
             continue
-        weight = real(f"the weight of tenant {entry.tenant!r}", entry.weight, MIN_WEIGHT, MAX_WEIGHT, ConfigError)
+        weight = WEIGHTS.check(f"the weight of tenant {entry.tenant!r}", entry.weight, ConfigError)
         if found.setdefault(entry.tenant, weight) != weight:
             raise ConfigError(
                 f"tenant {entry.tenant!r} has weights {found[entry.tenant]:g} and {weight:g}; allowed: one, in any of"

@@ -47,16 +47,10 @@ class EventStream(Response):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI interface
-        sending = asyncio.ensure_future(self._send(send))
-        watching = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(ClientDisconnect):
+                await _until_disconnected(receive, self._send(send))
         finally:
-            watching.cancel()
-            if not sending.done():
-                sending.cancel()
-            with suppress(asyncio.CancelledError):
-                await sending
             await self._events.aclose()  # type: ignore[attr-defined] # an async generator: its readers are counted
             self._on_close()
 
@@ -67,16 +61,20 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`. If the client disconnects first, `work` is cancelled and `ClientDisconnect` raised."""
+    return await _until_disconnected(request.receive, work)
+
+
 async def _disconnected(receive: Receive) -> None:
     with suppress(TenutoError):  # a body that is too large, or never ends, counts as a disconnect
         while (await receive())["type"] != "http.disconnect":
             pass
 
 
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client disconnects first, `work` is cancelled and `ClientDisconnect` raised."""
+async def _until_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(request.receive))
+    watching = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

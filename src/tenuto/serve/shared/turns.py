@@ -29,7 +29,7 @@ class Turns:
         self._link = link
         self._turns: dict[str, LiveTurn] = {}  # by id
         self._ended = EndedTurns()
-        self._queues = SessionQueues()
+        self.queues = SessionQueues()
         self._keys = IdempotencyKeys()
         self._background = Background()
         self.open = Counter[str]()  # open turns, by tenant
@@ -37,11 +37,6 @@ class Turns:
         self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every accepted turn that ends
 
     # -- looking up
-
-    @property
-    def waiting(self) -> Counter[str]:
-        """Turns that wait for another turn of their session, by tenant."""
-        return self._queues.waiting
 
     def find(self, tenant: str, session: str | None, turn_id: str) -> LiveTurn:
         """Raises `NotFound`."""
@@ -53,10 +48,6 @@ class Turns:
     def open_turns(self, tenant: str | None = None) -> list[LiveTurn]:
         """Open turns of `tenant`, `None` for all tenants."""
         return [turn for turn in self._turns.values() if not turn.ended and tenant in (None, turn.tenant)]
-
-    def open_turn(self, session: SessionKey) -> LiveTurn | None:
-        """The session's turn that has begun but not ended."""
-        return self._queues.open_turn(session)
 
     # -- starting
 
@@ -110,7 +101,7 @@ class Turns:
         request = turn.request
         try:
             if request.key is not None:
-                request = await self._queues.begin(turn, request.key, queue=queue, max_queued=max_queued)
+                request = await self.queues.begin(turn, request.key, queue=queue, max_queued=max_queued)
             await self._link.start(request, lambda news: self._deliver(turn, news))
         except TenutoError as error:
             turn.fail(error)
@@ -144,7 +135,7 @@ class Turns:
                 del self._turns[dropped.id]
                 self._keys.release(dropped)
         if turn.request.key is not None:
-            self._queues.leave(turn, turn.request.key)
+            self.queues.leave(turn, turn.request.key)
 
     async def abort(self, turn: LiveTurn, keep: Keep = None) -> None:
         """End the turn and commit what `keep` says; "delivered" is what its readers have received. An ended turn stays
@@ -180,11 +171,7 @@ class Turns:
         await self.abort_quietly(turn)
 
     def _refuse_waiting(self, turn: LiveTurn) -> None:
-        self._queues.refuse(turn, IllegalTransition("the turn was aborted before it began"))
-
-    def refuse_waiting(self, error: TenutoError) -> None:
-        """Refuse all turns that wait for their session."""
-        self._queues.refuse_all(error)
+        self.queues.refuse(turn, IllegalTransition("the turn was aborted before it began"))
 
     async def withdraw(self, name: str) -> None:
         """Nobody waits for the input of this name any more; see `messages.Withdraw`."""
@@ -194,5 +181,5 @@ class Turns:
     async def close_session(self, session: SessionKey, *, finish: bool = False, version: int | None = None) -> None:
         """Have the engine close a session, and refuse turns that wait for it. Raises the engine's refusal."""
         tenant, session_id = session
-        with self._queues.closing(session):
+        with self.queues.closing(session):
             await self._link.call(CloseSession(tenant=tenant, session=session_id, finish=finish, version=version))

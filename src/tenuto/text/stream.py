@@ -9,9 +9,9 @@ from tenuto.text.stops import StopMatcher
 from tenuto.text.tokenizer import Tokenizer
 
 
-class TokenTextStream:
-    """A `session.turn.TextStream` over a tokenizer. `functools.partial(TokenTextStream, tokenizer)` is what an engine
-    takes as its `text`.
+class TextStream:
+    """Turns a turn's output tokens into text, and finds its stop strings. `functools.partial(TextStream, tokenizer)` is
+    what an engine takes as its `text`.
 
     Two things hold text back: bytes that are not a whole character yet, and characters that may still become a stop
     string. Invariant: `_ends` has, in order, for every token that ends with a character and is not yet delivered whole,
