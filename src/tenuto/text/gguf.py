@@ -38,10 +38,13 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
             supported = ", ".join(sorted(_PRE_TOKENIZERS))
             raise ModelError(f"{path} has pre-tokenizer {pre!r}; supported: {supported}")
         tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
-        merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
-        backend = _backend(pre, tokens, types, merges)
+        merges = meta["tokenizer.ggml.merges"]
     except KeyError as error:
         raise ModelError(f"{path} has no metadata key {error}") from None
+    try:
+        backend = _backend(pre, tokens, types, [tuple(merge.split(" ", 1)) for merge in merges])
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a damaged vocabulary
+        raise ModelError(f"{path} has a tokenizer that cannot be built: {error}") from None
     ends = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return Tokenizer(
         backend,
