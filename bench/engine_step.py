@@ -25,11 +25,11 @@ VOCAB = 50_000
 PAGE_SIZE = 16
 STOPS = (2, 7, 11)
 NEVER_SAMPLED = (VOCAB, VOCAB + 1, VOCAB + 2)
-"""Stop ids that are looked for and that the witness, whose vocabulary is smaller than the engine's, never says."""
+"""Stop ids that the witness never samples: its vocabulary is smaller than the engine's."""
 
 
 class TimedWitness(WitnessExecutor):
-    """A witness that knows how long it has worked, in nanoseconds."""
+    """A witness that counts its own working time, in nanoseconds."""
 
     worked = 0
 
@@ -53,7 +53,7 @@ class Bench:
     executor: TimedWitness
 
     def stretch(self, steps: int) -> float:
-        """Microseconds a step of the engine's own, the median over `steps` steps."""
+        """The engine's own microseconds per step, the median over `steps` steps."""
         times = []
         for _ in range(steps):
             inside, began = self.executor.worked, time.perf_counter_ns()
@@ -83,7 +83,7 @@ class Bench:
         return longest, steps, (time.thread_time_ns() - began) / 1e6
 
     def counted(self, steps: int) -> tuple[float, ...]:
-        """Units touched, rows considered and turns settled, a step."""
+        """Units touched, rows considered and turns settled, per step."""
         before = self.engine.counted_work
         for _ in range(steps):
             self.engine.step()

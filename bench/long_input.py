@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -23,15 +24,15 @@ from bench.server import resident, server
 STREAMS = 16
 STEP_SECONDS = 0.004
 CONTEXT = {"witness": 8192, "smollm2": 2048}
-"""Tokens, by the model's name."""
+"""The context length, by the model's name."""
 LONGEST_TOKEN = {"witness": 12, "smollm2": 81}
-"""Bytes. A text of so many for every token of the context may fit, for all that can be said without encoding it."""
+"""Bytes per token: a text with fewer per token of the context may fit, as far as is known without encoding it."""
 QUIET_SECONDS = 3.0
 WORDS = "the quick brown fox jumps over the lazy dog and "
 
 
 def chat(url: str, session: str, text: str) -> str:
-    """Send a message to a session of its own, and say what came of it."""
+    """Send a message to a session of its own, and report the outcome."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=120)
     body = {"input": [{"role": "user", "content": text}], "max_new_tokens": 1, "stream": False}
@@ -45,7 +46,7 @@ def chat(url: str, session: str, text: str) -> str:
 
 
 class Streams:
-    """Turns that stream without end, and when their pieces came."""
+    """Endless streams, and when their pieces arrived."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
@@ -78,13 +79,19 @@ class Streams:
             self._latest[number] = time.perf_counter()
 
     async def longest_gap(self, work: Callable[[], str]) -> tuple[float, str]:
-        """Seconds between two pieces of a stream, at the most, while `work` is done in a thread; and what it says."""
+        """The longest gap between two pieces of a stream, in seconds, while `work` runs in a thread; and its result."""
         now = time.perf_counter()
         self._latest, self._longest = [max(now, latest) for latest in self._latest], 0.0
         said = await asyncio.to_thread(work)
         waited = time.perf_counter()
         await asyncio.sleep(0.5)  # pieces that were held up are here
         return max(self._longest, *(waited - latest for latest in self._latest)), said
+
+
+def nothing() -> str:
+    """Let the streams run alone."""
+    time.sleep(QUIET_SECONDS)
+    return ""
 
 
 def text_of(size: int) -> str:
@@ -113,12 +120,12 @@ async def run(model: str) -> None:
         print(f"{model}, context {context}: {STREAMS} streams; engine {resident(pid):.0f} MB at first")
         print(f"{'message':<38}{'longest gap, ms':>16}{'answered after, s':>19}{'engine, MB':>12}   answer")
         async with Streams(url) as streams:
-            gap, _ = await streams.longest_gap(lambda: str(time.sleep(QUIET_SECONDS)))
+            gap, _ = await streams.longest_gap(nothing)
             print(f"{'none':<38}{1000 * gap:>16.0f}{'':>19}{resident(pid):>12.0f}")
             for label, text in cases:
                 session = httpx.post(f"{url}/v1/sessions", json={}).json()["id"]
                 began = time.perf_counter()
-                gap, said = await streams.longest_gap(lambda text=text, session=session: chat(url, session, text))
+                gap, said = await streams.longest_gap(partial(chat, url, session, text))
                 took = time.perf_counter() - began - 0.5
                 await asyncio.sleep(1.0)
                 print(f"{label:<38}{1000 * gap:>16.0f}{took:>19.2f}{resident(pid):>12.0f}   {said}", flush=True)

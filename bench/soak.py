@@ -18,12 +18,12 @@ from bench.server import Processes, resident, server
 
 TURNS = 20_000
 KILLED = 0.15
-"""Of all turns."""
+"""The share of turns whose stream is killed."""
 WORKERS = 16
 TURNS_OF_A_SESSION = 10
 ROWS = 10
-"""Of the table."""
-MOST_SECONDS = 1800
+"""Rows of the table."""
+MAX_SECONDS = 1800
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ async def run(running: Processes, wanted: int) -> None:
     counts, began = Counts(wanted), time.perf_counter()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=running.url, timeout=60, limits=limits) as http:
-        async with asyncio.timeout(MOST_SECONDS):
+        async with asyncio.timeout(MAX_SECONDS):
             workers = [asyncio.ensure_future(work(http, number, counts)) for number in range(WORKERS)]
             for row in range(ROWS + 1):
                 while counts.turns < wanted * row // ROWS and not all(worker.done() for worker in workers):

@@ -22,13 +22,13 @@ STREAMS = 200
 REQUESTS = 15
 STEP_SECONDS = 0.005
 CONTEXT = {"witness": 65_536}
-"""Tokens, by the model's name; `OTHER_CONTEXT` of others."""
+"""The context length, by the model's name; others have `OTHER_CONTEXT`."""
 OTHER_CONTEXT = 2048
 KEYS = "".join(f"[[keys]]\ntenant = '{name}'\nkey = '{name}'\n" for name in ("small", "greedy"))
 
 
 def client(url: str, tenant: str) -> httpx.AsyncClient:
-    """A tenant, who may have any number of connections."""
+    """A tenant, with any number of connections."""
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, headers=bearer(tenant), timeout=600, limits=limits)
 
@@ -45,7 +45,7 @@ async def first_token(http: httpx.AsyncClient) -> float:
 
 
 async def waits(http: httpx.AsyncClient) -> list[float]:
-    """Of `REQUESTS` requests, one after the other, the seconds until the first token."""
+    """Seconds until the first token, for each of `REQUESTS` requests, one after the other."""
     await first_token(http)  # what is done once is done
     return [await first_token(http) for _ in range(REQUESTS)]
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tenuto.base.turns import EndReason
 from tenuto.exec.witness import WitnessExecutor, history_hash, next_token
 from tenuto.runtime.models import load_model
 from tenuto.text.tokenizer import Tokenizer
+from tests.present import present
 
 CONTEXT = 4096
 
@@ -271,7 +273,7 @@ def test_the_asynchronous_face_does_the_same() -> None:
             tokens = [token async for token in turn.tokens()]
             assert tokens == said([1, 2, 3], 5)
             reply = session.turn([4], max_new_tokens=9, ignore_eos=True)
-            assert "".join([text async for text in reply]) == engine.tokenizer.decode(reply.token_ids)
+            assert "".join([text async for text in reply]) == present(engine.tokenizer).decode(reply.token_ids)
             fork = await session.fork(turn=1)
             assert await fork.history() == [1, 2]
             assert (await session.rewind(turn=1)).tokens == 2
@@ -371,13 +373,13 @@ def test_odd_values_are_refused_and_harm_nobody(engine: tenuto.Engine, options: 
 @pytest.mark.parametrize(
     "given", [[1.9], ["12"], [float("inf")], [True], b"abc", bytearray(b"abc"), np.array(5), None, [None]], ids=str
 )
-def test_what_is_no_input_is_refused(engine: tenuto.Engine, given: object) -> None:
+def test_what_is_no_input_is_refused(engine: tenuto.Engine, given: Any) -> None:
     with pytest.raises(InvalidRequest):
         engine.session().turn(given, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("keep", [1.5, float("nan"), "most", True, -2, [1]], ids=str)
-def test_an_odd_keep_is_refused_and_the_turn_goes_on(engine: tenuto.Engine, keep: object) -> None:
+def test_an_odd_keep_is_refused_and_the_turn_goes_on(engine: tenuto.Engine, keep: Any) -> None:
     turn = engine.session().turn([1], max_new_tokens=50)
     with pytest.raises(InvalidRequest):
         turn.abort(keep=keep)
@@ -388,12 +390,12 @@ def test_an_odd_keep_is_refused_and_the_turn_goes_on(engine: tenuto.Engine, keep
 def test_an_odd_session_or_fork_is_refused_and_opens_none(engine: tenuto.Engine) -> None:
     session = engine.session()
     for wrong in (
-        lambda: engine.session(5),
+        lambda: engine.session(5),  # type: ignore[arg-type]
         lambda: engine.session(ttl=10**400),
-        lambda: engine.session(priority=None),
+        lambda: engine.session(priority=None),  # type: ignore[arg-type]
         lambda: engine.session(max_tokens=True),
-        lambda: session.fork(position=1.5),
-        lambda: session.fork(turn="first"),
+        lambda: session.fork(position=1.5),  # type: ignore[arg-type]
+        lambda: session.fork(turn="first"),  # type: ignore[arg-type]
     ):
         with pytest.raises(InvalidRequest):
             wrong()
@@ -478,7 +480,8 @@ def test_input_is_prepared_outside_the_engines_thread(engine: tenuto.Engine, mon
 
 def test_options_that_only_a_server_takes_are_refused(engine: tenuto.Engine) -> None:
     session = engine.session()
-    for options in ({"if_busy": "queue"}, {"on_disconnect": "continue"}):
+    of_servers: list[Any] = [{"if_busy": "queue"}, {"on_disconnect": "continue"}]
+    for options in of_servers:
         with pytest.raises(InvalidRequest, match="unknown turn options"):
             session.turn([1], **options)
     assert session.info.turn is None
@@ -504,7 +507,7 @@ def test_an_engine_that_breaks_tells_everyone_who_waits(engine: tenuto.Engine) -
 
 
 def test_numpy_token_ids_are_token_ids(engine: tenuto.Engine) -> None:
-    turn = engine.session().turn(np.array([1, 2], np.int32), max_new_tokens=2)  # type: ignore[arg-type]
+    turn = engine.session().turn(np.array([1, 2], np.int32), max_new_tokens=2)
     assert list(turn.tokens()) == said([1, 2], 2)
 
 

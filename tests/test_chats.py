@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import tenuto
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.turns import Message
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.runtime.models import Model
-from tenuto.text.chat import ChatTemplate, Message
+from tenuto.text.chat import ChatTemplate
 from tenuto.text.load import load_tokenizer
 
 Said = tuple[str, list[int]]

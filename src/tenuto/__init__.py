@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, loaded when first used: `import tenuto` and `tenuto --help` are fast."""
+    """Load public names on first use, so that `import tenuto` and `tenuto --help` are fast."""
     if name in ("AsyncEngine", "Engine"):  # all others load no model code
         return getattr(import_module("tenuto.api"), name)
     client = import_module("tenuto.client")

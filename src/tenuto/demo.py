@@ -53,8 +53,8 @@ CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What turns asked at the same time cost, on average: tokens of their prompts that had to be computed, and seconds
-    to the first token."""
+    """The average cost of turns that ran at the same time: prompt tokens that had to be computed, and seconds to the
+    first token."""
 
     computed: float
     seconds: float
@@ -62,7 +62,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn of every session, in averages: context and new input in tokens, and what it cost both ways."""
+    """Averages of one turn of every session: context and new input in tokens, and the cost both ways."""
 
     context: float
     new: float
@@ -71,7 +71,7 @@ class Round:
 
 
 def run_demo(model: str = "smollm2", device: str = "cpu", console: Console | None = None) -> None:
-    """Show what sessions are good for. Raises what the interface raises if the model cannot be used."""
+    """Show what sessions are good for. Raises the errors of `Engine` if the model cannot be used."""
     show = Demo(console or Console(highlight=False, soft_wrap=True), time.perf_counter())
     show.out.print(f"Loading {model} ...")
     with Engine(model, device=device, context_length=CONTEXT) as engine:
@@ -93,7 +93,7 @@ class Demo:
         self._started = started
 
     def turns(self, engine: Engine, sessions: dict[str, Session]) -> None:
-        """All sessions take their turns at the same time; then the same prompts are resent without a session."""
+        """Let all sessions take their turns at the same time, then resend the same prompts without a session."""
         self._title(f"{len(sessions)} sessions at once, {len(QUESTIONS['tea'])} turns each")
         rounds, same = [], 0
         for number, questions in enumerate(zip(*QUESTIONS.values(), strict=True)):
@@ -133,7 +133,7 @@ class Demo:
 
     def barge_in(self, session: Session) -> None:
         """Interrupt an answer, keep what was heard, and go on."""
-        self._title("Barge-in: an answer is interrupted, and the session has what was heard of it")
+        self._title("Barge-in: an answer is interrupted, and the session keeps what was heard of it")
         turn = session.chat("Tell me a long story about tea.", max_new_tokens=200)
         for _ in zip(range(12), turn, strict=False):
             pass
@@ -145,7 +145,7 @@ class Demo:
         self.out.print(f"{result.kept} of {result.usage.generated} tokens kept; the next turn {_spent(after)}.")
 
     def fork(self, engine: Engine, session: Session) -> None:
-        """Two futures of one past."""
+        """Continue one past in two ways."""
         self._title("Fork: one past, two futures, at once")
         questions = ("What is the capital of Spain?", "What is the largest animal on Earth?")
         forks = [session.fork() for _ in questions]
@@ -170,7 +170,7 @@ class Demo:
         )
 
     def refusal(self, session: Session) -> None:
-        """A turn that cannot fit is refused before it changes anything."""
+        """Show that a turn that cannot fit is refused before it changes anything."""
         self._title("A turn that does not fit is refused, and changes nothing")
         before = session.info
         try:
@@ -183,7 +183,7 @@ class Demo:
         )
 
     def audit(self, engine: Engine) -> None:
-        """Where all memory is."""
+        """Account for all memory."""
         self._title(f"The auditor, after {time.perf_counter() - self._started:.0f} seconds")
         self.out.print(str(engine.audit()))
 

@@ -103,6 +103,6 @@ def test_a_sampling_takes_its_biases_as_a_tuple(bias: object) -> None:
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}], ids=str
 )
-def test_a_sampling_is_penalised_if_a_logit_depends_on_the_tokens_before(penalty: dict[str, float]) -> None:
+def test_a_sampling_is_penalised_if_a_logit_depends_on_the_tokens_before(penalty: dict[str, Any]) -> None:
     assert Sampling(**penalty).penalised
     assert not Sampling(0.5, 4, 0.5, min_p=0.1, logit_bias=((7, 1.0),)).penalised

@@ -9,7 +9,7 @@ import pytest
 from tenuto.base.errors import InvalidRequest, TurnFailed
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import (
-    MOST_PIECES,
+    MAX_PIECES,
     AbortGate,
     Delta,
     EndReason,
@@ -96,7 +96,7 @@ def test_what_cannot_be_kept_is_refused(wrong: Any) -> None:
 
 def test_a_transcript_of_many_pieces_has_all_their_text() -> None:
     transcript = Transcript()
-    for n in range(3 * MOST_PIECES):
+    for n in range(3 * MAX_PIECES):
         transcript.take(delta(n, text=f"{n} ", delivered=n + 1))
-    assert transcript.text == "".join(f"{n} " for n in range(3 * MOST_PIECES))
-    assert len(transcript._pieces) <= MOST_PIECES
+    assert transcript.text == "".join(f"{n} " for n in range(3 * MAX_PIECES))
+    assert len(transcript._pieces) <= MAX_PIECES

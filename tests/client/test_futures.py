@@ -39,9 +39,12 @@ def test_an_error_is_raised_where_it_is_waited_for_and_may_be_handled_there() ->
 
 
 def test_an_error_of_the_first_step_is_the_outcomes() -> None:
-    def steps() -> Steps[int]:
+    def fail() -> Future[int]:
         raise ValueError("at once")
-        yield Future[int]()
+
+    def steps() -> Steps[int]:
+        yield fail()
+        return 1
 
     with pytest.raises(ValueError, match="at once"):
         chained(steps()).result(0)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
+from typing import Any
 
 import pytest
 
 from tenuto.base.config import EngineConfig
 from tenuto.base.groups import GroupSpec, Kind
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Plan, StepResult
 from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
-from tenuto.session.session import Policy, Session, Turn
+from tenuto.memory.full import FullTable
+from tenuto.session.session import Session, Turn
 from tests.clock import ManualClock
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
@@ -34,8 +36,8 @@ every_overlap = pytest.mark.parametrize("overlap", [0, 1], ids=["in turn", "over
 class Recorder(WitnessExecutor):
     """A witness that keeps the plans it was given."""
 
-    def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, **options)  # type: ignore[arg-type]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.plans: list[Plan] = []
         self.collected = 0
 
@@ -66,7 +68,7 @@ class Stage:
         guess: Callable[[Turn, int], list[int]] | None = None,
         eos: tuple[int, ...] = (),
         recount: bool = True,
-        **config: object,
+        **config: Any,
     ) -> None:
         groups = [GroupSpec(kind, 1, WINDOW if kind is SLIDING else 0) for kind in mix]
         collected = iter(range(10**9))
@@ -74,11 +76,16 @@ class Stage:
             page_size, groups, VOCABULARY, fail=lambda: next(collected) in failing, late=lambda: True
         )
         self.clock = ManualClock()
-        usual = {"context_length": 200, "max_running": 4, "token_budget": 16, "audit_every": int(recount)}
+        usual: dict[str, Any] = {
+            "context_length": 200,
+            "max_running": 4,
+            "token_budget": 16,
+            "audit_every": int(recount),
+        }
         self.engine = Engine(
             self.executor,
             (units,) * len(groups),
-            EngineConfig(**{**usual, **config}),  # type: ignore[arg-type]
+            EngineConfig(**{**usual, **config}),
             vocab_size=VOCABULARY,
             eos_ids=eos,
             clock=self.clock,
@@ -88,10 +95,10 @@ class Stage:
 
     # -- sessions
 
-    def open(self, session_id: str = "s", **policy: object) -> Session:
-        return self.engine.open(session_id, Policy(**policy))  # type: ignore[arg-type]
+    def open(self, session_id: str = "s", **policy: Any) -> Session:
+        return self.engine.open(session_id, Policy(**policy))
 
-    def told(self, session_id: str = "s", tokens: int = 30, output: int = 6, **policy: object) -> Session:
+    def told(self, session_id: str = "s", tokens: int = 30, output: int = 6, **policy: Any) -> Session:
         """A session with one committed turn of `tokens` in and `output` out."""
         session = self.open(session_id, **policy)
         self.say(session_id, count_from(len(session_id), tokens), output)
@@ -100,13 +107,13 @@ class Stage:
 
     # -- turns
 
-    def append(self, session_id: str, tokens: Sequence[int]) -> Turn:
+    def append(self, session_id: str, tokens: Iterable[int]) -> Turn:
         return self.engine.submit(session_id, tokens, PREFILL)
 
     def say(
-        self, session_id: str, tokens: Sequence[int], output: int | None = 8, tenant: str = "", **params: object
+        self, session_id: str, tokens: Sequence[int], output: int | None = 8, tenant: str = "", **params: Any
     ) -> Turn:
-        return self.engine.submit(session_id, tokens, TurnParams(max_new_tokens=output, **params), tenant=tenant)  # type: ignore[arg-type]
+        return self.engine.submit(session_id, tokens, TurnParams(max_new_tokens=output, **params), tenant=tenant)
 
     def step(self) -> StepReport:
         return self.engine.step()
@@ -162,6 +169,13 @@ class _Guesser:
 
 
 STATES = ("drafting", "queued", "mid-prefill", "mid-decode", "preempted")
+
+
+def full_table(session: Session) -> FullTable:
+    """The table of a session's first group, which is full attention."""
+    table = session.memory.tables[0]
+    assert isinstance(table, FullTable)
+    return table
 
 
 def count_from(start: int, tokens: int) -> list[int]:

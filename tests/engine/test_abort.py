@@ -8,6 +8,7 @@ from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import FULL, STATES, Stage, continuation, count_from, every_mix, every_overlap
+from tests.present import present
 
 
 def held(stage: Stage) -> list[int]:
@@ -30,7 +31,12 @@ def test_an_abort_leaves_the_session_at_its_last_commit_with_its_memory(mix, ove
     turn = stage.reach(state)
     stage.engine.abort("s")
     stage.engine.audit()
-    assert (turn.state, turn.result.reason, turn.result.committed) == (TurnState.ABORTED, EndReason.ABORT, False)
+    result = present(turn.result)
+    assert (turn.state, result.reason, result.committed) == (
+        TurnState.ABORTED,
+        EndReason.ABORT,
+        False,
+    )
     assert (list(session.history), session.records, session.version) == (history, records, 1)
     assert (session.memory.computed, session.turn) == (computed, None)
     assert held(stage) == units
@@ -88,7 +94,12 @@ def test_a_barge_in_commits_the_input_and_the_tokens_kept(mix, overlap: int, kee
     heard = list(turn.output)
     stage.engine.abort("s", keep)
     kept = heard[:keep]
-    assert (turn.result.reason, turn.result.committed, turn.result.kept) == (EndReason.ABORT, True, len(kept))
+    result = present(turn.result)
+    assert (result.reason, result.committed, result.kept) == (
+        EndReason.ABORT,
+        True,
+        len(kept),
+    )
     assert list(session.history) == [*before, *count_from(600, 20), *kept]
     assert (session.version, len(session.records)) == (2, 2)
     stage.engine.audit()
@@ -141,7 +152,7 @@ def test_a_barge_in_on_a_turn_that_never_ran_commits_nothing(state: str) -> None
     session = stage.told()
     turn = stage.reach(state)
     stage.engine.abort("s", 3)
-    assert (turn.result.committed, len(session.history), session.version) == (False, 36, 1)
+    assert (present(turn.result).committed, len(session.history), session.version) == (False, 36, 1)
 
 
 @every_mix
@@ -205,7 +216,7 @@ def test_a_turn_refused_beside_a_live_one_leaves_it_alone() -> None:
             stage.say("s", [1])
         assert turn.session.turn is turn
     stage.play()
-    assert turn.result.committed
+    assert present(turn.result).committed
 
 
 @every_mix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from operator import methodcaller
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -11,13 +12,14 @@ import pytest
 
 from tenuto.base.errors import EngineStopped, NotAcknowledged, TenutoError
 from tenuto.base.options import TurnParams
-from tenuto.base.turns import Delta, EndReason
+from tenuto.base.turns import Delta, EndReason, TurnResult
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Change
 from tenuto.engine.loop import EngineLoop
 from tenuto.session.session import Turn
 from tests.engine import loops
 from tests.engine.test_loop import LONG, eventually, make_engine
+from tests.present import present
 
 T = TypeVar("T")
 SHORT = TurnParams(max_new_tokens=3)
@@ -64,7 +66,7 @@ class Stand:
 
     def open(self, *names: str) -> None:
         for name in names:
-            self.loop.call(lambda engine, name=name: engine.open(name)).result(20)  # type: ignore[misc]
+            self.loop.call(methodcaller("open", name)).result(20)
 
     def start(self, name: str, params: TurnParams = SHORT, session: str | None = None) -> Future[Turn]:
         def told(event: Delta | TenutoError) -> None:
@@ -92,7 +94,7 @@ class Stand:
         """What has been told since the last call: results, errors and answers; plain deltas are left out."""
         self.loop.call(lambda _: None).result(20)
         self.loop.call(lambda _: None).result(20)  # a step lies between
-        told = []
+        told: list[tuple[str, object]] = []
         while not self.told.empty():
             name, event = self.told.get()
             if isinstance(event, Delta):
@@ -138,7 +140,7 @@ def test_tokens_stream_before_the_acknowledgement_and_the_last_delta_after_it_ha
     stand.committed(1)
     stand.acknowledge(1)
     tokens: list[int] = []
-    results = []
+    results: list[TurnResult] = []
     while not results:
         _, event = stand.told.get(timeout=20)
         if isinstance(event, Delta):
@@ -176,7 +178,7 @@ def test_a_turn_that_is_rolled_back_waits_for_nobody(stand: Stand) -> None:
     stand.until(lambda engine: engine.sessions.get("b").turn is None)
     assert stand.so_far() == [("b", "opened"), ("a", "opened"), ("b", EndReason.ABORT)]
     stand.acknowledge(1)
-    assert not aborted.result(20).committed
+    assert not present(aborted.result(20)).committed
 
 
 def test_while_commits_cannot_be_acknowledged_nothing_shows_or_follows_them(stand: Stand) -> None:

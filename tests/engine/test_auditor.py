@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tenuto.base.errors import EngineStopped, InvariantError
 from tenuto.base.views import AuditReport
 from tenuto.engine import auditor
-from tests.engine.stage import FULL, SLIDING, STATE, Stage, every_mix
+from tests.engine.stage import FULL, SLIDING, STATE, Stage, every_mix, full_table
 from tests.sim.actions import RandomWorld
 from tests.sim.setting import small_world
 
 
-def parked(sessions: int, **config: object) -> Stage:
+def parked(sessions: int, **config: Any) -> Stage:
     stage = Stage((FULL,), units=2 * sessions + 100, recount=False, max_sessions=sessions + 10, **config)
     for number in range(sessions):
         stage.engine.open(f"parked {number}")
@@ -46,7 +48,8 @@ def test_a_step_visits_no_more_holders_however_many_sessions_are_parked(
 ) -> None:
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 40)
     stage = parked(sessions, audit_every=0)
-    engine, told = stage.engine, []
+    engine = stage.engine
+    told: list[AuditReport] = []
     expected = engine.audit()
     engine.ask_audit(told.append)
     work, steps = [], 0
@@ -91,7 +94,7 @@ def test_an_audit_that_is_asked_for_during_another_follows_it(monkeypatch: pytes
 def test_what_an_audit_finds_wrong_stops_the_engine() -> None:
     stage = parked(3, audit_every=5)
     pool = stage.engine.memory.pools[0]
-    pool.counts[stage.engine.sessions.get("parked 1").memory.tables[0].base.units[0]] += 1
+    pool.counts[full_table(stage.engine.sessions.get("parked 1")).base.units[0]] += 1
     with pytest.raises(InvariantError, match="1 units have a wrong count"):
         stage.until(lambda: False, most=6)
     with pytest.raises(EngineStopped):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.engine.stage import FULL, STATE, Stage
 
 
 def test_forks_refer_to_their_parents_checkpoints_and_evict_nobody_elses() -> None:
     """Known fault: each fork counted them again, and the cache gave up those of others though slots were free."""
-    config = {"context_length": 4000, "token_budget": 256, "checkpoint_interval": 64}
+    config: dict[str, Any] = {"context_length": 4000, "token_budget": 256, "checkpoint_interval": 64}
     stage = Stage((FULL, STATE), units=1500, recount=False, **config)
     others = [stage.told(f"s{i}", 500, 1) for i in range(4)]
     stage.told("prompt", 1000, 1)

@@ -7,6 +7,7 @@ import pytest
 from tenuto.base.errors import NotFound, SessionClosed
 from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import STATES, Stage, continuation, every_mix
+from tests.present import present
 
 
 @every_mix
@@ -25,7 +26,8 @@ def test_past_its_deadline_a_turn_ends_and_its_session_is_at_the_last_commit(mix
             stage.engine.lifecycle.preempt(turn)
     stage.clock.advance(31.0)
     assert turn in stage.step().ended
-    assert (turn.result.reason, turn.result.committed) == (EndReason.DEADLINE, False)
+    result = present(turn.result)
+    assert (result.reason, result.committed) == (EndReason.DEADLINE, False)
     assert (list(session.history), session.memory.computed) == (before, computed)
 
 
@@ -41,7 +43,7 @@ def test_a_turn_that_waits_too_long_for_its_start_ends() -> None:
     assert turn.state is TurnState.QUEUED
     stage.clock.advance(2.0)
     stage.step()
-    assert (turn.result.reason, len(turn.session.history)) == (EndReason.DEADLINE, 31)
+    assert (present(turn.result).reason, len(turn.session.history)) == (EndReason.DEADLINE, 31)
 
 
 def test_a_turn_that_has_started_no_longer_minds_its_queue_deadline_even_if_preempted() -> None:
@@ -52,7 +54,7 @@ def test_a_turn_that_has_started_no_longer_minds_its_queue_deadline_even_if_pree
     stage.engine.lifecycle.preempt(turn)
     stage.clock.advance(10.0)
     stage.play()
-    assert (turn.result.reason, len(turn.output)) == (EndReason.LENGTH, 40)
+    assert (present(turn.result).reason, len(turn.output)) == (EndReason.LENGTH, 40)
 
 
 def test_the_deadline_of_a_turn_that_has_ended_does_nothing() -> None:
@@ -64,7 +66,7 @@ def test_the_deadline_of_a_turn_that_has_ended_does_nothing() -> None:
     stage.step()
     stage.clock.advance(31.0)
     stage.play()
-    assert later.result.reason is EndReason.LENGTH
+    assert present(later.result).reason is EndReason.LENGTH
     assert len(session.history) == 6 + 61
 
 
@@ -115,7 +117,7 @@ def test_an_ephemeral_session_closes_when_its_only_turn_ends(mix) -> None:
     turn = stage.say("s", [1, 2, 3], 5)
     stage.play()
     assert list(turn.output) == continuation([1, 2, 3], 5)
-    assert turn.result.committed
+    assert present(turn.result).committed
     assert stage.engine.sessions.find("s") is None
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 
@@ -157,7 +159,7 @@ def test_closing_with_finish_lets_a_submitted_turn_end_first_but_no_draft(mix, s
         with pytest.raises(SessionClosed, match="session s is closing"):
             stage.engine.fork("s")
         stage.play()
-        assert (turn.result.reason, len(session.history)) == (EndReason.LENGTH, 36 + 40)
+        assert (present(turn.result).reason, len(session.history)) == (EndReason.LENGTH, 36 + 40)
     assert stage.engine.sessions.find("s") is None
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 

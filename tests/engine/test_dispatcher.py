@@ -43,7 +43,7 @@ LIMITED: list[Request[Any]] = [*VERSIONED[:-2], StartTurn(kind="turn", tenant=""
 OPENING: list[Request[Any]] = [*VERSIONED[4:6], OpenSession(session="more", policy=Policy())]
 
 
-def execute(talk: Talk, command: Request[Any], **changed: object) -> Any:
+def execute(talk: Talk, command: Request[Any], **changed: Any) -> Any:
     """Carry a command out; input that is brought says one more thing."""
     command = msgspec.structs.replace(command, **changed)
     prepared = None

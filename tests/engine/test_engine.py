@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 from tenuto.base.errors import (
@@ -24,7 +27,9 @@ from tests.engine.stage import (
     count_from,
     every_mix,
     every_overlap,
+    full_table,
 )
+from tests.present import present
 
 
 @every_mix
@@ -50,7 +55,7 @@ def test_a_turn_costs_its_new_tokens_however_long_the_history(mix, overlap: int)
     for tokens in (10, 150):
         stage = Stage(mix, overlap=overlap)
         stage.told(tokens=tokens, output=1)
-        assert stage.cost(lambda s=stage: s.say("s", [1, 2, 3], 1)) == 4  # the last of the history, and three new ones
+        assert stage.cost(partial(stage.say, "s", [1, 2, 3], 1)) == 4  # the last of the history, and three new ones
 
 
 @every_overlap
@@ -82,7 +87,12 @@ def test_a_turn_that_asks_for_more_than_fits_gets_what_fits_and_is_told(mix) -> 
     turn = stage.say("s", [1] * 100, 5000)
     assert turn.max_new_tokens == 200 - 136
     stage.play()
-    assert (turn.result.reason, turn.result.max_new_tokens, turn.result.context_left) == (EndReason.LENGTH, 64, 0)
+    result = present(turn.result)
+    assert (result.reason, result.max_new_tokens, result.context_left) == (
+        EndReason.LENGTH,
+        64,
+        0,
+    )
     assert len(session.history) == 200
 
 
@@ -92,7 +102,8 @@ def test_without_a_limit_a_turn_may_fill_the_context(mix) -> None:
     stage.told()
     turn = stage.say("s", [1], None)
     stage.play()
-    assert (turn.result.max_new_tokens, turn.result.reason) == (163, EndReason.LENGTH)
+    result = present(turn.result)
+    assert (result.max_new_tokens, result.reason) == (163, EndReason.LENGTH)
 
 
 def test_a_turn_longer_than_the_context_is_refused_before_it_queues_and_names_the_maximum() -> None:
@@ -132,7 +143,7 @@ def test_a_turn_that_cannot_fit_the_empty_pool_is_refused() -> None:
         stage.say("s", [1] * 41)
     turn = stage.say("s", [1] * 40, 5)
     stage.play()
-    assert (turn.result.max_new_tokens, len(turn.session.history)) == (1, 41)
+    assert (present(turn.result).max_new_tokens, len(turn.session.history)) == (1, 41)
 
 
 def test_a_sessions_own_cap_counts() -> None:
@@ -142,14 +153,16 @@ def test_a_sessions_own_cap_counts() -> None:
         stage.say("s", [1] * 20)
     turn = stage.say("s", [1] * 15)
     stage.play()
-    assert (turn.result.max_new_tokens, turn.result.context_left) == (5, 0)
+    result = present(turn.result)
+    assert (result.max_new_tokens, result.context_left) == (5, 0)
 
 
 def test_what_is_not_a_token_is_refused_and_changes_nothing() -> None:
     stage = Stage()
     session = stage.open()
     for operation in (stage.say, stage.append, stage.engine.draft):
-        for wrong in ([VOCABULARY], [-1], ["a"]):
+        unknown: tuple[Any, ...] = ([VOCABULARY], [-1], ["a"])
+        for wrong in unknown:
             with pytest.raises(InvalidRequest):
                 operation("s", wrong)
     with pytest.raises(InvalidRequest, match="stop strings need a tokenizer"):
@@ -186,7 +199,7 @@ def test_a_stop_id_ends_the_turn_and_is_part_of_the_history() -> None:
     said = continuation([*session.history, 1], 9)
     turn = stage.say("s", [1], 50, stop_ids=(said[4], said[7]))
     stage.play()
-    assert (turn.result.reason, list(turn.output)) == (EndReason.STOP, said[: said.index(said[4]) + 1])
+    assert (present(turn.result).reason, list(turn.output)) == (EndReason.STOP, said[: said.index(said[4]) + 1])
     assert list(session.history[37:]) == list(turn.output)
 
 
@@ -198,8 +211,8 @@ def test_the_models_end_of_turn_stops_unless_it_is_ignored(overlap: int) -> None
         stage.open(name)
     stops, goes_on = stage.say("a", [1, 2, 3], 10), stage.say("b", [1, 2, 3], 10, ignore_eos=True)
     stage.play()
-    assert (list(stops.output), stops.result.reason) == (said[:4], EndReason.STOP)
-    assert (list(goes_on.output), goes_on.result.reason) == (said, EndReason.LENGTH)
+    assert (list(stops.output), present(stops.result).reason) == (said[:4], EndReason.STOP)
+    assert (list(goes_on.output), present(goes_on.result).reason) == (said, EndReason.LENGTH)
 
 
 def test_usage_counts_exactly() -> None:
@@ -207,7 +220,7 @@ def test_usage_counts_exactly() -> None:
     stage.told()
     turn = stage.say("s", [1, 2, 3], 5)
     stage.play()
-    usage = turn.result.usage
+    usage = present(turn.result).usage
     assert (usage.prompt, usage.cached, usage.generated, usage.computed) == (39, 35, 5, 8)
 
 
@@ -318,7 +331,7 @@ def test_a_session_whose_turn_runs_cannot_be_dropped() -> None:
 def test_a_broken_invariant_stops_the_engine_wherever_it_shows() -> None:
     stage = Stage()
     session = stage.told("s")
-    unit = session.memory.tables[0].base.units[0]  # type: ignore[union-attr]
+    unit = full_table(session).base.units[0]
     stage.engine.memory.pools[0].counts[unit] = 0
     with pytest.raises(InvariantError, match="nobody holds it"):
         stage.engine.rewind("s", turn=0)

@@ -14,6 +14,7 @@ from tenuto.base.views import Transition
 from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.session import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.present import present
 
 
 class Poison:
@@ -68,7 +69,7 @@ def test_k_poisoned_turns_among_n_cost_no_more_failed_steps_than_bisection_takes
     assert poison.parts <= most * 2 * (1 + overlap)  # those that failed, and as many that did not
     for i, turn in enumerate(turns):
         if i in poisoned:
-            assert turn.result.reason is EndReason.FAILED
+            assert present(turn.result).reason is EndReason.FAILED
         else:
             assert list(turn.output) == continuation(prompts[i], 8)
 
@@ -125,6 +126,7 @@ def test_a_draft_that_failed_far_along_and_is_then_shortened_is_no_suspect_for_e
     stage.engine.draft("d", count_from(1, 1000))
     stage.until(lambda: stage.engine.transitions[Transition("step failed")] == 2)
     draft = stage.engine.sessions.get("d").turn
+    assert draft is not None
     assert (draft.failures, draft.failed_end) == (2, 13 * 64)
     stage.engine.draft("d", [5] * 4)
     turn = stage.say("d", [5] * 4, 100)
@@ -151,10 +153,10 @@ def test_a_failed_step_voids_the_one_after_it_and_only_its_own_turns_are_suspect
     assert poison.failed == [[first, second]]
     assert late in stage.engine.batch
     assert all(late not in group for group in stage.engine.suspects._groups)
-    assert late.session.memory.turn.computed == 0
+    assert present(late.session.memory.turn).computed == 0
     assert late.failures == 0
     stage.play()
-    assert first.result.reason is EndReason.FAILED
+    assert present(first.result).reason is EndReason.FAILED
     assert list(second.output) == continuation(count_from(3, 12), 8)
     assert list(late.output) == continuation([1, 2, 3], 8)
 
@@ -213,7 +215,7 @@ def test_a_turn_that_went_back_to_a_checkpoint_is_no_suspect_until_it_has_come_t
         turns.append(stage.say(f"s{i}", count_from(i, tokens), 8))
     poison.strikes[turns[2]] = 32
     stage.play()
-    assert [turn.result.reason is EndReason.FAILED for turn in turns] == [False, False, True, False]
+    assert [present(turn.result).reason is EndReason.FAILED for turn in turns] == [False, False, True, False]
     assert len(poison.failed) <= ceil(log2(4)) + MAX_FAILURES
 
 
@@ -224,7 +226,7 @@ def test_a_failed_step_is_logged_with_its_turns(caplog: pytest.LogCaptureFixture
         stage.say(name, [1, 2], 3)
     stage.play()
     (record,) = caplog.records
-    assert (record.message, record.turns) == ("a step failed", ["turn 1 of a", "turn 2 of b"])
+    assert (record.message, vars(record)["turns"]) == ("a step failed", ["turn 1 of a", "turn 2 of b"])
 
 
 def test_a_step_that_failed_with_turns_that_have_left_says_little_of_the_one_that_is_left() -> None:

@@ -8,6 +8,7 @@ from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
 from tests.engine.stage import FULL, STATES, Stage, continuation, count_from, every_mix, every_overlap
+from tests.present import present
 
 
 @every_mix
@@ -74,7 +75,12 @@ def test_a_prefill_only_turn_appends_and_says_nothing(mix, overlap: int) -> None
     before = list(session.history)
     turn = stage.append("s", count_from(7, 25))
     stage.play()
-    assert (turn.result.reason, turn.result.committed, list(turn.output)) == (EndReason.APPENDED, True, [])
+    result = present(turn.result)
+    assert (result.reason, result.committed, list(turn.output)) == (
+        EndReason.APPENDED,
+        True,
+        [],
+    )
     assert list(session.history) == before + count_from(7, 25)
     assert session.memory.computed == len(session.history) - 1
     expected = continuation(session.history, 4)
@@ -89,7 +95,7 @@ def test_an_append_with_nothing_to_compute_commits_at_once(tokens: list[int]) ->
     session = stage.open()
     turn = stage.append("s", tokens)
     assert stage.cost(lambda: None) == 0
-    assert turn.result.reason is EndReason.APPENDED
+    assert present(turn.result).reason is EndReason.APPENDED
     assert (list(session.history), session.version, len(session.records)) == (tokens, 1, len(tokens))
 
 
@@ -233,9 +239,9 @@ def test_where_to_cut_is_said_in_one_way() -> None:
 def test_a_refused_fork_opens_no_session() -> None:
     stage = Stage()
     stage.told()
-    for wrong in ({"position": 99}, {"turn": -1}):
+    for position, turn in ((99, None), (None, -1)):
         with pytest.raises(InvalidRequest):
-            stage.engine.fork("s", child="c", **wrong)
+            stage.engine.fork("s", child="c", position=position, turn=turn)
     assert stage.engine.sessions.find("c") is None
 
 

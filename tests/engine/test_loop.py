@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from operator import methodcaller
 from queue import SimpleQueue
 from random import Random
 
@@ -15,14 +16,14 @@ from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import EngineStopped, InvalidRequest, InvariantError, NotFound, TenutoError
 from tenuto.base.groups import GroupSpec, Kind
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, EndReason
 from tenuto.base.views import Transition
 from tenuto.engine import auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.session.session import Policy, Turn
+from tenuto.session.session import Turn
 from tests.engine import loops
 
 VOCABULARY = 97
@@ -45,7 +46,7 @@ def loop() -> Iterator[EngineLoop]:
 
 def events_of(events: SimpleQueue[Event]) -> list[Delta]:
     """All events of a turn, up to its result."""
-    got = []
+    got: list[Delta] = []
     while not got or got[-1].result is None:
         event = events.get(timeout=20)
         assert isinstance(event, Delta)
@@ -119,6 +120,7 @@ def test_aborting_ends_the_turn_at_once_and_twice_is_not_an_error(loop: EngineLo
     events, started = begin(loop, LONG)
     assert isinstance(events.get(timeout=20), Delta)
     result = loops.abort(loop, started, keep=1).result()
+    assert result is not None
     assert (result.reason, result.committed, result.kept) == (EndReason.ABORT, True, 1)
     assert loops.abort(loop, started).result() == result
     assert loop.call(lambda engine: len(engine.sessions.get("s").history)).result() == 4
@@ -287,7 +289,7 @@ def test_an_idle_engine_answers_who_asks_for_an_audit(loop: EngineLoop, monkeypa
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 1)
     waits: list[float] = []
     for number in range(20):
-        loop.call(lambda engine, n=number: engine.open(f"s{n}")).result(20)
+        loop.call(methodcaller("open", f"s{number}")).result(20)
     monkeypatch.setattr(loop, "_obey", recording(loop._obey, waits))
     report = loop.audit().result(20)
     assert (report.leases, report.pools[0].free) == (20, 1300)
@@ -315,4 +317,4 @@ def test_who_waits_for_an_audit_is_told_when_the_engine_ends() -> None:
 
 def never_audit(engine: Engine) -> None:
     """Its audits never end."""
-    engine.auditor.step = lambda flight: None  # type: ignore[method-assign]
+    engine.auditor.step = lambda flight: None  # type: ignore[method-assign,assignment]

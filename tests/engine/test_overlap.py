@@ -7,7 +7,7 @@ import pytest
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 
 
-def recorded(stage: Stage) -> list[str]:
+def recorded(stage: Stage, patch: pytest.MonkeyPatch) -> list[str]:
     """What the executor is asked from now on, in order."""
     events: list[str] = []
     submit, collect = stage.executor.submit, stage.executor.collect
@@ -20,15 +20,16 @@ def recorded(stage: Stage) -> list[str]:
         events.append("collect")
         return collect()
 
-    stage.executor.submit, stage.executor.collect = submitting, collecting
+    patch.setattr(stage.executor, "submit", submitting)
+    patch.setattr(stage.executor, "collect", collecting)
     return events
 
 
 @every_mix
-def test_the_next_step_is_submitted_before_the_one_before_is_collected(mix) -> None:
+def test_the_next_step_is_submitted_before_the_one_before_is_collected(mix, monkeypatch) -> None:
     stage = Stage(mix, overlap=1)
     stage.open()
-    events = recorded(stage)
+    events = recorded(stage, monkeypatch)
     stage.say("s", count_from(1, 40), 10)
     stage.step()
     assert events == ["submit"]
@@ -39,10 +40,10 @@ def test_the_next_step_is_submitted_before_the_one_before_is_collected(mix) -> N
     assert events.count("submit") == events.count("collect")
 
 
-def test_without_overlap_a_step_is_collected_before_the_next_is_submitted() -> None:
+def test_without_overlap_a_step_is_collected_before_the_next_is_submitted(monkeypatch) -> None:
     stage = Stage(overlap=0)
     stage.open()
-    events = recorded(stage)
+    events = recorded(stage, monkeypatch)
     stage.say("s", count_from(1, 40), 10)
     stage.play()
     assert events == ["submit", "collect"] * len(stage.executor.plans)

@@ -21,6 +21,7 @@ from tests.engine.stage import (
     every_mix,
     every_overlap,
 )
+from tests.present import present
 
 
 @every_mix
@@ -72,7 +73,7 @@ def test_a_session_dropped_to_its_tokens_computes_them_again(mix, state: str | N
     text = [1] if state is None else count_from(600, 20)
     turn = stage.say("s", text, 20) if state in (None, "drafting") else session.turn
     stage.play()
-    assert list(turn.output) == continuation([*before, *text], 20)
+    assert list(present(turn).output) == continuation([*before, *text], 20)
 
 
 def test_a_running_turn_is_not_dropped() -> None:
@@ -110,7 +111,7 @@ def test_a_failed_step_costs_the_sessions_nothing(mix) -> None:
     assert (session.memory.computed, turn.state) == (35, TurnState.RUNNING)
     stage.executor._fail = lambda: False
     assert stage.cost(lambda: None) == 6
-    assert turn.result.committed
+    assert present(turn.result).committed
 
 
 @settings(max_examples=8)
@@ -168,10 +169,10 @@ def test_a_turn_with_which_every_step_fails_ends_alone_and_its_neighbours_finish
     failing = stage.say("poisoned", [poison], 6)
     for _ in range(60):
         stage.step()
-    assert failing.result.reason is EndReason.FAILED
-    assert not failing.result.committed
+    assert present(failing.result).reason is EndReason.FAILED
+    assert not present(failing.result).committed
     assert (poisoned.version, poisoned.memory.computed) == before
-    assert well.result.committed
+    assert present(well.result).committed
     assert list(well.output) == continuation([1, 2, 3], 6)
     stage.executor._fail = lambda: False
     stage.say("poisoned", [4], 3)
@@ -179,7 +180,7 @@ def test_a_turn_with_which_every_step_fails_ends_alone_and_its_neighbours_finish
     assert poisoned.version == before[0] + 1
 
 
-def test_a_row_taken_again_does_not_learn_the_pages_of_the_turn_before() -> None:
+def test_a_row_taken_again_does_not_learn_the_pages_of_the_turn_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known fault: a failed step's page table entries outlive the turn they were for, and the row's next turn reads
     them.
 
@@ -198,17 +199,17 @@ def test_a_row_taken_again_does_not_learn_the_pages_of_the_turn_before() -> None
     turn = stage.say("b", [4, 5, 6], 5)
     history = list(turn.session.history)
     planner = stage.engine._planner
-    fit, lacking = planner._fit, planner._lacking
+    fit = planner._fit
 
     def leave_out(order, ends):
         needs, fits = fit(order, ends)
         return needs, fits & (stage.engine.batch.turns[order] != turn)
 
-    planner._fit, planner._lacking = leave_out, lambda *_: None
-    stage.executor._fail = lambda: True
-    stage.step()
-    planner._fit, planner._lacking = fit, lacking
-    stage.executor._fail = lambda: False
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, "_fit", leave_out)
+        patch.setattr(planner, "_lacking", lambda *_: None)
+        patch.setattr(stage.executor, "_fail", lambda: True)
+        stage.step()
     assert turn in stage.engine.batch.running()
     stage.play()
     assert list(turn.output) == continuation([*history, 4, 5, 6], 5)
@@ -244,4 +245,5 @@ def test_what_a_turn_found_cached_counts_only_if_it_computed_something_on_top_of
     stage.engine.lifecycle.preempt(turn)
     stage.engine.drop("s")
     stage.play()
-    assert (turn.result.usage.cached, turn.result.usage.computed) == (0, len(session.history) - 1)
+    result = present(turn.result)
+    assert (result.usage.cached, result.usage.computed) == (0, len(session.history) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ class FailingExecutor(ModelExecutor):
     failing: Sequence[int] = ()
 
     def __init__(self, executor: ModelExecutor) -> None:
-        super().__init__(executor.model, executor.spec.page_size)
+        super().__init__(executor.forward)
         self.plans: list[Plan] = []
 
     def submit(self, plan: Plan) -> None:
@@ -76,7 +77,7 @@ def start(files: ModelFiles) -> Iterator[Start]:
     """Makes engines on the small model; configuration by name."""
     made: list[ModelExecutor] = []
 
-    def engine(**config: object) -> Engine:
+    def engine(**config: Any) -> Engine:
         executor = FailingExecutor(load_executor(files, page_size=4))
         made.append(executor)
         proposer, text = config.pop("proposer", None), config.pop("text", None)
@@ -84,13 +85,13 @@ def start(files: ModelFiles) -> Iterator[Start]:
         return Engine(
             executor,
             (200,),
-            EngineConfig(**{**usual, **config}),  # type: ignore[arg-type]
+            EngineConfig(**{**usual, **config}),
             vocab_size=VOCAB,
             eos_ids=(),
             clock=ManualClock(),
             random=Random(0),
-            proposer=proposer,  # type: ignore[arg-type]
-            text=text,  # type: ignore[arg-type]
+            proposer=proposer,
+            text=text,
         )
 
     yield engine
@@ -102,10 +103,21 @@ def text(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
+def executor_of(engine: Engine) -> FailingExecutor:
+    executor = engine._flights._executor
+    assert isinstance(executor, FailingExecutor)
+    return executor
+
+
 def play(engine: Engine) -> None:
     while not engine.idle:
         engine.step()
     engine.step()
+
+
+def preempt_when(engine: Engine, turn: Turn, condition: Callable[[Turn], object]) -> None:
+    until(engine, lambda: condition(turn))
+    engine.lifecycle.preempt(turn)
 
 
 def until(engine: Engine, condition: Callable[[], object]) -> None:
@@ -219,7 +231,7 @@ def test_a_preempted_turn_goes_on_as_if_nothing_had_been(
 @every_overlap
 def test_a_failed_step_leaves_no_trace_in_what_is_counted(model: LlamaForCausalLM, start: Start, overlap: int) -> None:
     engine = start(overlap=overlap)
-    engine._flights._executor.failing = (4, 5, 11)
+    executor_of(engine).failing = (4, 5, 11)
     asked = [REPEATING, EVERYTHING]
     turns = []
     for i, sampling in enumerate(asked):
@@ -248,10 +260,8 @@ def test_every_input_token_is_scored_once_by_what_precedes_it(
         given = text(17 - 5 * turn_number, turn_number)
         turn = engine.submit("s", given, TurnParams(max_new_tokens=output, input_logprobs=turn_number))
         if turn_number == 2:  # in the middle of the input, and again in the middle of the output
-            until(engine, lambda turn=turn: turn.input_scores or turn.output)
-            engine.lifecycle.preempt(turn)
-            until(engine, lambda turn=turn: len(turn.output) == 2)
-            engine.lifecycle.preempt(turn)
+            preempt_when(engine, turn, lambda turn: turn.input_scores or turn.output)
+            preempt_when(engine, turn, lambda turn: len(turn.output) == 2)
         play(engine)
         scores = turn.input_logprobs
         assert len(scores) == len(given)
@@ -265,7 +275,7 @@ def test_every_input_token_is_scored_once_by_what_precedes_it(
 
 
 def test_no_step_scores_more_than_its_memory_is_meant_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenuto.sched.planner.MOST_SCORES", 7)
+    monkeypatch.setattr("tenuto.sched.planner.MAX_SCORES", 7)
     engine = start(token_budget=64)
     turns = []
     for i in range(3):
@@ -273,7 +283,7 @@ def test_no_step_scores_more_than_its_memory_is_meant_for(start: Start, monkeypa
         asked = 0 if i else None
         turns.append(engine.submit(f"s{i}", text(30, i), TurnParams(max_new_tokens=3, input_logprobs=asked)))
     play(engine)
-    plans = engine._flights._executor.plans
+    plans = executor_of(engine).plans
     assert plans[0].counts.max() == 30  # who does not ask is not held back
     assert max(len(plan.scores.offsets) for plan in plans if plan.scores is not None) <= 7
     assert [len(turn.input_logprobs) for turn in turns] == [0, 30, 30]
@@ -313,9 +323,9 @@ class Oracle:
         self.asked: set[int] = set()
         self.output: list[int] = []
 
-    def propose(self, turn: Turn, most: int) -> list[int]:
+    def propose(self, turn: Turn, limit: int) -> list[int]:
         self.asked.add(turn.number)
-        return self.output[len(turn.output) :][:most]
+        return self.output[len(turn.output) :][:limit]
 
 
 @every_overlap
@@ -339,7 +349,7 @@ def test_guessed_tokens_have_their_logprobs_and_only_for_turns_without_penalties
 
 def test_who_does_not_ask_pays_nothing(start: Start) -> None:
     engine = start()
-    executor = engine._flights._executor
+    executor = executor_of(engine)
     engine.open("s")
     turn = engine.submit("s", text(9), TurnParams(max_new_tokens=5, sampling=Sampling(1.0, 5, 0.9, min_p=0.1)))
     until(engine, lambda: turn.output)
@@ -357,11 +367,11 @@ def test_memory_for_counts_is_taken_by_rows_that_ask_and_used_again(start: Start
         engine.open(f"s{i}")
         engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3, sampling=REPEATING if i % 2 else PLAIN))
     play(engine)
-    assert 1 <= engine._flights._executor._options.counts.slots <= 4
+    assert 1 <= executor_of(engine)._options.counts.slots <= 4
     for i in range(4):
         engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3))
     play(engine)
-    assert engine._flights._executor._options.plain
+    assert executor_of(engine)._options.plain
 
 
 def test_scores_are_refused_where_the_input_was_computed_without(start: Start) -> None:
@@ -412,8 +422,8 @@ def test_the_result_names_the_stop_id_that_ended_the_turn(overlap: int) -> None:
     stage = Stage(overlap=overlap)
     stage.open()
     said = continuation(count_from(0, 5), 8)
-    for params, expected in (({}, None), ({"stop_ids": (said[3], 1)}, said[3])):
-        turn = stage.engine.submit("s", count_from(0, 5), TurnParams(max_new_tokens=8, **params))
+    for stop_ids, expected in (((), None), ((said[3], 1), said[3])):
+        turn = stage.engine.submit("s", count_from(0, 5), TurnParams(max_new_tokens=8, stop_ids=stop_ids))
         stage.play()
         assert turn.result is not None
         assert turn.result.stop == expected

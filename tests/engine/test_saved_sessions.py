@@ -3,6 +3,8 @@ happened to it before."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -64,9 +66,10 @@ class Talk:
     def goes_on(self, session: Session) -> list[object]:
         """What the session says to two more messages, or why not, and to a continuation."""
         said: list[object] = []
-        for text in ("and then?", [], "and at last?"):
+        texts: tuple[Any, ...] = ("and then?", [], "and at last?")
+        for text in texts:
             try:
-                self.begin(session, text, 4)  # type: ignore[arg-type]
+                self.begin(session, text, 4)
             except TenutoError as error:
                 said.append((error.code, str(error)))
             self.play()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, count_from, every_overlap
@@ -18,12 +20,13 @@ def work_of_a_decode(stage: Stage) -> list[Work]:
     for _ in range(16):
         before = stage.engine.counted_work
         stage.engine.step()
-        done.append(tuple(b - a for a, b in zip(before, stage.engine.counted_work, strict=True)))
+        (a, b, c), (d, e, f) = before, stage.engine.counted_work
+        done.append((d - a, e - b, f - c))
     return done
 
 
 def stage_with(mix, parked: int, history: int, overlap: int) -> Stage:
-    config = {"context_length": 2000, "token_budget": 1024, "checkpoint_interval": 4096}
+    config: dict[str, Any] = {"context_length": 2000, "token_budget": 1024, "checkpoint_interval": 4096}
     stage = Stage(mix, units=8000, recount=False, overlap=overlap, **config)
     for i in range(parked):
         stage.open(f"p{i}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tenuto.base.plan import (
 )
 from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, Candidate, Sampling, TokenLogprob
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token, next_unmasked, seeded
+from tests.present import present
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 PAGE, WINDOW, VOCABULARY, PAGES = 4, 6, 997, 40
@@ -42,11 +44,11 @@ def ints(values) -> np.ndarray:
 class Bench:
     """A witness with two rows: row r has pages 10 r, 10 r + 1, ... of every paged group, and state slot r."""
 
-    def __init__(self, *kinds: Kind, **options: object) -> None:
+    def __init__(self, *kinds: Kind, **options: Any) -> None:
         groups = [GroupSpec(kind, 1, WINDOW if kind is SLIDING else 0) for kind in kinds]
         self.paged = [kind for kind in kinds if kind is not STATE]
         self.states = len(kinds) - len(self.paged)
-        self.witness = WitnessExecutor(PAGE, groups, VOCABULARY, **options)  # type: ignore[arg-type]
+        self.witness = WitnessExecutor(PAGE, groups, VOCABULARY, **options)
         self.witness.prepare((PAGES,) * len(kinds), 4)
         self.steps = 0
 
@@ -431,7 +433,7 @@ def test_masked_tokens_are_not_said_before_their_position_and_others_are_certain
     bench.witness.submit(plan)
     result = bench.witness.collect()
     assert result.tokens.tolist() == [said]
-    assert result.sampled.entries(0, [said], 3) == [TokenLogprob(said, 0.0, (Candidate(said, 0.0),))]
+    assert present(result.sampled).entries(0, [said], 3) == [TokenLogprob(said, 0.0, (Candidate(said, 0.0),))]
     free = next_token(history_hash([*given, said]), VOCABULARY)
     bench.witness.submit(replace(bench.plan((0, 3, [said], 1)), sampling=()))
     assert bench.witness.collect().tokens.tolist() == [free]
@@ -459,7 +461,7 @@ def test_an_input_token_is_certain_if_the_witness_would_have_said_it() -> None:
     after = next_token(history_hash([5, likely]), VOCABULARY)
     scores = InputScores(ints([0, 1]), ints([likely, (after + 1) % VOCABULARY]), 2)
     bench.witness.submit(replace(bench.plan((0, 0, [5, likely, 9], 0)), scores=scores))
-    assert bench.witness.collect().scored.entries(0, scores.targets.tolist(), 1) == [
+    assert present(bench.witness.collect().scored).entries(0, scores.targets.tolist(), 1) == [
         TokenLogprob(likely, 0.0, (Candidate(likely, 0.0),)),
         TokenLogprob((after + 1) % VOCABULARY, LEAST_LOGPROB, (Candidate(after, 0.0),)),
     ]

@@ -11,10 +11,10 @@ from tenuto.kernels.linear import linear
 def test_the_product_is_the_same_for_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, 40), (24, 40), (24,)))
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (0.02, 0.05)
     for added in (None, bias):
         expected = x.double() @ weight.double().t() + (0 if added is None else added.double())
         ours = linear(x, weight, added)
         assert ours.is_contiguous()
         assert ours.dtype == dtype
-        torch.testing.assert_close(ours.double(), expected, **tolerance)
+        torch.testing.assert_close(ours.double(), expected, rtol=rtol, atol=atol)

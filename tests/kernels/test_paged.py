@@ -47,9 +47,11 @@ class Sequences:
         q = self.random(sum(counts), self.kv_heads * self.group)
         k, v = self.random(sum(counts), self.kv_heads), self.random(sum(counts), self.kv_heads)
         expected = []
-        for row, start, *parts in zip(rows, starts, *(torch.split(x, counts) for x in (q, k, v)), strict=True):
-            self.whole[row] = tuple(torch.cat(pair) for pair in zip(self.whole[row], parts[1:], strict=True))
-            expected.append(naive(parts[0], *self.whole[row], start))
+        parts = (torch.split(x, counts) for x in (q, k, v))
+        for row, start, queries, new_keys, new_values in zip(rows, starts, *parts, strict=True):
+            keys, values = self.whole[row]
+            self.whole[row] = keys, values = torch.cat((keys, new_keys)), torch.cat((values, new_values))
+            expected.append(naive(queries, keys, values, start))
         attention = PagedAttention(self.kv, self.table, ints(rows), ints(starts), ints(counts), self.group)
         return attention(0, q, k, v).double(), torch.cat(expected)
 

@@ -96,7 +96,7 @@ def test_logits_that_are_not_numbers_give_some_token_and_leave_other_rows_alone(
 
 
 def test_an_empty_batch_samples_nothing() -> None:
-    assert sample(torch.empty(0, 10), Choice(*(np.empty(0) for _ in range(5)))).shape == (0,)
+    assert sample(torch.empty(0, 10), choice_of([], np.empty(0))).shape == (0,)
 
 
 def test_random_numbers_are_uniform_and_unrelated_between_seeds_and_positions() -> None:
@@ -157,7 +157,7 @@ def edited_logits(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
 
 def choice_of(rows: list[Row], uniform: np.ndarray) -> Choice:
     names = [field.name for field in fields(Choice)][:-1]
-    return Choice(*(np.array([getattr(row, name) for row in rows]) for name in names), uniform)
+    return Choice(**{name: np.array([getattr(row, name) for row in rows]) for name in names}, uniform=uniform)
 
 
 def random_logits(rows: int, seed: int) -> torch.Tensor:

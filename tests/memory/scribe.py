@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class Someone:
         return self.held
 
 
-def make_shape(**changes: object) -> Shape:
+def make_shape(**changes: Any) -> Shape:
     usual = {
         "context_length": 60,
         "max_running": 4,
@@ -50,7 +51,7 @@ def make_shape(**changes: object) -> Shape:
         "checkpoint_interval": 512,
         "checkpoint_share": 1.0,
     }
-    return Shape(**{**usual, **changes})  # type: ignore[arg-type]
+    return Shape(**{**usual, **changes})
 
 
 def make_table(spec: GroupSpec, pool: Pool, page_size: int = 4) -> Table:
@@ -92,7 +93,7 @@ class Scribe:
     """One memory, its sessions, and the contents of every unit."""
 
     def __init__(
-        self, kinds: Sequence[Kind], *, units: int = 80, page_size: int = 4, window: int = 6, **shape: object
+        self, kinds: Sequence[Kind], *, units: int = 80, page_size: int = 4, window: int = 6, **shape: Any
     ) -> None:
         self.memory = Memory(make_spec(kinds, page_size, window), [units] * len(kinds), make_shape(**shape))
         self.scripts: list[Script] = []

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import AuditReport
 from tenuto.memory.audit import AuditCycle, recount
+from tenuto.memory.full import FullTable
 from tenuto.memory.pool import Lease, Pool
 from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script, Someone
+from tests.present import present
 
 MIXES = [[FULL], [SLIDING], [STATE], [FULL, SLIDING, STATE]]
 
@@ -63,15 +65,17 @@ class Hands:
             self.scribe.open(script, base=number % (len(script.history) + 1))
 
     def compute(self, script: Script, number: int) -> None:
-        if script.writing.computed < 50:
-            self.scribe.compute(script.writing, 1 + number % 7)
+        writing = present(script.writing)
+        if writing.computed < 50:
+            self.scribe.compute(writing, 1 + number % 7)
 
     def mark(self, script: Script, number: int) -> None:
-        if script.writing.memory.lacks_checkpoint(script.writing.computed):
-            self.scribe.mark(script.writing)
+        writing = present(script.writing)
+        if writing.memory.lacks_checkpoint(writing.computed):
+            self.scribe.mark(writing)
 
     def commit(self, script: Script, number: int) -> None:
-        writing = script.writing
+        writing = present(script.writing)
         self.scribe.commit(script, max(writing.base, writing.memory.start + 1, writing.computed + 1 - number % 3))
 
     def abort(self, script: Script, number: int) -> None:
@@ -180,7 +184,9 @@ def test_what_goes_wrong_during_a_cycle_is_found_by_the_next() -> None:
     expected = scribe.audit()
     cycle = begin(scribe)
     cycle.advance(2)
-    scribe.memory.pools[0].counts[scribe.scripts[2].memory.tables[0].base.units[0]] += 1
+    table = scribe.scripts[2].memory.tables[0]
+    assert isinstance(table, FullTable)
+    scribe.memory.pools[0].counts[table.base.units[0]] += 1
     assert finish(cycle) == expected
     with pytest.raises(InvariantError, match="1 units have a wrong count"):
         finish(begin(scribe))
@@ -191,6 +197,7 @@ def test_a_lease_under_the_wrong_name_or_listed_twice_is_found() -> None:
     pool = scribe.memory.pools[0]
     anna, ben = Someone("session anna"), Someone("session ben")
     lease = pool.acquire(2, anna)
+    assert lease is not None
     anna.held, ben.held = [lease, lease], [lease]
     for holder, said in (
         (ben, "session ben lists a lease held by session anna"),
@@ -218,7 +225,7 @@ def test_every_change_of_a_lease_is_preceded_by_its_count(change: str) -> None:
     scribe = Scribe([FULL])
     pool = scribe.memory.pools[0]
     anna, ben = Someone("anna"), Someone("ben")
-    anna.held, ben.held = [pool.acquire(3, anna)], [pool.acquire(2, ben)]
+    anna.held, ben.held = [present(pool.acquire(3, anna))], [present(pool.acquire(2, ben))]
     expected = recount(scribe.memory, [anna, ben])
     cycle = AuditCycle(scribe.memory, (), [anna, ben])
     CHANGES[change](anna.held[0], ben)
@@ -277,7 +284,7 @@ def test_a_cycle_visits_no_more_at_a_time_than_it_is_told() -> None:
 
 
 def test_a_lease_is_noted_once_a_cycle_however_often_it_changes() -> None:
-    noted = []
+    noted: list[Lease] = []
     pool = Pool("pages", 100)
     lease = pool.acquire(1, Someone("anna"))
     assert lease is not None

@@ -12,6 +12,7 @@ from tenuto.memory.checkpoint import Checkpoint, CheckpointCache, Checkpoints
 from tenuto.memory.full import FullTable
 from tenuto.memory.pool import Holder, Lease, Pool
 from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script
+from tests.present import present
 
 
 class Shelf:
@@ -152,7 +153,8 @@ steps = st.lists(st.tuples(st.sampled_from(["push", "cut", "evict", "fork"]), st
 def test_a_list_of_checkpoints_finds_the_nearest_living_one(steps: list[tuple[str, int]]) -> None:
     """Against a plain list of positions."""
     shelf = Shelf()
-    listed, plain = shelf.listed, []
+    listed = shelf.listed
+    plain: list[int] = []
     for step, number in steps:
         if step == "push":
             plain.append(max(plain, default=0) + 1 + number)
@@ -233,7 +235,7 @@ def test_a_unit_that_several_cached_checkpoints_hold_counts_once_in_the_budget()
     shelf = Shelf((4, 0))
     first = shelf.make(8, pages=4, slots=0)
     window = first.parts[0]
-    second = shelf.sharing(12, window, 1, 4)
+    second = shelf.sharing(12, present(window), 1, 4)
     for made in (first, second):
         shelf.listed.push(made)
     shelf.listed.relax()
@@ -250,7 +252,7 @@ def test_reclaimable_are_the_units_that_nobody_but_the_cache_holds() -> None:
     shelf = Shelf()
     cached = shelf.add(10, pages=5, slots=2)
     assert (shelf.cache.reclaimable(0), shelf.cache.reclaimable(1)) == (5, 2)
-    needed = shelf.sharing(20, cached.parts[0], 0, 2)
+    needed = shelf.sharing(20, present(cached.parts[0]), 0, 2)
     assert (shelf.cache.reclaimable(0), shelf.cache.reclaimable(1)) == (3, 2)
     shelf.cache.unpin(needed)
     assert shelf.cache.reclaimable(0) == 5
@@ -262,7 +264,7 @@ def test_reclaimable_are_the_units_that_nobody_but_the_cache_holds() -> None:
 def test_only_what_frees_a_unit_of_a_short_group_is_evicted_for_it() -> None:
     shelf = Shelf()
     window = shelf.make(5, pages=6, slots=0).parts[0]  # somebody needs these pages
-    useless = shelf.sharing(6, window, 0, 3)
+    useless = shelf.sharing(6, present(window), 0, 3)
     shelf.listed.push(useless)
     slot, pages = shelf.add(10, pages=0, slots=1), shelf.add(20, pages=2, slots=0)
     assert shelf.cache.evict_for([0])
@@ -277,9 +279,9 @@ def test_units_that_several_cached_checkpoints_hold_come_free_together() -> None
     first = shelf.make(8, pages=2, slots=0)
     shelf.listed.push(first)
     stranger = shelf.make(9, pages=1, slots=0)
-    useless = shelf.sharing(10, stranger.parts[0], 0, 1)
+    useless = shelf.sharing(10, present(stranger.parts[0]), 0, 1)
     shelf.listed.push(useless)
-    shelf.listed.push(shelf.sharing(12, first.parts[0], 0, 2))
+    shelf.listed.push(shelf.sharing(12, present(first.parts[0]), 0, 2))
     shelf.listed.relax()
     assert shelf.cache.evict_for([0])
     assert positions(shelf.listed) == [10]
@@ -296,7 +298,7 @@ def test_evicting_for_a_group_frees_exactly_what_was_reclaimable(pages: list[tup
     shelf = Shelf()
     base = shelf.make(0, pages=11, slots=0)
     for position, (start, count, needed) in enumerate(pages, 1):
-        made = shelf.sharing(position, base.parts[0], start, start + count)
+        made = shelf.sharing(position, present(base.parts[0]), start, start + count)
         if not needed:
             shelf.cache.unpin(made)
     shelf.cache.release_pinned(base)

@@ -13,6 +13,7 @@ from tenuto.memory.memory import Memory, session_units, turn_units, units_for_bu
 from tenuto.memory.shape import Shape
 from tenuto.memory.sliding import window_pages
 from tests.memory.scribe import FULL, SLIDING, STATE, Someone, make_shape, make_spec
+from tests.present import present
 
 
 @st.composite
@@ -138,7 +139,7 @@ def test_while_a_step_is_in_flight_no_group_hands_out_what_was_released() -> Non
     leases = [pool.acquire(4, Someone("turn")) for pool in memory.pools]
     memory.step_submitted()
     for lease in leases:
-        lease.release()
+        present(lease).release()
     assert memory.free().tolist() == [2, 2]
     memory.step_settled()
     assert memory.free().tolist() == [6, 6]

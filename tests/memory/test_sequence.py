@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tenuto.base.errors import InvariantError
-from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script
+from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script, Writing
+from tests.present import present
 
 MIXES = [[FULL], [SLIDING], [STATE], [FULL, SLIDING], [FULL, STATE], [SLIDING, STATE], [FULL, SLIDING, STATE]]
-MOST_SESSIONS = 4
+MAX_SESSIONS = 4
 
 
 class SequenceMachine(RuleBasedStateMachine):
@@ -30,11 +31,16 @@ class SequenceMachine(RuleBasedStateMachine):
     def _any(self, wanted) -> bool:
         return hasattr(self, "scribe") and any(wanted(s) for s in self.scribe.scripts)
 
-    def _idle(script: Script) -> bool:  # noqa: N805 - a condition on a session, used by rules of this class
+    @staticmethod
+    def _idle(script: Script) -> bool:
         return script.writing is None
 
-    def _busy(script: Script) -> bool:  # noqa: N805 - likewise
+    @staticmethod
+    def _busy(script: Script) -> bool:
         return script.writing is not None
+
+    def _pick_writing(self, data: st.DataObject) -> Writing:
+        return present(self._pick(data, self._busy).writing)
 
     @precondition(lambda self: self._any(SequenceMachine._idle))
     @rule(data=st.data(), whole=st.booleans(), tokens=st.integers(0, 2))
@@ -48,7 +54,7 @@ class SequenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._any(SequenceMachine._busy))
     @rule(data=st.data(), tokens=st.integers(1, 9), mark=st.booleans())
     def compute(self, data: st.DataObject, tokens: int, mark: bool) -> None:
-        writing = self._pick(data, SequenceMachine._busy).writing
+        writing = self._pick_writing(data)
         if writing.computed < 40:
             self.scribe.compute(writing, tokens)
             if mark:
@@ -58,7 +64,7 @@ class SequenceMachine(RuleBasedStateMachine):
     @rule(data=st.data(), whole=st.booleans())
     def commit(self, data: st.DataObject, whole: bool) -> None:
         script = self._pick(data, SequenceMachine._busy)
-        writing = script.writing
+        writing = present(script.writing)
         least = writing.least
         reached = max(writing.computed + 1, least)
         length = reached if whole else data.draw(st.integers(least, reached))
@@ -77,17 +83,17 @@ class SequenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._any(SequenceMachine._busy))
     @rule(data=st.data())
     def redraft(self, data: st.DataObject) -> None:
-        writing = self._pick(data, SequenceMachine._busy).writing
+        writing = self._pick_writing(data)
         self.scribe.redraft(writing, data.draw(st.integers(writing.base, max(writing.base, writing.computed))))
 
     @precondition(lambda self: self._any(SequenceMachine._busy))
     @rule(data=st.data())
     def rest_and_go_on(self, data: st.DataObject) -> None:
-        writing = self._pick(data, SequenceMachine._busy).writing
+        writing = self._pick_writing(data)
         writing.memory.detach()
         self.scribe.attach(writing)
 
-    @precondition(lambda self: len(self.scribe.scripts) < MOST_SESSIONS)
+    @precondition(lambda self: len(self.scribe.scripts) < MAX_SESSIONS)
     @rule(data=st.data(), whole=st.booleans())
     def fork(self, data: st.DataObject, whole: bool) -> None:
         parent = self._pick(data, lambda s: True)

@@ -83,7 +83,8 @@ def test_a_commit_keeps_the_last_window_and_frees_the_rest() -> None:
     script = scribe.told(12)
     scribe.compute(scribe.open(script), 30)
     scribe.commit(script, 42)
-    table = script.memory.tables[0]
+    (table,) = script.memory.tables
+    assert isinstance(table, SlidingTable)
     scribe.memory.cache.evict()  # what only saves work
     while scribe.memory.cache.evict():
         pass

@@ -8,16 +8,19 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.groups import GroupSpec
 from tenuto.base.plan import NO_SLOT
 from tenuto.memory.pool import Pool
+from tenuto.memory.state import StateGroup
 from tests.memory.scribe import FULL, STATE, Scribe, Someone, make_table
+from tests.present import present
 
 
 def test_starting_a_turn_copies_nothing_and_reads_the_sessions_slot() -> None:
     scribe = Scribe([STATE])
     script = scribe.told(9)
-    kept = script.memory.checkpoints[-1].parts[0].units[0]
+    kept = present(script.memory.checkpoints[-1].parts[0]).units[0]
     writing = scribe.open(script)
     row = writing.memory.row
     (group,) = scribe.memory.groups
+    assert isinstance(group, StateGroup)
     assert group.current[row] == kept
     assert group.alternate[row] not in (kept, NO_SLOT)
 
@@ -26,11 +29,11 @@ def test_an_aborted_turn_leaves_the_session_the_very_slot_it_had() -> None:
     """Known faults: a turn that aborts frees or overwrites its session's state slot."""
     scribe = Scribe([FULL, STATE])
     script = scribe.told(9)
-    kept = script.memory.checkpoints[-1].parts[1].units[0]
+    kept = present(script.memory.checkpoints[-1].parts[1]).units[0]
     for _ in range(3):
         scribe.compute(scribe.open(script), 5)
         scribe.abort(script)
-        assert script.memory.checkpoints[-1].parts[1].units[0] == kept
+        assert present(script.memory.checkpoints[-1].parts[1]).units[0] == kept
         scribe.audit()
 
 
@@ -100,6 +103,7 @@ def test_a_row_without_a_slot_beside_its_checkpoint_is_stopped_before_it_writes(
     scribe.compute(writing, 5)
     writing.memory.mark(5)
     (group,) = scribe.memory.groups
+    assert isinstance(group, StateGroup)
     group.alternate[writing.memory.row] = NO_SLOT
     with pytest.raises(InvariantError, match="would write a state slot that a checkpoint holds"):
         scribe.compute(writing, 1)
@@ -136,7 +140,7 @@ def test_a_table_has_one_open_turn() -> None:
     pool = Pool("state0", 4)
     table = make_table(GroupSpec(STATE, 1), pool)
     with pytest.raises(InvariantError, match="no turn is open"):
-        table.extend(pool.acquire(1, Someone("turn 0")))
-    table.begin(pool.acquire(1, Someone("turn 1")), 0, None, at_end=True)
-    with pytest.raises(InvariantError, match="turn 2 begins on a table another turn has open"):
-        table.begin(pool.acquire(1, Someone("turn 2")), 0, None, at_end=True)
+        table.extend(present(pool.acquire(1, Someone("turn 0"))))
+    table.begin(present(pool.acquire(1, Someone("turn 1"))), 0, None, at_end=True)
+    with pytest.raises(InvariantError, match="turn 2 begins on a table that another turn has open"):
+        table.begin(present(pool.acquire(1, Someone("turn 2"))), 0, None, at_end=True)

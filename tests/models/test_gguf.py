@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -75,7 +76,10 @@ def test_a_gguf_file_holds_the_same_model_as_the_directory_it_was_made_from(tmp_
 
 
 def test_linear_rope_scaling_is_read_from_metadata(tmp_path: Path) -> None:
-    scaling = {"kind": ("llama.rope.scaling.type", "linear"), "factor": ("llama.rope.scaling.factor", 4.0)}
+    scaling: dict[str, Any] = {
+        "kind": ("llama.rope.scaling.type", "linear"),
+        "factor": ("llama.rope.scaling.factor", 4.0),
+    }
     path = save_gguf(tmp_path / "m.gguf", tiny_llama(rope_parameters=LINEAR), **scaling)
     assert GgufCheckpoint(path).config.rope_divisors == (4.0,) * 8
 

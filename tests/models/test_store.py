@@ -2,6 +2,7 @@
 
 import hashlib
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,9 +115,7 @@ def test_the_real_runner_reports_progress_and_what_the_command_said(tmp_path: Pa
         "import os, sys, time; open(os.environ['TMPDIR'] + '/x', 'wb').write(b'12345'); time.sleep(0.5); sys.exit('no')"
     )
     sizes: list[int] = []
-    ended = store._run(
-        [store.sys.executable, "-c", script], tmp_path, lambda: sizes.append(store._bytes_below(tmp_path))
-    )
+    ended = store._run([sys.executable, "-c", script], tmp_path, lambda: sizes.append(store._bytes_below(tmp_path)))
     assert ended.returncode == 1
     assert "no" in ended.stderr
     assert 5 in sizes
@@ -131,7 +130,12 @@ def test_a_name_is_resolved_to_files(tmp_path: Path) -> None:
     assert resolve(str(file), tmp_path) == ModelFiles("some", FileFormat.GGUF, file)
     assert resolve(str(directory), tmp_path) == ModelFiles("tiny", FileFormat.HUGGING_FACE, directory)
     asked: list[str] = []
-    found = resolve("org/name", tmp_path, snapshot=lambda repo: (asked.append(repo), str(directory))[1])
+
+    def snapshot(repo: str) -> str:
+        asked.append(repo)
+        return str(directory)
+
+    found = resolve("org/name", tmp_path, snapshot=snapshot)
     assert found == ModelFiles("org/name", FileFormat.HUGGING_FACE, directory)
     assert asked == ["org/name"]
 

@@ -68,7 +68,7 @@ def save_gguf(
 ) -> Path:
     """Write the model as llama.cpp's converter does, matrices as `stored`. `metadata` values are (key, value) pairs to
     add."""
-    c = model.config
+    c: Any = model.config  # its fields may be missing in other models
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)
@@ -109,7 +109,7 @@ def _gguf_name(name: str) -> str:
     return "output_norm.weight" if parts[0] == "norm" else f"{GGUF_NAMES[parts[0]]}.{parts[-1]}"
 
 
-def _interleaved(name: str, weight: np.ndarray, config: LlamaConfig) -> np.ndarray:
+def _interleaved(name: str, weight: np.ndarray, config: Any) -> np.ndarray:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return weight

@@ -268,7 +268,7 @@ def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_i
         other = asyncio.ensure_future(link.start(turn("x" * LONG_INPUT, None), Reader()))
         await waiting(encoder.held)  # and with it the lane of the long ones
         first = Draft(tenant="t", session="s", input="x" * LONG_INPUT)
-        starting = [asyncio.ensure_future(link.call(first)) for _ in range(2)]
+        starting: list[asyncio.Future[object]] = [asyncio.ensure_future(link.call(first)) for _ in range(2)]
         starting.append(asyncio.ensure_future(link.start(turn("y" * length), Reader())))
         await link.call(CloseSession(tenant="t", session="s"))
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
@@ -367,7 +367,11 @@ class Gate:
 
     def __init__(self, link: LocalLink) -> None:
         self.reached, self._opened = threading.Event(), threading.Event()
-        link._service._loop.call(lambda _: self.reached.set() or self._opened.wait(SECONDS))
+        link._service._loop.call(self._wait)
+
+    def _wait(self, _: Engine) -> None:
+        self.reached.set()
+        self._opened.wait(SECONDS)
 
     def open(self) -> None:
         self._opened.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -77,13 +78,13 @@ class Reader:
         return [token for news in self.news if isinstance(news, Delta) for token in news.tokens]
 
 
-def turn(session: str | None, tokens: list[int], most: int = 4, **rest: object) -> StartTurn:
+def turn(session: str | None, tokens: list[int], most: int = 4, **rest: Any) -> StartTurn:
     params = TurnParams(max_new_tokens=most)
-    return StartTurn(kind="turn", tenant="t", session=session, input=tokens, params=params, **rest)  # type: ignore[arg-type]
+    return StartTurn(kind="turn", tenant="t", session=session, input=tokens, params=params, **rest)
 
 
-def opened(session: str = "s", **rest: object) -> OpenSession:
-    return OpenSession(session=session, policy=Policy(tenant="t"), **rest)  # type: ignore[arg-type]
+def opened(session: str = "s", **rest: Any) -> OpenSession:
+    return OpenSession(session=session, policy=Policy(tenant="t"), **rest)
 
 
 def test_a_turn_brings_its_ticket_then_its_tokens_then_its_result(play) -> None:

@@ -68,8 +68,9 @@ class Stand:
 
     def told(self) -> list[tuple[int, str]]:
         """What has been told by the time at which a question that shows nothing is answered."""
-        last, told = self.ask(GetStats()), []
-        while (reply := self.replies.get(timeout=20)) and not (isinstance(reply, Answer) and reply.call == last):
+        last = self.ask(GetStats())
+        told: list[tuple[int, str]] = []
+        while not (isinstance(reply := self.replies.get(timeout=20), Answer) and reply.call == last):
             match reply:
                 case Answer():
                     told.append((reply.call, "answered"))
@@ -148,7 +149,12 @@ def test_while_commits_cannot_be_acknowledged_turns_fail_and_none_begins(stand: 
 def test_the_last_message_says_that_the_engine_has_stopped() -> None:
     stand = Stand()
     senders: set[str] = set()
-    stand.service._outbox._send = lambda reply: senders.add(threading.current_thread().name) or stand.replies.put(reply)  # type: ignore[func-returns-value]
+
+    def send(reply: AnyReply) -> None:
+        senders.add(threading.current_thread().name)
+        stand.replies.put(reply)
+
+    stand.service._outbox._send = send
     stand.ask(OpenSession(session="s", policy=Policy(tenant="t")))
     turn = stand.ask(TURN)
     stand.until_committed(1)

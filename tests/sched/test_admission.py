@@ -9,6 +9,7 @@ import pytest
 from tenuto.base.turns import TurnState
 from tenuto.base.views import Transition
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.present import present
 
 
 def test_as_many_turns_run_as_there_are_rows() -> None:
@@ -27,7 +28,7 @@ def test_a_turn_starts_only_beside_room_for_its_whole_input() -> None:
         stage.open(name)
         stage.say(name, count_from(1, tokens), 4)
     stage.step()
-    states = [stage.engine.sessions.get(name).turn.state for name in ("a", "b")]
+    states = [present(stage.engine.sessions.get(name).turn).state for name in ("a", "b")]
     assert states == [TurnState.RUNNING, TurnState.QUEUED]
     stage.play()
     assert stage.engine.transitions[Transition("preempt")] == 0
@@ -175,7 +176,7 @@ def test_a_stream_of_important_turns_does_not_starve_an_old_one(overlap: int) ->
         stage.clock.advance(1.0)
         stage.step()
         stage.step()
-    assert old.result.committed
+    assert present(old.result).committed
 
 
 def test_a_turn_is_pledged_the_pages_of_its_input_before_it_has_computed_them() -> None:
@@ -188,7 +189,7 @@ def test_a_turn_is_pledged_the_pages_of_its_input_before_it_has_computed_them() 
     assert pool.free == 18  # of the 13 pages that its input needs, the first turn has acquired two
     assert len(stage.engine.batch) == 1
     taken = pool.acquire(3, SimpleNamespace(holder_kind="session", holder_name="nobody"))
-    taken.release()
+    present(taken).release()
     stage.play()
 
 
@@ -222,7 +223,7 @@ def test_nobody_yields_to_a_turn_that_then_cannot_start() -> None:
         assert second.state is not TurnState.PREEMPTED
         assert waiting.state is TurnState.QUEUED
     stage.play()
-    assert waiting.result.committed
+    assert present(waiting.result).committed
     assert stage.engine.transitions[Transition("preempt")] == 0
 
 

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.errors import InvariantError
+from tenuto.base.options import Policy
 from tenuto.memory.memory import Memory
 from tenuto.sched.planner import Planner
 from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import Suspects
-from tenuto.session.session import Policy
 from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix, every_overlap
 from tests.memory.scribe import make_shape, make_spec
+from tests.present import present
 
 Row = tuple[int, int, bool]
 """Tokens a turn wants, its priority, and whether it is a draft."""
@@ -193,7 +194,7 @@ def test_a_proposal_that_no_longer_fits_is_refused_before_any_pool_changes() -> 
         engine._planner.apply(proposal)
     assert engine.memory.touched == touched
     assert (engine.memory.rows.scheduled == scheduled).all()
-    taken.release()
+    present(taken).release()
 
 
 @given(prompts=st.lists(st.integers(2, 60), min_size=1, max_size=4), free=st.integers(0, 12))
@@ -214,6 +215,11 @@ def test_what_does_not_fit_memory_is_left_out_and_what_lacks_is_told(prompts: li
     assert (proposal.lacking is None) == (first is None) == (len(proposal.rows) == len(whole.rows))
     if first is not None:
         lacking = proposal.lacking
+        assert lacking is not None
         assert (lacking.turn, lacking.place) == (engine.batch.running()[first], first)
-        assert (lacking.needed.tolist(), lacking.alone.tolist()) == ([sum(needs[: first + 1])], [needs[first]])
+        assert lacking is not None
+        assert (lacking.needed.tolist(), lacking.alone.tolist()) == (
+            [sum(needs[: first + 1])],
+            [needs[first]],
+        )
     assert set(proposal.rows) == set(whole.rows[: len(proposal.rows)])  # in running order

@@ -9,6 +9,7 @@ from tenuto.base.turns import TurnState
 from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
 from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix
+from tests.present import present
 
 
 def squeeze(engine: Engine, group: int = 0, *, may_preempt: bool = True) -> bool:
@@ -45,17 +46,17 @@ def crowd(mix=(FULL,)) -> Stage:
 def test_drafts_yield_first_then_idle_sessions_then_waiting_ones_and_running_turns_last() -> None:
     stage = crowd()
     engine = stage.engine
-    order = []
+    order: list[str] = []
     while squeeze(engine):
         order += [rung for rung, times in engine.pressure.yielded.items() for _ in range(times - order.count(rung))]
     # the drafting session yields twice: its draft, then what its session keeps
     assert order == ["draft", "idle", "idle", "idle", "waiting", "waiting", "waiting", "running"]
-    assert engine.sessions.get("first").turn.state is TurnState.RUNNING
+    assert present(engine.sessions.get("first").turn).state is TurnState.RUNNING
 
 
 def test_of_idle_sessions_the_lowest_priority_yields_first_and_then_the_one_parked_longest() -> None:
     stage = crowd()
-    gone = []
+    gone: list[str] = []
     names = ("idle", "dear", "old")
     while len(gone) < 3:
         assert squeeze(stage.engine)
@@ -68,9 +69,9 @@ def test_the_last_running_turn_yields_and_the_first_never() -> None:
     engine = stage.engine
     while squeeze(engine):
         pass
-    assert engine.sessions.get("second").turn.state is TurnState.PREEMPTED
+    assert present(engine.sessions.get("second").turn).state is TurnState.PREEMPTED
     assert not squeeze(engine)
-    assert engine.sessions.get("first").turn.state is TurnState.RUNNING
+    assert present(engine.sessions.get("first").turn).state is TurnState.RUNNING
 
 
 def test_running_turns_yield_only_where_they_may() -> None:
@@ -208,7 +209,7 @@ def test_the_last_in_order_that_lacks_room_waits_and_takes_down_nobody_before_it
     stage.open("last")
     last = stage.say("last", count_from(4, 120), 40)
     while last.result is None:
-        held = last.state is TurnState.RUNNING and last.session.memory.turn.own_units()[0] > 0
+        held = last.state is TurnState.RUNNING and present(last.session.memory.turn).own_units()[0] > 0
         stage.step()
         if held and last.state is TurnState.RUNNING:
             assert all(turn.state is not TurnState.PREEMPTED for turn in turns)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import TurnState
 from tenuto.sched.queue import WaitingQueue
-from tenuto.session.session import Policy, Turn
+from tenuto.session.session import Turn
 from tests.session.test_turn import make_session
 
 AGING = 10.0

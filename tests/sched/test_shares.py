@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,10 @@ from tenuto.base.turns import TurnState
 from tenuto.base.views import Transition
 from tenuto.session.session import Turn
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
+from tests.present import present
 
 
-def submit(stage: Stage, tenant: str, turns: int, tokens: int = 4, output: int = 60, **params: object) -> list[Turn]:
+def submit(stage: Stage, tenant: str, turns: int, tokens: int = 4, output: int = 60, **params: Any) -> list[Turn]:
     """So many turns of a tenant, each on a session of its own."""
     said = []
     for _ in range(turns):
@@ -100,7 +102,7 @@ def test_tokens_of_prefills_are_divided_between_tenants_by_weight_and_none_is_le
 
 
 @pytest.mark.parametrize("tenants", [5, 9])
-def test_when_there_are_more_tenants_than_rows_they_take_turns(tenants: int) -> None:
+def test_when_there_are_more_tenants_than_rows_they_take_turns(tenants: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(max_running=3)
     turns = {f"t{i}": submit(stage, f"t{i}", 4, output=2) for i in range(tenants)}
     order: list[str] = []
@@ -110,10 +112,10 @@ def test_when_there_are_more_tenants_than_rows_they_take_turns(tenants: int) -> 
         order.append(turn.session.policy.tenant)
         add(turn, slots)
 
-    stage.engine.batch.add = adding
+    monkeypatch.setattr(stage.engine.batch, "add", adding)
     stage.play()
     assert len(order) == 4 * tenants
-    assert all(turn.result.committed for some in turns.values() for turn in some)
+    assert all(present(turn.result).committed for some in turns.values() for turn in some)
     for end in range(1, len(order) + 1):
         starts = [Counter(order[:end])[tenant] for tenant in turns]
         assert max(starts) - min(starts) <= 1

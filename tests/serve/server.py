@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import httpx
 
@@ -54,9 +55,9 @@ class Server:
     def engine_pid(self) -> int:
         return int(httpx.get(f"{self.url}/v1/engine").json()["pid"])
 
-    def client(self, **options: object) -> httpx.Client:
+    def client(self, **options: Any) -> httpx.Client:
         """An HTTP client whose URLs are paths."""
-        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
 
     def audit(self) -> None:
         """Every unit of memory is accounted for."""

@@ -303,7 +303,9 @@ def test_a_listing_ends_a_page_when_it_is_large_and_goes_on_at_the_next(http: ht
     names = [f"large-{n:03}" for n in range(120)]
     for name in names:
         assert http.post("/v1/sessions", json={"id": name, "metadata": metadata}).status_code == 201
-    found, after, pages = [], "large-", 0
+    found: list[str] = []
+    after: str | None = "large-"
+    pages = 0
     while after is not None and after.startswith("large-"):
         answer = http.get("/v1/sessions", params={"limit": 1000, "after": after})
         assert len(answer.content) < 2**21

@@ -78,7 +78,8 @@ def test_sessions_are_listed_in_pages_by_id_and_state(http: httpx.Client) -> Non
     ids = [f"listed-{n}" for n in range(5)]
     for name in ids:
         http.post("/v1/sessions", json={"id": name})
-    found, after = [], "listed-"
+    found: list[str] = []
+    after: str | None = "listed-"
     while after is not None and after.startswith("listed"):
         page = http.get("/v1/sessions", params={"limit": 2, "after": after, "state": "idle"}).json()
         found += [entry["id"] for entry in page["data"] if entry["id"].startswith("listed")]
@@ -293,7 +294,8 @@ def test_a_barge_in_keeps_what_is_asked(
 ) -> None:
     with slow_http.stream("POST", f"{slow_session}/turns", json=LONG) as response:
         told = events(response)
-        said, delivered = [], 0
+        said: list[int] = []
+        delivered = 0
         for name, _, data in told:
             if name == "delta":
                 said, delivered = said + data["tokens"], data["delivered"]

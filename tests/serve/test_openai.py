@@ -13,10 +13,13 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai.types import Completion, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
+from tests.present import present
 from tests.serve.server import Server, serving
 
-HI = [{"role": "user", "content": "hi"}]
+HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 GREEDY: dict[str, Any] = {"model": "witness", "temperature": 0}
 
 
@@ -165,7 +168,7 @@ def test_an_answer_stops_at_a_stop_string(client: OpenAI) -> None:
 
 def test_a_biased_token_is_sampled(real: OpenAI) -> None:
     done = real.completions.create(model="smollm2", prompt="Hello", max_tokens=3, logit_bias={"42": 100}, logprobs=0)
-    assert len(set(done.choices[0].logprobs.tokens)) == 1
+    assert len(set(present(present(done.choices[0].logprobs).tokens))) == 1
 
 
 def test_streamed_samples_are_scored_with_their_prompt(client: OpenAI) -> None:
@@ -179,6 +182,10 @@ def test_streamed_samples_are_scored_with_their_prompt(client: OpenAI) -> None:
 
 
 # -- seeds and samples
+
+
+def usage_of(answer: Completion | ChatCompletion) -> CompletionUsage:
+    return present(answer.usage)
 
 
 def texts(client: OpenAI, **options: Any) -> list[str]:
@@ -201,12 +208,12 @@ def test_without_a_seed_answers_differ(real: OpenAI) -> None:
 
 
 def test_the_prompt_of_n_samples_is_computed_and_counted_once(client: OpenAI) -> None:
-    history = [{"role": "user", "content": "x" * 500}]
+    history: list[ChatCompletionMessageParam] = [{"role": "user", "content": "x" * 500}]
     one = client.chat.completions.create(messages=history, max_tokens=5, **GREEDY)
     many = client.chat.completions.create(messages=history, max_tokens=5, n=8, **GREEDY)
     assert {choice.message.content for choice in many.choices} == {one.choices[0].message.content}
-    assert one.usage.prompt_tokens == many.usage.prompt_tokens
-    assert many.usage.completion_tokens == 40
+    assert usage_of(one).prompt_tokens == usage_of(many).prompt_tokens
+    assert usage_of(many).completion_tokens == 40
 
 
 def test_n_samples_count_as_sessions_of_their_tenant(tmp_path: Any) -> None:
@@ -222,7 +229,12 @@ def test_n_samples_count_as_sessions_of_their_tenant(tmp_path: Any) -> None:
                 return False
 
         for _ in range(2):
-            assert any(closed_again() or time.sleep(0.02) for _ in range(100))
+            for _ in range(100):
+                if closed_again():
+                    break
+                time.sleep(0.02)
+            else:
+                pytest.fail("the samples' sessions stay open")
             with pytest.raises(openai.RateLimitError) as refused:
                 texts(client, n=4)
             assert refused.value.code == "limit_reached"
@@ -275,10 +287,11 @@ def test_logprobs_of_a_chat_are_those_of_its_tokens(real: OpenAI) -> None:
         top_logprobs=3,
     )
     choice = done.choices[0]
-    assert len(choice.logprobs.content) == done.usage.completion_tokens
-    said = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
+    scored = present(present(choice.logprobs).content)
+    assert len(scored) == usage_of(done).completion_tokens
+    said = b"".join(bytes(entry.bytes or ()) for entry in scored)
     assert said.decode(errors="replace").startswith(choice.message.content or "")
-    for entry in choice.logprobs.content:
+    for entry in scored:
         assert len(entry.top_logprobs) == 3
         assert entry.top_logprobs[0].logprob == entry.logprob == max(top.logprob for top in entry.top_logprobs) <= 0
         assert entry.top_logprobs[0].token == entry.token
@@ -308,17 +321,17 @@ def test_a_session_gives_the_answers_of_a_history_sent_again_and_computes_less(
     options: dict[str, Any] = {"model": "smollm2", "temperature": 0, "max_tokens": 24}
     before = 0
     for number, question in enumerate(questions, 1):
-        new = {"role": "user", "content": question}
+        new: ChatCompletionMessageParam = {"role": "user", "content": question}
         sent = [*history, new] if number == 1 else [new]
         history.append(new)
         resent = real.chat.completions.create(messages=history, **options)
         kept = real.chat.completions.create(messages=sent, extra_body={"session_id": "talk"}, **options)
         assert kept.choices == resent.choices
         assert kept.model_extra == {"session_id": "talk", "version": number}
-        assert kept.usage.prompt_tokens == resent.usage.prompt_tokens
-        details = kept.usage.prompt_tokens_details
-        assert details.cached_tokens >= before - 1
-        before = kept.usage.total_tokens
+        usage = usage_of(kept)
+        assert usage.prompt_tokens == usage_of(resent).prompt_tokens
+        assert present(present(usage.prompt_tokens_details).cached_tokens) >= before - 1
+        before = usage.total_tokens
         history.append({"role": "assistant", "content": kept.choices[0].message.content})
     close(smollm2_server, "talk")
 

@@ -233,8 +233,8 @@ def test_a_plain_id_of_the_clients_own_is_kept(http: httpx.Client, witness: Serv
     for given in ("order-17/b", "x" * 128):
         assert http.get("/v1/sessions", headers={"x-request-id": given}).headers["x-request-id"] == given
         assert logged(witness, given)["request_id"] == given
-    for given in (b"", b"two words", b"x" * 129, b"tab\tbed", b"\xff"):
-        answer = http.get("/v1/sessions", headers=[(b"x-request-id", given)])
+    for wrong in (b"", b"two words", b"x" * 129, b"tab\tbed", b"\xff"):
+        answer = http.get("/v1/sessions", headers=[(b"x-request-id", wrong)])
         assert len(answer.headers["x-request-id"]) == 16
 
 

@@ -44,7 +44,7 @@ key = "{LINE}"
 limits = {{ queued = 1 }}
 """
 OPEN = ("/health", "/health_generate", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with keys for several tenants, on which 4,000 tokens take 8 seconds."""
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     path.write_text(KEYS)
-    arguments = ("--keys", str(path), "--max-body-bytes", str(MOST_BYTES), "--host", "0.0.0.0")
+    arguments = ("--keys", str(path), "--max-body-bytes", str(MAX_BYTES), "--host", "0.0.0.0")
     root = {"TENUTO_ADMIN_API_KEY": ROOT}
     with serving("--model", "witness:0.002", "--context-length", "4096", *arguments, env=root) as server:
         server.url = server.url.replace("0.0.0.0", "127.0.0.1")
@@ -283,7 +283,7 @@ def test_a_tenant_has_no_more_waiting_turns_than_it_may(guarded: Server) -> None
 
 def test_a_body_that_is_too_large_is_refused_however_it_is_sent(ann: httpx.Client) -> None:
     ann.post("/v1/sessions", json={"id": "large"})
-    body = json.dumps({"input": "a" * (MOST_BYTES + 1)}).encode()
+    body = json.dumps({"input": "a" * (MAX_BYTES + 1)}).encode()
 
     def chunks() -> Iterator[bytes]:
         for start in range(0, len(body), 7919):

@@ -67,8 +67,8 @@ def closed(http: httpx.Client, name: str) -> None:
     assert http.post("/close_session", json={"session_id": name}).status_code == 200
 
 
-def generate(http: httpx.Client, ids: list[int] | str, **body: Any) -> dict[str, Any]:
-    """One prompt, greedily, for 4 tokens if nothing else is said."""
+def generate(http: httpx.Client, ids: list[int] | str, **body: Any) -> Any:
+    """One prompt, greedily, for 4 tokens unless the body says otherwise: the answer, or a list of `n`."""
     answer = http.post("/generate", json=request(ids, **body))
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -76,7 +76,8 @@ def generate(http: httpx.Client, ids: list[int] | str, **body: Any) -> dict[str,
 
 def request(ids: list[int] | str, *, session: str | None = None, **body: Any) -> dict[str, Any]:
     params = {"temperature": 0, "max_new_tokens": 4, **body.pop("sampling_params", {})}
-    place = {name: body.pop(name) for name in ("offset", "replace", "drop_previous_output", "after") if name in body}
+    names = ("offset", "replace", "drop_previous_output", "after")
+    place: dict[str, Any] = {name: body.pop(name) for name in names if name in body}
     if "after" in place:
         place["rid"] = place.pop("after")
     where = {"session_params": {"id": session, **place}} if session is not None else {}
@@ -417,7 +418,7 @@ def test_logprobs_of_the_prompt_begin_where_asked_and_by_default_nowhere(smollm2
 
 
 def test_logprobs_come_in_streams_batches_and_samples(smollm2: httpx.Client) -> None:
-    more = {"return_logprob": True, "logprob_start_len": 0}
+    more: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0}
     whole = generate(smollm2, "Hello there", **more)["meta_info"]
     *_, last = chunks(smollm2.post("/generate", json=request("Hello there", stream=True, **more)))
     for name in ("input_token_logprobs", "output_token_logprobs"):

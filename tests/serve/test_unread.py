@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from tenuto.serve.unread import CHECKS, SEND_BUFFER_BYTES, Connection, UnreadConnections
+from tenuto.serve.unread import CHECKS, SEND_BUFFER_BYTES, UnreadConnections, WatchedConnection
 from tests.serve.server import END_SECONDS, Server, serving
 from tests.serve.test_native import turn
 
@@ -212,7 +212,7 @@ async def full(connections: set[Any]) -> None:
 def test_reading_a_little_now_and_then_is_enough_and_reading_nothing_is_not() -> None:
     async def story() -> None:
         application = Endless()
-        server = uvicorn.Server(uvicorn.Config(application, http=Connection, log_config=None, lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(application, http=WatchedConnection, log_config=None, lifespan="off"))
         listening = socket.create_server(("127.0.0.1", 0))
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -250,7 +250,7 @@ def test_a_connection_that_is_idle_or_whose_client_reads_is_left_alone() -> None
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
 
-        server = uvicorn.Server(uvicorn.Config(application, http=Connection, log_config=None, lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(application, http=WatchedConnection, log_config=None, lifespan="off"))
         listening = socket.create_server(("127.0.0.1", 0))
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         unread = UnreadConnections(server.server_state.connections, seconds=1)

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded, SessionBusy
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import EndReason
+from tenuto.base.views import SessionState
 from tenuto.memory.memory import Memory
 from tenuto.session.registry import MAX_ID_LENGTH, Registry
-from tenuto.session.session import Policy, Session, SessionState, Turn
+from tenuto.session.session import Session, Turn
 from tests.clock import ManualClock
 from tests.memory.scribe import FULL, make_shape, make_spec
+from tests.present import present
 
 
 class Office:
@@ -30,7 +32,7 @@ class Office:
         session.turn = Turn(1, session, 0, TurnParams(), self.clock.now())
 
     def end(self, session: Session) -> None:
-        session.turn.abort(EndReason.ABORT, self.clock.now())
+        present(session.turn).abort(EndReason.ABORT, self.clock.now())
         self.registry.watch(session)
 
     def expired(self) -> list[str]:
@@ -203,7 +205,7 @@ def test_exactly_the_idle_sessions_past_their_ttl_expire(events: list[tuple[str,
         else:
             office.clock.advance(float(seconds))
             now = office.clock.now()
-            due = {sid for sid, since in idle_since.items() if ttls[sid] is not None and since + ttls[sid] <= now}
+            due = {sid for sid, since in idle_since.items() if (ttl := ttls[sid]) is not None and since + ttl <= now}
             assert set(office.expired()) == due
             for sid in due:
                 del idle_since[sid]

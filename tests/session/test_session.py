@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import SessionState
 from tenuto.session.records import TurnRecord
-from tenuto.session.session import Policy, Session, SessionState, Turn
+from tenuto.session.session import Session, Turn
 from tests.session.test_turn import make_session
 
 
-def say(session: Session, given_tokens: list[int], output: list[int] = (), *, base: int | None = None) -> None:  # type: ignore[assignment]
+def say(session: Session, given_tokens: list[int], output: Sequence[int] = (), *, base: int | None = None) -> None:
     """A turn that commits; with `base` it replaces the last one."""
     turn = Turn(1, session, len(session.history) if base is None else base, TurnParams(), 0.0)
     turn.input.extend(given_tokens)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from array import array
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.memory.memory import Memory
 from tenuto.session.registry import Registry
-from tenuto.session.session import Policy, Session, Turn
+from tenuto.session.session import Session, Turn
 from tenuto.session.turn import TRANSITIONS, as_tokens
 from tests.clock import ManualClock
 from tests.memory.scribe import FULL, make_shape, make_spec
@@ -42,7 +43,7 @@ def make_session(policy: Policy | None = None) -> Session:
     return Registry(memory, ManualClock(), Random(0), 60, 5).open("s", policy or Policy())
 
 
-def make_turn(state: TurnState = QUEUED, **params: object) -> Turn:
+def make_turn(state: TurnState = QUEUED, **params: Any) -> Turn:
     session = make_session()
     session.history.extend((7, 8, 9))
     turn = Turn(4, session, 3, TurnParams(**params), arrival=1.0)

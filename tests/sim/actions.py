@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
-from tenuto.base.options import MAX_PRIORITY, TurnParams
+from tenuto.base.options import MAX_PRIORITY, Policy, TurnParams
 from tenuto.base.sampling import Sampling
 from tenuto.base.turns import TurnState
-from tenuto.session.session import Policy, Session, Turn
+from tenuto.session.session import Session, Turn
 from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import PREFILL, VOCAB
 from tests.sim.setting import WorldConfig
@@ -296,7 +297,7 @@ class RandomWorld(MirroredWorld):
             yield 1
             raise RuntimeError("the caller's own error")
 
-        def append(sid: str, tokens: Iterator[int], **own: str) -> object:
+        def append(sid: str, tokens: Iterator[int], **own: Any) -> object:
             return self.engine.submit(sid, tokens, PREFILL, **own)
 
         operation: Callable[..., object] = self.rng.choice((self.engine.submit, append, self.engine.draft))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class CheckedExecutor(WitnessExecutor):
     """A witness that asks its world what may be written, and counts what every turn computes."""
 
-    def __init__(self, world: World, **options: object) -> None:
+    def __init__(self, world: World, **options: Any) -> None:
         config = world.config
-        super().__init__(config.page_size, config.groups, VOCAB, eager=True, **options)  # type: ignore[arg-type]
+        super().__init__(config.page_size, config.groups, VOCAB, eager=True, **options)
         self._world = world
         self._needed: Needed | None = None
         self.members: dict[int, dict[int, int]] = {}  # of each step in flight: where it ends for each turn, by number
@@ -72,7 +72,7 @@ class CheckedExecutor(WitnessExecutor):
                     self._check(group, slots, f"a copy of step {plan.step}")
         super()._copy_pages(plan)
 
-    def _write(self, plan: Plan, rows, starts, counts, *rest) -> None:  # type: ignore[no-untyped-def]
+    def _write(self, plan: Plan, rows, starts, counts, *rest) -> None:
         if self._needed is not None:
             size, owner = self._spec.page_size, np.repeat(np.arange(len(rows)), counts)
             positions = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[owner]

@@ -251,7 +251,7 @@ def _taking_in(meanwhile: Callable[[Session], int]) -> Any:
             try:
                 original(self, turn, output)
             finally:
-                del self.memory.truncate  # type: ignore[attr-defined]
+                del self.memory.truncate
 
         return take_in
 

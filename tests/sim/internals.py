@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.full import FullTable
+from tenuto.memory.paged import PagedTable
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.state import StateGroup, StateTable
 from tenuto.session.session import Session, Turn
 
-MOST_EVENTS = 2000
+MAX_EVENTS = 2000
 """Transitions within one step: far more than there are turns."""
 
 
@@ -115,17 +117,13 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
 
         def start(self, turn: Turn, *more: Any) -> None:
             state = turn.state
-            if len(log.events) > MOST_EVENTS:
+            if len(log.events) > MAX_EVENTS:
                 raise InvariantError(f"a step does not end: {turn!r} is started after {len(log.events)} transitions")
             super().start(turn, *more)
             log.events.append(Event("start", turn, turn.session, state, ""))
 
-    original = engine_module.Lifecycle
-    engine_module.Lifecycle = Watched  # type: ignore[misc]
-    try:
+    with patch.object(engine_module, "Lifecycle", Watched):
         log.engine = Engine(*args, **options)
-    finally:
-        engine_module.Lifecycle = original  # type: ignore[misc]
     return log.engine
 
 
@@ -202,6 +200,7 @@ def needed_of_turn(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
             continue
         if isinstance(table, SlidingTable):
             _of_checkpoints(own, group, table, pages, slots)
+        assert isinstance(table, PagedTable)
         size, opened = table.page_size, table.opened.units
         first = (table.first + table.released) * size
         if computed > max(first, turn.start) and len(opened):
@@ -264,7 +263,7 @@ def essential_units(engine: Engine, turn: Turn | None) -> list[int]:
     sessions = {t.session.id: t.session for t in ([*running, turn] if turn is not None else running)}
     for session in sessions.values():
         for holder in session.memory.holders():
-            if holder in cache:  # a checkpoint
+            if isinstance(holder, Checkpoint) and holder in cache:
                 continue
             for lease in holder.leases():
                 found[index[id(lease.pool)]].update(lease.units)
@@ -279,7 +278,9 @@ def held_beyond(engine: Engine, turn: Turn) -> list[int]:
 
 def table_entries(turn: Turn, group: int) -> int:
     """Page table entries the running turn can write through."""
-    return turn.session.memory.tables[group].entries  # type: ignore[union-attr]
+    table = turn.session.memory.tables[group]
+    assert isinstance(table, PagedTable)
+    return table.entries
 
 
 def touched_by(executor: Any, plan: Any) -> list[set[int]]:
@@ -363,7 +364,7 @@ def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one in
                 require(len(table.base) == -(-memory.computed // size), f"{len(table.base)} pages")
             if turn is None:
                 require(table.own is None, "no turn but a turn's units")
-            elif not isinstance(table, StateTable):
+            elif isinstance(table, PagedTable):
                 guessed = max(reached + (lookahead + 1 if turn.row >= 0 else 0), turn.start)  # guesses leave pages
                 require(table.entries <= -(-guessed // size), f"{table.entries} entries for {reached}")
                 if isinstance(table, SlidingTable):

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.groups import Kind
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Keep, TurnState
-from tenuto.session.session import Policy, Session, Turn
+from tenuto.session.session import Session, Turn
 from tests.sim import internals
 from tests.sim.naive import PREFILL, VOCAB, NaiveSession, NaiveTurn
 from tests.sim.world import World

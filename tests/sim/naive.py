@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tenuto.base.options import TurnParams
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import LEAST_LOGPROB, Candidate, TokenLogprob
 from tenuto.exec.witness import START, advance, next_token, next_unmasked, seeded
-from tenuto.session.session import Policy
 
 VOCAB = 13
 PREFILL = TurnParams(max_new_tokens=0)

@@ -26,7 +26,7 @@ WORLD_STEPS = 150
 WORLD_SECONDS = 4
 """Processor time of one world, several times what the longest takes: a step that does not end has been found, too."""
 
-MOST_MEMORY = 3 << 30
+MAX_MEMORY = 3 << 30
 """Bytes: what does not end may also grow."""
 
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -84,7 +84,7 @@ def _tell(job: Job, sending: Connection) -> None:
 def _plant_and_look(job: Job) -> str:
     _plant(job.planted)
     logging.disable(logging.CRITICAL)
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGVTALRM, _give_up)
     from tests.sim.run import any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
 

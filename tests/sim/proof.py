@@ -19,7 +19,7 @@ from tests.sim.planted import Job, Planted, look_for_all
 from tests.sim.slips import SLIPS
 
 SEEDS = Path(__file__).with_name("seeds.json")
-MOST_STEPS = 100_000
+MAX_STEPS = 100_000
 """Something planted has to show within so many steps."""
 JUSTIFIED: dict[str, str] = {
     "a_row_cut_back_keeps_its_alternate_position": "it is where the row is cut back to, until its next step",
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--unknown", action="store_true", help="only what no seed is known of")
-    parser.add_argument("--steps", type=int, default=MOST_STEPS)
+    parser.add_argument("--steps", type=int, default=MAX_STEPS)
     parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken")
     arguments = parser.parse_args()
     every, seeds = everything(), known_seeds()

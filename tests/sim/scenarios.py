@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.options import Policy, TurnParams
@@ -74,17 +75,17 @@ class Scenario(MirroredWorld):
     def text(self, tokens: int) -> list[int]:
         return [self.rng.randrange(VOCAB) for _ in range(tokens)]
 
-    def say(self, sid: str, tokens: list[int], most: int, **params: object) -> NaiveTurn:
+    def say(self, sid: str, tokens: list[int], most: int, **params: Any) -> NaiveTurn:
         """A turn of exactly `most` tokens; its input is cut to what fits."""
         tokens = tokens[: max(1, self.longest - len(self.naive[sid].tokens) - most)]
         seed = Sampling(temperature=1.0, seed=self.rng.getrandbits(30))
-        given = TurnParams(max_new_tokens=most, ignore_eos=True, sampling=seed, **params)  # type: ignore[arg-type]
+        given = TurnParams(max_new_tokens=most, ignore_eos=True, sampling=seed, **params)
         turn = self.submit(sid, tokens, given)
         assert turn is not None
         return self.turns[turn.number]
 
-    def opened(self, **policy: object) -> str:
-        sid = self.open(Policy(**policy))  # type: ignore[arg-type]
+    def opened(self, **policy: Any) -> str:
+        sid = self.open(Policy(**policy))
         assert sid is not None
         return sid
 

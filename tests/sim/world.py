@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
 from random import Random
+from typing import TypedDict
 
 from tenuto.base.groups import Kind
 from tenuto.base.plan import Plan
-from tenuto.base.turns import EndReason, TurnResult, TurnState
+from tenuto.base.turns import EndReason, Keep, TurnResult, TurnState
 from tenuto.engine.engine import StepReport
 from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.session import Session, Turn
@@ -28,6 +29,12 @@ from tests.sim.watch import Watch
 
 PATIENCE = 6000  # steps a submitted turn may take from its opening to its end
 SELF_ENDED = (EndReason.STOP, EndReason.LENGTH, EndReason.APPENDED)
+
+
+class Tenant(TypedDict):
+    """Whose session it is, as operations of the engine take it."""
+
+    tenant: str
 
 
 class World:
@@ -47,9 +54,9 @@ class World:
         self.failed_at = -(10**9)  # the last step that failed
         self.failures = 0
         self.ended_as: dict[int, EndReason] = {}  # how turns ended, by number
-        self.asked: dict[int, int | None] = {}  # turns being aborted by an operation, and what is to be kept
+        self.asked: dict[int, Keep] = {}  # turns being aborted by an operation, and what is to be kept
         self.log = internals.Log()
-        self.executor = CheckedExecutor(
+        self.executor: CheckedExecutor = CheckedExecutor(
             self,
             fail=lambda: self.step_fails(self.executor.collecting),
             late=lambda: self.rng.random() < 0.5,
@@ -73,7 +80,7 @@ class World:
         self.watch = Watch(self)
         self.tenants: dict[str, str] = {}  # of sessions, ever
 
-    def own(self, sid: str) -> dict[str, str]:
+    def own(self, sid: str) -> Tenant:
         """Whose session it is, or was, as operations of the engine take it."""
         return {"tenant": self.tenants.get(sid, "")}
 
@@ -138,12 +145,12 @@ class World:
         """What a step may not write."""
         return self._slots.needed(self._sizes, self.engine, self.naive, self.turns)
 
-    def propose(self, turn: Turn, most: int) -> list[int]:
+    def propose(self, turn: Turn, limit: int) -> list[int]:
         """Guesses for the planner: right, wrong, or right at first."""
         naive = self.turns[turn.number]
         if (wrong := naive.check(turn.output)) is not None:
             self.found("output", f"{turn!r}: {wrong}")
-        guesses = naive.guess(self.rng.randint(0, most))
+        guesses = naive.guess(self.rng.randint(0, limit))
         return [g if self.rng.random() < 0.7 else self.rng.randrange(VOCAB) for g in guesses]
 
     # -- the loop

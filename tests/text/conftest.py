@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from tenuto.text.load import load_tokenizer
 from tenuto.text.tokenizer import Tokenizer
+from tests.present import present
 
 CONTROL = [
     *("<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"),
@@ -32,7 +33,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    ends = (backend.token_to_id("<|end|>"), backend.token_to_id("</s>"))
+    ends = (present(backend.token_to_id("<|end|>")), present(backend.token_to_id("</s>")))
     return Tokenizer(backend, bos_id=backend.token_to_id("<|begin|>"), eos_ids=ends)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tokenizers
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from tenuto.base.errors import ContextExceeded
+from tenuto.base.turns import Message
 from tenuto.text.bounds import _SHRINKS
-from tenuto.text.chat import ChatTemplate, Message
+from tenuto.text.chat import ChatTemplate
 from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
@@ -46,9 +47,12 @@ def made(
     return Tokenizer(backend)
 
 
-def worst(form: str) -> float:
+Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+
+
+def worst(form: Form) -> float:
     """By how much normalizing can shorten a text: of every character that may come out, all that may have gone in."""
-    decompose = "NFKD" if "K" in form else "NFD"
+    decompose: Literal["NFD", "NFKD"] = "NFKD" if "K" in form else "NFD"
     longest: dict[str, int] = {}  # what one character of a decomposition may have been written as, in bytes
     for letter in EVERY_CHARACTER:
         parts = unicodedata.normalize(decompose, letter)
@@ -62,7 +66,7 @@ def worst(form: str) -> float:
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
-def test_no_text_shrinks_by_more_than_is_said_when_it_is_normalized(form: str) -> None:
+def test_no_text_shrinks_by_more_than_is_said_when_it_is_normalized(form: Form) -> None:
     assert worst(form) <= _SHRINKS[form]
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.errors import InvalidRequest, ModelError
-from tenuto.text.chat import ChatTemplate, Conversation, Message
+from tenuto.base.turns import Message
+from tenuto.text.chat import ChatTemplate, Conversation
 from tenuto.text.tokenizer import Tokenizer
 
 CHATML = """\

@@ -102,6 +102,15 @@ def test_a_damaged_gguf_tokenizer_is_read_or_refused_but_never_crashes(tmp_path:
         load_tokenizer(damaged)
 
 
+@pytest.mark.parametrize("damage", [b"a \x01", b"\x01 b", b"a_b"], ids=["right", "left", "no pair"])
+def test_a_merge_of_what_is_not_in_the_vocabulary_is_refused(tmp_path: Path, damage: bytes) -> None:
+    whole = write_gguf(tmp_path / "m.gguf").read_bytes()
+    assert whole.count(b"a b") == 1
+    (tmp_path / "damaged.gguf").write_bytes(whole.replace(b"a b", damage))
+    with pytest.raises(ModelError, match="cannot be built"):
+        load_tokenizer(tmp_path / "damaged.gguf")
+
+
 def test_a_directory_tokenizer_has_what_its_files_say(tmp_path: Path) -> None:
     write_directory(tmp_path, bos_token="<s>", eos_token={"content": "</s>"}, chat_template="{{ config }}")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258, 257]}')

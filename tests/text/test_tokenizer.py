@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tenuto.base.errors import InvalidRequest, ModelError
-from tenuto.text.chat import ChatTemplate, Message
+from tenuto.base.turns import Message
+from tenuto.text.chat import ChatTemplate
 from tenuto.text.tokenizer import Tokenizer
 
 DIVERSE = [

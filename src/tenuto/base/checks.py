@@ -1,4 +1,4 @@
-"""Checks of values that callers choose: what is wrong is a typed error, and nothing odd gets past the edge."""
+"""Checks of values that callers choose. A wrong value raises a typed error, so that none gets past the edge."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tenuto.base.errors import InvalidRequest, TenutoError
 
 MAX_COUNT = 2**40
 """The largest number of anything that callers count."""
-MOST_SECONDS = 1e9
+MAX_SECONDS = 1e9
 """The longest time span, about 30 years."""
 
 
 def whole(name: str, value: object, low: int, high: int, error: type[TenutoError] = InvalidRequest) -> int:
-    """`value` as an integer in [low, high]; a bool is none. Raises `error`."""
+    """`value` as an integer in [low, high]; bools are rejected. Raises `error`."""
     try:
         number = index(value)  # type: ignore[arg-type] # whatever the caller gave
     except TypeError:
@@ -45,44 +45,43 @@ def real(
 
 
 def seconds(name: str, value: object, error: type[TenutoError] = InvalidRequest) -> float | None:
-    """`value` as a time span of more than 0 seconds, or `None` for none. Raises `error`."""
+    """`value` as a time span of more than 0 seconds; `None` stays `None`. Raises `error`."""
     if value is None:
         return None
     number = _float(value)
-    if number is None or not 0 < number <= MOST_SECONDS:
-        allowed = f"more than 0 and at most {MOST_SECONDS:g} seconds, or none"
+    if number is None or not 0 < number <= MAX_SECONDS:
+        allowed = f"more than 0 and at most {MAX_SECONDS:g} seconds, or none"
         raise error(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
     return number
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The numbers that an option may be: from `low` to `high`, whole ones if these are ints; with `above`, more than
-    `low`."""
+    """The range of an option: `low` to `high`, only whole numbers if both are ints; `above` excludes `low` itself."""
 
     low: float
     high: float
     above: bool = False
 
     def check(self, name: str, value: object, error: type[TenutoError] = InvalidRequest) -> float:
-        """`value` as a number of Python's own. Raises `error`."""
+        """`value` as a Python number. Raises `error`."""
         if isinstance(self.low, int) and isinstance(self.high, int):
             return whole(name, value, self.low, self.high, error)
         return real(name, value, self.low, self.high, error, above=self.above)
 
 
-SECONDS = Bounds(0.0, MOST_SECONDS, above=True)
+SECONDS = Bounds(0.0, MAX_SECONDS, above=True)
 
 
 def option(default: Any, description: str = "", bounds: Bounds | None = None) -> Any:
-    """A field of a dataclass of options, with its bounds and a description for those who write it in a request. If the
-    default is `None`, that is allowed, too."""
+    """A field of a dataclass of options, with its bounds and a description for API users. `None` is allowed if it is
+    the default."""
     return field(default=default, metadata={"description": description, "bounds": bounds})
 
 
 def check_options(options: Any, error: type[TenutoError] = InvalidRequest) -> None:
-    """Makes numbers of Python's own of fields that `option` has made with bounds; for a dataclass's `__post_init__`.
-    Raises `error` if one is out of its bounds."""
+    """For `__post_init__`: turn every `option` field that has bounds into a Python number. Raises `error` if one is out
+    of bounds."""
     for each in fields(options):
         value, bounds = getattr(options, each.name), each.metadata.get("bounds")
         if bounds is not None and not (value is None and each.default is None):
@@ -92,13 +91,13 @@ def check_options(options: Any, error: type[TenutoError] = InvalidRequest) -> No
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
     """`value` as a tuple, if it is a collection and neither text nor bytes. Raises `InvalidRequest`."""
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping) and isinstance(value, Iterable):
-        with suppress(TypeError):  # an array without dimensions says that it is iterable, and is not
+        with suppress(TypeError):  # a zero-dimensional array claims to be iterable but is not
             return tuple(value)
     raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
 
 
 def _param(name: str) -> str | None:
-    """An option by its name; a description of a part of one is not its name."""
+    """The option's name, or `None` if `name` only describes a part of one."""
     return name if name.isidentifier() else None
 
 

@@ -21,8 +21,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant may have at once; `None`: as much as the server has. `turns` that have not ended, of which `queued`
-    may wait for a session of theirs; open `sessions`; committed `tokens` in them."""
+    """What a tenant may have at once; `None`: no limit of its own. Open `turns`, of which `queued` may wait for a busy
+    session; open `sessions`; committed `tokens` in them."""
 
     turns: Count | None = None
     queued: Count | None = None
@@ -35,11 +35,11 @@ class EngineConfig:
     """How an engine runs.
 
     `context_length` is in tokens. `token_budget` is the most tokens one step computes; it must exceed `max_running`,
-    the most turns in one step, so that prefills progress beside decodes. `overlap` 1 plans a step while the one before
-    is in flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for
+    the most turns in one step, so that prefills progress beside decodes. `overlap` 1 plans a step while the previous
+    one is in flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for
     every `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill,
-    rounded up to whole pages, and those that only save work hold at most `checkpoint_share` of each pool.
-    `tenant_weights` are tenants' shares of rows and of prefill tokens against each other, 1 for those not named.
+    rounded up to whole pages; those that only save work hold at most `checkpoint_share` of each pool.
+    `tenant_weights` are tenants' relative shares of rows and prefill tokens, 1 unless named here.
     `draft_timeout` is in seconds since the draft last changed. A full recount, which may take several steps, begins
     every `audit_every` steps (0: only on demand)."""
 
@@ -87,8 +87,8 @@ class EngineOptions(TypedDict, total=False):
 
 
 def engine_config(given: EngineOptions, max_context: int | None = None) -> EngineConfig:
-    """The configuration from what is given; the context length defaults to a model's, `max_context`, if that is less.
-    Raises `ConfigError`."""
+    """Resolve the configuration. The default context length is capped at the model's, `max_context`. Raises
+    `ConfigError`."""
     unknown = given.keys() - EngineOptions.__annotations__.keys()
     if unknown:
         raise ConfigError(f"unknown engine options {sorted(unknown)}; allowed: {sorted(EngineOptions.__annotations__)}")
@@ -111,7 +111,7 @@ def _pairs(weights: Iterable[Iterable[Any]]) -> tuple[tuple[str, float], ...]:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where downloaded models are kept: `$TENUTO_CACHE`, else `tenuto` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Where downloaded models are stored: `$TENUTO_CACHE`, else `tenuto` in `$XDG_CACHE_HOME` or `~/.cache`."""
     own = environ.get("TENUTO_CACHE")
     if own:
         return Path(own).expanduser()

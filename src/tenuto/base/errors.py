@@ -8,9 +8,9 @@ from __future__ import annotations
 
 
 class TenutoError(Exception):
-    """Base of the errors meant for the caller: what was wrong and what is allowed. Raising one changed nothing.
-    `param`: the field or option that it is about, if it is about one. `detail`: what no server's client is told, as it
-    may name anyone's sessions."""
+    """Base of the errors meant for the caller: what was wrong and what is allowed. The refused operation changed
+    nothing. `param`: the field or option at fault, if it is a single one. `detail`: what clients of a server are not
+    told, as it may name anyone's sessions."""
 
     code = "error"
     status = 500
@@ -50,7 +50,7 @@ class ModelNotFound(NotFound):
 
 
 class AlreadyExists(TenutoError):
-    """An id is taken."""
+    """The id is already in use."""
 
     code = "already_exists"
     status = 409
@@ -64,7 +64,7 @@ class SessionBusy(TenutoError):
 
 
 class IllegalTransition(TenutoError):
-    """The operation does not exist in the present state of the session or turn."""
+    """The operation is not possible in the present state of the session or turn."""
 
     code = "illegal_transition"
     status = 409
@@ -92,7 +92,7 @@ class Overloaded(TenutoError):
 
 
 class LimitReached(TenutoError):
-    """A tenant has as much of something as it may have."""
+    """A tenant has reached one of its limits."""
 
     code = "limit_reached"
     status = 429
@@ -106,35 +106,35 @@ class TooLarge(TenutoError):
 
 
 class HeadersTooLarge(TenutoError):
-    """The headers of a request are larger or more than allowed."""
+    """The headers of a request are too large or too many."""
 
     code = "headers_too_large"
     status = 431
 
 
 class RequestTimeout(TenutoError):
-    """A request did not become whole in time."""
+    """A request did not arrive completely in time."""
 
     code = "request_timeout"
     status = 408
 
 
 class ServerFull(TenutoError):
-    """The server has as many connections as it may have; try again later."""
+    """The server has reached its limit on connections; try again later."""
 
     code = "server_full"
     status = 503
 
 
 class UnsupportedMediaType(TenutoError):
-    """The body of a request is not declared as what it has to be."""
+    """The body of a request has the wrong content type."""
 
     code = "unsupported_media_type"
     status = 415
 
 
 class Unauthorized(TenutoError):
-    """The request has no key, or one that is not known."""
+    """The request has no key, or an unknown one."""
 
     code = "unauthorized"
     status = 401
@@ -155,7 +155,7 @@ class KeyReused(TenutoError):
 
 
 class Unsupported(TenutoError):
-    """A part of an interface that is known and not there."""
+    """A known part of an interface that is not implemented here."""
 
     code = "unsupported"
     status = 400
@@ -183,8 +183,8 @@ class EngineStopped(TenutoError):
 
 
 class NotAcknowledged(TenutoError):
-    """Commits cannot be made safe at present. A turn that ends with this is committed in memory, and whether that lasts
-    is not known. Another request with this answer has not been carried out, or would have shown what may not last."""
+    """Commits cannot be made durable at present. A turn that ends with this is committed in memory, but may not last.
+    Any other request refused with this was not carried out, or would have shown a commit that may not last."""
 
     code = "not_acknowledged"
     status = 503
@@ -198,21 +198,21 @@ class DeadlinePassed(TenutoError):
 
 
 class TurnAborted(TenutoError):
-    """A turn was ended by somebody else before it was committed. Not a status that clients repeat requests on."""
+    """Somebody else ended the turn before it was committed. The status is one that clients do not retry."""
 
     code = "turn_aborted"
     status = 410
 
 
 class TurnFailed(TenutoError):
-    """Steps with the turn in them fail, and it was rolled back."""
+    """Steps with the turn in them kept failing, so it was rolled back."""
 
     code = "turn_failed"
     status = 503
 
 
 class Draining(TenutoError):
-    """The server is about to end and begins nothing new."""
+    """The server is shutting down and accepts nothing new."""
 
     code = "draining"
     status = 503
@@ -226,7 +226,7 @@ class Unreachable(TenutoError):
 
 
 class Disconnected(TenutoError):
-    """A client's connection broke before the answer was whole. What it asked for may have been done."""
+    """A client's connection broke before the answer was complete. The request may have been carried out."""
 
     code = "disconnected"
     status = 503

@@ -1,4 +1,4 @@
-"""Messages on a stream of bytes: each is four bytes of length, little-endian, and its MessagePack."""
+"""Messages on a byte stream: each is a four-byte little-endian length followed by MessagePack."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _LENGTH = struct.Struct("<I")
 
 
 def frame(payload: bytes) -> bytes:
-    """A message as it is sent."""
+    """A message with its length in front."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 class FrameReader:
-    """Cuts what is received into messages."""
+    """Splits received bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """The messages that `received` completes."""
+        """Yield the messages that `received` completes."""
         buffer = self._buffer
         buffer += received
         start = 0

@@ -41,7 +41,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class MemorySpec:
-    """All memory groups of a model and the page size they share (token slots a page)."""
+    """All memory groups of a model and the page size they share (token slots per page)."""
 
     page_size: int
     groups: tuple[GroupSpec, ...]

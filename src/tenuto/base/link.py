@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 TurnNews = Ticket | Delta | TenutoError
 Deliver = Callable[[TurnNews], None]
-"""Takes what a turn brings, in order: the ticket, then deltas, of which the last has a result, or at last an error."""
+"""Receives a turn's events in order: the ticket, then deltas; the last has a result, or an error comes instead."""
 
 
 class Waiting(NamedTuple):
@@ -32,19 +32,19 @@ class Waiting(NamedTuple):
 
 
 class Calls:
-    """Which call waits for what, wherever the engine runs and in whatever thread it says something.
+    """Matches replies to calls, wherever the engine runs and in whichever thread it replies.
 
-    Invariant: whoever is in `_waiting` or `_streams`, by call, will be told something by whoever removes it.
+    Invariant: whoever removes a call from `_waiting` or `_streams` tells its caller something.
     """
 
     def __init__(self) -> None:
-        self.stopped: Stopped | None = None  # why there is no engine any more
+        self.stopped: Stopped | None = None  # why the engine has stopped
         self._numbers = count(1)
         self._waiting: dict[int, Waiting] = {}
         self._streams: dict[int, Deliver] = {}
 
     def take(self, reply: AnyReply) -> None:
-        """The engine has said something."""
+        """Handle a reply of the engine."""
         match reply:
             case Updates():
                 for call, delta in reply.updates:
@@ -61,7 +61,7 @@ class Calls:
                 self.stop(reply)
 
     def stop(self, stopped: Stopped) -> None:
-        """There is no engine any more: everyone who waits is told why. Only the first reason counts."""
+        """The engine has stopped: tell everyone who waits why. Only the first reason counts."""
         if self.stopped is not None:
             return
         self.stopped = stopped
@@ -96,21 +96,21 @@ class Link(Calls, ABC):
 
     @abstractmethod
     def send(self, request: Request[Any]) -> None:
-        """Have the engine handle a request. What it says in return goes to `take`."""
+        """Have the engine handle a request. Its replies go to `take`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop the engine and wait for that."""
+        """Stop the engine and wait until it has stopped."""
 
     async def call(self, request: Request[T]) -> T:
-        """The answer. Raises what the engine refuses with, and `EngineStopped`."""
+        """The answer. Raises the engine's refusal, or `EngineStopped`."""
         raw = await self._ask(request, next(self._numbers))
         answer: T = msgspec.msgpack.decode(raw, type=answer_of(type(request)))
         return answer
 
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
-        """Start a turn; done when `deliver` has been given the ticket. Raises what the engine refuses with. Not to be
-        cancelled: the turn would start all the same."""
+        """Start a turn; returns when `deliver` has been given the ticket. Raises the engine's refusal. Must not be
+        cancelled: the turn would start anyway."""
         number = next(self._numbers)
         self._streams[number] = deliver
         try:
@@ -120,7 +120,7 @@ class Link(Calls, ABC):
             raise
 
     async def ended(self) -> None:
-        """Wait until there is no engine any more, and everyone who waits for it has been told."""
+        """Wait until the engine has stopped and everyone waiting for it has been told."""
         await self._ended.wait()
 
     def stop(self, stopped: Stopped) -> None:
@@ -137,4 +137,4 @@ class Link(Calls, ABC):
             return await future
         finally:
             self._waiting.pop(number, None)
-            del future  # an error that it has holds this frame, and so the request, until it is collected
+            del future  # its error would keep this frame, and so the request, alive

@@ -13,9 +13,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
-    """`as_json` `None`: unless stderr is a terminal. What our loggers are given comes out in this form, `extra` as
-    fields, and so do libraries' warnings. No value acts on a terminal, and no traceback shows what variables hold.
-    Raises `ConfigError`."""
+    """Log in this form, `extra` as fields, and libraries' warnings too. `as_json` `None`: unless stderr is a terminal.
+    Values are escaped for the terminal, and tracebacks leave out local variables. Raises `ConfigError`."""
     if level.upper() not in LEVELS:
         raise ConfigError(f"log level is {level!r}; allowed: {', '.join(LEVELS).lower()}")
     if as_json is None:

@@ -1,7 +1,7 @@
-"""What the edge and the engine say to each other: typed messages, encoded as MessagePack by msgspec.
+"""Messages between the edge and the engine, encoded as MessagePack by msgspec.
 
-A request names the type of its answer. It has a call number that its sender chose; answers, refusals and a turn's
-deltas name it. A session is named by its tenant and its id among the sessions of that tenant.
+A request declares the type of its answer. Its sender chooses its call number, which answers, refusals and a turn's
+deltas repeat. A session is identified by its tenant and its id among that tenant's sessions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tenuto.base.views import (
 )
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class WireMessage(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
@@ -36,8 +37,8 @@ class WireMessage(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_onl
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is made; the first message to an engine process, which logs what is of `log_level` and above, as
-    the edge does. Raises `ConfigError` if `config` is wrong whatever the model is."""
+    """How to make an engine; the first message to an engine process, which logs at `log_level`, as the edge does.
+    Raises `ConfigError` if `config` is wrong for any model."""
 
     model: str
     device: str = "cpu"
@@ -52,13 +53,13 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         engine_config(self.config)
 
 
-class Request(WireMessage, Generic[T], frozen=True, kw_only=True):
-    """Edge to engine, to be answered with a `T`. `call` is set by the link."""
+class Request(WireMessage, Generic[T_co], frozen=True, kw_only=True):
+    """Edge to engine, answered with a `T_co`. `call` is set by the link."""
 
     call: int = 0
 
 
-class OfSession(Request[T], Generic[T], frozen=True, kw_only=True):
+class OfSession(Request[T_co], Generic[T_co], frozen=True, kw_only=True):
     """A request about one session."""
 
     tenant: str
@@ -72,13 +73,13 @@ class OfSession(Request[T], Generic[T], frozen=True, kw_only=True):
 
 @cache
 def answer_of(request: type[Request[T]]) -> type[T]:
-    """The type that a kind of request is answered with."""
+    """The answer type of a kind of request."""
     (answer,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined] # every generic class has them
     return cast("type[T]", answer)
 
 
 class Describe(Request[ModelView], frozen=True, kw_only=True):
-    """What runs."""
+    """The model and how it runs."""
 
 
 class OpenSession(Request[SessionInfo], frozen=True, kw_only=True):
@@ -99,7 +100,7 @@ class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class ListSessions(Request[SessionPage], frozen=True, kw_only=True):
-    """Up to `limit` of `tenant`, by id, those after `after` that are not hidden; in `state`, if it is given."""
+    """Up to `limit` sessions of `tenant` after id `after`, by id, hidden ones excluded; in `state` if that is given."""
 
     tenant: str
     after: str = ""
@@ -108,7 +109,7 @@ class ListSessions(Request[SessionPage], frozen=True, kw_only=True):
 
 
 class ListTurns(OfSession[RecordPage], frozen=True, kw_only=True):
-    """Up to `limit` committed turns from number `first` (1 is the oldest) on."""
+    """Up to `limit` committed turns, starting at number `first` (1 is the oldest)."""
 
     first: int = 1
     limit: int = 100
@@ -119,10 +120,10 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     engine stops.
 
     `session` `None`: the only turn of an ephemeral session of `tenant`.
-    `version`: the session's must be that. `keep_bos` false: a beginning-of-sequence token at the start of an input to a
-    session with a history is dropped, if the tokenizer adds one by itself. `echo`: the ticket has the prompt's tokens
-    and text. `markup`: control tokens that are written out in a text are those tokens. `name`: by which it can be
-    withdrawn, unlike any other.
+    `version`: the version the session must have. `keep_bos` false: if the tokenizer adds a beginning-of-sequence token
+    by itself, one at the start of the input is dropped where the session has a history. `echo`: the ticket has the
+    prompt's tokens and text. `markup`: control tokens written out in a text become those tokens. `name`: a unique name
+    by which it can be withdrawn.
     """
 
     kind: TurnKind
@@ -144,7 +145,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
 
 
 class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """The whole draft as it reads now. `name`: as of `StartTurn`."""
+    """The whole draft as it reads now. `name`: as in `StartTurn`."""
 
     input: TurnInput
     version: int | None = None
@@ -153,21 +154,21 @@ class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class Withdraw(Request[bool], frozen=True, kw_only=True):
-    """Nobody waits any more for the `StartTurn` or `Draft` of this name: if its input is not in the engine yet, it is
-    refused, and otherwise nothing changes: whether it was still on its way."""
+    """Nobody waits for the `StartTurn` or `Draft` of this name any more: refuse it if its input has not reached the
+    engine yet, which the answer says."""
 
     name: str
 
 
 class AbortTurn(OfSession[bool], frozen=True, kw_only=True):
-    """Whether a turn was ended. `turn`: only if that is the open one. `keep`: as `Engine.abort`."""
+    """Abort the open turn, and answer whether it was. `turn`: only this one. `keep`: as in `Engine.abort`."""
 
     turn: int | None = None
     keep: Keep = None
 
 
 class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """The child, with the history up to a place. `child`: its id, as of `OpenSession`."""
+    """A child with the history up to a turn or position. `child`: its id, as in `OpenSession`."""
 
     child: str | None
     turn: int | None = None
@@ -177,7 +178,7 @@ class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class Trim(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """The child, with some of the turns. `child`: its id, as of `OpenSession`."""
+    """A child with some of the turns. `child`: its id, as in `OpenSession`."""
 
     child: str | None
     turns: list[int]
@@ -194,14 +195,14 @@ class Rewind(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class CloseSession(OfSession[None], frozen=True, kw_only=True):
-    """Close a session; with `finish` its turn may end first."""
+    """Close a session; `finish` lets its turn end first."""
 
     finish: bool = False
     version: int | None = None
 
 
 class DropMemory(Request[int], frozen=True, kw_only=True):
-    """Drop what is not running to its tokens: how many sessions held something."""
+    """Drop every session without a running turn to its tokens; answers how many held memory."""
 
 
 class Audit(Request[AuditReport], frozen=True, kw_only=True):
@@ -209,11 +210,11 @@ class Audit(Request[AuditReport], frozen=True, kw_only=True):
 
 
 class GetStats(Request[Stats], frozen=True, kw_only=True):
-    """What the engine counts."""
+    """The engine's counters."""
 
 
 class Detokenize(Request[str], frozen=True, kw_only=True):
-    """The text of tokens, with the control tokens written out if `special`."""
+    """The text of tokens; `special` writes control tokens out."""
 
     tokens: list[int]
     special: bool = True
@@ -224,7 +225,7 @@ AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasse
 
 
 class Answer(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: what was asked for, encoded on its own."""
+    """Engine to edge: a request's answer, encoded on its own."""
 
     call: int
     value: msgspec.Raw
@@ -241,20 +242,19 @@ class Refusal(WireMessage, frozen=True, kw_only=True):
 
 
 class Updates(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: what a step has brought, by call."""
+    """Engine to edge: the deltas of a step, by call."""
 
     updates: list[tuple[int, Delta]]
 
 
 class Stopped(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: the last message, and on either side why there is no engine any more. `detail`: as of
-    `TenutoError`."""
+    """Engine to edge: the last message; on either side, why the engine has stopped. `detail`: see `TenutoError`."""
 
     reason: str
     detail: str = ""
 
     def error(self) -> EngineStopped:
-        """What whoever asks gets from now on."""
+        """The error of every later request."""
         return EngineStopped(self.reason, detail=self.detail)
 
 
@@ -272,11 +272,11 @@ _ERRORS = _by_code(TenutoError)
 
 
 def refusal_of(call: int, error: TenutoError) -> Refusal:
-    """What tells the other side of an error."""
+    """The message that carries an error to the other side."""
     return Refusal(call=call, code=error.code, message=error.message, param=error.param, detail=error.detail)
 
 
 def error_of(refusal: Refusal) -> TenutoError:
-    """The error that was refused with, to be raised on this side."""
+    """The error that a refusal stands for."""
     kind = _ERRORS.get(refusal.code, TenutoError)
     return kind(refusal.message, param=refusal.param, detail=refusal.detail)

@@ -1,4 +1,4 @@
-"""What callers may choose for a session and for a turn: every option with its bounds, declared once."""
+"""The options of a session and of a turn, each declared once with its bounds."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ PRIORITIES = Bounds(-MAX_PRIORITY, MAX_PRIORITY)
 
 @dataclass(frozen=True, slots=True)
 class TurnParams:
-    """What the caller may choose for a turn.
+    """The options of a turn.
 
-    `max_new_tokens` `None` means as many as fit. `stop_ids` end the turn and are part of the committed output;
-    `ignore_eos` leaves out the model's own. Deadlines are seconds from the turn's arrival: `queue_timeout` until it
+    `max_new_tokens` `None` means as many as fit. `stop_ids` end the turn and are part of the committed output, like
+    the model's own unless `ignore_eos` is set. Deadlines are seconds from the turn's arrival: `queue_timeout` until it
     first runs, `timeout` until it ends; `None` for none. `priority` `None` takes the session's; higher runs first.
 
-    The first `min_new_tokens` output tokens are no stop ids, and no stop string is looked for in their text. `logprobs`
-    n asks for the log-probability of every output token and of the n likeliest at its place, and `input_logprobs` of
-    every input token, except one that nothing precedes; `None` does not ask. See `base.sampling.TokenLogprob`.
+    The first `min_new_tokens` output tokens are never stop ids, and their text is not searched for stop strings.
+    `logprobs` n asks for the log-probability of every output token and of the n likeliest in its place;
+    `input_logprobs` does for every input token but the first of the sequence. See `base.sampling.TokenLogprob`.
     """
 
     max_new_tokens: int | None = option(None, "As many as fit if not given.", Bounds(0, MAX_NEW_TOKENS))
     sampling: Sampling = GREEDY
     stop_ids: tuple[int, ...] = option((), "Token ids that end the turn.")
     stop: tuple[str, ...] = option((), "Strings that end the turn.")
-    ignore_eos: bool = option(default=False, description="Leave out the model's own.")
+    ignore_eos: bool = option(default=False, description="Do not stop at the model's own end tokens.")
     priority: int | None = option(None, "Higher runs first.", PRIORITIES)
-    queue_timeout: float | None = option(None, "Seconds until it must have begun.", SECONDS)
-    timeout: float | None = option(None, "Seconds until it must have ended.", SECONDS)
-    min_new_tokens: int = option(0, "Before so many, nothing ends the turn.", Bounds(0, MAX_NEW_TOKENS))
-    logprobs: int | None = option(None, "Of output tokens, with so many of the likeliest.", Bounds(0, MAX_LOGPROBS))
-    input_logprobs: int | None = option(None, "The same of the input.", Bounds(0, MAX_LOGPROBS))
+    queue_timeout: float | None = option(None, "Seconds within which it must have started.", SECONDS)
+    timeout: float | None = option(None, "Seconds within which it must have ended.", SECONDS)
+    min_new_tokens: int = option(0, "Nothing ends the turn before this many.", Bounds(0, MAX_NEW_TOKENS))
+    logprobs: int | None = option(None, "Of output tokens, with this many of the likeliest.", Bounds(0, MAX_LOGPROBS))
+    input_logprobs: int | None = option(None, "The same for input tokens.", Bounds(0, MAX_LOGPROBS))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -61,19 +61,19 @@ OPTIONS: dict[str, Field[Any]] = {
 """Every option by its name."""
 OF_SAMPLING = frozenset(each.name for each in fields(Sampling))
 OF_PREFILL = ("priority", "queue_timeout", "timeout", "input_logprobs")
-"""Options that mean something where nothing is generated."""
+"""Options that apply even if nothing is generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What holds for all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
-    `None` for never. `max_tokens`: cap on its history, at most the context length (`None`: that). An `ephemeral`
-    session closes when its only turn ends. `tenant`: on whose account it is. `hidden`: it is not listed. `metadata`:
-    whatever its owner notes."""
+    """What applies to all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
+    `None` for never. `max_tokens`: cap on its history, at most the context length (the default). An `ephemeral`
+    session closes when its only turn ends. `tenant`: who owns it. `hidden`: it is not listed. `metadata`: its owner's
+    notes."""
 
-    priority: int = option(0, "Of its turns; higher runs first.", PRIORITIES)
+    priority: int = option(0, "Priority of its turns; higher runs first.", PRIORITIES)
     ttl: float | None = option(
-        None, "Seconds without a turn until it is closed; by default as the server has it.", SECONDS
+        None, "Seconds without a turn until it is closed; the server's default if not given.", SECONDS
     )
     max_tokens: int | None = option(None, "Cap on its history, in tokens.", Bounds(1, MAX_COUNT))
     ephemeral: bool = False
@@ -89,12 +89,12 @@ class TurnOptions(TypedDict, total=False):
     """Options of a turn, all optional.
 
     `max_new_tokens`: as many as fit if not given. `temperature` 0 (the default) is greedy; `top_k` 0, `top_p` 1 and
-    `min_p` 0 keep every token; the penalties and `logit_bias` (token id to number) are 1, 0, 0 and none. `seed`: turns
-    with the same seed at the same position draw the same. `base.sampling.Sampling` says what each does. `stop`: strings
-    that end the turn; `stop_ids`: token ids that do, besides the model's own unless `ignore_eos`; none does before
-    there are `min_new_tokens`. `logprobs` and `input_logprobs` n: log-probabilities of every output or input token, and
-    the n likeliest there. `priority`: higher runs first; the session's if not given. `queue_timeout` and `timeout`:
-    seconds until the turn must have started, and ended.
+    `min_p` 0 keep every token; the penalties default to 1, 0 and 0, `logit_bias` (token id to number) to none. `seed`:
+    turns with the same seed draw the same at the same position. `base.sampling.Sampling` describes each. `stop`:
+    strings that end the turn; `stop_ids`: token ids that do, besides the model's own unless `ignore_eos`; none does
+    before there are `min_new_tokens`. `logprobs` and `input_logprobs` n: log-probabilities of every output or input
+    token, and of the n likeliest in its place. `priority`: higher runs first; the session's if not given.
+    `queue_timeout` and `timeout`: seconds within which the turn must have started, and ended.
     """
 
     max_new_tokens: int | None
@@ -122,8 +122,8 @@ class RemoteOptions(TurnOptions, total=False):
     """Options of a turn on a server: those of `TurnOptions` and two more.
 
     `if_busy`: while another turn of the session is open, "reject" (the default) refuses this one, "queue" waits.
-    `on_disconnect`: with "abort" (the default) a turn whose connection breaks is rolled back; with "continue" it goes
-    on, its stream connects again and misses nothing, and a stream that is dropped leaves it running.
+    `on_disconnect`: "abort" (the default) rolls back a turn whose connection breaks; with "continue" it goes on, its
+    stream reconnects and misses nothing, and dropping the stream leaves it running.
     """
 
     if_busy: Literal["reject", "queue"]
@@ -131,7 +131,7 @@ class RemoteOptions(TurnOptions, total=False):
 
 
 def turn_params(options: TurnOptions) -> TurnParams:
-    """Raises `InvalidRequest` for a name that is no option, and for values out of range."""
+    """Raises `InvalidRequest` for unknown options and for values out of range."""
     unknown = options.keys() - OPTIONS.keys()
     if unknown:
         raise InvalidRequest(f"unknown turn options {sorted(unknown)}; allowed: {sorted(OPTIONS)}")

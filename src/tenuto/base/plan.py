@@ -1,4 +1,4 @@
-"""What one step does, as flat arrays, and the protocol of those who do it.
+"""What one step does, as flat arrays, and the protocol of executors.
 
 A plan is plain data: making it changes nothing. The engine makes it, an executor carries it out.
 """
@@ -16,10 +16,10 @@ from tenuto.base.groups import MemorySpec
 from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 
 Ints = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
+Singles = npt.NDArray[np.float32]
 
 PREVIOUS_SAMPLE = -1
-"""In `Plan.tokens`: the token this row sampled in the step submitted just before (not known to the planner yet)."""
+"""In `Plan.tokens`: the token this row sampled in the step submitted just before (the planner does not know it yet)."""
 
 NO_SLOT = -1
 """In `StateMoves.reads`: the row starts from the zero state."""
@@ -57,10 +57,10 @@ class StateMoves:
 class RowSampling:
     """How a row samples from now on, whatever it did before.
 
-    Token ids for penalties, int32: `prompt`, those of history and input in any order, each once, if there is a
-    repetition penalty; `output`, the turn's output so far, if there is any penalty; else `None`. A token at a position
-    before `masked_before` is none of `masked`. `logprobs`, if not `None`, asks for log-probabilities of what is sampled
-    and of so many of the likeliest tokens. A row with a penalty samples at most one token a step.
+    Token ids for penalties, int32: `prompt`, the distinct ids of history and input in any order, if there is a
+    repetition penalty; `output`, the turn's output so far, if there is any penalty; else `None`. At positions before
+    `masked_before`, the ids in `masked` are not sampled. `logprobs` n asks for log-probabilities of sampled tokens and
+    of the n likeliest; `None` for none. A row with a penalty samples at most one token per step.
     """
 
     sampling: Sampling
@@ -73,8 +73,8 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True)
 class InputScores:
-    """Input tokens whose log-probabilities are wanted: how likely it is that token `targets[i]` follows the plan's
-    input token `offsets[i]`, and what the `top` likeliest tokens there are. Both int32 [scores]."""
+    """Input tokens whose log-probabilities are wanted: how likely token `targets[i]` is to follow the plan's input
+    token `offsets[i]`, and the `top` likeliest tokens there. Both int32 [scores]."""
 
     offsets: Ints
     targets: Ints
@@ -89,11 +89,11 @@ class Plan:
     of `tokens`. It samples after each of its last `samples[i]` tokens (0 in the middle of a prefill, 1 for a decode, 1
     + k with k lookahead tokens, whose guesses are the last k input tokens).
 
-    `tables` and `copies` have one entry a memory group of kind full or sliding, and `states` one a group of kind state,
-    each in the order of the memory spec. Page tables persist between steps: an executor keeps one row of pages a row
-    id, applies `tables` first, then `copies`, then computes. Entries of a sliding group that lie wholly before the
+    `tables` and `copies` have one entry per full or sliding memory group, `states` one per state group, each in the
+    order of the memory spec. Page tables persist between steps: an executor keeps one row of pages per row id, applies
+    `tables` first, then `copies`, then computes. Entries of a sliding group that lie wholly before the
     window of `starts[i]` are stale and must not be read. `sampling` lists the rows whose sampling options are new.
-    `scores` is `None` if no row asks for it.
+    `scores` is `None` if no row asks for them.
     """
 
     step: int
@@ -111,19 +111,19 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of n tokens, see `base.sampling.TokenLogprob`: `places` int32 [n], which ones they are;
-    `chosen` float32 [n]; the likeliest tokens `top_tokens` int32 [n, most] and theirs `top` float32 [n, most], in
-    falling order. A row that asked for fewer than `most` takes the first."""
+    """Log-probabilities of n tokens, see `base.sampling.TokenLogprob`: `places` int32 [n], which tokens they are;
+    `chosen` float32 [n]; the likeliest tokens `top_tokens` int32 [n, k] and their `top` float32 [n, k], in
+    descending order. A row that asked for fewer than k takes the first."""
 
     places: Ints
-    chosen: Floats
+    chosen: Singles
     top_tokens: Ints
-    top: Floats
+    top: Singles
 
-    def entries(self, start: int, tokens: Sequence[int], most: int) -> list[TokenLogprob]:
-        """Those of `tokens`, which begin at entry `start`, each with the `most` likeliest."""
+    def entries(self, start: int, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+        """The log-probabilities of `tokens`, which begin at entry `start`, each with the `count` likeliest."""
         part = slice(start, start + len(tokens))
-        chosen, ids, top = self.chosen[part].tolist(), self.top_tokens[part, :most], self.top[part, :most]
+        chosen, ids, top = self.chosen[part].tolist(), self.top_tokens[part, :count], self.top[part, :count]
         likeliest = [tuple(map(Candidate, *pair)) for pair in zip(ids.tolist(), top.tolist(), strict=True)]
         return [TokenLogprob(*entry) for entry in zip(tokens, chosen, likeliest, strict=True)]
 
@@ -131,8 +131,8 @@ class Logprobs:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The sampled tokens of a step, int32 [sum(plan.samples)], rows in plan order. `sampled`: log-probabilities of
-    those whose rows ask for it, by place in `tokens`; `scored`: of all the input tokens `plan.scores` names. `None`
-    where nobody asks."""
+    those whose rows ask for them, by place in `tokens`; `scored`: those of the input tokens in `plan.scores`. `None`
+    if nobody asks."""
 
     tokens: Ints
     sampled: Logprobs | None = None
@@ -143,8 +143,8 @@ class Executor(Protocol):
     """Carries out plans in the order in which they are submitted, up to two in flight: `collect` gives the result of
     the oldest that is not yet collected. Writing what a plan newly names (new page table entries, the targets of
     copies, state slots that its row did not have) may begin at `submit`, before an earlier step in flight has ended. A
-    step submitted after one that fails is carried out all the same, and what either was told of its rows may be lost:
-    their turns are told anew."""
+    step submitted after one that fails is carried out anyway. What either was told of its rows may be lost, so it is
+    sent again."""
 
     @property
     def spec(self) -> MemorySpec:
@@ -157,7 +157,7 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: Plan) -> None:
-        """Start a step and return. Raises nothing the plan's turns can cause; failures come out of `collect`."""
+        """Start a step and return. Failures that the plan's turns can cause are raised by `collect`."""
         ...
 
     def collect(self) -> StepResult:
@@ -165,5 +165,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what it computes with; nothing is submitted any more."""
+        """Release all resources; nothing is submitted afterwards."""
         ...

@@ -14,10 +14,10 @@ MAX_SEED = 2**63 - 1
 MAX_BIASES = 1024
 MAX_BIAS = 100
 MAX_LOGPROBS = 20
-"""Of how many of the likeliest tokens a turn may ask the log-probabilities."""
+"""How many of the likeliest tokens a turn may ask for."""
 
 LEAST_LOGPROB = -9999.0
-"""Stands for every log-probability below it, minus infinity too, which JSON cannot say. OpenAI's value."""
+"""Replaces every lower log-probability, also minus infinity, which JSON cannot express. OpenAI's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Sampling:
     3. `presence_penalty` is subtracted from the logits of all tokens in this turn's output, and `frequency_penalty` as
        many times as they occur in it.
     4. `temperature` divides the logits; 0 is greedy.
-    5. `top_k` keeps so many of the likeliest tokens, 0 all.
-    6. `top_p` keeps the likeliest until they have this share of what top-k has left, 1.0 all.
+    5. `top_k` keeps this many of the likeliest tokens, 0 all.
+    6. `top_p` keeps the likeliest until they have this share of the probability that top-k left, 1.0 all.
     7. `min_p` keeps those at least `min_p` times as likely as the likeliest, 0 all.
 
     The random draw of a token depends on `seed` and on the token's position in the sequence alone, so a turn that is
@@ -65,7 +65,7 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether a logit depends on the tokens before."""
+        """Whether logits depend on earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -73,8 +73,8 @@ GREEDY = Sampling()
 
 
 class Candidate(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A token that may come next and the natural logarithm of its probability. `raw`: what it says, not always whole
-    UTF-8; empty within an engine, which knows no text."""
+    """A token that may come next and the natural logarithm of its probability. `raw`: its bytes, not always complete
+    UTF-8; empty inside an engine, which knows no text."""
 
     token: int
     logprob: float
@@ -82,9 +82,9 @@ class Candidate(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The natural logarithm of a token's probability given what precedes it, and the likeliest tokens there with
-    theirs, in falling order. Probabilities are the softmax of the model's own logits, before any sampling option; none
-    is below `LEAST_LOGPROB`. `raw`: as of `Candidate`."""
+    """The natural logarithm of a token's probability given what precedes it, and the likeliest tokens in its place, in
+    descending order. Probabilities are the softmax of the model's own logits, before any sampling option, and their
+    logarithms at least `LEAST_LOGPROB`. `raw`: as in `Candidate`."""
 
     token: int
     logprob: float
@@ -99,7 +99,7 @@ def _check_bias(logit_bias: object) -> None:
         raise InvalidRequest(f"logit_bias has {len(logit_bias)} entries; allowed: at most {MAX_BIASES}")
     for pair in logit_bias:
         if len(items("a logit_bias entry", pair, "a token id and a number")) != 2:
-            raise InvalidRequest("a logit_bias entry is no pair; allowed: a token id and a number")
+            raise InvalidRequest("a logit_bias entry is not a pair; allowed: a token id and a number")
         whole("a logit_bias id", pair[0], 0, MAX_TOKEN_ID)
         real("a logit bias", pair[1], -MAX_BIAS, MAX_BIAS)
     if len({token for token, _ in logit_bias}) < len(logit_bias):

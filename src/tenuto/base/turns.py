@@ -1,4 +1,4 @@
-"""What a turn is asked for, what it brings, and how it ends."""
+"""A turn's input, its output, and how it ends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TurnKind = Literal["turn", "append", "regenerate"]
 """Append input and generate; append input alone; generate the last turn's output again."""
 
 Keep = int | Literal["delivered", "all"] | None
-"""What of an aborted turn is committed: nothing, or its input and so many output tokens, those whose text the caller
-has been given, or all."""
+"""What an aborted turn commits: nothing, or its input and this many output tokens, those whose text has been
+delivered, or all."""
 
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -27,7 +27,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one side said. Raises `InvalidRequest` on an unknown role or content that is not text."""
+    """One message of a chat. Raises `InvalidRequest` on an unknown role or content that is not text."""
 
     role: str
     content: str
@@ -40,7 +40,7 @@ class Message:
 
     @classmethod
     def from_dict(cls, raw: object) -> Message:
-        """From what a client sent: an object with `role` and `content` and nothing else."""
+        """From a client's object, which must have exactly `role` and `content`."""
         if not isinstance(raw, Mapping) or set(raw) != {"role", "content"}:
             given = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
             raise InvalidRequest(f"a message has {given}; allowed: exactly role and content")
@@ -51,11 +51,11 @@ TurnInput = str | Sequence[int | Message]
 """Text, token ids or chat messages."""
 
 Input = str | Iterable[int] | Sequence[Mapping[str, str]]
-"""The same as callers write it: text as it is, token ids, or chat messages (objects with `role` and `content`)."""
+"""The same as callers write it: text, token ids, or chat messages (objects with `role` and `content`)."""
 
 
 def turn_input(given: Input | TurnInput) -> str | tuple[int, ...] | tuple[Message, ...]:
-    """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages."""
+    """Raises `InvalidRequest` if `given` is neither text, nor token ids, nor messages."""
     if isinstance(given, str):
         return given
     parts = items("input", given, "text, token ids, or a list of messages")
@@ -64,8 +64,8 @@ def turn_input(given: Input | TurnInput) -> str | tuple[int, ...] | tuple[Messag
     return tuple(whole("a token id of the input", part, 0, MAX_TOKEN_ID) for part in parts)
 
 
-MOST_PIECES = 256
-"""Of a transcript's text before they become one, so that asking for it after every piece stays cheap."""
+MAX_PIECES = 256
+"""Pieces of a transcript's text before they are joined, so that reading it after every piece stays cheap."""
 
 
 class TurnState(StrEnum):
@@ -91,14 +91,13 @@ class EndReason(StrEnum):
     APPENDED = "appended"  # a prefill-only turn is done
     ABORT = "abort"  # by the caller, a disconnect or a closing session
     DEADLINE = "deadline"  # one of its deadlines passed
-    FAILED = "failed"  # steps with it in them fail, also when it is alone in one
+    FAILED = "failed"  # steps fail with it, even if it is alone in them
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Exact token counts of an ended turn. `prompt`: history and input; `cached`: those of them whose state was there
-    and did not have to be computed; `generated`: sampled tokens; `computed`: tokens computed, repeats after a
-    preemption included."""
+    """Exact token counts of an ended turn. `prompt`: history and input; `cached`: those whose state was in memory
+    already; `generated`: sampled tokens; `computed`: tokens computed, repeats after a preemption included."""
 
     prompt: int
     cached: int
@@ -108,8 +107,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """How a turn ended. `version` is the session's; `kept` the output tokens committed; `max_new_tokens` the effective
-    value; `context_left` the tokens that still fit; `stop` the stop id or stop string that ended it, if one did."""
+    """How a turn ended. `version` is the session's; `kept` the number of output tokens committed; `max_new_tokens` the
+    effective value; `context_left` the tokens that still fit; `stop` the stop id or string that ended it, if any."""
 
     reason: EndReason
     committed: bool
@@ -122,10 +121,10 @@ class TurnResult:
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a turn has brought since its last delta. `delivered`: its leading output tokens whose text has been
-    delivered whole, up to now. `result`: in the last delta that of the turn, else `None`. `logprobs`: one a token, if
-    asked for. `input_logprobs`: of the input tokens, if asked for, in the first delta with tokens or a result; only the
-    first token of all has `None`, and a turn that was aborted early may lack the last."""
+    """A turn's news since its last delta. `delivered`: how many leading output tokens have had all their text delivered
+    so far. `result`: the turn's, in its last delta only. `logprobs`: one per token, if asked for. `input_logprobs`: if
+    asked for, in the first delta with tokens or a result; the first token of a sequence has `None`, and a turn that was
+    aborted early may lack the last ones."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""
@@ -136,7 +135,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """What they bring together, the last of them now."""
+    """The deltas as one."""
     if len(deltas) == 1:
         return deltas[0]
     if not deltas:
@@ -152,8 +151,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 class AbortGate:
-    """Passes a turn's deltas on to those who read it. Once an abort has begun nothing passes until the result says what
-    is kept, and then that does, as one delta."""
+    """Passes a turn's deltas on to its readers. Once an abort has begun, nothing passes until the result says how much
+    is kept; then that passes as one delta."""
 
     def __init__(self) -> None:
         self.delivered = 0  # leading output tokens whose text has passed
@@ -161,12 +160,12 @@ class AbortGate:
         self._held: list[Delta] | None = None  # since the abort began
 
     def begin_abort(self) -> None:
-        """What comes from now on may not be kept."""
+        """From now on, hold back what comes: it may not be kept."""
         if self._held is None:
             self._held = []
 
     def take(self, delta: Delta) -> Delta | None:
-        """What passes now that `delta` has come; `None` if it is held back."""
+        """Returns what passes now that `delta` has come, or `None` if it is held back."""
         if self._held is not None:
             self._held.append(delta)
             if delta.result is None:
@@ -177,7 +176,7 @@ class AbortGate:
         return delta
 
     def _kept(self, held: Sequence[Delta], result: TurnResult) -> Delta:
-        """What of `held` was committed."""
+        """One delta in place of `held`: what was committed of them."""
         room = result.kept - self._tokens
         if not result.committed or room < 0:
             return Delta(delivered=self.delivered, result=result)
@@ -194,7 +193,7 @@ class AbortGate:
 
 
 class Transcript:
-    """Adds up what of a turn's deltas passes an `AbortGate`."""
+    """Adds up the deltas of a turn that pass an `AbortGate`."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -212,13 +211,13 @@ class Transcript:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to be waited for. Raises the error that ended the turn, if one did."""
+        """Whether nothing more is to come. Raises the error that ended the turn, if any."""
         if self.failure is not None:
             raise self.failure
         return self.result is not None
 
     def take(self, news: Delta | TenutoError) -> Delta:
-        """The reader has got `news`; what of it counts now. Raises it if it is an error."""
+        """Add `news` and return the part that counts now. An error is raised."""
         if isinstance(news, TenutoError):
             self.failure = news
             raise news
@@ -230,13 +229,13 @@ class Transcript:
         self.input_logprobs += passed.input_logprobs
         if passed.text:
             self._pieces.append(passed.text)
-            if len(self._pieces) > MOST_PIECES:
+            if len(self._pieces) > MAX_PIECES:
                 self._pieces = [self.text]
         self.result = passed.result
         return passed
 
     def tokens_to_keep(self, keep: Keep) -> Keep:
-        """`keep`, where what was delivered is what this reader has read. Raises `InvalidRequest`."""
+        """`keep`, with "delivered" as the number of tokens this reader has read. Raises `InvalidRequest`."""
         return self._gate.delivered if check_keep(keep) == "delivered" else keep
 
 

@@ -1,4 +1,4 @@
-"""What callers are shown of an engine: the same values in it, in messages, at the edge and in clients."""
+"""Views of an engine: the same values in the engine, in messages, at the edge and in clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SessionKey = tuple[str, str]
 
 
 class SessionState(StrEnum):
-    """Open; closing, when its running turn may still end; closed."""
+    """A closing session lets its running turn end."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -25,15 +25,14 @@ class SessionState(StrEnum):
 
 
 StateFilter = Literal["open", "closing", "idle", "drafting", "queued", "running", "preempted"]
-"""Sessions in this state, or with an open turn in it; `idle`: without one."""
+"""Sessions in this state, or whose open turn is in this state; `idle`: without an open turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A session as it is now. `turn`: the state of its open turn, if there is one. `version` counts commits and
-    rewinds. Of its `tokens`, the first `computed` have their state in memory; `limit` are the most it may have.
-    `idle_seconds`: since its last turn ended, 0 while one is open; no part of what makes two equal. `memory`: units
-    that it and its turn hold, by group."""
+    """A session as it is now. `turn`: the state of its open turn, if any. `version` counts commits and rewinds. The
+    state of its first `computed` of `tokens` tokens is in memory; `limit` is the most it may have. `idle_seconds`:
+    since its last turn ended, 0 while one is open; ignored by `==`. `memory`: units it and its turn hold, by group."""
 
     session_id: str
     state: SessionState
@@ -69,7 +68,7 @@ class PoolReport:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """A clean audit: `holders` that have a lease, and their `leases`."""
+    """A clean audit, with the numbers of `holders` that have a lease and of their `leases`."""
 
     pools: tuple[PoolReport, ...]
     holders: int
@@ -86,7 +85,7 @@ class AuditReport:
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what answers carry; also what HTTP answers are made of."""
+    """Base of what answers carry; HTTP answers are made from it."""
 
 
 class ModelView(View, frozen=True, kw_only=True):
@@ -111,7 +110,7 @@ class ModelView(View, frozen=True, kw_only=True):
 
 
 class SessionPage(View, frozen=True, kw_only=True):
-    """Sessions by id. `more`: others follow; a page ends early if it becomes large, but has one if there is one."""
+    """Sessions by id. `more`: others follow. A page ends early if it becomes large, but is empty only at the end."""
 
     sessions: list[SessionInfo]
     more: bool
@@ -119,7 +118,7 @@ class SessionPage(View, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A committed turn, and its texts if there is a tokenizer. `start`: its place in the history, in tokens."""
+    """A committed turn, with texts if there is a tokenizer. `start`: its first token's position in the history."""
 
     number: int
     start: int
@@ -130,14 +129,14 @@ class Record:
 
 
 class RecordPage(View, frozen=True, kw_only=True):
-    """Committed turns in order. `more`: as of `SessionPage`."""
+    """Committed turns in order. `more`: as in `SessionPage`."""
 
     records: list[Record]
     more: bool
 
 
 class Ticket(View, frozen=True, kw_only=True):
-    """A turn that was accepted. `prompt` and `text` only if an echo was asked for."""
+    """An accepted turn. `prompt` and `text` are set only if an echo was asked for."""
 
     turn: int
     session: str
@@ -151,7 +150,7 @@ class Ticket(View, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What is counted of sessions and turns: an operation and, where that matters, the state of the turn it found,
+    """What is counted for sessions and turns: an operation and, where it matters, the state it found the turn in,
     `idle` if there was none."""
 
     operation: str
@@ -162,7 +161,7 @@ class Transition:
 
 
 class Stats(View, frozen=True, kw_only=True):
-    """Counts since the start, and how things are now. `recomputed`: tokens computed again, by why."""
+    """Counts since the start, and the present state. `recomputed`: tokens computed again, by reason."""
 
     sessions: int
     running: int

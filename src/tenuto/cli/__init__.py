@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run, so that help is fast."""
+"""The command line. Commands import what they need when they run, to keep help fast."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or another device PyTorch 
 
 
 def main() -> None:
-    """Run the command line. What went wrong is one line on stderr and a non-zero exit status."""
+    """Run the command line. An error is one line on stderr and a non-zero exit status."""
     try:
         app()
     except TenutoError as error:
@@ -63,8 +63,8 @@ def tenuto(
 
 
 @app.command()
-def pull(model: Annotated[str, typer.Argument(help="As the option --model of chat.")] = "smollm2") -> None:
-    """Fetch a model, if it is not there, and say where it is.
+def pull(model: Annotated[str, typer.Argument(help="As --model of chat.")] = "smollm2") -> None:
+    """Fetch a model, unless it is already there, and print its path.
 
     \b
     Examples:
@@ -84,14 +84,14 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
     system: Annotated[str | None, typer.Option(help="The system message of every session.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Of one answer; as many as fit if not given.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Per answer; as many as fit if not given.")] = None,
     context_length: ContextLength = None,
     page_size: PageSize = 16,
     kernels: Kernels = "auto",
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer and keeps what was shown; at the prompt it quits, as does Ctrl-D.
 
-    Type /help there for what can be done with sessions. Lines may also come from a file or a pipe.
+    Type /help to see the session commands. Lines may also come from a file or a pipe.
 
     \b
     Examples:
@@ -128,14 +128,14 @@ def serve(
     model: ServedModel = "smollm2",
     device: Device = "cpu",
     dtype: Dtype = None,
-    host: Annotated[str, typer.Option(help="Others than this machine need an API key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Anything but this machine needs an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="TENUTO_API_KEY", show_envvar=True, help="The key that clients must give.")
     ] = None,
     admin_api_key: Annotated[
-        str | None, typer.Option(envvar="TENUTO_ADMIN_API_KEY", show_envvar=True, help="A key that may do everything.")
+        str | None, typer.Option(envvar="TENUTO_ADMIN_API_KEY", show_envvar=True, help="A key with all rights.")
     ] = None,
     keys: Annotated[Path | None, typer.Option(help="A TOML file of keys, tenants and limits.")] = None,
     memory: Annotated[
@@ -143,7 +143,7 @@ def serve(
         typer.Option(
             metavar="SIZE",
             help="For the state of sessions: bytes, a size such as 4GiB, or a share of the device's memory such as 0.5;"
-            " by default what is spare.",
+            " by default, what is free.",
         ),
     ] = None,
     page_size: PageSize = 16,
@@ -157,42 +157,42 @@ def serve(
         str,
         typer.Option(
             metavar="SECONDS",
-            help="How long a session without a turn stays open if its request does not say; 0 or none: for ever if its"
-            " client has named it, else for a day. A fork or trim has the TTL of the session it was made of.",
+            help="How long a session without a turn stays open, unless its request says otherwise; 0 or none: forever"
+            " if its client named it, else for a day. A fork or trim inherits the TTL of its source.",
         ),
     ] = "86400",
-    drain_seconds: Annotated[float, typer.Option(min=0, help="How long turns may go on after SIGTERM.")] = 5.0,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="How long turns may continue after SIGTERM.")] = 5.0,
     unread_seconds: Annotated[
         float,
         typer.Option(
             min=0.1,
-            help="A client that for so long makes no room for more of its answer counts as gone; its system may"
-            " announce room only in pieces of 64 KiB or more.",
+            help="A client that reads nothing of its answer for this long counts as gone; its system may announce"
+            " reads only in pieces of 64 KiB or more.",
         ),
     ] = 30.0,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request.")] = 32 * 2**20,
-    max_bodies_bytes: Annotated[int, typer.Option(min=1, help="Of all requests that are not over.")] = 2**30,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Per request.")] = 32 * 2**20,
+    max_bodies_bytes: Annotated[int, typer.Option(min=1, help="Of all open requests together.")] = 2**30,
     max_connections: Annotated[int, typer.Option(min=1, help="The most open connections.")] = 4096,
     header_seconds: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="How long a request's headers may take to come.")
+        float, typer.Option(min=0.1, max=3600, help="How long a request's headers may take to arrive.")
     ] = 10.0,
     body_seconds: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="How long its body may; a second more for every KiB of it.")
+        float, typer.Option(min=0.1, max=3600, help="How long its body may take; one second more for every KiB.")
     ] = 30.0,
     keep_alive_seconds: Annotated[
         int, typer.Option(min=1, max=3600, help="How long a connection may be idle between requests.")
     ] = 5,
     public_metrics: Annotated[bool, typer.Option(help="Show /metrics without an admin key.")] = False,
-    overlap: Annotated[int, typer.Option(help="1: plan a step while the one before is computed.")] = 0,
+    overlap: Annotated[int, typer.Option(help="1: plan a step while the previous one is computed.")] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for those who come from SGLang
-        bool, typer.Option("--enable-streaming-session", help="Accepted: sessions stream always.")
+    enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for users of SGLang
+        bool, typer.Option("--enable-streaming-session", help="Accepted: sessions always stream.")
     ] = True,
 ) -> None:
     """Serve sessions over HTTP: natively, and to clients of OpenAI's and SGLang's interfaces.
 
     The exit status is 0 after SIGTERM or Ctrl-C once it serves, 1 if the server cannot start, and 70 if the engine
-    process has ended by itself: a supervisor should start the server again.
+    process ended by itself: a supervisor should restart the server.
 
     \b
     Examples:
@@ -256,23 +256,23 @@ def bench(
     api: Annotated[str, typer.Option(help="tenuto, openai or sglang.")] = "tenuto",
     history: Annotated[
         str | None,
-        typer.Option(help="session: the server keeps it; resend: every turn has it. openai resends if not given."),
+        typer.Option(help="session: the server keeps it; resend: every turn carries it, the default for openai."),
     ] = None,
-    n: Annotated[int, typer.Option("--sessions", min=1, help="How many.")] = 8,
-    turns: Annotated[int, typer.Option(min=1, help="Of each session.")] = 8,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Of a turn; with openai, words.")] = 64,
-    first_input_tokens: Annotated[int | None, typer.Option(min=1, help="Of a first turn, if another number.")] = None,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of a turn.")] = 32,
-    think_time: Annotated[float, typer.Option(min=0, help="Seconds between turns, give or take a half.")] = 0.0,
+    n: Annotated[int, typer.Option("--sessions", min=1, help="How many sessions.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, help="Per session.")] = 8,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Per turn; with openai, words.")] = 64,
+    first_input_tokens: Annotated[int | None, typer.Option(min=1, help="Of the first turn, if different.")] = None,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Per turn.")] = 32,
+    think_time: Annotated[float, typer.Option(min=0, help="Seconds between turns, give or take half.")] = 0.0,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Turns at once; all sessions if not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the workload; the same seed says the same.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the workload; the same seed gives the same inputs.")] = 0,
     as_json: sessions.AsJson = False,
 ) -> None:
-    """Measure a server with sessions that take turns, whichever of three interfaces it has.
+    """Measure a server with sessions that take turns, over any of three interfaces.
 
-    Every turn counts, the first and coldest too. Times are taken here: to the first token from just before the request
-    is sent, when the turn's place under --concurrency is free. Opening a session is no part of its first turn. Tokens
-    that arrive together share the gap before them. With openai each piece of text counts as one token there.
+    Every turn counts, even the first, cold one. Times are the client's: the first token is timed from just before the
+    request is sent, not counting the wait for a place under --concurrency or opening the session. Tokens that arrive
+    together share the gap before them. With openai, each piece of text counts as one token.
 
     \b
     Examples:

@@ -25,20 +25,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.cli.bench_apis import APIS, Conversation, Counts, Request
+from tenuto.cli.bench_apis import APIS, BenchConversation, BenchRequest, Counts
 from tenuto.cli.tables import printable, show_table
 from tenuto.client.connection import checked_url
 
 TOKEN_IDS = range(100, 1000)
-"""What inputs are made of: ids that every vocabulary has."""
+"""The token ids of inputs, which every vocabulary has."""
 CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """`sessions` that take `turns` each. Lengths are in tokens, or in words where an interface takes only text;
-    `first_input` is that of each session's first turn. Between turns a session thinks for `think` seconds, give or take
-    a half. At most `concurrency` turns are under way at once."""
+    `first_input` is the length of each session's first input. Between turns a session thinks for `think` seconds, give
+    or take half. At most `concurrency` turns run at once."""
 
     sessions: int
     turns: int
@@ -50,13 +50,13 @@ class Workload:
     seed: int
 
     def inputs(self, session: int) -> list[list[int]]:
-        """What a session says, the same in every run."""
+        """A session's inputs, the same in every run."""
         draw = random.Random(f"{self.seed}/{session}")  # noqa: S311 - data, not secrets
         lengths = [self.first_input, *[self.input] * (self.turns - 1)]
         return [draw.choices(TOKEN_IDS, k=length) for length in lengths]
 
     def pauses(self, session: int) -> list[float]:
-        """How long it thinks before each turn."""
+        """How long a session thinks before each turn."""
         draw = random.Random(f"{self.seed}/{session}/think")  # noqa: S311 - data, not secrets
         return [0.0, *(self.think * draw.uniform(0.5, 1.5) for _ in range(self.turns - 1))]
 
@@ -75,7 +75,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of turns with the same number: means of token counts, and seconds at the median and where 95 % are below."""
+    """Figures of the turns with the same number: mean token counts, and seconds at the 50th and 95th percentile."""
 
     turn: int
     ended: int
@@ -90,7 +90,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of a whole run. `errors`: how many turns ended with what. `left_out`: turns not begun, after those."""
+    """Figures of a whole run. `errors`: how many turns failed with each error. `left_out`: turns not started after
+    one."""
 
     seconds: float
     turns: int
@@ -141,7 +142,7 @@ async def _measure(
     kind, running = APIS[api], asyncio.Semaphore(workload.concurrency)
     timed: list[Timed] = []
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as http:
-        request = Request(history, workload.output, await _model(kind, http))
+        request = BenchRequest(history, workload.output, await _model(kind, http))
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(workload.sessions):
@@ -150,7 +151,7 @@ async def _measure(
         return timed, time.perf_counter() - began
 
 
-async def _model(kind: type[Conversation], http: httpx.AsyncClient) -> str:
+async def _model(kind: type[BenchConversation], http: httpx.AsyncClient) -> str:
     try:
         return await kind.model(http)
     except (LookupError, TypeError) as error:
@@ -158,7 +159,7 @@ async def _model(kind: type[Conversation], http: httpx.AsyncClient) -> str:
 
 
 async def _converse(
-    conversation: Conversation,
+    conversation: BenchConversation,
     workload: Workload,
     session: int,
     running: asyncio.Semaphore,
@@ -189,22 +190,22 @@ async def _converse(
         await conversation.close()
 
 
-async def _take_turn(conversation: Conversation, tokens: list[int], turn: Timed) -> None:
+async def _take_turn(conversation: BenchConversation, tokens: list[int], turn: Timed) -> None:
     began = time.perf_counter()
     arrivals: dict[float, int] = {}
-    async for said in conversation.turn(tokens):
-        if isinstance(said, Counts):
-            turn.counts = said
+    async for item in conversation.turn(tokens):
+        if isinstance(item, Counts):
+            turn.counts = item
         else:
-            arrivals[said.when] = arrivals.get(said.when, 0) + said.tokens
+            arrivals[item.when] = arrivals.get(item.when, 0) + item.tokens
     if turn.counts is None:
         raise TenutoError("the answer ended before the turn")
     turn.first, turn.gaps = timing(began, arrivals)
 
 
 def timing(began: float, arrivals: Mapping[float, int]) -> tuple[float | None, list[float]]:
-    """Seconds from `began` to the first token, and between tokens after that, from how many came when. Of those that
-    came together each has an equal share of the time since those before."""
+    """Seconds from `began` to the first token, and between tokens after that. `arrivals`: how many tokens came when.
+    Those that came together share the time since the previous ones equally."""
     times = [when for when, count in arrivals.items() if count]
     if not times:
         return None, []
@@ -215,7 +216,7 @@ def timing(began: float, arrivals: Mapping[float, int]) -> tuple[float | None, l
 
 
 def figures_of(number: int, timed: Sequence[Timed]) -> Figures:
-    """Of the turns with that number that ended well."""
+    """Figures of the turns with this number that succeeded."""
     turns = [turn for turn in timed if turn.number == number and turn.error is None]
     counts = [turn.counts for turn in turns if turn.counts is not None]
     first = [turn.first for turn in turns if turn.first is not None]
@@ -234,7 +235,7 @@ def figures_of(number: int, timed: Sequence[Timed]) -> Figures:
 
 
 def totals_of(timed: Sequence[Timed], seconds: float, workload: Workload) -> Totals:
-    """Of all turns."""
+    """Figures of all turns."""
     good = [turn for turn in timed if turn.error is None]
     tokens = sum(turn.counts.generated or 0 for turn in good if turn.counts is not None)
     errors = Counter(turn.error for turn in timed if turn.error is not None)
@@ -243,7 +244,7 @@ def totals_of(timed: Sequence[Timed], seconds: float, workload: Workload) -> Tot
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The least of `values` that so large a share of them does not exceed; `None` of none."""
+    """The smallest of `values` that at least `share` of them do not exceed; `None` if there are none."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 

@@ -1,4 +1,4 @@
-"""Conversations with servers of three interfaces, as `tenuto bench` holds them."""
+"""Conversations with servers over three interfaces, for `tenuto bench`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tenuto.client.wire import error_from
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a server says that a turn was, in tokens: its whole prompt, what of that was cached, and what it generated;
+    """A turn's token counts as the server reports them: its whole prompt, how much of it was cached, and the output;
     `None` where it does not say."""
 
     prompt: int | None
@@ -30,28 +30,28 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When (`time.perf_counter`) so many output tokens came."""
+    """`tokens` output tokens that came at `when` (`time.perf_counter`)."""
 
     when: float
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """How turns are asked for. `history`: "session", which the server keeps, or "resend", with every turn."""
+class BenchRequest:
+    """How to request turns. `history`: "session" (the server keeps it) or "resend" (every turn carries it)."""
 
     history: str
     output_tokens: int
     model: str = ""
 
 
-class Conversation:
+class BenchConversation:
     """One session of the workload. Errors are `TenutoError`s."""
 
     histories: ClassVar[tuple[str, ...]] = ("session", "resend")
-    """The ways it has to keep history, the usual one first."""
+    """The supported ways to keep history, the usual one first."""
 
-    def __init__(self, http: httpx.AsyncClient, request: Request, name: str) -> None:
+    def __init__(self, http: httpx.AsyncClient, request: BenchRequest, name: str) -> None:
         self._http = http
         self._request = request
         self._name = name
@@ -60,7 +60,7 @@ class Conversation:
         self._history: list[int] = []  # in tokens
 
     @staticmethod
-    async def model(http: httpx.AsyncClient) -> str:  # noqa: ARG004 - others ask
+    async def model(http: httpx.AsyncClient) -> str:  # noqa: ARG004 - subclasses use it
         """What the server's model is called."""
         return ""
 
@@ -71,12 +71,12 @@ class Conversation:
         """After the last."""
 
     def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
-        """Ask for a turn. Gives its tokens' arrivals, and last the counts."""
+        """Take a turn. Yields the arrivals of its tokens, then its counts."""
         raise NotImplementedError
 
 
-class TenutoConversation(Conversation):
-    """Native sessions. To resend, each turn has a new one."""
+class TenutoConversation(BenchConversation):
+    """Native sessions. To resend the history, each turn opens a new one."""
 
     async def open(self) -> None:
         if self._keeps:
@@ -98,21 +98,21 @@ class TenutoConversation(Conversation):
             "max_new_tokens": self._request.output_tokens,
             "ignore_eos": True,
         }
-        async for when, name, said in _events(self._http, f"/v1/sessions/{self._session}/turns", body):
+        async for when, name, data in _events(self._http, f"/v1/sessions/{self._session}/turns", body):
             match name:
                 case "delta":
-                    self._history += said["tokens"]
-                    yield Arrival(when, len(said["tokens"]))
+                    self._history += data["tokens"]
+                    yield Arrival(when, len(data["tokens"]))
                 case "committed":
-                    usage = said["usage"]
+                    usage = data["usage"]
                     yield Counts(usage["prompt_tokens"], usage["cached_tokens"], usage["completion_tokens"])
                 case "aborted":
-                    raise TenutoError(f"the turn was aborted: {said['reason']}")
+                    raise TenutoError(f"the turn was aborted: {data['reason']}")
         if not self._keeps:
             await self.close()
 
 
-class OpenAIConversation(Conversation):
+class OpenAIConversation(BenchConversation):
     """Chat completions. `session_id`, which not every server knows, keeps the history; otherwise it is resent."""
 
     histories = ("resend", "session")
@@ -121,13 +121,13 @@ class OpenAIConversation(Conversation):
     async def model(http: httpx.AsyncClient) -> str:
         return str((await _ask(http, "GET", "/v1/models"))["data"][0]["id"])
 
-    def __init__(self, http: httpx.AsyncClient, request: Request, name: str) -> None:
+    def __init__(self, http: httpx.AsyncClient, request: BenchRequest, name: str) -> None:
         super().__init__(http, request, name)
         self._messages: list[dict[str, str]] = []
 
     async def close(self) -> None:
         if self._keeps:
-            with suppress(TenutoError):  # the interface has no word for it; Tenuto's own has
+            with suppress(TenutoError):  # only Tenuto's own interface can close it
                 await _ask(self._http, "DELETE", f"/v1/sessions/{self._name}")
 
     async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
@@ -144,13 +144,13 @@ class OpenAIConversation(Conversation):
             **({"session_id": self._name} if self._keeps else {}),
         }
         text, counts = "", None
-        async for when, _, said in _events(self._http, "/v1/chat/completions", body):
+        async for when, _, data in _events(self._http, "/v1/chat/completions", body):
             counts = counts or Counts(None, None, None)  # there is an answer
-            for choice in said.get("choices") or ():
+            for choice in data.get("choices") or ():
                 if piece := choice["delta"].get("content"):
                     text += piece
                     yield Arrival(when, 1)
-            if usage := said.get("usage"):
+            if usage := data.get("usage"):
                 cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
                 counts = Counts(usage["prompt_tokens"], cached, usage["completion_tokens"])
         self._messages.append({"role": "assistant", "content": text})
@@ -158,7 +158,7 @@ class OpenAIConversation(Conversation):
             yield counts
 
 
-class SGLangConversation(Conversation):
+class SGLangConversation(BenchConversation):
     """SGLang's `/generate`: in a streaming session, or with the whole history every time."""
 
     async def open(self) -> None:
@@ -180,13 +180,13 @@ class SGLangConversation(Conversation):
             **({"session_params": {"id": self._session}} if self._keeps else {}),
         }
         seen, output, meta = 0, list[int](), dict[str, Any]()
-        async for when, _, said in _events(self._http, "/generate", body):
-            meta = said["meta_info"]
+        async for when, _, data in _events(self._http, "/generate", body):
+            meta = data["meta_info"]
             reason = meta.get("finish_reason") or {}
             if reason.get("type") == "abort":
                 raise TenutoError(f"the turn was aborted: {reason.get('message')}")
-            generated, ids = meta["completion_tokens"], said.get("output_ids") or []
-            output = ids if len(ids) == generated else output + ids  # all so far, or with an option only the new ones
+            generated, ids = meta["completion_tokens"], data.get("output_ids") or []
+            output = ids if len(ids) == generated else output + ids  # all so far, or only the new ones
             if generated > seen:
                 yield Arrival(when, generated - seen)
                 seen = generated
@@ -195,7 +195,7 @@ class SGLangConversation(Conversation):
             yield Counts(meta.get("prompt_tokens"), meta.get("cached_tokens"), meta.get("completion_tokens"))
 
 
-APIS: dict[str, type[Conversation]] = {
+APIS: dict[str, type[BenchConversation]] = {
     "tenuto": TenutoConversation,
     "openai": OpenAIConversation,
     "sglang": SGLangConversation,
@@ -225,7 +225,7 @@ async def _checked(response: httpx.Response) -> Any:
 
 
 async def _events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, str, Any]]:
-    """The events of a stream: when they came, their names, and what they say. Raises the error that one says."""
+    """The events of a stream: when they came, their names and their data. Raises the error that one reports."""
     parser, reads = EventParser(), Reads()
     with typed_errors():
         async with http.stream("POST", path, json=body) as response:
@@ -236,22 +236,22 @@ async def _events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> A
                 for event in parser.feed(piece):
                     if event.data == "[DONE]":
                         continue
-                    said = msgspec.json.decode(event.data)
-                    if "error" in said:
+                    data = msgspec.json.decode(event.data)
+                    if "error" in data:
                         raise error_from(500, event.data.encode())
-                    yield when, event.name, said
+                    yield when, event.name, data
 
 
 class Reads:
-    """When data came from the network. An HTTP client hands out what one read has brought in pieces, without waiting
-    between them: pieces between which the event loop has not turned came at the same time."""
+    """When data came from the network. An HTTP client hands out the result of one read in pieces, without waiting
+    between them: pieces without a turn of the event loop between them came at the same time."""
 
     def __init__(self) -> None:
         self._when = 0.0
         self._turned = True
 
     def time(self) -> float:
-        """When the piece that has just been handed out came."""
+        """When the piece that was just handed out came."""
         if self._turned:
             self._when, self._turned = time.perf_counter(), False
             asyncio.get_running_loop().call_soon(self._turn)

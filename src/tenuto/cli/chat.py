@@ -77,7 +77,7 @@ class Chat:
         }
 
     def obey(self, line: str) -> bool:
-        """Do what one line says. False if it says to quit."""
+        """Obey one line. False if it says to quit."""
         name, _, argument = line.removeprefix("/").partition(" ")
         if not line.startswith("/"):
             if line:
@@ -87,16 +87,16 @@ class Chat:
         elif name in self._commands:
             self._commands[name](argument.strip())
         else:
-            raise InvalidRequest(f"there is no command /{name}; /help lists those there are")
+            raise InvalidRequest(f"there is no command /{name}; allowed: the commands that /help lists")
         return True
 
     def say(self, note: str) -> None:
-        """A remark of the program's, only for people."""
+        """Print a note, only on a terminal."""
         if self._notes.is_terminal:
             self._notes.print(note, style="dim")
 
     def _answer(self, turn: TurnStream) -> None:
-        """Show a turn's text as it comes. Ctrl-C is a barge-in."""
+        """Show a turn's text as it arrives. Ctrl-C is a barge-in."""
         try:
             for piece in turn:
                 typer.echo(piece, nl=False)

@@ -15,7 +15,7 @@ _ALLOWED = (
 
 
 def read_memory(text: str, device: str) -> int:
-    """Bytes. A share is of a GPU's memory, or of the machine's. Raises `ConfigError`."""
+    """The size in bytes. A share is of the GPU's memory, or of the machine's. Raises `ConfigError`."""
     number, unit = _split(text)
     if unit:
         wanted = float(number) * _UNITS[unit]
@@ -31,7 +31,7 @@ def read_memory(text: str, device: str) -> int:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """A number and its unit, if it has one."""
+    """A number and its unit, if any."""
     found = re.fullmatch(rf"(\d{{1,18}}|\d{{0,15}}\.\d{{1,15}}) ?({'|'.join(_UNITS)})?", text.strip(), re.ASCII)
     if found is None:
         raise ConfigError(f"memory is {text[:40]!r}; allowed: {_ALLOWED}")

@@ -11,7 +11,7 @@ from tenuto.models.store import resolve
 
 
 def pull_model(model: str) -> None:
-    """Fetch it with a progress bar on stderr, if that is a terminal, and print its path."""
+    """Fetch the model, with a progress bar if stderr is a terminal, and print its path."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -15,11 +15,11 @@ from tenuto.serve.run import serve
 from tenuto.serve.shared.settings import ServeSettings
 
 ENGINE_ENDED = 70
-"""The exit status if the engine process has ended by itself: what is needed is a new start."""
+"""The exit status if the engine process ended by itself: a supervisor should restart the server."""
 
 
 def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) -> None:
-    """Serve until told to end. Raises `ConfigError`, `ModelError`."""
+    """Serve until a signal. Raises `ConfigError`, `ModelError`."""
     configure_logs(log_level)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -30,7 +30,7 @@ def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) 
 
 
 def _show(model: ModelView, address: str) -> None:
-    """What was resolved, and where to go."""
+    """Print the resolved configuration and the address."""
     units = ", ".join(f"{name} {count}" for name, count in model.units.items())
     lines = [
         f"model      {model.model}{f' ({model.path})' if model.path else ''}",

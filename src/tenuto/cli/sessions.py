@@ -18,16 +18,16 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 Url = Annotated[str, typer.Option(envvar="TENUTO_URL", show_envvar=True, help="Where the server is.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="TENUTO_API_KEY", show_envvar=True, help="If the server needs one.")]
-AsJson = Annotated[bool, typer.Option("--json", help="All there is, as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Id = Annotated[str, typer.Argument(help="The session's id.")]
-Turn = Annotated[int | None, typer.Option(min=0, help="Its first so many turns.")]
-Position = Annotated[int | None, typer.Option(min=0, help="Its first so many tokens.")]
+Turn = Annotated[int | None, typer.Option(min=0, help="How many turns from its start.")]
+Position = Annotated[int | None, typer.Option(min=0, help="How many tokens from its start.")]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 PAGE = 1000
-"""Sessions, or turns, that one request lists."""
+"""Sessions or turns listed per request."""
 SHOWN_TEXT = 60
-"""Of a turn's text, how many characters are shown."""
+"""Characters shown of a turn's text."""
 
 
 @app.callback()
@@ -74,7 +74,7 @@ def show(session_id: Id, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json
             typer.echo(f"{name:<13} {printable(_plain(value))}")
     if turns:
         typer.echo()
-        show_table(["turn", "start", "input", "output", "said"], [_turn_row(turn) for turn in turns])
+        show_table(["turn", "start", "input", "output", "text"], [_turn_row(turn) for turn in turns])
 
 
 @app.command()
@@ -87,7 +87,7 @@ def fork(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Open a session that begins as another, and print its id. Without --turn or --position it has all of it."""
+    """Open a copy of a session up to --turn or --position, or of all of it, and print its id."""
     body = {"turn": turn, "position": position, "id": new_id}
     view = _ask("POST", session_id, "/fork", body, url, api_key)
     if as_json:
@@ -146,7 +146,7 @@ def _ask(method: str, session_id: str, action: str, body: dict[str, Any] | None,
 
 
 def _listed(connection: Connection, path: str, place: str) -> list[dict[str, Any]]:
-    """All that the server lists there, as it shows it. `place` says in a request where to go on."""
+    """All entries that the server lists there. `place`: the query parameter that says where to continue."""
     found: list[dict[str, Any]] = []
     query: dict[str, Any] = {}
     while True:
@@ -176,6 +176,6 @@ def _plain(value: Any) -> str:
 
 
 def _turn_row(turn: dict[str, Any]) -> list[str]:
-    said = " ".join(f"{turn['input_text'] or ''} | {turn['output_text'] or ''}".split())
+    text = " ".join(f"{turn['input_text'] or ''} | {turn['output_text'] or ''}".split())
     counts = (turn["number"], turn["start"], len(turn["input_tokens"]), len(turn["output_tokens"]))
-    return [*map(str, counts), said if len(said) <= SHOWN_TEXT else said[: SHOWN_TEXT - 3] + "..."]
+    return [*map(str, counts), text if len(text) <= SHOWN_TEXT else text[: SHOWN_TEXT - 3] + "..."]

@@ -31,7 +31,7 @@ from tenuto.client.futures import Steps, chained
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
 
 PAGE = 1000
-"""Sessions, or turns, that one request lists."""
+"""How many sessions or turns one request lists."""
 
 
 class TurnReader(Transcript):

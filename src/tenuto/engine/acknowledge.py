@@ -1,4 +1,4 @@
-"""Between what sessions become and everyone who is told of it: acknowledgement, in the order of changes."""
+"""Acknowledgement: what shows a session's changes is told only once they are durable, in their order."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Tell = Callable[[TenutoError | None], None]
 
 
 class Acknowledger(Protocol):
-    """Says which changes are safe, so that those who wait for them may be told."""
+    """Says which changes are durable, so that those who wait for them may be told."""
 
     def acknowledge(self, changes: Sequence[Change]) -> int:
-        """Take these changes, which have just happened, in this order, and return how many of all changes ever, counted
-        from the first, are safe by now. The number never falls.
+        """Take `changes`, which have just happened, in order, and return how many changes in all, counted from the
+        first ever, are durable by now. The number never falls.
 
-        Called in the engine's thread, also without new changes, after commands and after every step; it must not block.
-        What makes more changes safe later, in another thread, calls `EngineLoop.wake`.
+        Called in the engine's thread after commands and after every step, even without new changes; it must not block.
+        Another thread that makes more changes durable later calls `EngineLoop.wake`.
 
-        Raises `NotAcknowledged` as long as the changes that are not safe yet cannot become so; `changes` have been
-        taken all the same, and count when it returns again."""
+        Raises `NotAcknowledged` while the remaining changes cannot become durable; `changes` are taken even then, and
+        count once it returns again."""
         ...
 
 
 class AtOnce:
-    """Every change is safe."""
+    """Every change counts as durable at once."""
 
     def __init__(self) -> None:
         self._changes = 0
@@ -41,10 +41,10 @@ class AtOnce:
 
 
 class Announcer:
-    """Holds back what shows a change until that is acknowledged, and tells it in the order in which it happened.
+    """Holds back what shows a change until the change is acknowledged, and tells everything in order.
 
-    While changes cannot be acknowledged, whatever shows one is refused with `NotAcknowledged`: it is in memory, and
-    whether it will last is not known.
+    While changes cannot be acknowledged, whatever shows one is refused with `NotAcknowledged`: it is in memory, but may
+    not last.
     """
 
     def __init__(self, acknowledger: Acknowledger) -> None:
@@ -53,10 +53,10 @@ class Announcer:
         self._new: list[Change] = []  # not yet given to the acknowledger
         self._changes = 0
         self._acknowledged = 0
-        self._held: deque[tuple[int, Tell]] = deque()  # with how many changes precede it
+        self._held: deque[tuple[int, Tell]] = deque()  # each with the number of changes before it
 
     def changed(self, change: Change) -> None:
-        """A change has happened, after all that were told of before."""
+        """A change has just happened, after all earlier calls'."""
         self._new.append(change)
         self._changes += 1
 

@@ -1,4 +1,4 @@
-"""Steps in flight: planned and submitted, and then settled, or made up for when one fails."""
+"""Steps in flight: planned, submitted, then settled, or retried when one fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("tenuto.engine")
 
 
 class Flights:
-    """The steps that were submitted and not collected, the oldest first, and what `Engine.step` does with them."""
+    """Steps submitted and not yet collected, the oldest first, and what `Engine.step` does with them."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Flights:
         self._settler = settler
         self._suspects = suspects
         self._flights: deque[Flight] = deque()
-        self._void = 0  # the last step that is dropped, for one before it failed
+        self._void = 0  # the last step whose result is dropped because an earlier one failed
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -54,7 +54,7 @@ class Flights:
             proposal, made = self._planner.propose(), True
             while (lacking := proposal.lacking) is not None and made:
                 made = pressure.make_room(lacking, in_flight=bool(self._flights))
-                proposal = self._planner.propose()  # also if room is still to come: somebody may have yielded
+                proposal = self._planner.propose()  # even if the room is still to come: somebody may have yielded
                 if made and proposal.lacking is not None and proposal.lacking.same(lacking):
                     raise InvariantError(f"{lacking.turn.name} was given the room it lacked, and lacks it still")
             if len(proposal.rows):
@@ -65,13 +65,13 @@ class Flights:
         return None
 
     def submit(self, planned: Flight) -> None:
-        """Let the executor compute it."""
+        """Have the executor compute it."""
         self._memory.step_submitted()
         self._flights.append(planned)
         self._executor.submit(planned.plan)
 
     def collect(self) -> tuple[Flight, StepResult | None]:
-        """Wait for the oldest; `None` if it failed."""
+        """Wait for the oldest step; its result is `None` if it failed."""
         flight, result = self._flights.popleft(), None
         try:
             result = self._executor.collect()
@@ -84,11 +84,11 @@ class Flights:
         return flight, result
 
     def is_void(self, flight: Flight) -> bool:
-        """Whether its result counts for nothing, as a step before it failed."""
+        """Whether its result is dropped because an earlier step failed."""
         return flight.plan.step <= self._void
 
     def settle(self, flight: Flight, result: StepResult) -> list[Turn]:
-        """Take in what was computed, and end the turns that are done. The turns that have new output."""
+        """Take in what was computed, and end the turns that are done. Returns the turns with new output."""
         settled = self._settler.settle(flight, result)
         if self._suspects:
             self._suspects.step_succeeded()
@@ -102,8 +102,8 @@ class Flights:
         return settled.progressed
 
     def retry(self, failed: Flight) -> None:
-        """A step failed, and with it those submitted since: their turns go on from what is settled, and those of the
-        failed step are suspects."""
+        """A step failed, and so did those submitted since: their turns go on from what is settled, and the turns of the
+        failed step become suspects."""
         void = [failed, *self._flights]
         self._void = void[-1].plan.step
         suspects = [*self._live(failed), *self._batch.take_left(failed.plan.step)]
@@ -118,6 +118,6 @@ class Flights:
             self._batch.return_news(flight.news)
 
     def _live(self, flight: Flight) -> list[Turn]:
-        """The turns of a flight that are still in the rows they had."""
+        """The turns of a flight that are still in their rows."""
         same = self._memory.rows.run[flight.rows] == flight.runs
         return list(self._batch.turns[flight.rows[same]])

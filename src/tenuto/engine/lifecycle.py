@@ -40,10 +40,10 @@ ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "cl
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that has happened to a session, and is to last. `version` and `length`, in tokens: the session's after
-    it. `turn`: that has committed.
+    """Something that happened to a session and must last. `version` and `length` (in tokens): the session's
+    afterwards. `turn`: the one that committed.
 
-    A fork, or what is restored, is opened first; turns that are taken over from elsewhere are adopted."""
+    A fork or a restored session is opened first; turns taken over from elsewhere are adopted."""
 
     kind: ChangeKind
     session: Session

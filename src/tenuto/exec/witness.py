@@ -9,7 +9,7 @@ double use is caught at the step where it happens, or shows in the tokens."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, InputScores, Logprobs, Pl
 from tenuto.base.sampling import LEAST_LOGPROB
 
 Hashes = npt.NDArray[np.uint64]
-Ints = npt.NDArray[np.int64]
+Longs = npt.NDArray[np.int64]
 
 MULTIPLIER = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -31,7 +31,7 @@ NEVER = np.int64(-1)
 """Stored with a slot that was never written."""
 LOST = np.int64(-1)
 """In page tables, where what was told has been lost."""
-MOST_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 """Steps submitted and not yet collected."""
 
 
@@ -59,7 +59,7 @@ def next_token(state: int, vocab_size: int) -> int:
     return ((state >> 17) ^ (state >> 41)) % vocab_size
 
 
-def next_unmasked(state: int, vocab_size: int, masked: Sequence[int]) -> int:
+def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
     """As `next_token`; if that is one of `masked`, the next greater one that is not, beginning again at 0."""
     token = next_token(state, vocab_size)
     for _ in range(vocab_size):
@@ -142,8 +142,8 @@ class WitnessExecutor:
         self._asking: dict[int, RowSampling] = {}  # rows that ask for masked ids or log-probabilities
 
     def submit(self, plan: Plan) -> None:
-        if len(self._flight) >= MOST_IN_FLIGHT:
-            raise InvariantError(f"a step was submitted while {MOST_IN_FLIGHT} are in flight")
+        if len(self._flight) >= MAX_IN_FLIGHT:
+            raise InvariantError(f"a step was submitted while {MAX_IN_FLIGHT} are in flight")
         step, late = _Step(plan), self._late()
         behind = bool(self._flight) and self._flight[-1].result is None
         if behind and self._eager:
@@ -261,7 +261,7 @@ class WitnessExecutor:
                 for slot in (hashes, tokens):
                     slot[target * size : target * size + slots] = slot[source * size : source * size + slots]
 
-    def _read(self, plan: Plan, rows: Ints, starts: Ints) -> Hashes:
+    def _read(self, plan: Plan, rows: Longs, starts: Longs) -> Hashes:
         """The hash of each row's history before its first token, read and verified in every group."""
         found: list[Hashes] = []
         for i, group in enumerate(self._paged):
@@ -275,7 +275,7 @@ class WitnessExecutor:
                 )
         return found[0].copy()
 
-    def _read_pages(self, index: int, group: GroupSpec, rows: Ints, starts: Ints) -> Hashes:
+    def _read_pages(self, index: int, group: GroupSpec, rows: Longs, starts: Longs) -> Hashes:
         size, table = self._spec.page_size, self._tables[index]
         hashes, tokens = self._slots[self._paged[index]]
         first = np.zeros_like(starts) if group.kind is Kind.FULL else np.maximum(0, starts - group.window + 1)
@@ -316,7 +316,7 @@ class WitnessExecutor:
         result[has_history] = seen[has_history, -1]
         return result
 
-    def _read_states(self, group: int, reads: Ints, starts: Ints) -> Hashes:
+    def _read_states(self, group: int, reads: Longs, starts: Longs) -> Hashes:
         hashes, positions = self._slots[group]
         zero = reads == NO_SLOT
         if (zero & (starts > 0)).any():
@@ -328,7 +328,7 @@ class WitnessExecutor:
         return np.where(zero, np.uint64(START), hashes[np.maximum(reads, 0)])
 
     def _write(
-        self, plan: Plan, rows: Ints, starts: Ints, counts: Ints, tokens: Ints, hashes: Hashes, states: Hashes
+        self, plan: Plan, rows: Longs, starts: Longs, counts: Longs, tokens: Longs, hashes: Hashes, states: Hashes
     ) -> None:
         size = self._spec.page_size
         owner = np.repeat(np.arange(len(rows)), counts)
@@ -349,7 +349,7 @@ class WitnessExecutor:
             stored_hashes[moves.writes], stored_positions[moves.writes] = states, starts + counts
 
     def _sample(
-        self, plan: Plan, rows: Ints, stops: Ints, hashes: Hashes
+        self, plan: Plan, rows: Longs, stops: Longs, hashes: Hashes
     ) -> tuple[npt.NDArray[np.int32], Logprobs | None]:
         samples = plan.samples.astype(np.int64)
         owner = np.repeat(np.arange(len(rows)), samples)
@@ -362,18 +362,18 @@ class WitnessExecutor:
         self._last[rows[owner]] = tokens  # the last of a row's samples stays
         return np.asarray(tokens, np.int32), self._logprobs(rows[owner], tokens) if self._asking else None
 
-    def _next_tokens(self, states: Hashes) -> Ints:
+    def _next_tokens(self, states: Hashes) -> Longs:
         mixed = (states >> np.uint64(17)) ^ (states >> np.uint64(41))
         return (mixed % np.uint64(self._vocab_size)).astype(np.int64)
 
-    def _mask(self, rows: Ints, positions: Ints, states: Hashes, tokens: Ints) -> None:
+    def _mask(self, rows: Longs, positions: Longs, states: Hashes, tokens: Longs) -> None:
         """Replace tokens that may not come at their positions."""
         for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             asked = self._asking.get(row)
             if asked is not None and position < asked.masked_before:
                 tokens[i] = next_unmasked(int(states[i]), self._vocab_size, asked.masked)
 
-    def _logprobs(self, rows: Ints, tokens: Ints) -> Logprobs | None:
+    def _logprobs(self, rows: Longs, tokens: Longs) -> Logprobs | None:
         most = [(asked.logprobs if (asked := self._asking.get(row)) is not None else None) for row in rows.tolist()]
         places = np.array([i for i, n in enumerate(most) if n is not None], np.int32)
         if not len(places):

@@ -1,7 +1,7 @@
 """The GGUF container: typed metadata and encoded tensors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. The `gguf` package
-has a reader too; it makes an array of every vocabulary entry and takes seconds where this takes a tenth of one.
+has a reader too, but it makes an array of every vocabulary entry and takes seconds where this takes a tenth of one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """An encoded tensor. `shape` is (outputs, inputs) for a matrix, slowest first: the file lists the opposite order.
+    """An encoded tensor. `shape` is slowest first, so (outputs, inputs) for a matrix; the file has the opposite order.
     `data` is uint8 [bytes], mapped from the file."""
 
     kind: GGMLQuantizationType
@@ -49,7 +49,7 @@ class GgufFile:
     """An open GGUF file. `metadata` values are int, float, bool, str or lists of them."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ModelError` if the file cannot be read, is cut short or is of another format or version."""
+        """Raises `ModelError` if the file cannot be read, is truncated, or has another format or version."""
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
@@ -63,8 +63,8 @@ class GgufFile:
             raise ModelError(f"{path} is not a readable GGUF file ({error}); fetch it again") from error
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """The metadata number of `key`, int or float as the file has it. Raises `ModelError` if it is no number, or if
-        there is none and no `default`."""
+        """The metadata number of `key`, int or float as in the file. Raises `ModelError` if it is not a number, or is
+        missing without a `default`."""
         value = self.metadata.get(key, default)
         if type(value) not in (int, float):
             raise ModelError(f"{self.path} has {key} = {value!r}; expected: one number")

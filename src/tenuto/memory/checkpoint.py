@@ -1,5 +1,5 @@
 """Checkpoints: leases on resumable positions, shared by all sequences that resume there, and the budgeted cache of
-those nobody needs to keep."""
+those that nobody needs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Checkpoint:
     """What resuming at `position` needs in every group but full attention, whose pages the sequence itself holds.
 
     `parts[g]` is the lease in group g of the memory spec: a sliding window's pages, a state slot, or `None` for full
-    attention. It does not change until its end, when it holds nothing. Any number of sequences may refer to it: a unit
-    is held once for all of them.
+    attention. It does not change until its end, when it holds nothing. Any number of sequences may refer to it; each
+    unit is held once for all of them.
 
-    Invariant: `references` counts the sequences that refer to it, and `pins` those of them that need it; it is in the
-    cache if there are references and no pins. It ends with its last reference, or earlier by being evicted, which
-    `evicted` tells those that still refer to it. Both counts are written by the cache.
+    Invariant: `references` counts the sequences that refer to it, and `pins` those that need it; it is in the cache if
+    it has references and no pins. It ends with its last reference, or earlier when it is evicted, which `evicted` tells
+    those that still refer to it. Both counts are written by the cache.
     """
 
     holder_kind: ClassVar[HolderKind] = "checkpoint"
     __slots__ = ("_maker", "evicted", "parts", "pins", "position", "references")
 
     def __init__(self, position: int, maker: str) -> None:
-        """`maker`: the name of the session or turn that makes it."""
+        """`maker`: the name of the session or turn that made it."""
         self.position = position
         self.parts: list[Lease | None] = []  # filled by whoever makes it, once
         self.references = 0
@@ -54,19 +54,19 @@ class Checkpoint:
         return () if part is None else part.units
 
     def count_now(self) -> None:
-        """Who refers to it is about to change: an audit in progress counts its leases before."""
+        """Have an audit in progress count its leases before who refers to it changes."""
         for lease in self.leases():
             lease.count_now()
 
     def release(self) -> None:
-        """Its end."""
+        """End it."""
         for lease in self.leases():
             lease.release()
         self.parts = []
 
 
 class _CachedUnits:
-    """How many cached checkpoints hold each unit of one pool, and how many units that are."""
+    """How many cached checkpoints hold each unit of one pool, and how many units they hold."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -84,12 +84,12 @@ class _CachedUnits:
         self.distinct -= int((self._counts[index] == 0).sum())
 
     def reclaimable(self) -> int:
-        """Units whose leases are all those of cached checkpoints."""
+        """Units that only cached checkpoints hold."""
         counts = np.frombuffer(self._pool.counts, dtype=np.int32)
         return int(((self._counts > 0) & (self._counts == counts)).sum())
 
     def reclaims(self, lease: Lease) -> tuple[bool, bool]:
-        """Whether giving up `lease` frees a unit at once, and whether it does once all in the cache are given up."""
+        """Whether releasing `lease` frees a unit at once, and whether it would if the whole cache were evicted."""
         index = np.frombuffer(lease.units, dtype=np.int32)
         counts = np.frombuffer(self._pool.counts, dtype=np.int32)[index]
         return bool((counts == 1).any()), bool((counts == self._counts[index]).any())
@@ -97,7 +97,7 @@ class _CachedUnits:
 
 class CheckpointCache:
     """Counts who refers to each checkpoint, and keeps those that only save work, oldest first: at most `budget[g]`
-    units of group g, each counted once. It gives up the oldest under pressure, for everybody who refers to it."""
+    units of group g, each counted once. Under pressure it evicts the oldest, for everybody who refers to it."""
 
     def __init__(self, pools: Sequence[Pool], budget: Sequence[int]) -> None:
         self._budget = tuple(budget)
@@ -128,7 +128,7 @@ class CheckpointCache:
         self.require(checkpoint)
 
     def require(self, checkpoint: Checkpoint) -> None:
-        """One that refers to it needs it from now on."""
+        """A sequence that refers to it needs it from now on."""
         if checkpoint.evicted:
             raise InvariantError(f"{checkpoint.holder_name} is needed after it was evicted")
         checkpoint.pins += 1
@@ -136,8 +136,8 @@ class CheckpointCache:
             self._remove(checkpoint)
 
     def unpin(self, checkpoint: Checkpoint) -> None:
-        """One that refers to it does not need it any more. If it was the last, this is now the newest in the cache;
-        nothing is evicted before `trim`."""
+        """A sequence that refers to it no longer needs it. Once nobody does, it is the newest in the cache; nothing is
+        evicted before `trim`."""
         checkpoint.pins -= 1
         if checkpoint.pins < 0:
             raise InvariantError(f"{checkpoint.holder_name} is unpinned but nobody needs it")
@@ -148,7 +148,7 @@ class CheckpointCache:
                     held.add(part)
 
     def release(self, checkpoint: Checkpoint) -> None:
-        """One that refers to it and does not need it is gone; the units go back with the last."""
+        """Drop a reference that is not pinned; the last one gives the units back."""
         checkpoint.references -= 1
         if checkpoint.references < checkpoint.pins:
             raise InvariantError(f"{checkpoint.holder_name} is released but nobody refers to it")
@@ -158,12 +158,12 @@ class CheckpointCache:
             checkpoint.release()
 
     def release_pinned(self, checkpoint: Checkpoint) -> None:
-        """One that needs it is gone."""
+        """Drop a pinned reference."""
         self.unpin(checkpoint)
         self.release(checkpoint)
 
     def undo(self, checkpoint: Checkpoint) -> list[Lease | None]:
-        """The only one that refers to it, and needs it, takes its leases."""
+        """End it and hand its leases to the only sequence that refers to it, which has pinned it."""
         if (checkpoint.pins, checkpoint.references) != (1, 1):
             raise InvariantError(f"{checkpoint.holder_name} is undone while others refer to it")
         checkpoint.pins = checkpoint.references = 0
@@ -180,7 +180,7 @@ class CheckpointCache:
 
     @property
     def over_budget(self) -> bool:
-        """Whether some group has more units in here than it may."""
+        """Whether the cache holds more units of some group than its budget."""
         return any(held.distinct > budget for held, budget in zip(self._held, self._budget, strict=True))
 
     def trim(self) -> None:
@@ -189,19 +189,19 @@ class CheckpointCache:
             self.evict()
 
     def evict(self) -> bool:
-        """Give up the oldest; False if there is none."""
+        """Evict the oldest; False if there is none."""
         if not self._entries:
             return False
         self._evict(next(iter(self._entries)))
         return True
 
     def reclaimable(self, group: int) -> int:
-        """Units of `group` that would come free if everything in here were evicted."""
+        """Units of `group` that would become free if the whole cache were evicted."""
         return self._held[group].reclaimable()
 
     def evict_for(self, groups: Iterable[int]) -> bool:
-        """Free a unit of one of `groups`: evict the oldest that frees one. If each unit is held by several in here, the
-        oldest of those goes before. False, with nothing evicted, if no eviction would free any."""
+        """Free a unit of one of `groups` by evicting the oldest checkpoint that frees one. Where several cached
+        checkpoints hold each unit, they go oldest first. False, evicting nothing, if no eviction would free any."""
         wanted = [group for group in groups if self.reclaimable(group)]
         if not wanted:
             return False
@@ -215,11 +215,11 @@ class CheckpointCache:
                 if later and helpful is None:
                     helpful = checkpoint
             if helpful is None:
-                raise InvariantError("units are counted for cached checkpoints, and none of these holds them")
+                raise InvariantError("units are counted for cached checkpoints, but none of these holds them")
             self._evict(helpful)
 
     def _frees(self, checkpoint: Checkpoint, groups: Sequence[int]) -> tuple[bool, bool]:
-        """Whether evicting it frees a unit of `groups` at once; and, if not, once others in here are evicted too."""
+        """Whether evicting it frees a unit of `groups` at once, and whether it does once others are evicted too."""
         later = False
         for group in groups:
             part = checkpoint.parts[group]
@@ -238,12 +238,12 @@ class CheckpointCache:
 
 
 class Checkpoints(Sequence[Checkpoint]):
-    """The checkpoints that one sequence refers to, by position. `needed` is the one it has pinned, if it has; any other
-    may be evicted at any time, and is then not among them any more."""
+    """The checkpoints that one sequence refers to, by position. `needed` is the one it has pinned, if any; any other
+    may be evicted at any time, and is then no longer listed."""
 
     def __init__(self, cache: CheckpointCache) -> None:
         self._cache = cache
-        self._listed: list[Checkpoint] = []  # also evicted ones, until somebody comes by
+        self._listed: list[Checkpoint] = []  # evicted ones too, until a lookup meets them
         self.needed: Checkpoint | None = None
 
     def __iter__(self) -> Iterator[Checkpoint]:
@@ -292,13 +292,13 @@ class Checkpoints(Sequence[Checkpoint]):
     # -- changing them
 
     def push(self, checkpoint: Checkpoint) -> None:
-        """Append `checkpoint`, pinned, whose reference comes along. The one needed before only saves work now."""
+        """Append the pinned `checkpoint` and take over its reference. The one needed before now only saves work."""
         self.relax()
         self._listed.append(checkpoint)
         self.needed = checkpoint
 
     def relax(self) -> None:
-        """None of them is needed any more."""
+        """None of them is needed from now on."""
         if self.needed is not None:
             needed, self.needed = self.needed, None
             self._cache.unpin(needed)
@@ -316,7 +316,7 @@ class Checkpoints(Sequence[Checkpoint]):
         return found
 
     def cut(self, position: int) -> None:
-        """Give up those at or past `position`."""
+        """Drop those at or past `position`."""
         if self.needed is not None and self.needed.position >= position:
             self.relax()
         start = bisect_left(self._listed, position, key=_position)
@@ -331,7 +331,7 @@ class Checkpoints(Sequence[Checkpoint]):
         other._listed = []
 
     def refer_to(self, others: Checkpoints, position: int) -> None:
-        """Refer to those of `others` before `position`, as far as they are there."""
+        """Refer to those of `others` before `position` that are not evicted."""
         for checkpoint in others._listed[: bisect_left(others._listed, position, key=_position)]:
             if not checkpoint.evicted:
                 self._cache.refer(checkpoint)

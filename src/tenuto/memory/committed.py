@@ -25,7 +25,7 @@ class CommittedMemory:
         self.memory = memory
         self.holder_name = name
         self.computed = 0
-        self.lost = ""  # why there is less than the history; written by whoever takes it away
+        self.lost = ""  # why less than the history is in memory; written by whoever takes it
         self.tables = [group.table(self) for group in memory.groups]
         self.checkpoints = Checkpoints(memory.cache)
 
@@ -38,7 +38,7 @@ class CommittedMemory:
         return self._resumable(target)[0]
 
     def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
-        """That position, and the checkpoint that covers it."""
+        """The same, with the checkpoint that covers it."""
         target = min(target, self.computed)
         if not self.memory.needs_checkpoints or target == 0:
             return target, None
@@ -53,8 +53,8 @@ class CommittedMemory:
         return at == position or all(table.covers(at, position) for table in self.tables)
 
     def share_checkpoint(self, position: int, owner: Holder) -> Checkpoint | None:
-        """A pinned reference to a checkpoint at the resumable `position`, for `owner`; `None` where nothing but full
-        attention or no token is there."""
+        """A pinned reference to a checkpoint at the resumable `position`, for `owner`; `None` at position 0 or if there
+        is only full attention."""
         at, source = self._resumable(position)
         if at != position:
             raise InvariantError(f"{self.holder_name}: {position} is not resumable")
@@ -73,8 +73,8 @@ class CommittedMemory:
         return made
 
     def fork(self, child: Self, target: int) -> None:
-        """Give the fresh `child` a share of everything up to the highest resumable position at or below `target`.
-        Checkpoints are not copied: it refers to the same."""
+        """Share everything up to the highest resumable position at or below `target` with the fresh `child`, which
+        refers to the same checkpoints."""
         position = self.resumable(target)
         child.checkpoints.refer_to(self.checkpoints, position)
         kept = self.share_checkpoint(position, child)
@@ -89,15 +89,15 @@ class CommittedMemory:
         self.cut(position, self.share_checkpoint(position, self))
 
     def cut(self, position: int, checkpoint: Checkpoint | None) -> None:
-        """Cut every group to `position`, where `checkpoint`, pinned and moved here, stands."""
+        """Cut every group to `position`. `checkpoint`, pinned, stands there and is moved here."""
         self.checkpoints.cut(position)
         for group, table in enumerate(self.tables):
             table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
         self.stand_at(position, checkpoint)
 
     def stand_at(self, position: int, checkpoint: Checkpoint | None) -> None:
-        """The memory now ends at `position`, where `checkpoint`, pinned and moved here, stands."""
+        """The memory now ends at `position`. `checkpoint`, pinned, stands there and is moved here."""
         if checkpoint is not None:
             self.checkpoints.push(checkpoint)
         self.computed = position
-        self.lost = "no checkpoint"  # whoever takes more away says so afterwards
+        self.lost = "no checkpoint"  # whoever takes more overwrites this

@@ -23,8 +23,8 @@ class FullGroup(PagedGroup):
     def max_length(self) -> int:
         return self.pool.capacity * self.page_size + 1  # the last token is never computed
 
-    def least_units(self, longest: int) -> int:
-        return 1  # a small pool shortens what is longest instead
+    def min_units(self, longest: int) -> int:
+        return 1  # a small pool limits the longest sequence instead
 
     def pledged(self, rows: Longs, ends: Longs) -> int:
         return int(self.needs(rows, ends).sum())
@@ -34,8 +34,8 @@ class FullGroup(PagedGroup):
 
 
 class FullTable(PagedTable):
-    """A sequence's pages in a full attention group. `base` holds the session's, entry 0 on. A checkpoint needs no part
-    of them, for the sequences that refer to it hold them; it may have one all the same."""
+    """A sequence's pages in a full attention group. `base` holds the session's, from entry 0 on. A checkpoint needs no
+    part of them, since the sequences that refer to it hold them, but may have one."""
 
     def __init__(self, group: FullGroup, holder: Holder) -> None:
         super().__init__(group)
@@ -44,7 +44,7 @@ class FullTable(PagedTable):
     def leases(self) -> Iterator[Lease]:
         yield self.base
 
-    def frees(self) -> bool:  # who holds a page holds all before it
+    def frees(self) -> bool:  # whoever holds a page holds all before it
         return len(self.base) > 0 and self.pool.counts[self.base.units[-1]] == 1
 
     # -- the open turn
@@ -81,14 +81,14 @@ class FullTable(PagedTable):
         return None
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
-        """Cut the turn's own pages back to slots below `position`, not before where it began. There, not even the copy
-        may have been made that comes before its first token."""
+        """Cut the turn's own pages to slots below `position`, which is not before where it began. There, even the copy
+        that precedes its first token may not have been made."""
         began = self.first * self.page_size + self._copy_slots
         self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first) if position > began else 0)
 
     def commit(self, position: int, part: Lease | None) -> None:
         own, brought = self.opened, self.brings(position)
-        if len(own):  # else all was written in place, into a page the session keeps
+        if len(own):  # else everything was written in place, into a page the session keeps
             own.truncate(pages_for(position, self.page_size) - self.first)
             self.base.truncate(self.first)
         self.base.absorb(own)

@@ -1,5 +1,5 @@
-"""What every kind of memory answers: a group for all running rows at once, a table for one sequence. A kind is a file
-with both, and an entry in `memory.KINDS`."""
+"""The interface of every kind of memory: a group covers all running rows at once, a table one sequence. A kind is a
+file with both, and an entry in `memory.KINDS`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ NOWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Pages of a row in group number `group`: table entries [index, index + len(pages)), and the copy that has to come
-    before the first is used (`copy_from` `NO_PAGE`: none; else the page whose first `copy_slots` slots go to
-    `pages[0]`)."""
+    """New pages of a row in group number `group`: table entries [index, index + len(pages)), and the copy needed before
+    the first is used: the first `copy_slots` slots of page `copy_from` go to `pages[0]` (`NO_PAGE`: no copy)."""
 
     group: int
     row: int
@@ -44,7 +43,7 @@ class Growth:
 @dataclass(slots=True)
 class Moves:
     """What a step does to memory, in the form of `Plan`: each group adds to `tables` and `copies`, or to `states`.
-    `left`: rows that stood on a checkpoint and write elsewhere from now on."""
+    `left`: rows that stood at a checkpoint and write elsewhere from now on."""
 
     tables: list[TableChanges] = field(default_factory=list)
     copies: list[PageCopies] = field(default_factory=list)
@@ -86,20 +85,20 @@ class Group(ABC):
     @staticmethod
     @abstractmethod
     def session_units(spec: GroupSpec, page_size: int, computed: int) -> int:
-        """Units that an idle session with `computed` tokens in memory holds, its older checkpoints aside."""
+        """Units that an idle session with `computed` tokens in memory holds, not counting older checkpoints."""
 
     @property
     def max_length(self) -> int:
         """The longest sequence, in tokens, that the empty pool can hold."""
         return UNLIMITED
 
-    def least_units(self, longest: int) -> int:
-        """The fewest units the pool may have if the longest sequence is so many tokens."""
+    def min_units(self, longest: int) -> int:
+        """The smallest allowed pool if the longest sequence has `longest` tokens."""
         return self.turn_units(self.spec, self.page_size, self.shape, longest, generates=True)
 
     @property
     def units_at_start(self) -> int:
-        """The most units that a turn is given when it starts; 0: it acquires what it needs as it grows."""
+        """The most units that a turn is given when it starts; 0: it acquires units as it grows."""
         return 0
 
     def needs(self, rows: Longs, ends: Longs) -> Longs | int:
@@ -111,38 +110,38 @@ class Group(ABC):
         return 0
 
     def expected_growth(self, lengths: Longs, ends: Longs) -> int:
-        """Units that sequences of `lengths` tokens want besides if they grow to `ends`, as an estimate."""
+        """An estimate of the units that sequences of `lengths` tokens still need to grow to `ends`."""
         return 0
 
     # -- steps
 
     @abstractmethod
     def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: Moves) -> None:
-        """A plan is applied in which `rows` compute from `starts` on, after they have `grown`: go on to the units they
-        write, and add to `moves` what the executor has to know."""
+        """Apply a plan in which `rows`, having `grown`, compute from `starts` on: move on to the units they write, and
+        add to `moves` what the executor has to know."""
 
     def can_reject(self, rows: Longs) -> Mask | bool:
-        """Which rows could go back to where they stand now if the next step were rejected."""
+        """Which rows could return to their present position if the next step were rejected."""
         return True
 
     def reject(self, row: int, start: int, position: int) -> int:
-        """Of the row's last step, which began at `start`, only what is below `position` is accepted. Returns where the
-        row stands then: the highest resumable position at or below `position`."""
+        """Accept the row's last step, which began at `start`, only below `position`. Returns where the row stands then:
+        the highest resumable position at or below `position`."""
         return position
 
     def write_elsewhere(self, row: int) -> None:
-        """A checkpoint has just been made where the row stands: its next step may not write there."""
+        """A checkpoint was just made where the row stands, so its next step must not write there."""
         return
 
     def slide(self, rows: Longs, before: Longs) -> None:
-        """Rows that had `before` tokens computed have more now: give back what none of them needs any more."""
+        """More than `before` tokens of the rows are computed now: give back what they no longer need."""
         return
 
 
 class Table(ABC):
-    """One sequence's part of a group: what its session keeps, its checkpoints aside, and what its open turn holds.
+    """One sequence's part of a group: what its session keeps besides checkpoints, and what its open turn holds.
 
-    A checkpoint's part is the lease that it has on units of this group, or `None`.
+    A checkpoint's part is its lease on units of this group, or `None`.
 
     Invariant: `own` is set while a turn is open, and `row` is 0 or more while that turn has a row.
     """
@@ -160,20 +159,20 @@ class Table(ABC):
         return iter(())
 
     def frees(self) -> bool:
-        """Whether giving that up frees a unit."""
+        """Whether giving up those leases frees a unit."""
         return False
 
     def covers(self, at: int, position: int) -> bool:
-        """Whether what a checkpoint at `at` keeps is enough to resume at the earlier `position`."""
+        """Whether a checkpoint at `at` is enough to resume at the earlier `position`."""
         return False
 
     def share_part(self, part: Lease, at: int, position: int, holder: Holder) -> Lease:
-        """For `holder`, a checkpoint at `position`: a share of the `part` of one at `at`, which covers it."""
+        """A share of `part`, of a checkpoint at `at`, for `holder`, one at the covered `position`."""
         raise InvariantError(f"{self.pool.name}: what is kept at {at} does not cover {position}")
 
     @abstractmethod
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """Give the fresh table `child` a share of all below `position`, where a checkpoint with `part` stands."""
+        """Share everything below `position`, where a checkpoint with `part` stands, with the fresh table `child`."""
 
     @abstractmethod
     def truncate(self, position: int, part: Lease | None) -> None:
@@ -182,12 +181,12 @@ class Table(ABC):
     # -- admission
 
     @abstractmethod
-    def need(self, most: int, held: int, start: int, end: int, *, at_end: bool) -> int:
+    def need(self, worst_case: int, held: int, start: int, end: int, *, at_end: bool) -> int:
         """Units to acquire to compute up to `end`, an upper bound: for the open turn, which holds `held`, or else for
-        one that starts at `start` (`at_end`: where the session's memory ends). `most`: the worst case from nothing."""
+        one that starts at `start` (`at_end`: where the session's memory ends). `worst_case`: from nothing."""
 
     def counted(self, kept: Lease | None) -> int:
-        """Of the units that admission has counted for the open turn those it holds; `kept`: the part of the checkpoint
+        """How many of the units that admission counted for it the open turn holds; `kept`: the part of the checkpoint
         at the end of its input."""
         return len(self.opened)
 
@@ -201,19 +200,19 @@ class Table(ABC):
         return self.own
 
     def take_up(self, units: Lease) -> None:
-        """A turn opens; `units` are those it was given to start with."""
+        """A turn opens and is given `units` to start with."""
         if self.own is not None:
             name = units.holder.holder_name
-            raise InvariantError(f"{self.pool.name}: {name} begins on a table another turn has open")
+            raise InvariantError(f"{self.pool.name}: {name} begins on a table that another turn has open")
         self.own = units
 
     @abstractmethod
     def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
-        """Open a turn at `start` with `units` to start with; `at_end`: that is where the session's memory ends. It
-        reads `part`, of a checkpoint there that outlives it."""
+        """Open a turn at `start` and give it `units`; `at_end`: the session's memory ends there. The turn reads `part`,
+        of a checkpoint there that outlives it."""
 
     def extend(self, units: Lease) -> None:
-        """More units to start with: a draft starts to generate."""
+        """Add units to start with: a draft begins to generate."""
         self.opened.absorb(units)
 
     def attach(self, row: int) -> Growth | None:
@@ -232,7 +231,7 @@ class Table(ABC):
         return 0
 
     def grow(self, end: int) -> Growth | None:
-        """Acquire what computing up to `end` needs, if anything. The caller has seen that there is enough."""
+        """Acquire what computing up to `end` needs, if anything. The caller has checked that there is room."""
         return None
 
     def slide(self, computed: int) -> None:
@@ -241,21 +240,20 @@ class Table(ABC):
 
     @abstractmethod
     def live_below(self, target: int, scheduled: int) -> int:
-        """The highest position at or below `target` at which the units the turn reads or owns suffice to go on, or
-        `NOWHERE`. The turn has computed, or will have, `scheduled` tokens."""
+        """The highest position at or below `target` from which the turn can go on with the units it reads or owns, or
+        `NOWHERE`. `scheduled`: tokens of it that are computed, or in flight."""
 
     @abstractmethod
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
-        """Cut the turn to `position`: to one that is live, to a checkpoint with `part`, or, `again`, to where it
-        began."""
+        """Cut the turn to `position`: a live one, that of a checkpoint with `part`, or, `again`, where it began."""
 
     @abstractmethod
     def commit(self, position: int, part: Lease | None) -> None:
-        """The turn commits with `position` tokens computed, more than where it began, where a checkpoint with `part`
-        stands: move to the session what that does not hold, and give back the rest."""
+        """Commit the turn with `position` tokens computed, past where it began: move to the session what the checkpoint
+        there, with `part`, does not hold, and give back the rest."""
 
     def abort(self) -> None:
-        """The turn gives back what it acquired."""
+        """Give back what the turn acquired."""
         self.leave()
         self.opened.release()
         self.own = None
@@ -264,8 +262,8 @@ class Table(ABC):
 
     @abstractmethod
     def keep(self, position: int, holder: Holder) -> Lease | None:
-        """For `holder`, a checkpoint at the live `position`: a lease on what resuming there needs of this group. `None`
-        if the sequence itself holds it."""
+        """A lease, for the checkpoint `holder`, on what resuming at the live `position` needs of this group. `None` if
+        the sequence itself holds that."""
 
     def take_back(self, part: Lease) -> None:
         """Undo `keep`."""
@@ -273,7 +271,7 @@ class Table(ABC):
 
     @property
     def can_spare(self) -> bool:
-        """Whether there is a unit for one more checkpoint, which is not needed."""
+        """Whether there is a unit to spare for an optional checkpoint."""
         return True
 
     def take_spare(self) -> None:

@@ -1,4 +1,4 @@
-"""All pools of a model, and the questions and changes that concern every group at once."""
+"""All pools of a model, with the queries and changes that concern every group at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tenuto.memory.sliding import SlidingGroup
 from tenuto.memory.state import StateGroup
 
 KINDS: dict[Kind, type[Group]] = {Kind.FULL: FullGroup, Kind.SLIDING: SlidingGroup, Kind.STATE: StateGroup}
-"""What each kind of memory is made of."""
+"""The group class of each kind of memory."""
 
 
 def turn_units(group: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
@@ -29,19 +29,19 @@ def turn_units(group: GroupSpec, page_size: int, shape: Shape, end: int, *, gene
 
 
 def session_units(group: GroupSpec, page_size: int, computed: int) -> int:
-    """Units of a group that an idle session with `computed` tokens in memory holds, its older checkpoints aside."""
+    """Units of a group that an idle session with `computed` tokens in memory holds, not counting older checkpoints."""
     return KINDS[group.kind].session_units(group, page_size, computed)
 
 
 def units_for_budget(spec: MemorySpec, shape: Shape, budget: int, expected: int) -> tuple[int, ...]:
     """Units of each group that `budget` bytes hold.
 
-    First one turn as long as the context gets its worst case; what is left is divided as sessions of `expected` tokens,
-    one turn in `max_running` of them running, would use it. Raises `ConfigError` if not even one turn fits.
+    One turn as long as the context gets its worst case. The rest is divided in the proportions in which sessions of
+    `expected` tokens and their running turns would use it. Raises `ConfigError` if not even one turn fits.
     """
     context = shape.context_length
-    least = [turn_units(g, spec.page_size, shape, context, generates=True) + 1 for g in spec.groups]
-    needed = sum(n * g.bytes_per_unit for n, g in zip(least, spec.groups, strict=True))
+    minimum = [turn_units(g, spec.page_size, shape, context, generates=True) + 1 for g in spec.groups]
+    needed = sum(n * g.bytes_per_unit for n, g in zip(minimum, spec.groups, strict=True))
     if needed > budget:
         raise ConfigError(
             f"{budget:,} bytes of memory cannot hold one turn of {context:,} tokens; "
@@ -53,23 +53,23 @@ def units_for_budget(spec: MemorySpec, shape: Shape, budget: int, expected: int)
     ]
     cost = sum(n * g.bytes_per_unit for n, g in zip(each, spec.groups, strict=True))
     sessions = (budget - needed) / cost
-    return tuple(n + int(sessions * more) for n, more in zip(least, each, strict=True))
+    return tuple(n + int(sessions * more) for n, more in zip(minimum, each, strict=True))
 
 
 class Reservation:
-    """Units of the groups that are given out when a turn starts, held until turns take them."""
+    """Units that turns are given when they start, held until turns take them."""
 
     def __init__(self, groups: Sequence[Group], leases: Sequence[Lease]) -> None:
         self._groups = groups
         self._leases = leases
 
     def available(self) -> Longs:
-        """Units of each group that a turn can have now, int64 [groups]: what is left in here, or what is free."""
+        """Units of each group that a turn can have now, int64 [groups]: what is left here, or what is free."""
         pairs = zip(self._groups, self._leases, strict=True)
         return np.array([len(lease) if group.units_at_start else group.pool.free for group, lease in pairs], np.int64)
 
     def take(self, need: Longs) -> tuple[Lease, ...]:
-        """Of the `need` of a turn what it is given when it starts, a lease a group."""
+        """The part of a turn's `need` that it is given when it starts, one lease per group."""
         firsts = [max(0, len(lease) - n) for lease, n in zip(self._leases, need.tolist(), strict=True)]
         pairs = zip(self._leases, firsts, strict=True)
         return tuple(lease.take(first, len(lease), lease.holder) for lease, first in pairs)
@@ -100,19 +100,19 @@ class Memory:
         """The longest turn must fit the empty pools."""
         longest = min(self.shape.context_length, self.max_length)
         for group, pool in zip(self.groups, self.pools, strict=True):
-            least = group.least_units(longest)
-            if pool.capacity < least:
-                raise ConfigError(f"{pool.name} has {pool.capacity} units; allowed: at least {least}, for one turn")
+            minimum = group.min_units(longest)
+            if pool.capacity < minimum:
+                raise ConfigError(f"{pool.name} has {pool.capacity} units; allowed: at least {minimum}, for one turn")
 
     @property
     def max_length(self) -> int:
         """The longest sequence, in tokens, that the empty pools can hold (its last token is never computed)."""
         return min(group.max_length for group in self.groups)
 
-    # -- counting: arrays have an entry a group
+    # -- counting: arrays have one entry per group
 
     def turn_units(self, end: int, *, generates: bool) -> list[int]:
-        """Worst case of a turn that starts from nothing, a group each."""
+        """Units of each group in the worst case of a turn that starts from nothing."""
         return [turn_units(g, self.page_size, self.shape, end, generates=generates) for g in self.spec.groups]
 
     def needs(self, rows: Longs, ends: Longs) -> npt.NDArray[np.int64]:
@@ -127,7 +127,7 @@ class Memory:
         return np.array([group.pledged(rows, ends) for group in self.groups], np.int64)
 
     def expected_growth(self, lengths: Longs, ends: Longs) -> Longs:
-        """Units that sequences of `lengths` tokens want besides if they grow to `ends`, as an estimate."""
+        """An estimate of the units that sequences of `lengths` tokens still need to grow to `ends`."""
         return np.array([group.expected_growth(lengths, ends) for group in self.groups], np.int64)
 
     def free(self) -> Longs:
@@ -136,8 +136,8 @@ class Memory:
 
     @contextmanager
     def reserve(self, turns: int, holder: Holder) -> Iterator[Reservation]:
-        """Of every group what so many turns are given when they start, as far as it is free; what they do not take goes
-        back at the end."""
+        """Reserve what this many turns are given when they start, as far as it is free. What they do not take goes back
+        at the end."""
         with ExitStack() as stack:
             counts = [turns * group.units_at_start for group in self.groups]
             reserved = [pool.reserve(n, holder) for pool, n in zip(self.pools, counts, strict=True)]
@@ -146,21 +146,21 @@ class Memory:
     # -- steps
 
     def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth]) -> Moves:
-        """A plan is applied in which `rows` compute from `starts` on, after they have `grown`: every group goes on to
-        the units it writes. Returns what the executor has to know."""
+        """Apply a plan in which `rows`, having `grown`, compute from `starts` on: every group moves on to the units it
+        writes. Returns what the executor has to know."""
         moves = Moves()
         for group in self.groups:
             group.advance(rows, starts, [growth for growth in grown if growth.group == group.index], moves)
         return moves
 
     def reject(self, row: int, start: int, position: int) -> None:
-        """Of the row's last step, which began at `start`, only what is below `position` is accepted: cut every group to
-        the highest resumable position at or below it."""
+        """Accept the row's last step, which began at `start`, only below `position`: cut every group to the highest
+        resumable position at or below it."""
         position = min(group.reject(row, start, position) for group in self.groups)
         self.rows.computed[row] = self.rows.scheduled[row] = position
 
     def slide(self, rows: Longs, before: Longs) -> None:
-        """Rows that had `before` tokens computed have more now: give back what none of them needs any more."""
+        """More than `before` tokens of the rows are computed now: give back what they no longer need."""
         for group in self.groups:
             group.slide(rows, before)
 
@@ -176,7 +176,7 @@ class Memory:
 
     @property
     def touched(self) -> int:
-        """Units whose count was changed, ever."""
+        """How many unit counts have ever been changed."""
         return sum(pool.touched for pool in self.pools)
 
     def check_totals(self) -> None:

@@ -1,4 +1,4 @@
-"""What page tables of full and of sliding attention have in common: own pages, the tail, and its copy."""
+"""What full and sliding page tables have in common: own pages, the tail, and its copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenuto.memory.rows import Longs, Rows
 from tenuto.memory.shape import Shape
 
 NO_PAGE = -1
-"""The page of a slot that has none yet."""
+"""Stands for a page that does not exist."""
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -40,7 +40,7 @@ class Tail:
 
 
 class PagedGroup(Group):
-    """A group of pages. `entries[row]` is the table entries that the row can write through."""
+    """A group of pages. `entries[row]`: how many table entries the row can write through."""
 
     def __init__(self, index: int, spec: GroupSpec, pool: Pool, page_size: int, shape: Shape, rows: Rows) -> None:
         super().__init__(index, spec, pool, page_size, shape, rows)
@@ -89,7 +89,7 @@ class PagedTable(Table):
         return 0
 
     def span(self, position: int) -> int:
-        """How many entries resuming at `position` needs."""
+        """How many table entries resuming at `position` needs."""
         return pages_for(position, self.page_size) - self.first_entry(position)
 
     def covers(self, at: int, position: int) -> bool:
@@ -101,24 +101,24 @@ class PagedTable(Table):
 
     # -- admission
 
-    def need(self, most: int, held: int, start: int, end: int, *, at_end: bool) -> int:
+    def need(self, worst_case: int, held: int, start: int, end: int, *, at_end: bool) -> int:
         there = self.entries if self.own is not None else self.entries_at(start, at_end=at_end)
-        return max(0, min(most - held, pages_for(end, self.page_size) - there))
+        return max(0, min(worst_case - held, pages_for(end, self.page_size) - there))
 
     def entries_at(self, start: int, *, at_end: bool) -> int:
-        """Table entries that a turn need not acquire which starts at `start`: the page it lies in is copied unless the
-        turn is certain to write it in place."""
+        """Table entries that a turn starting at `start` need not acquire. The page `start` lies in is copied unless the
+        turn is certain to write in place."""
         certain = self.writes_in_place(start, at_end=at_end)
         return pages_for(start, self.page_size) if certain else start // self.page_size
 
     def writes_in_place(self, start: int, *, at_end: bool) -> bool:
-        """Whether a turn that starts at `start` is certain to write into the page the session keeps there."""
+        """Whether a turn starting at `start` is certain to write into the page that the session keeps there."""
         return False
 
     # -- the open turn
 
     def open(self, units: Lease, start: int, *, in_place: bool) -> None:
-        """Begin a turn that computes from `start` on; `in_place`: it may fill the page `start` lies in."""
+        """Open a turn that computes from `start` on; `in_place`: it may fill the page `start` lies in."""
         self.take_up(units)
         self.released = 0
         self._copy_slots = 0 if in_place else start % self.page_size
@@ -154,7 +154,7 @@ class PagedTable(Table):
 
     @abstractmethod
     def view(self) -> tuple[int, array[int]]:
-        """What the turn reads, as (first entry, pages)."""
+        """The pages the turn reads, as (first entry, pages)."""
 
     # -- the tail
 
@@ -164,17 +164,17 @@ class PagedTable(Table):
         return tail is not None and tail.page == page and position >= tail.floor
 
     def lend(self, page: int, position: int) -> None:
-        """Another sequence now reads `page` below `position` and does not get the tail."""
+        """Another sequence now reads `page` below `position`, without getting the tail."""
         if self.tail is not None and self.tail.page == page:
             self.tail.floor = max(self.tail.floor, position)
 
     def brings(self, position: int) -> bool:
-        """Whether the page of slot `position` is one that the open turn has acquired."""
+        """Whether the open turn acquired the page of slot `position`."""
         return len(self.opened) > 0 and position // self.page_size >= self.first
 
     def end_at(self, position: int, page: int, *, brought: bool = False) -> None:
-        """The session's memory now ends at `position`, in `page`: take the tail of a page the turn `brought`, keep that
-        of the same page, or lose it."""
+        """The session's memory now ends at `position`, in `page`: take the tail if the turn `brought` the page, keep it
+        if it is of this page, or lose it."""
         if position % self.page_size == 0:
             self.tail = None
         elif brought:

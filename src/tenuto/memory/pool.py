@@ -14,7 +14,7 @@ from tenuto.base.errors import InvariantError
 
 HolderKind = Literal["session", "turn", "checkpoint", "admission"]
 BULK = 24
-"""From this many units on, counts are changed by one NumPy call instead of a loop."""
+"""From this many units on, one NumPy call changes the counts instead of a loop."""
 
 
 class Holder(Protocol):
@@ -51,7 +51,7 @@ class Pool:
         self._free = list(range(capacity - 1, -1, -1))
         self._limbo: deque[list[int]] = deque()  # a list for each step in flight, of what was released since it began
         self.leased = 0  # units with at least one lease, kept as leases come and go
-        self.touched = 0  # units whose count was changed, ever: the measure of work
+        self.touched = 0  # unit counts ever changed: a measure of work
         self.cycle = 0  # audit cycles begun; written by `begin_cycle`
         self._count: Callable[[Lease], None] | None = None  # counts a lease for the cycle in progress
 
@@ -66,12 +66,12 @@ class Pool:
         return sum(map(len, self._limbo))
 
     def acquire(self, count: int, holder: Holder) -> Lease | None:
-        """A lease on `count` fresh units, or `None` if there are not that many now."""
+        """A lease on `count` fresh units, or `None` if fewer are free now."""
         lease = Lease(self, array("i"), holder)
         return lease if lease.grow(count) else None
 
     def step_submitted(self) -> None:
-        """One more step is in flight: it, too, may touch what is released from now on."""
+        """One more step is in flight, which may touch what is released from now on."""
         self._limbo.append([])
 
     def step_settled(self) -> None:
@@ -80,8 +80,8 @@ class Pool:
 
     @contextmanager
     def reserve(self, count: int, holder: Holder) -> Iterator[Lease]:
-        """A lease on up to `count` units, as many as are free. What has not been taken out of it by the end goes back,
-        also when the block raises."""
+        """A lease on up to `count` units, as many as are free. What the block has not taken out goes back at
+        its end, also if it raises."""
         lease = Lease(self, array("i"), holder)
         lease.grow(min(count, self.free))
         try:
@@ -100,8 +100,8 @@ class Pool:
         return list(self._free), [unit for released in self._limbo for unit in released]
 
     def begin_cycle(self, count: Callable[[Lease], None]) -> None:
-        """An audit begins: `count` is called with every lease that is about to change for the first time since, and
-        with none made since."""
+        """An audit begins: before a lease changes for the first time since, `count` is called with it, unless the lease
+        was made since."""
         self.cycle += 1
         self._count = count
 
@@ -110,7 +110,7 @@ class Pool:
         self._count = None
 
     def count_lease(self, lease: Lease) -> None:
-        """Have the audit in progress count the lease as it is, which no cycle since the present one began has done."""
+        """Have the audit in progress count the lease as it is; it has not yet done so."""
         lease.counted_in = self.cycle
         if self._count is not None:
             self._count(lease)
@@ -173,8 +173,8 @@ class Lease:
     `InvariantError`. `share` takes a second lease on the same units.
 
     An audit that takes several steps counts leases as they were when it began, so every method that changes the units
-    has them counted first. `counted_in` is the cycle in which that was done, or in which the lease was made; written by
-    the pool and the audit.
+    has them counted first. `counted_in` is the audit cycle that last counted the lease, or in which it was made;
+    written by the pool and the audit.
     """
 
     __slots__ = ("_units", "counted_in", "holder", "pool")
@@ -198,12 +198,12 @@ class Lease:
         return self._units
 
     def count_now(self) -> None:
-        """The units, or who refers to them, are about to change: an audit in progress counts them before."""
+        """Have an audit in progress count the units before they, or who refers to them, change."""
         if self.counted_in != self.pool.cycle:
             self.pool.count_lease(self)
 
     def grow(self, count: int) -> bool:
-        """Acquire `count` more units at the end; False, changing nothing, if there are not that many now."""
+        """Acquire `count` more units at the end; False, changing nothing, if fewer are free now."""
         held, units = self.units, self.pool._take(count)
         if units is None:
             return False

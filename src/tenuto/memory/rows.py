@@ -10,7 +10,7 @@ from tenuto.base.errors import InvariantError
 Longs = npt.NDArray[np.int64]
 
 FAR = np.int64(2**62)
-"""A position no sequence reaches."""
+"""A position that no sequence reaches."""
 
 
 class Rows:
@@ -24,7 +24,7 @@ class Rows:
 
     Invariant: computed <= scheduled <= limit, known <= expected, scheduled <= expected. `scheduled` and `expected` move
     when a plan is applied; `computed` and `known` when it settles. `mark` is the next position at which a checkpoint is
-    wanted. What a memory group knows of rows is in the group.
+    wanted. Registers of one memory group are in that group.
     """
 
     def __init__(self, rows: int) -> None:
@@ -37,28 +37,28 @@ class Rows:
         self.next_token = np.zeros(rows, np.int32)  # the last known token
         self.samples = np.zeros(rows, np.bool_)  # whether the turn generates
         self.uncertain = np.zeros(rows, np.bool_)  # lookahead tokens in flight: wait for them to settle
-        self.step = np.zeros(rows, np.int64)  # the last step that the row was in
+        self.step = np.zeros(rows, np.int64)  # the last step the row was in
         self.run = np.zeros(rows, np.int64)  # raised at every release: tells a late result from a live one
         self._free = list(range(rows - 1, -1, -1))
 
     @property
     def free(self) -> int:
-        """Rows no turn has."""
+        """Free rows."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Rows that running turns have."""
+        """Rows taken by running turns."""
         return len(self.run) - len(self._free)
 
     def take(self) -> int:
-        """A free row."""
+        """Take a free row."""
         if not self._free:
             raise InvariantError("a turn was started without a free row")
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
-        """The turn of `row` has left it; a result still to come for it is dropped."""
+        """The turn of `row` has left it; results still to come for it are dropped."""
         self.run[row] += 1
         self.uncertain[row] = False
         self.mark[row] = FAR

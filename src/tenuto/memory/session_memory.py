@@ -1,4 +1,4 @@
-"""All that is in memory on a session's account: what it keeps of its history, and what its open turn holds."""
+"""Everything in memory on a session's account: what it keeps of its history, and what its open turn holds."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SessionMemory(CommittedMemory):
 
     @property
     def turn(self) -> TurnMemory | None:
-        """The memory of the open turn, while that holds anything."""
+        """The open turn's memory, while it holds anything."""
         return self._turn if self._turn is not None and not self._turn.ended else None
 
     def begin(self, name: str, target: int, slots: tuple[Lease, ...]) -> TurnMemory:
-        """A turn called `name` begins, as `TurnMemory` says."""
+        """Begin a turn called `name`; see `TurnMemory`."""
         if self.turn is not None:
             raise InvariantError(f"{self.holder_name} already has a turn in memory")
         self._turn = TurnMemory(self, name, target, slots)
@@ -43,8 +43,8 @@ class SessionMemory(CommittedMemory):
             yield from self.turn.holders()
 
     def essential_leases(self) -> Iterator[tuple[int, Lease]]:
-        """By group, what the session and its open turn cannot give up without losing their places. Checkpoints in the
-        cache are left out."""
+        """The leases, by group, that the session and its open turn cannot give up without losing their positions.
+        Cached checkpoints are left out."""
         for group, table in enumerate(self.tables):
             yield from ((group, lease) for lease in table.leases())
         kept = [self.checkpoints.needed]
@@ -56,8 +56,8 @@ class SessionMemory(CommittedMemory):
                 yield from ((group, part) for group, part in enumerate(checkpoint.parts) if part is not None)
 
     def frees(self, group: int) -> bool:
-        """Whether giving up the open turn's memory, or without one the session's, frees a unit of `group`. An upper
-        guess for a turn: cached checkpoints may hold its units too."""
+        """Whether giving up the open turn's memory, or without one the session's, frees a unit of `group`. For a turn
+        this may be wrongly true: cached checkpoints may hold its units too."""
         table = self.tables[group]
         if self.turn is not None:
             return table.own is not None and len(table.own) > 0
@@ -70,8 +70,7 @@ class SessionMemory(CommittedMemory):
         return any(table.pool.counts[unit] == count for unit, count in mine.items())
 
     def _overlapping(self, needed: Checkpoint, group: int) -> Iterator[Checkpoint]:
-        """`needed` and those before it that share units of `group` with it, as far as only this session refers to
-        them."""
+        """`needed` and those before it that share units of `group` with it, if only this session refers to them."""
         units = set(needed.units_of(group))
         for checkpoint in reversed(list(self.checkpoints)):
             if not units.intersection(checkpoint.units_of(group)):
@@ -80,13 +79,13 @@ class SessionMemory(CommittedMemory):
                 yield checkpoint
 
     def need(self, target: int, end: int, *, generates: bool) -> Longs:
-        """Units to acquire for the open turn to compute up to `end`, or without one for a turn that begins at `target`
-        at the latest; an upper bound, int64 [groups]."""
+        """An upper bound on the units to acquire, int64 [groups], for the open turn to compute up to `end`, or without
+        one, for a turn that begins at or below `target`."""
         start = self.resumable(target)
-        most = self.memory.turn_units(end, generates=generates)
-        held = self.turn.own_units() if self.turn is not None else [0] * len(most)
+        worst_case = self.memory.turn_units(end, generates=generates)
+        held = self.turn.own_units() if self.turn is not None else [0] * len(worst_case)
         at_end = start == self.computed
-        units = zip(self.tables, most, held, strict=True)
+        units = zip(self.tables, worst_case, held, strict=True)
         return np.array([table.need(n, had, start, end, at_end=at_end) for table, n, had in units], np.int64)
 
     def truncate(self, target: int) -> None:
@@ -96,12 +95,12 @@ class SessionMemory(CommittedMemory):
         super().truncate(target)
 
     def drop(self) -> None:
-        """Keep only tokens: everything is released, to be computed again when it is wanted."""
+        """Release everything: only the tokens remain, to be computed again when needed."""
         self.truncate(0)
 
 
 def all_holders(memories: Iterable[SessionMemory]) -> Iterator[Holder]:
-    """Everything that holds leases on account of these sessions; checkpoints that several refer to come once."""
+    """Everything that holds leases on these sessions' account; shared checkpoints come once."""
     shared: set[Checkpoint] = set()
     for memory in memories:
         for holder in memory.holders():

@@ -12,7 +12,7 @@ class Shape:
     """What the worst case of a turn depends on, besides the model.
 
     `max_step_tokens` is the most tokens one step computes for one turn. `double_buffered`: a step may be planned before
-    the outcome of the one before is known (overlap) or compute tokens that are rejected (lookahead), so the state
+    the outcome of the previous one is known (overlap) or compute tokens that are rejected (lookahead), so the state
     before it has to outlive it.
     """
 
@@ -26,7 +26,7 @@ class Shape:
 
     @staticmethod
     def of(config: EngineConfig, page_size: int) -> Shape:
-        """What an engine with this configuration has; checkpoints are spaced by whole pages."""
+        """The shape for this configuration; checkpoints are spaced by whole pages."""
         return Shape(
             context_length=config.context_length,
             max_running=config.max_running,

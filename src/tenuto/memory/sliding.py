@@ -40,15 +40,15 @@ class SlidingGroup(PagedGroup):
     def pledged(self, rows: Longs, ends: Longs) -> int:
         pages, pledged = self.needs(rows, ends), 0
         for index in np.flatnonzero(pages).tolist():
-            most = self.turn_units(self.spec, self.page_size, self.shape, int(ends[index]), generates=True)
-            pledged += min(int(pages[index]), max(0, most - len(self.running[int(rows[index])].opened)))
+            worst_case = self.turn_units(self.spec, self.page_size, self.shape, int(ends[index]), generates=True)
+            pledged += min(int(pages[index]), max(0, worst_case - len(self.running[int(rows[index])].opened)))
         return pledged
 
     def expected_growth(self, lengths: Longs, ends: Longs) -> int:
         """Up to two windows: the one at the end of the input is kept while the turn runs."""
-        most = 2 * window_pages(self.spec, self.page_size)
+        limit = 2 * window_pages(self.spec, self.page_size)
         return int(
-            (np.minimum(-(-ends // self.page_size), most) - np.minimum(-(-lengths // self.page_size), most)).sum()
+            (np.minimum(-(-ends // self.page_size), limit) - np.minimum(-(-lengths // self.page_size), limit)).sum()
         )
 
     def slide(self, rows: Longs, before: Longs) -> None:
@@ -58,7 +58,7 @@ class SlidingGroup(PagedGroup):
 
 
 class SlidingTable(PagedTable):
-    """A sequence's pages in a sliding group. What the session keeps is in its checkpoints, one window each.
+    """A sequence's pages in a sliding group. The session keeps them in its checkpoints, one window each.
 
     The token at position p attends to positions p - window + 1 .. p, so resuming at p needs p - window + 1 .. p - 1.
     """
@@ -119,8 +119,8 @@ class SlidingTable(PagedTable):
         return lease
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
-        """At a checkpoint of its own the turn goes on in the pages it had filled up to there. Where it began, or was
-        resumed last, not even the copy may have been made that comes before its first token."""
+        """At a checkpoint of its own the turn goes on in the pages it had filled up to there. Where it began, or last
+        resumed, even the copy that precedes its first token may not have been made."""
         if again:
             self.opened.truncate(0)
             self.released = 0

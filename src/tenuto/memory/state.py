@@ -17,10 +17,10 @@ from tenuto.memory.shape import Shape
 
 
 class StateGroup(Group):
-    """A group of state slots. Its arrays have an entry a row, int32 where they name slots.
+    """A group of state slots. Its arrays have one entry per row, int32 where they name slots.
 
-    The `current` slot holds the state at the row's `scheduled` tokens, the `alternate` one, if `alternate_at` >= 0,
-    that at position `alternate_at`. A `frozen` row's current slot belongs to a checkpoint and is not written.
+    The `current` slot holds the state after the row's `scheduled` tokens; the `alternate` one, if `alternate_at` >= 0,
+    the state at position `alternate_at`. A `frozen` row's current slot belongs to a checkpoint and is not written.
     """
 
     stands_at_step_ends = True
@@ -31,7 +31,7 @@ class StateGroup(Group):
         self.alternate = np.full(shape.max_running, NO_SLOT, np.int32)
         self.alternate_at = np.full(shape.max_running, NOWHERE, np.int64)
         self.frozen = np.zeros(shape.max_running, np.bool_)
-        self.spare: dict[int, list[int]] = {}  # those of the rows' tables
+        self.spare: dict[int, list[int]] = {}  # own slots in no use yet, by row
 
     def table(self, holder: Holder) -> StateTable:
         return StateTable(self)
@@ -82,14 +82,14 @@ class StateGroup(Group):
         return ready
 
     def reject(self, row: int, start: int, position: int) -> int:
-        """A state is resumable only where its slot stands: that at `start` is in the alternate one."""
+        """A state is resumable only where its slot stands: the one at `start` is in the alternate slot."""
         self.current[row], self.alternate[row] = self.alternate[row], self.current[row]
         self.alternate_at[row] = NOWHERE
         return start
 
 
 class StateTable(Table):
-    """The state slots an open turn works with in one group. What the session keeps is in its checkpoints.
+    """The state slots an open turn works with in one group. The session keeps its slots in its checkpoints.
 
     A step reads the current slot and writes the alternate one if there is one, else the current in place. A slot that a
     checkpoint holds is never written. While a turn is running, `current` and `alternate` live in its row.
@@ -101,10 +101,10 @@ class StateTable(Table):
         super().__init__(group)
         self.current = NO_SLOT
         self.alternate = NO_SLOT
-        self.spare: list[int] = []  # own slots in no use yet
+        self.spare: list[int] = []  # own slots not in use yet
 
-    def need(self, most: int, held: int, start: int, end: int, *, at_end: bool) -> int:
-        return max(0, most - held)
+    def need(self, worst_case: int, held: int, start: int, end: int, *, at_end: bool) -> int:
+        return max(0, worst_case - held)
 
     def counted(self, kept: Lease | None) -> int:
         return len(self.opened) + (len(kept) if kept is not None else 0)
@@ -112,7 +112,7 @@ class StateTable(Table):
     # -- the open turn
 
     def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
-        """Start from the state in `part` (`None`: the zero state), and write `units`."""
+        """Start from the state in `part` (`None`: the zero state), and write to `units`."""
         self.take_up(units)
         self.spare = list(units.units)
         self.current = part.units[0] if part is not None else NO_SLOT
@@ -191,4 +191,4 @@ class StateTable(Table):
         """The child refers to the same checkpoints."""
 
     def truncate(self, position: int, part: Lease | None) -> None:
-        """All that the session keeps is in its checkpoints."""
+        """Everything that the session keeps is in its checkpoints."""

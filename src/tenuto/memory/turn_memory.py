@@ -1,4 +1,4 @@
-"""What an open turn holds besides its session: what it started from, and the units it writes into."""
+"""What an open turn holds besides its session: what it started from, and the units it writes to."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tenuto.memory.pool import Holder, HolderKind, Lease
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """A turn has left its row while step `step` was in flight, which computes tokens of it up to `position`."""
+    """A turn left its row while step `step` was in flight, which computes its tokens up to `position`."""
 
     step: int
     position: int
 
 
 class TurnMemory:
-    """What an open turn holds: what it started from, and the units it writes into.
+    """What an open turn holds: what it started from, and the units it writes to.
 
     It begins at `start`, a resumable position of its session, and is attached to a row while it runs.
     """
@@ -30,20 +30,20 @@ class TurnMemory:
     holder_kind: ClassVar[HolderKind] = "turn"
 
     def __init__(self, session: CommittedMemory, name: str, target: int, slots: tuple[Lease, ...]) -> None:
-        """Begin at the highest resumable position at or below `target`; `slots`: what admission has reserved for the
-        turn to start with, one lease a group, moved here."""
+        """Begin at the highest resumable position at or below `target`. `slots`: the units admission has reserved for
+        the turn to start with, one lease per group, moved here."""
         self.session = session
         self.memory = session.memory
         self.holder_name = name
-        self.ended = False  # holds nothing any more, and what the tables have open is another's
+        self.ended = False  # holds nothing any more; a turn open on the tables is another
         self.start = session.resumable(target)
-        self.checkpoints = Checkpoints(self.memory.cache)  # of its own; needed is the last, where it reads
-        self._end_of_input: Checkpoint | None = None  # the one of them whose slots admission has counted
+        self.checkpoints = Checkpoints(self.memory.cache)  # its own; needed is the last, which it reads
+        self._end_of_input: Checkpoint | None = None  # the one whose slots admission counted
         self.source = session.share_checkpoint(self.start, self)  # pinned
         self.row = -1
-        self._scheduled = self.start  # while detached: where it would go on
-        self._settled = self.start  # while detached: how far that is certain
-        self.unsettled: Unsettled | None = None  # what it left a row with; written by `_leave`, `settle` and `truncate`
+        self._scheduled = self.start  # while detached: where it goes on
+        self._settled = self.start  # while detached: how much of that has settled
+        self.unsettled: Unsettled | None = None  # set by `_leave`; also written by `settle` and `truncate`
         self._tables = session.tables
         at_end = self.start == session.computed
         for group, (table, reserved) in enumerate(zip(self._tables, slots, strict=True)):
@@ -61,8 +61,8 @@ class TurnMemory:
         yield from self.checkpoints
 
     def own_units(self) -> list[int]:
-        """Units of each group that admission has counted for it: those it may write, and what its checkpoint at the end
-        of the input has taken of them."""
+        """Units of each group that admission counted for it: those it may write, and those of them that its checkpoint
+        at the end of the input took."""
         parts = self._end_of_input.parts if self._end_of_input is not None else [None] * len(self._tables)
         return [table.counted(part) for table, part in zip(self._tables, parts, strict=True)]
 
@@ -107,7 +107,7 @@ class TurnMemory:
                 self.unsettled = None
 
     def settle(self) -> None:
-        """The step has settled that was in flight when the turn left its row."""
+        """The step that was in flight when the turn left its row has settled."""
         if self.unsettled is None:
             raise InvariantError(f"{self.holder_name} waits for no step")
         position, self.unsettled = self.unsettled.position, None
@@ -123,21 +123,21 @@ class TurnMemory:
         return [table.lacking(end) for table in self._tables]
 
     def grow(self, end: int) -> list[Growth]:
-        """Acquire what computing up to `end` needs of every group."""
+        """Acquire the units of every group that computing up to `end` needs."""
         return [growth for table in self._tables if (growth := table.grow(end)) is not None]
 
     def slide(self) -> None:
-        """Give back own units that no position needs which can still be accepted."""
+        """Give back own units that no position which can still be accepted needs."""
         for table in self._tables:
             table.slide(self.computed)
 
     def add_slots(self, slots: tuple[Lease, ...]) -> None:
-        """More units to start with, reserved for the turn: a draft that starts to generate."""
+        """Add units to start with, reserved for the turn: a draft begins to generate."""
         for table, lease in zip(self._tables, slots, strict=True):
             table.extend(lease)
 
     def left_checkpoint(self) -> None:
-        """The plan just made reads what a checkpoint holds, and writes elsewhere: from now on the checkpoint only saves
+        """The plan just made reads a checkpoint's units and writes elsewhere, so from now on the checkpoint only saves
         work, unless it is the one at the end of the input."""
         if self.checkpoints.needed is not self._end_of_input:
             self.checkpoints.relax()
@@ -145,7 +145,7 @@ class TurnMemory:
     # -- checkpoints
 
     def checkpoint(self, position: int) -> Checkpoint:
-        """Hold on to the live `position`, which the turn has scheduled; pinned."""
+        """A pinned checkpoint at the live `position`, up to which the turn is scheduled."""
         made = Checkpoint(position, self.holder_name)
         for table in self._tables:
             made.parts.append(table.keep(position, made))
@@ -153,8 +153,8 @@ class TurnMemory:
         return made
 
     def mark(self, position: int, *, end_of_input: bool = False) -> None:
-        """Make a checkpoint at `position`, where the plan just applied ends; the row writes elsewhere. Until a later
-        step has been planned it cannot be evicted: it is where the turn reads."""
+        """Make a checkpoint at `position`, where the plan just applied ends; the row then writes elsewhere. It cannot
+        be evicted until a later step has been planned, since the turn reads it."""
         self.checkpoints.push(self.checkpoint(position))
         if end_of_input:
             self._end_of_input = self.checkpoints.needed
@@ -162,11 +162,11 @@ class TurnMemory:
             group.write_elsewhere(self.row)
 
     def lacks_checkpoint(self, position: int) -> bool:
-        """Whether the turn stands at `position`, by its own computing, and could not come back there."""
+        """Whether the turn has computed up to `position`, where it stands, and could not return there."""
         return self.start < position == self.scheduled and self._checkpoint_at(position) is None
 
     def spare_slot(self) -> bool:
-        """Acquire what one more checkpoint takes, which is not needed; False if some group has no unit to spare."""
+        """Acquire the units of an optional checkpoint; False if some group has no unit to spare."""
         if not all(table.can_spare for table in self._tables):
             return False
         for table in self._tables:
@@ -174,28 +174,28 @@ class TurnMemory:
         return True
 
     def cut_to(self, target: int, *, in_flight: bool = False) -> int:
-        """The highest resumable position at or below `target` that this turn can be cut to, of those settled or, with
-        `in_flight`, also of those that steps in flight are computing. Changes nothing."""
+        """The highest resumable position at or below `target` that this turn can be cut to. Only settled positions
+        count, or with `in_flight` also those that steps in flight compute. Changes nothing."""
         if target < self.start:
             raise InvariantError(f"{self.holder_name} began at {self.start} and cannot be cut to {target}")
         target = min(target, self.scheduled if in_flight else self.computed)
         began = self.first_position
         resumable = [began, *(c.position for c in self.checkpoints)]
         live = self._live_below(target)
-        if live > began:  # the pages of its source are not its to write
+        if live > began:  # it must not write to its source's pages
             resumable.append(live)
         return max((p for p in resumable if p <= target), default=self.start)
 
     def _live_below(self, target: int) -> int:
-        """The highest position at or below `target` at which every group has what it takes to go on."""
+        """The highest position at or below `target` from which every group can go on."""
         position = min(table.live_below(target, self.scheduled) for table in self._tables)
         return position if position in (target, NOWHERE) else self._live_below(position)
 
     # -- ends
 
     def truncate(self, position: int) -> None:
-        """Cut the turn to `position`, an answer of `cut_to`, and leave the row: what it has computed from there on is
-        not wanted any more, or did not come about."""
+        """Cut the turn to `position`, which `cut_to` has returned, and leave the row: what it computed from there on is
+        no longer wanted, or its step failed."""
         moved = self._checkpoint_at(position)
         again = moved is self.source and position == self.first_position
         if self._end_of_input is not None and self._end_of_input.position > position:
@@ -209,7 +209,7 @@ class TurnMemory:
         self._leave(position)
 
     def _take_back_slots(self, checkpoint: Checkpoint) -> None:
-        """Undo a checkpoint whose slots were counted at admission: they can be written again."""
+        """Undo a checkpoint whose slots admission counted: they can be written again."""
         self._end_of_input = None
         self.checkpoints.take(checkpoint.position)
         parts = self.memory.cache.undo(checkpoint)
@@ -233,7 +233,7 @@ class TurnMemory:
         stays instead."""
         session, position = self.session, self.cut_to(target)
         kept = session.resumable(min(target, base))
-        if position == self.start or position <= kept:  # nothing to move: not even a page copied may have been filled
+        if position == self.start or position <= kept:  # nothing to move: even a copied page may not be filled
             self._roll_back(max(position, kept))
             return
         current = self._take_checkpoint(position)
@@ -256,7 +256,7 @@ class TurnMemory:
         return self.checkpoints.take(position)
 
     def _roll_back(self, position: int) -> None:
-        """Release everything and cut the session to `position`. The source stays, if it is there: the session's own
+        """Release everything and cut the session to `position`. A source there is kept, since the session's own
         checkpoint may have been evicted."""
         session, source = self.session, self.source
         if source is None or source.position != position:

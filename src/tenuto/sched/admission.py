@@ -16,15 +16,15 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session, Turn
 
 RECONSIDERED_AFTER = 8
-"""Steps after which a turn for which no room could be made is considered again: that costs as much as is in memory."""
+"""Steps after which a turn that found no room is considered again, at a cost in proportion to what is in memory."""
 
 
 class Admission:
-    """Moves turns from the queue into rows while the worst case of their input fits beside what runs already.
+    """Moves turns from the queue into rows while the worst case of their input fits beside the running turns.
 
-    The next is the first in the queue of the tenant with the fewest rows by its weight. For it others yield: running
-    turns of the same tenant if it has higher priority and outranks them, those of a tenant that even without them has
-    as many rows by weight as the waiting turn's will have, and drafts. Nobody yields to a draft.
+    The next turn is the first in the queue of the tenant with the fewest rows for its weight. Others yield to it:
+    running turns of the same tenant that it outranks with a higher priority, those of a tenant that even without them
+    has as many rows for its weight as the waiting turn's tenant will have, and drafts. Nobody yields to a draft.
     """
 
     holder_kind: ClassVar[HolderKind] = "admission"
@@ -47,9 +47,9 @@ class Admission:
         self._start = start
         self._pause = pause
         self._drop = drop
-        self._refused: tuple[int, ...] | None = None  # what room could not be made for, as in `_make_room`
-        self._room_for: Turn | None = None  # that others have yielded to and that has not started since
-        self._passes = 0  # over the queue, ever
+        self._refused: tuple[int, ...] | None = None  # for what no room could be made, as in `_make_room`
+        self._room_for: Turn | None = None  # others have yielded to it; not started since
+        self._passes = 0  # over the queue, in total
 
     def leases(self) -> list[Lease]:
         """Nothing between steps: what a pass reserves and does not use goes back at its end."""
@@ -64,8 +64,7 @@ class Admission:
         self._batch.crowded = blocked is not None and not blocked.drafting
 
     def _next(self, aside: Collection[Turn]) -> Turn | None:
-        """The first in the queue of the tenant whose turn it is; those `aside` are passed over, with all behind
-        them."""
+        """The first in the queue of the tenant that is next. Turns in `aside` are passed over, with all behind them."""
         shares, aging = self._batch.shares, self._queue.aging_seconds
         heads = [turn for turn in self._queue.heads() if turn not in aside]
         if len(heads) < 2:
@@ -81,8 +80,8 @@ class Admission:
         )
 
     def _pass(self) -> Turn | None:
-        """One pass over the queue with one reservation. Returns the turn in the way; a draft that does not fit is in
-        the way of its tenant's drafts alone."""
+        """One pass over the queue with one reservation. Returns the turn that blocks it; a draft that does not fit
+        blocks only its tenant's drafts."""
         memory, aside = self._memory, list[Turn]()
         if not len(self._queue):
             return None
@@ -106,16 +105,15 @@ class Admission:
     # -- making room
 
     def _make_room(self, turn: Turn) -> bool:
-        """Have others yield so that `turn` can start. False if it has to wait, and then nobody yields who would have
-        done so in vain."""
+        """Have others yield so that `turn` can start. False if it has to wait; nobody yields in vain."""
         memory, running = self._memory, self._batch.running()
         asked = turn.number, self._batch.departures, turn.session.memory.computed, self._passes // RECONSIDERED_AFTER
         if running and not turn.drafting and self._refused == asked:
-            return False  # considered again when a turn leaves its row, and every few steps: windows and checkpoints go
+            return False  # until a turn leaves its row, or a few steps later: windows and checkpoints are freed
         need = self._need(turn)
         keeps = turn.session.memory.computed or turn.session.memory.turn is not None
         if keeps and (need > self._pressure.room_beside([turn])).any():
-            self._drop(turn.session, "restart")  # beside what it keeps it would never fit; from nothing it does
+            self._drop(turn.session, "restart")  # it never fits beside what it keeps, but does from nothing
             return True
         kept = [other for other in running if not self._may_yield(other, turn)]
         victims = [other for other in reversed(running) if other not in kept]
@@ -133,7 +131,7 @@ class Admission:
         return bool((need + self._pledged(turn) <= memory.free()).all())
 
     def _fits_beside(self, turn: Turn, need: Longs, kept: list[Turn]) -> bool:
-        """Whether there is room for `turn` once all have yielded but the turns `kept`; for a draft, once cached
+        """Whether there is room for `turn` once everybody but the turns `kept` has yielded; for a draft, once cached
         checkpoints have."""
         if turn.drafting:
             room = self._memory.free() + [self._memory.cache.reclaimable(g) for g in range(len(self._memory.pools))]
@@ -142,13 +140,13 @@ class Admission:
         return bool((wanted <= self._pressure.room_beside([turn, *kept])).all())
 
     def _can_stay(self, turn: Turn, need: Longs) -> bool:
-        """Whether a turn that has lost its memory once would not soon lose it again."""
+        """Whether a turn that has lost its memory would keep it this time."""
         kept = [other for other in self._batch.running() if not self._may_yield(other, turn)]
         return not self._growth(turn, kept).any() or self._fits_beside(turn, need, kept)
 
     def _growth(self, turn: Turn, kept: list[Turn]) -> Longs:
-        """Units that `turn`, if it was preempted, and the running turns `kept` are expected to want besides, int64
-        [groups]: each goes on for as long as it has generated, if it may. So what is computed again is worth it."""
+        """Units that `turn`, if it was preempted, and the running turns `kept` are expected to need besides, int64
+        [groups], if each generates as much again as it has, where it may. So recomputing is worth it."""
         if not turn.preempted or turn.session.memory.turn is not None or not kept:
             return np.zeros(len(self._memory.pools), np.int64)
         turns = (turn, *kept)
@@ -170,9 +168,9 @@ class Admission:
     # -- what is needed
 
     def _pledged(self, turn: Turn, *, later: bool = False) -> Longs:
-        """Units that running turns, except those that would yield to `turn`, will still acquire for tokens they know
-        already and, with `later`, for those they generate until what is released now can be used; an upper bound, int64
-        [groups]."""
+        """An upper bound on the units, int64 [groups], that running turns, except those that would yield to `turn`,
+        will still acquire for tokens they know and, with `later`, for those they generate before units released now
+        can be used."""
         memory, rows = self._memory, self._memory.rows
         running = [other for other in self._batch.running() if not self._may_yield(other, turn)]
         order = np.array([self._batch.row_of(turn) for turn in running], np.int64)
@@ -181,7 +179,7 @@ class Admission:
         return memory.pledged(order, ends)
 
     def _need(self, turn: Turn) -> Longs:
-        """Units to acquire for the tokens it knows, an upper bound, int64 [groups]."""
+        """An upper bound on the units to acquire for the tokens it knows, int64 [groups]."""
         if is_computed(turn):
             return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))

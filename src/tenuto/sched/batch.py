@@ -1,4 +1,4 @@
-"""The running turns: who is in which row, in which order, and what the executor has yet to be told of them."""
+"""The running turns: their rows and order, and what the executor does not know of them yet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tenuto.session.session import Turn
 from tenuto.session.turn import Rank
 
 NO_STOP = -1
-"""Pads rows of `Batch.stop_ids`; no sampled token equals it."""
+"""Pads the rows of `Batch.stop_ids`; no sampled token equals it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,18 @@ class Batch:
         self.turns: npt.NDArray[np.object_] = np.full(rows, None, object)
         self.stop_ids = np.full((rows, max(1, len(eos_ids))), NO_STOP, np.int32)
         self.has_text = np.zeros(rows, np.bool_)
-        self.stepwise = np.zeros(rows, np.bool_)  # what is allowed depends on every token before: no lookahead
-        self.scoring: set[int] = set()  # rows whose input tokens are yet to be scored
+        self.stepwise = np.zeros(rows, np.bool_)  # what may come next depends on every token before: no lookahead
+        self.scoring: set[int] = set()  # rows with input tokens still to be scored
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
-        self._left: dict[Turn, None] = {}  # turns that left their row while steps in flight were computing them
-        self.departures = 0  # turns that have left, ever
+        self._left: dict[Turn, None] = {}  # turns that left their row while a step was computing them
+        self.departures = 0  # turns that have left, in total
         self.crowded = False  # a submitted turn lacks room; written by admission
         self._eos_ids = eos_ids
         self._aging = aging_seconds
         self._ranked: list[tuple[Rank, int]] = []  # (rank, row), sorted
-        self._running: list[Turn] = []  # in the order in which they run, as is the next
+        self._running: list[Turn] = []  # in running order, as is the next
         self._order = np.zeros(0, np.int64)
-        self._places: dict[Turn, float] = {}  # rows by weight that a turn's tenant has up to and with it
+        self._places: dict[Turn, float] = {}  # rows for its weight that a turn's tenant has up to this turn
         self._stale = False
         self._taken: list[Growth] = []
         self._sampling: dict[int, RowSampling] = {}
@@ -70,14 +70,14 @@ class Batch:
         return memory is not None and memory.row >= 0 and self.turns[memory.row] is turn
 
     def order(self) -> npt.NDArray[np.int64]:
-        """Rows, int64 [running], the first to run first: tenants take turns by weight, and within a tenant ranks count.
-        Drafts come last."""
+        """Rows in running order, int64 [running]: tenants take turns by weight, ranks decide within a tenant, and
+        drafts come last."""
         if self._stale:
             self._sort()
         return self._order
 
     def running(self) -> list[Turn]:
-        """Turns, the first to run first. Not to be changed."""
+        """Turns in running order. Read only."""
         if self._stale:
             self._sort()
         return self._running
@@ -94,7 +94,7 @@ class Batch:
         self._stale = False
 
     def load_before(self, turn: Turn) -> float:
-        """Rows by weight that the running turn's tenant would still have if it and those after it yielded."""
+        """Rows for its weight that the running turn's tenant would keep if this turn and those after it yielded."""
         if self._stale:
             self._sort()
         return self._places[turn] - 1 / self.shares.weight(turn)
@@ -107,7 +107,7 @@ class Batch:
         return memory.row
 
     def add(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """Give the turn a row and its reserved `slots`, a lease a group, and let it continue where its memory ends."""
+        """Give the turn a row and its reserved `slots`, one lease per group; it continues where its memory ends."""
         memory = turn.session.memory.turn
         if memory is None:
             memory = turn.session.memory.begin(turn.name, start_target(turn), slots)
@@ -149,7 +149,7 @@ class Batch:
 
     def next_mark(self, turn: Turn, position: int) -> int:
         """The next position after `position` at which the turn wants a checkpoint: page-aligned ones spaced through its
-        input, and the end of the input if it generates, where regenerating or keeping no output resumes."""
+        input and, if it generates, the end of the input, where a turn that regenerates or keeps no output resumes."""
         end, interval = turn.resume_position, self.memory.shape.checkpoint_interval
         spaced = (position // interval + 1) * interval
         if spaced < end:
@@ -157,7 +157,7 @@ class Batch:
         return end if position < end and turn.generating else int(FAR)
 
     def marks_due(self, scheduled: npt.NDArray[np.int64]) -> None:
-        """Make the checkpoints at the marks that the rows `scheduled` have just been scheduled up to or past."""
+        """Make the checkpoints whose marks the rows `scheduled` have just reached or passed."""
         rows = self.rows
         for row in scheduled[rows.scheduled[scheduled] >= rows.mark[scheduled]].tolist():
             turn: Turn = self.turns[row]
@@ -189,33 +189,33 @@ class Batch:
         self.departures += 1
 
     def take_left(self, step: int) -> list[Turn]:
-        """The turns that go on with what `step`, or one before it, was computing when they left their row."""
+        """The turns that left their row while `step`, or one before it, was computing them."""
         waiting = [turn for turn in self._left if _unsettled_step(turn) > 0]
         self._left = {turn: None for turn in waiting if _unsettled_step(turn) > step}
         return [turn for turn in waiting if turn not in self._left]
 
     def take_news(self) -> News:
-        """What the executor does not know yet, for the plan that is being made."""
+        """What the executor does not know yet, for the plan being made."""
         rows = {growth.row for growth in self._taken} | set(self._sampling)
         news = News(self._taken, self._sampling, {row: int(self.rows.run[row]) for row in rows})
         self._taken, self._sampling = [], {}
         return news
 
     def return_news(self, news: News) -> None:
-        """The plan that carried it is not submitted: tell the rows still taken again."""
+        """The plan that carried `news` is not submitted: send it again for rows that are still taken."""
         same = {row for row, run in news.runs.items() if self.turns[row] is not None and self.rows.run[row] == run}
         self._taken = [growth for growth in news.taken if growth.row in same] + self._taken
         self._sampling = {row: sampling for row, sampling in news.sampling.items() if row in same} | self._sampling
 
 
 def _unsettled_step(turn: Turn) -> int:
-    """The step in flight that the turn's memory relies on, 0 if none."""
+    """The step in flight that the turn's memory waits for, 0 if none."""
     memory = turn.session.memory.turn if turn.session.turn is turn else None
     return memory.unsettled.step if memory is not None and memory.unsettled is not None else 0
 
 
 def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
-    """What the executor has to know to sample for `turn`, which these ids stop, from its next token on."""
+    """How `turn` samples from its next token on; `stops`: its stop ids."""
     params, sampling = turn.params, turn.params.sampling
     prompt = output = None
     if sampling.penalised:
@@ -227,7 +227,7 @@ def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
 
 
 def continues_from(turn: Turn) -> int:
-    """The position from which the turn would compute now. Changes nothing."""
+    """The position from which the turn would compute next. Changes nothing."""
     memory = turn.session.memory
     return memory.turn.scheduled if memory.turn is not None else memory.resumable(start_target(turn))
 
@@ -240,5 +240,5 @@ def is_computed(turn: Turn) -> bool:
 
 
 def start_target(turn: Turn) -> int:
-    """Where a turn starts at the latest: at the end of the history it builds on, or before its last prompt token."""
+    """The highest position at which a turn may start: the end of the history it builds on, or its last prompt token."""
     return max(0, min(turn.base_length, turn.prompt_length - 1))

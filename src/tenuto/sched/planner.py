@@ -1,4 +1,4 @@
-"""Plans a step: how many tokens each running turn gets. Looking ahead changes nothing; applying changes every pool."""
+"""Plans a step: how many tokens each running turn gets. Proposing changes nothing; applying changes every pool."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
 from tenuto.session.session import Turn
 
-MOST_SCORES = 256
+MAX_SCORES = 256
 """Input tokens scored in a step: each takes the memory of a whole vocabulary's logits, several times over."""
 
 
 class Proposer(Protocol):
-    """Guesses a turn's next tokens, to be computed with the one before and checked against what is sampled."""
+    """Guesses a turn's next tokens, which are computed ahead and checked against what is sampled."""
 
-    def propose(self, turn: Turn, most: int) -> list[int]:
-        """Up to `most` guesses (none is fine)."""
+    def propose(self, turn: Turn, limit: int) -> list[int]:
+        """At most `limit` guesses, possibly none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """A running turn, in place `place` of the order, has no room to go on: `needed`, int64 [groups], are the units that
-    it and those before it want to acquire, and `alone` those that it wants itself."""
+    """The running turn at index `place` of the order has no room to go on. `needed`, int64 [groups], are the units that
+    it and those before it have to acquire, `alone` those that it needs itself."""
 
     turn: Turn
     place: int
@@ -48,8 +48,8 @@ class Lacking:
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, and `needs` int64 [groups, n]
-    units to acquire. `lacking`: the first turn, drafts excluded, that is left out for want of units. `guesses`:
-    lookahead by index."""
+    units to acquire. `lacking`: the first turn, excluding drafts, left out for lack of units. `guesses`: lookahead
+    tokens by index."""
 
     rows: Longs
     starts: Longs
@@ -61,7 +61,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Input tokens [start, stop) of the row at `index` of a plan, by position, which that plan scores."""
+    """Input tokens, at positions [start, stop), that a plan scores for the row at `index` of it."""
 
     index: int
     start: int
@@ -70,8 +70,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A plan that was applied: `rows` int64 [n] and the run of each at that time, which tells late results. `scored`:
-    what its scores are, in their order."""
+    """An applied plan: `rows` int64 [n] and the run of each at that time, by which late results are recognized.
+    `scored`: the input tokens of its scores, in their order."""
 
     plan: Plan
     rows: Longs
@@ -100,11 +100,11 @@ class Planner:
         self._proposer = proposer
         self._lookahead = lookahead
         self._steps = 0
-        self.rows_considered = 0  # ever: a measure of work
+        self.rows_considered = 0  # in total: a measure of work
 
     def propose(self) -> Proposal:
-        """Divide the token budget: decodes first, then prefills. Turns that do not fit memory now are left out, and
-        all but one group of suspects while there are suspects."""
+        """Divide the token budget: decodes first, then prefills. Turns that do not fit memory now are left out. While
+        there are suspects, only one group of them runs."""
         rows, order = self._memory.rows, self._batch.order()
         self.rows_considered += len(order)
         starts = rows.scheduled[order]
@@ -130,14 +130,14 @@ class Planner:
         return proposal
 
     def _limit_scoring(self, order: Longs, wanted: Longs) -> None:
-        """Rows whose input is scored share `MOST_SCORES`; each gets a token at least."""
+        """Rows whose input is scored share `MAX_SCORES`; each gets at least one token."""
         rows = list(self._batch.scoring)
         scoring = np.isin(order, rows)
-        wanted[scoring] = np.minimum(wanted[scoring], max(1, MOST_SCORES // len(rows)))
+        wanted[scoring] = np.minimum(wanted[scoring], max(1, MAX_SCORES // len(rows)))
 
     def _divide(self, order: Longs, wanted: Longs) -> Longs:
-        """Tokens for each row. Every decode gets its token; what is left prefills share, by the weights of their
-        tenants; drafts get what nobody else wants."""
+        """Tokens for each row. Every decode gets its token; prefills share the rest by their tenants' weights; drafts
+        get what nobody else wants."""
         counts = np.minimum(wanted, 1)
         left = self._budget - int(counts.sum())
         prefills = np.flatnonzero(wanted > 1).tolist()
@@ -156,8 +156,8 @@ class Planner:
         return counts
 
     def _share_out(self, tokens: int, rows: list[int], order: Longs, wanted: Longs, counts: Longs) -> None:
-        """Add `tokens` to the counts of one tenant's prefills, `rows` as indices into `order`. Those of equal priority
-        share evenly, so a short one is not held up by a long one."""
+        """Add `tokens` to the counts of one tenant's prefills; `rows` are indices into `order`. Prefills of equal
+        priority share evenly, so that a long one does not hold up a short one."""
         turns = self._batch.turns
         classes: dict[int, list[int]] = {}
         for index in rows:
@@ -170,7 +170,7 @@ class Planner:
                 tokens -= more
 
     def _fit(self, order: Longs, ends: Longs) -> tuple[npt.NDArray[np.int64], Mask]:
-        """Units of each group that each row needs to compute up to `ends`, and which rows, in order, get them."""
+        """Units of each group that each row needs to compute up to `ends`, and which rows, taken in order, get them."""
         needs, fits = self._memory.needs(order, ends), np.ones(len(order), np.bool_)
         for pool, wanted in zip(self._memory.pools, needs, strict=True):
             if int(wanted.sum()) > pool.free:
@@ -185,8 +185,8 @@ class Planner:
         return None
 
     def _look_ahead(self, proposal: Proposal, proposer: Proposer) -> None:
-        """Add guesses to decodes, as far as tokens and pages are left over. A guess of the token still in flight, which
-        comes first, is left out: the executor will know that token."""
+        """Add guesses to decodes, as far as tokens and pages are left. The first guess is left out if its token is
+        still in flight, since the executor will know it."""
         memory, rows, chosen = self._memory, self._memory.rows, proposal.rows
         ready = rows.samples[chosen] & (rows.expected[chosen] == proposal.starts + 1)
         ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
@@ -196,10 +196,10 @@ class Planner:
         spare = (memory.free() - proposal.needs.sum(axis=1)).tolist()
         for index in np.flatnonzero(ready).tolist():
             start, row = int(proposal.starts[index]), int(chosen[index])
-            most = min(self._lookahead, left, int(rows.limit[row]) - start - 1)
+            limit = min(self._lookahead, left, int(rows.limit[row]) - start - 1)
             unknown = start + 1 - int(rows.known[row])
             turn = self._batch.turns[row]
-            guesses = proposer.propose(turn, most + unknown)[unknown : most + unknown] if most > 0 else []
+            guesses = proposer.propose(turn, limit + unknown)[unknown : limit + unknown] if limit > 0 else []
             more = turn.session.memory.turn.lacking(start + 1 + len(guesses))
             extra = [n - int(had) for n, had in zip(more, proposal.needs[:, index], strict=True)]
             if guesses and all(n <= have for n, have in zip(extra, spare, strict=True)):
@@ -210,7 +210,7 @@ class Planner:
                 proposal.guesses[index] = guesses
 
     def apply(self, proposal: Proposal) -> Flight:
-        """Carry out the proposal's bookkeeping in every pool, and make the plan."""
+        """Do the proposal's bookkeeping in every pool, and make the plan."""
         memory, rows = self._memory, self._memory.rows
         chosen, starts, counts = proposal.rows, proposal.starts, proposal.counts
         for pool, needs in zip(memory.pools, proposal.needs, strict=True):
@@ -249,7 +249,7 @@ class Planner:
         return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news, scored)
 
     def _score_input(self, proposal: Proposal) -> tuple[InputScores | None, tuple[Scored, ...]]:
-        """Input tokens whose predecessors this step computes, of turns that ask for them and have not got them."""
+        """The input tokens to score whose predecessors this step computes."""
         batch, scored, top = self._batch, [], 0
         offsets: list[int] = []
         targets: list[int] = []
@@ -290,7 +290,7 @@ class Planner:
         return tokens
 
     def _move(self, proposal: Proposal, ends: Longs, news: News) -> Moves:
-        """Acquire units, go on to those that the step writes, and collect what the executor has to learn of them."""
+        """Acquire units, move on to those that the step writes, and collect what the executor has to know of them."""
         turns, grown = self._batch.turns, list(news.taken)
         for index in np.flatnonzero(proposal.needs.any(axis=0)).tolist():
             grown += turns[proposal.rows[index]].session.memory.turn.grow(int(ends[index]))

@@ -19,11 +19,11 @@ from tenuto.sched.planner import Lacking
 from tenuto.session.session import Session, Turn
 
 Masks = tuple[npt.NDArray[np.bool_], ...]
-"""A flag a unit, for each group."""
+"""For each group, one flag per unit."""
 
 
 class Rung(IntEnum):
-    """Classes of sessions without a running turn, the first to yield first."""
+    """Classes of sessions without a running turn; the lowest yields first."""
 
     DRAFT = 0
     IDLE = 1
@@ -31,10 +31,10 @@ class Rung(IntEnum):
 
 
 class Pressure:
-    """Knows every session that holds memory and has no running turn, and takes it from them when it is short.
+    """Knows every session that holds memory without a running turn, and takes memory from them when it is short.
 
-    Within a rung the lowest priority yields first, then whoever has been there longest. Whoever would give nothing of
-    what is short is passed over; if units are shared so that none gives any alone, all who share them yield.
+    Within a rung the lowest priority yields first, then whoever has been there longest. Sessions that would free
+    nothing that is short are passed over; if units are shared so that nobody frees any alone, all who share them yield.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Pressure:
         self._drop = drop
         self._rungs: dict[tuple[Rung, int], OrderedDict[str, Session]] = {}
         self._places: dict[str, tuple[Rung, int]] = {}
-        self.yielded: Counter[str] = Counter()  # how often each rung gave way
+        self.yielded: Counter[str] = Counter()  # how often each rung yielded
 
     def note(self, session: Session) -> None:
         """The session's state has changed: find its place."""
@@ -70,11 +70,11 @@ class Pressure:
         drafted = turn.drafting and memory.turn is not None
         return (Rung.DRAFT if drafted else Rung.WAITING), turn.priority
 
-    # -- what could come free
+    # -- what could be freed
 
     def room_beside(self, kept: Iterable[Turn]) -> Longs:
-        """Units of each group that are free once everyone but the turns `kept` and their sessions has yielded, int64
-        [groups]. What several of those hold is counted once."""
+        """Units of each group that are free once everybody but the turns `kept` and their sessions has yielded, int64
+        [groups]. Units that several of them hold are counted once."""
         held = [int(mask.sum()) for mask in self._held_by(kept)]
         return np.array([pool.capacity - n for pool, n in zip(self._memory.pools, held, strict=True)], np.int64)
 
@@ -89,9 +89,9 @@ class Pressure:
     # -- making room
 
     def relieve(self, needed: Callable[[], Longs], kept: Sequence[Turn], victims: Iterable[Turn]) -> None:
-        """Free units until `needed()` of each group are free, or will be when the steps in flight settle. Whoever
-        `kept` names keeps all, with its session; running turns yield in the order of `victims`. The caller has seen by
-        `room_beside` that there is enough."""
+        """Free units until `needed()` of each group are free, or will be when the steps in flight settle. The turns
+        `kept` and their sessions keep everything; running turns yield in the order of `victims`. The caller has checked
+        with `room_beside` that there is enough."""
         held, spared, running = self._held_by(kept), {turn.session.id for turn in kept}, iter(victims)
         cache = self._memory.cache
         while short := self._short(needed()):
@@ -106,14 +106,14 @@ class Pressure:
                 self._preempt(victim, "preempted")
 
     def make_room(self, lacking: Lacking, *, in_flight: bool) -> bool:
-        """Have others yield to a running turn that has no room to go on: cached and idle state, and turns after it.
-        False if it has to wait: nobody has yielded then, or what they gave comes free when steps in flight settle."""
+        """Have cached and idle state, then later turns, yield to a running turn that has no room to go on. False if it
+        has to wait: either nobody yielded, or the units become free when the steps in flight settle."""
         running = self._batch.running()
         turn, kept = lacking.turn, running[: lacking.place + 1]
         if (lacking.alone > self.room_beside([turn])).any():
             if in_flight:
-                return False  # pages may leave its window when they settle
-            self._preempt(turn, "restart")  # beside what its session keeps it never fits; from nothing it does
+                return False  # its window may release pages when they settle
+            self._preempt(turn, "restart")  # it never fits beside what its session keeps, but does from nothing
             self._drop(turn.session, "restart")
             return True
         if (lacking.needed > self.room_beside(kept)).any():
@@ -123,8 +123,8 @@ class Pressure:
         return bool((lacking.needed <= self._memory.free()).all())
 
     def unstick(self, suspect: Turn | None) -> bool:
-        """No running turn has room, and nothing is in flight that could make some: have one yield, `suspect` if it was
-        singled out for failed steps. False if there are only drafts, of which none would gain by it."""
+        """No running turn has room and nothing in flight could make any: have one turn yield, `suspect` if failed steps
+        singled it out. False if nobody would gain by that: at most one draft runs."""
         running = self._batch.running()
         if suspect is not None or len(running) > 1:
             self._preempt(suspect if suspect is not None else running[-1], "preempted")
@@ -145,7 +145,7 @@ class Pressure:
                     yield place[0], session
 
     def _drop_one(self, short: Sequence[int], spared: set[str]) -> bool:
-        """Drop the first session that gives a unit which is short."""
+        """Drop the first session that frees a unit of a `short` group."""
         for rung, session in self._droppable(spared):
             if any(session.memory.frees(group) for group in short):
                 self._yield(rung, session)
@@ -153,8 +153,8 @@ class Pressure:
         return False
 
     def _drop_sharing(self, short: Sequence[int], held: Masks, spared: set[str]) -> bool:
-        """No session gives a unit by itself: take the first that shares one with others, of which nobody is `held`, and
-        drop all that have the one the fewest have."""
+        """No session frees a unit by itself: take the first with short units that are not `held`, pick of these the one
+        with the fewest leases, and drop those who share it until a unit is free."""
         shared = (self._least_shared(session, short, held) for _, session in self._droppable(spared))
         wanted = next((unit for unit in shared if unit is not None), None)
         if wanted is None:
@@ -167,11 +167,11 @@ class Pressure:
                 dropped = True
                 if self._unused(short) > unused:
                     return True
-        return dropped  # if nothing is free yet, cached checkpoints hold it too
+        return dropped  # if no unit is free yet, cached checkpoints hold them too
 
     def _least_shared(self, session: Session, short: Sequence[int], held: Masks) -> tuple[int, int] | None:
-        """Of a session's units in the groups that are `short`, of which nobody is `held`, the one with the fewest
-        leases: its group, and the unit."""
+        """The group and number of a session's unit with the fewest leases, among those in `short` groups that are not
+        `held`. `None` if there is none."""
         least: tuple[int, int, int] | None = None
         for group, lease in session.memory.essential_leases():
             units = units_of(lease)

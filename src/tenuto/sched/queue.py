@@ -13,15 +13,15 @@ Entry = tuple[Rank, int, Turn]
 
 
 class WaitingQueue:
-    """A heap a tenant of turns that want a row. Entries of turns that were removed or moved are skipped when they
-    surface."""
+    """For each tenant, a heap of turns that want a row. Entries of turns that were removed or moved are skipped when
+    they reach the top."""
 
     def __init__(self, aging_seconds: float) -> None:
         self.aging_seconds = aging_seconds
         self._heaps: dict[str, list[Entry]] = {}  # by tenant; those without entries are not there
         self._live: dict[int, int] = {}  # turn number -> its live entry
         self._drafts: set[int] = set()
-        self._listed = 0  # entries of all heaps
+        self._listed = 0  # entries in all heaps
         self._entries = count()
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class WaitingQueue:
         return turn.number in self._live
 
     def push(self, turn: Turn) -> None:
-        """Queue it at its present rank."""
+        """Queue a turn at its present rank."""
         entry = next(self._entries)
         heap = self._heaps.setdefault(turn.session.policy.tenant, [])
         heapq.heappush(heap, (turn.rank(self.aging_seconds), entry, turn))
@@ -57,7 +57,7 @@ class WaitingQueue:
         self._listed = sum(map(len, self._heaps.values()))
 
     def remove(self, turn: Turn) -> None:
-        """It no longer waits."""
+        """The turn no longer waits."""
         self._live.pop(turn.number, None)
         self._drafts.discard(turn.number)
 

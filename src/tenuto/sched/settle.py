@@ -1,4 +1,4 @@
-"""Takes in the result of a step: sampled tokens become output, and turns that have ended are told apart."""
+"""Takes in the result of a step: sampled tokens become output, and turns that end are found."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tenuto.session.session import Turn
 
 @dataclass(slots=True)
 class Settled:
-    """What a step has brought: turns with new output, turns that have ended and why, and turns that only prefill and
-    have nothing left to compute."""
+    """The outcome of a step: turns with new output, turns that end and why, and prefill-only turns with nothing left to
+    compute."""
 
     progressed: list[Turn] = field(default_factory=list)
     ended: list[tuple[Turn, EndReason]] = field(default_factory=list)
@@ -27,15 +27,15 @@ class Settled:
 
 
 class Settler:
-    """Moves `computed` and `known` of the rows a step worked on; drops results that come too late."""
+    """Moves `computed` and `known` of the rows in a step; drops results that come too late."""
 
     def __init__(self, memory: Memory, batch: Batch) -> None:
         self._memory = memory
         self._batch = batch
-        self.turns_settled = 0  # ever: a measure of work
+        self.turns_settled = 0  # in total: a measure of work
 
     def settle(self, flight: Flight, result: StepResult) -> Settled:
-        """Take in `result`. A row given back since the plan was applied has lost its turn: its part is dropped."""
+        """Take in `result`. Rows given back since the plan was applied have lost their turn: their part is dropped."""
         rows, batch, settled = self._memory.rows, self._batch, Settled()
         live = rows.run[flight.rows] == flight.runs
         chosen, samples = flight.rows, flight.plan.samples
@@ -99,14 +99,14 @@ class Settler:
             settled.ended.append((turns[index], EndReason.STOP if stopped[index] else EndReason.LENGTH))
 
     def _stop_of(self, turn: Turn, row: int) -> str | int | None:
-        """The stop id or stop string that the turn's last output token is or completes."""
+        """The stop id or stop string at which the turn's last output token ended it."""
         token = turn.output[-1]
         if (self._batch.stop_ids[row] == token).any():
             return token
         return turn.text.stop if turn.text is not None else None
 
     def _take_lookahead(self, flight: Flight, result: StepResult, index: int, settled: Settled) -> None:
-        """One row that computed guesses: what was sampled after a right guess is output too."""
+        """One row that computed guesses: tokens sampled after right guesses are output too."""
         rows, batch = self._memory.rows, self._batch
         row, guesses = int(flight.rows[index]), flight.guesses[index]
         stop = int(flight.plan.samples[: index + 1].sum())
@@ -136,7 +136,7 @@ class Settler:
             settled.ended.append((turn, EndReason.LENGTH))
 
     def _take_logprobs(self, flight: Flight, result: StepResult, sampled: Logprobs, live: Mask) -> None:
-        """Log-probabilities of sampled tokens, as far as these have become output."""
+        """Log-probabilities of those sampled tokens that have become output."""
         owners = np.searchsorted(np.cumsum(flight.plan.samples), sampled.places, side="right")
         tokens = result.tokens[sampled.places].tolist()
         for entry, index in enumerate(owners.tolist()):

@@ -1,4 +1,4 @@
-"""How tenants share rows and tokens: each by its weight, and what one leaves the others take."""
+"""How tenants share rows and tokens: by weight, and what one does not use goes to the others."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from tenuto.session.session import Turn
 
 REMEMBERED_TENANTS = 4096
-"""Tenants of whom it is known when they last started a turn; the others did so longer ago."""
+"""How many tenants' last starts are remembered; all others started longer ago."""
 
 
 class Shares:
-    """Counts the rows of each tenant. A tenant's weight, 1 if it was given none, is its share against the others'."""
+    """Counts the rows of each tenant. A tenant's weight, 1 by default, is its share relative to the others'."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = dict(weights)
-        self._rows: Counter[str] = Counter()  # by tenant; those without rows are not there
+        self._rows: Counter[str] = Counter()  # by tenant; only those with rows
         self._started: OrderedDict[str, int] = OrderedDict()  # by tenant, the number of its last start
         self._starts = 0
 
@@ -46,21 +46,21 @@ class Shares:
             del self._rows[tenant]
 
     def load(self, turn: Turn) -> float:
-        """Rows by weight that the turn's tenant has now."""
+        """Rows for its weight that the turn's tenant has now."""
         return self._rows[turn.session.policy.tenant] / self.weight(turn)
 
     def next_load(self, turn: Turn) -> float:
-        """Rows by weight that the turn's tenant has once the turn has one too."""
+        """Rows for its weight that the turn's tenant has once the turn has one too."""
         return (self._rows[turn.session.policy.tenant] + 1) / self.weight(turn)
 
     def last_start(self, turn: Turn) -> int:
-        """The number of its tenant's last start; the lowest has waited longest for one."""
+        """The number of its tenant's last start; the lowest has waited longest."""
         return self._started.get(turn.session.policy.tenant, 0)
 
 
 def places(turns: Sequence[Turn], shares: Shares) -> list[tuple[bool, float]]:
-    """For running turns, each tenant's in the order of their ranks: whether it is a draft, and how many rows by weight
-    its tenant has up to and with this one. Sorted by it, tenants take turns in proportion to their weights."""
+    """For each of the running `turns`, which are in the order of their ranks: whether it is a draft, and how many rows
+    for its weight its tenant has up to this turn. Sorting by this lets tenants take turns in proportion to weight."""
     seen: Counter[str] = Counter()
     found = []
     for turn in turns:
@@ -71,8 +71,8 @@ def places(turns: Sequence[Turn], shares: Shares) -> list[tuple[bool, float]]:
 
 
 def divide(budget: int, wishes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Divide `budget` tokens among tenants who wish for some: by weight, nobody more than its wish, none left over
-    while anybody wishes for more."""
+    """Divide `budget` tokens among tenants by weight: nobody gets more than it wishes, and none are left while anybody
+    wishes for more."""
     given: dict[str, int] = {}
     left, weight_left = budget, sum(weights[tenant] for tenant in wishes)
     for tenant in sorted(wishes, key=lambda tenant: wishes[tenant] / weights[tenant]):

@@ -1,4 +1,4 @@
-"""Which turn makes steps fail: found by bisection, so that a few do not slow down many."""
+"""Finds the turns that make steps fail by bisection, so that a few do not slow down many."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Sequence
 from tenuto.session.session import Turn
 
 MAX_FAILURES = 3
-"""Steps that may fail with one turn alone in them before that turn is ended."""
+"""Steps that may fail with a turn alone in them before that turn is ended."""
 
 
 class Suspects:
-    """Turns that were in a failed step and have not come to where it was to end, in groups.
+    """Turns that were in a failed step and have not reached its end since, in groups.
 
-    While there are any, a step is run with one group and nobody else. A group that fails is split in two; a turn that
-    has computed all that a failed step was to compute of it is cleared. So k turns that make every step fail, among n,
-    cost at most k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more steps with a part of the turns than that,
-    besides those that compute again what a turn with state lost when it went back to a checkpoint.
+    While there are any, each step runs one group and nobody else. A group that fails is split in two; a turn that has
+    computed everything the failed step was to compute of it is cleared. So k turns that make every step fail, among n,
+    cost at most k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more partial steps, except those that
+    recompute what a turn with state lost when it went back to a checkpoint.
 
     Invariant: a turn is in at most one group.
     """
 
     def __init__(self) -> None:
-        self._groups: list[list[Turn]] = []  # the last is run first
+        self._groups: list[list[Turn]] = []  # the last runs first
 
     def __len__(self) -> int:
         return sum(map(len, self._groups))
 
     def rows(self) -> list[int]:
-        """The rows that the next step is for; empty if no suspect has a row, and the step is for all."""
+        """The rows that the next step may run; empty if no suspect has a row, so that all may run."""
         for group in reversed(self._groups):
             rows = [_row(turn) for turn in group if _row(turn) >= 0]
             if rows:
@@ -36,7 +36,7 @@ class Suspects:
         return []
 
     def step_failed(self, turns: Sequence[Turn], *, alone: bool) -> None:
-        """A step failed with these turns in it, which are still open; `alone`: with nobody else."""
+        """A step failed with these turns, still open, in it; `alone`: with nobody else."""
         self._groups = [[turn for turn in group if turn not in turns] for group in self._groups]
         for turn in turns:
             memory = turn.session.memory.turn
@@ -50,7 +50,7 @@ class Suspects:
         self._tidy()
 
     def step_succeeded(self) -> None:
-        """Clear the turns that have come to where their failed step was to end, and forget those that have ended."""
+        """Clear the turns that have reached the end of their failed step, and forget those that have ended."""
         for group in self._groups:
             for turn in list(group):
                 memory = turn.session.memory.turn

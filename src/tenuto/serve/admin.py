@@ -1,4 +1,4 @@
-"""Routes for operators: metrics, audit, and what runs."""
+"""Routes for operators: metrics, audit, and the running model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MetricsOf = Annotated[Metrics, Depends(_metrics)]
 
 @router.get("/v1/engine", responses=_REFUSALS)
 async def engine(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
-    """The model that runs, and how; where its files are is for administrators."""
+    """The running model and its configuration; only admins see the path of its files."""
     edge.require_engine()
     model = edge.model if tenant.admin else msgspec.structs.replace(edge.model, path="")
     view: dict[str, Any] = msgspec.to_builtins(model)
@@ -46,7 +46,7 @@ async def audit(edge: EdgeOf, _: Admin) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=Response, responses=_REFUSALS | _METRICS)
 async def metrics(edge: EdgeOf, counted: MetricsOf, _: Scraper) -> Response:
-    """Metrics for Prometheus. They name tenants: if the server has keys, this needs an admin key, unless it was started
-    with `--public-metrics`."""
+    """Metrics for Prometheus. They name tenants, so if the server has keys, this needs an admin key, unless it was
+    started with `--public-metrics`."""
     text = await counted.text(edge.link, edge.served_name, edge.turns.queues.waiting.total())
     return Response(text, media_type=CONTENT_TYPE)

@@ -1,4 +1,4 @@
-"""The application: puts all interfaces together over one edge, and does what every request needs."""
+"""The application: puts all interfaces together over one edge, and handles what all requests have in common."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 log = structlog.get_logger("tenuto.http")
 
 CLIENT_GONE = 499
-"""The status under which a request is logged whose client did not wait for the answer."""
-UNREADABLE = (
-    "the body is not JSON that can be read: it is not UTF-8, nested too deeply, or has a number of too many digits"
-)
+"""The logged status of a request whose client did not wait for the answer."""
+UNREADABLE = "the body is not readable JSON: it is not UTF-8, nested too deeply, or has a number with too many digits"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -96,7 +94,8 @@ async def _gone(_: Request, _error: Exception) -> Response:
 
 
 class Envelope:
-    """Around every request: an id, limits on its body, an entry in the log. Plain ASGI: it costs nothing an event."""
+    """Gives every request an id, limits on its body, and a log entry. Plain ASGI, so events of a stream cost
+    nothing."""
 
     def __init__(self, app: ASGIApp, edge: Edge, metrics: Metrics) -> None:
         self._app = app
@@ -115,7 +114,7 @@ class Envelope:
             except Exception:
                 log.exception("failed")
                 if exchange.status:
-                    raise  # the answer has begun: all that is left is to break the connection
+                    raise  # the answer has begun, so only the connection can be broken
                 await exchange.refuse(scope, Failure(500, "internal_error", BROKEN))
             finally:
                 exchange.forget()
@@ -135,7 +134,7 @@ class Envelope:
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         status, method, state = status or CLIENT_GONE, scope["method"], scope.get("state", {})
-        path = scope["raw_path"].decode("ascii", "backslashreplace")  # nothing in it acts on a terminal
+        path = scope["raw_path"].decode("ascii", "backslashreplace")  # without control characters
         log.info(
             "request", method=method, path=path, status=status, ms=round(1000 * seconds, 1), tenant=state.get("tenant")
         )
@@ -143,10 +142,10 @@ class Envelope:
 
 
 class _Exchange:
-    """One request and its answer. Whoever makes one calls `forget` in the end.
+    """One request and its answer. Whoever creates it must call `forget` in the end.
 
     `status`: of the answer, 0 until it has begun. `excess`: set once the body is larger, or takes longer, than the
-    settings allow; whatever the application answers then is not sent.
+    settings allow; the application's answer is then not sent.
     """
 
     def __init__(self, receive: Receive, send: Send, request_id: str, edge: Edge) -> None:
@@ -157,11 +156,11 @@ class _Exchange:
         self._send = send
         self._edge = edge
         self._received = 0
-        self._complete = False  # the body has come whole
+        self._complete = False  # the whole body has arrived
         self._began = asyncio.get_running_loop().time()
 
     def expect(self, length: int) -> None:
-        """A body has `length` bytes. Raises `TooLarge`, and `Overloaded` if all bodies together have too many."""
+        """Check a body of `length` bytes. Raises `TooLarge`, and `Overloaded` if all bodies together have too many."""
         limit, together = self._edge.settings.max_body_bytes, self._edge.settings.max_bodies_bytes
         if length > limit:
             self.excess = TooLarge(f"the body has more than {limit} bytes, the most allowed")
@@ -173,7 +172,7 @@ class _Exchange:
             raise self.excess
 
     def forget(self) -> None:
-        """The request is over, and its body is held no longer."""
+        """The request is over, and its body is freed."""
         self._edge.body_bytes -= self._received
         self._received = 0
 
@@ -193,7 +192,7 @@ class _Exchange:
                 return await self._receive()
         except TimeoutError:
             self.excess = RequestTimeout(
-                f"the body was not whole after {allowed:.0f} seconds; {self._received} bytes came"
+                f"the body was incomplete after {allowed:.0f} seconds; {self._received} bytes arrived"
             )
             raise self.excess from None
 

@@ -1,7 +1,7 @@
-"""What is wrong with a request: names the field as the request does, and says what is allowed there.
+"""Explains what is wrong with a request: names the field as the request does, and says what is allowed there.
 
-Pydantic reports errors for every branch of a union, and in terms of Python. Here a union has one problem: that of the
-branch which the value was meant for, or, if it fits none, all that is allowed.
+Pydantic reports errors for every branch of a union, in terms of Python. Here a union has one problem: that of the
+branch the value was meant for or, if it fits none, one that lists everything allowed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tenuto.base.errors import InvalidRequest, TenutoError, Unsupported, Unsuppo
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, UNSUPPORTED
 
 MAX_SHOWN = 8
-"""Problems in one message."""
+"""Problems listed in one message."""
 MAX_READ = 1000
-"""Of Pydantic's errors: a large body can have very many."""
+"""How many of Pydantic's errors are read: a large body can have very many."""
 
 _TYPES = {
     "bool_parsing": "true or false",
@@ -36,7 +36,7 @@ _TYPES = {
     "model_type": "an object",
     "string_type": "a string",
 }
-"""What a value should be, by Pydantic's type of error; with these it is of another kind."""
+"""What a value of the wrong kind should be, by Pydantic's error type."""
 _RULES = {
     "extra_forbidden": "is not a field that is known here",
     "greater_than": "should be greater than {gt}",
@@ -53,7 +53,7 @@ _RULES = {
     "value_error": "is refused: {error}",
     UNSUPPORTED: "{problem}",
 }
-"""What is wrong with a value of the right kind, by Pydantic's type of error; filled in with the error's context."""
+"""What is wrong with a value of the right kind, by Pydantic's error type; filled in with the error's context."""
 _ID_RULE = f"should be 1 to {ID_LENGTH} letters, digits, '.', '_', ':' and '-', and not '.' or '..'"
 _PLURALS = {
     "NewMessage": "messages",
@@ -66,7 +66,7 @@ _PLURALS = {
     "int": "integers",
     "str": "strings",
 }
-"""What lists are of, by what Pydantic calls that in the branches of unions; others are lists of objects."""
+"""What lists contain, by Pydantic's names of union branches; other lists contain objects."""
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 Place = tuple[str | int, ...]
@@ -77,8 +77,8 @@ class Problem:
     """One thing that is wrong.
 
     `place`: keys and indices that lead to the value. `branches`: of the unions on the way, each with how many parts of
-    the place come before it. `text`: what is wrong with the value. `wanted`: what it should be, if it is of another
-    kind. `of_length`: it is a list of a wrong length.
+    the place come before it. `text`: what is wrong with the value. `wanted`: what it should be, if it is of the wrong
+    kind. `of_length`: it is a list of the wrong length.
     """
 
     place: Place
@@ -90,8 +90,7 @@ class Problem:
 
 
 def refusal_of(errors: Sequence[Any], body: Any, content_type: str | None) -> TenutoError:
-    """The error to answer with. `errors`: Pydantic's. `body`: the request's, parsed, or bytes if it was not declared as
-    JSON."""
+    """The error to answer with. `errors`: Pydantic's. `body`: parsed, or bytes if it was not declared as JSON."""
     for error in errors:
         if error["type"] == "json_invalid":
             at, why = error["loc"][-1], error["ctx"]["error"]
@@ -114,7 +113,7 @@ def refusal_of(errors: Sequence[Any], body: Any, content_type: str | None) -> Te
 
 
 def _problem(error: Mapping[str, Any], body: Any) -> Problem:
-    """Pydantic's location mixes places and branches; following it through the body shows which is which."""
+    """Separate the places and branches that Pydantic's location mixes, by following it through the body."""
     place: list[str | int] = []
     branches: list[tuple[int, str]] = []
     value, context = body if error["loc"][0] == "body" else None, error.get("ctx", {})
@@ -123,7 +122,7 @@ def _problem(error: Mapping[str, Any], body: Any) -> Problem:
     for number, part in enumerate(parts[:-1] if of_key else parts):
         last = number == len(parts) - 1
         if isinstance(value, dict) and part in value and last and value is error["input"]:
-            branches.append((len(place), str(part)))  # the value has a key that is called like the branch
+            branches.append((len(place), str(part)))  # the value has a key with the branch's name
         elif error["loc"][0] != "body" or (isinstance(value, dict) and part in value):
             place.append(part)
             value = value[part] if isinstance(value, dict) else None
@@ -158,7 +157,7 @@ def _rule(error: Mapping[str, Any]) -> str:
 
 
 def _resolved(problems: Sequence[Problem]) -> list[Problem]:
-    """The problems without branches: of every union, those of one branch, or one problem for all branches."""
+    """The problems without branches: for every union, those of one branch, or one problem for all branches."""
     found: list[Problem | Place] = []
     unions: dict[Place, dict[str, list[Problem]]] = {}
     for problem in problems:
@@ -180,8 +179,8 @@ def _resolved(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _of_union(branches: list[list[Problem]]) -> list[Problem]:
-    """The problems of the branch that the value fits farthest. If it fits several as far, and the value there is of
-    another kind, one problem that says all that is allowed there."""
+    """The problems of the branch that the value fits farthest. If it fits several equally far and is of the wrong kind
+    there, one problem that lists everything allowed."""
     farthest = max(_distance(branch[0]) for branch in branches)
     meant = [branch for branch in branches if _distance(branch[0]) == farthest]
     wanted = list(dict.fromkeys(branch[0].wanted for branch in meant if branch[0].wanted is not None))
@@ -192,8 +191,8 @@ def _of_union(branches: list[list[Problem]]) -> list[Problem]:
 
 
 def _distance(problem: Problem) -> tuple[tuple[float, ...], bool]:
-    """How far a value fits a branch: up to which place, and whether it is of the right kind there. A list of a wrong
-    length, whose entries are not validated, fits farther than one whose first entry is of another kind."""
+    """How far a value fits a branch: up to which place, and whether it is of the right kind there. A list of the wrong
+    length, whose entries are not validated, fits farther than one whose first entry is of the wrong kind."""
     place = tuple(part if isinstance(part, int) else 0 for part in problem.place)
     return (*place, 0.5) if problem.of_length else place, problem.wanted is None
 
@@ -205,7 +204,7 @@ def _either(wanted: Sequence[str]) -> str:
 
 
 def _list_of(branch: str) -> str:
-    """A list in plain words, by the name of its branch."""
+    """A list in plain words, from its branch's name."""
     inner = branch.removeprefix("list[").removesuffix("]")
     return "a list" if inner == branch else f"a list of {_elements(inner)}"
 

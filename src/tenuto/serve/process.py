@@ -21,11 +21,11 @@ from tenuto.base.views import ModelView
 log = structlog.get_logger("tenuto.server")
 
 EXIT_SECONDS = 5.0
-"""How long an engine process may take to exit, once it has closed its socket or was told to, before it is killed."""
+"""How long an engine process may take to exit, once its socket is closed, before it is killed."""
 
 
 class ProcessLink(Link, asyncio.Protocol):
-    """A `Link` to a child process, over a pair of sockets: whichever side ends, the other notices at once. Made by
+    """A `Link` to a child process over a pair of sockets: when either side ends, the other notices at once. Made by
     `open`."""
 
     model: ModelView  # set by `open`, as are the next two
@@ -60,11 +60,11 @@ class ProcessLink(Link, asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """The child's."""
+        """The child's process id."""
         return self._child.pid
 
     async def close(self) -> None:
-        """Close the socket, which makes the child end, and wait until it has."""
+        """Close the socket, which makes the child exit, and wait until it has."""
         self._transport.close()
         self.stop(Stopped(reason="the engine was closed"))
         await self._bury()
@@ -73,8 +73,8 @@ class ProcessLink(Link, asyncio.Protocol):
         try:
             message = self._encoder.encode(request)
         except (OverflowError, UnicodeEncodeError) as error:
-            raise InvalidRequest("allowed: numbers of 64 bits, text of whole Unicode characters") from error
-        if not self._transport.is_closing():  # else the caller gets the error that `_bury` gives to all
+            raise InvalidRequest("a value cannot be encoded; allowed: 64-bit numbers and valid Unicode text") from error
+        if not self._transport.is_closing():  # else `_bury` gives all callers an error
             self._transport.write(frame(message))
 
     # -- called by the event loop
@@ -96,7 +96,7 @@ class ProcessLink(Link, asyncio.Protocol):
         self._buried = asyncio.ensure_future(self._bury())
 
     async def _bury(self) -> None:
-        """Wait until the child has ended, and tell everyone why."""
+        """Wait until the child has exited, and tell everyone why."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._child.wait(), EXIT_SECONDS)
         if self._child.returncode is None:

@@ -1,4 +1,4 @@
-"""HTTP connections, bounded before any request is whole: in number, and in the size, number and time of headers."""
+"""HTTP connections, bounded before a request is complete: their number, and headers' size, number and time."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
 from tenuto.serve.shared.errors import Failure
-from tenuto.serve.unread import Connection
+from tenuto.serve.unread import WatchedConnection
 
 log = structlog.get_logger("tenuto.http")
 
 MAX_HEADER_BYTES = 2**16
-"""Of a request's line and headers, of what follows a body in chunks, and of what stands between two chunks."""
+"""In a request's line and headers, after a chunked body, and between two of its chunks."""
 MAX_HEADERS = 256
 SLICE_BYTES = 2**14
 """How much is parsed before the limits are checked."""
 REST_SECONDS = 5.0
-"""How long a client may go on sending a body that was answered already."""
+"""How long a client may continue a body that was already answered."""
 LINGER_SECONDS = 1.0
-"""How long a refused connection is still read from: if it were closed at once, the answer might be lost."""
+"""How long a refused connection is still read: closing it at once might lose the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`connections`: open ones. `header_seconds`: from when a connection opens, or the first byte of its next request
-    comes, until the request's headers are whole."""
+    """`connections`: open at once. `header_seconds`: from when a connection opens, or its next request begins, until
+    the request's headers are complete."""
 
     connections: int
     header_seconds: float
 
 
-class BoundedProtocol(Connection):
-    """uvicorn's protocol on httptools, which bounds none of this.
+class BoundedProtocol(WatchedConnection):
+    """uvicorn's httptools protocol, with these bounds.
 
-    Invariant: `_timer` runs while no answer is under way and the client owes us something: whole headers, or the rest
-    of a body that was answered early. A body that the application waits for is timed by the application.
+    Invariant: `_timer` runs while no answer is in progress and the client owes us something: the rest of its headers,
+    or of a body that was answered early. A body that the application waits for is timed by the application.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[int], None], /, **uvicorn: Any) -> None:
-        """`refused` is called with the status of every refusal here."""
+        """`refused` is called with the status of every refusal made here."""
         super().__init__(**uvicorn)
         self._limits = limits
         self._refused = refused
         self._timer: asyncio.TimerHandle | None = None
         self._excess: TenutoError | None = None  # why the parser was stopped
-        self._ended = False  # refused; what still comes is ignored
-        self._begun = False  # a part of a request has come
-        self._in_body = False  # its headers are whole
-        self._around = 0  # bytes that came since it began, or since its last byte of body
+        self._ended = False  # refused; further data is ignored
+        self._begun = False  # part of a request has arrived
+        self._in_body = False  # its headers are complete
+        self._around = 0  # bytes since it began, or since its last byte of body
 
     @property
     def _answering(self) -> bool:
@@ -116,7 +116,7 @@ class BoundedProtocol(Connection):
             self._await_headers()
 
     def send_400_response(self, msg: str) -> None:
-        """The parser was stopped, or cannot go on."""
+        """The parser was stopped or failed."""
         self._refuse(self._excess if self._excess is not None else InvalidRequest(msg))
 
     # -- time
@@ -133,10 +133,10 @@ class BoundedProtocol(Connection):
 
     def _headers_are_late(self) -> None:
         self._timer = None
-        if self.flow.read_paused or self._answering:  # perhaps it is we who do not read them
+        if self.flow.read_paused or self._answering:  # perhaps we are not reading them
             self._await_headers()
         elif self._begun:
-            self._refuse(RequestTimeout(f"the headers were not whole after {self._limits.header_seconds:g} seconds"))
+            self._refuse(RequestTimeout(f"the headers were incomplete after {self._limits.header_seconds:g} seconds"))
         else:
             self.transport.close()
 
@@ -152,7 +152,7 @@ class BoundedProtocol(Connection):
     # -- the end
 
     def _refuse(self, error: TenutoError) -> None:
-        """Answer with an error, unless another answer is on its way, and close the connection."""
+        """Answer with an error, unless another answer is in progress, and close the connection."""
         if self._ended or self.transport.is_closing():
             return
         self._ended = True
@@ -160,7 +160,7 @@ class BoundedProtocol(Connection):
             if not self._in_body or self.pipeline or self.cycle.response_started:
                 self.transport.close()
                 return
-            self.cycle.disconnected = True  # whoever waits for the body is told that it will not come
+            self.cycle.disconnected = True  # tells whoever waits for the body that it will not come
             self.cycle.message_event.set()
         failure = Failure.of(error)
         body = msgspec.json.encode(failure.body)

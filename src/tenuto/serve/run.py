@@ -1,4 +1,4 @@
-"""Runs the server: an engine process, an HTTP server, and an orderly end."""
+"""Runs the server: an engine process, an HTTP server, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tenuto.serve.unread import SEND_BUFFER_BYTES, UnreadConnections
 log = structlog.get_logger("tenuto.server")
 
 CLOSING_SECONDS = 2.0
-"""How long connections may take to end when their turns have."""
+"""How long connections may take to end once their turns have ended."""
 OTHER_FILES = 64
-"""Open files that are not connections."""
+"""Open files besides connections."""
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: the exit status is 0 after a SIGTERM, and turns are ended before connections are."""
+    """Leaves signals to us: the exit status is 0 after SIGTERM, and turns end before connections do."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -43,7 +43,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(settings: ServeSettings) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises `ConfigError`."""
+    """A listening socket; port 0 picks a free one. Raises `ConfigError`."""
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
@@ -54,8 +54,8 @@ def listen(settings: ServeSettings) -> socket.socket:
 
 
 def _connections(wanted: int) -> int:
-    """How many connections the process may have, at most `wanted`. Its limit on open files is raised for that as far
-    as it can be."""
+    """How many connections the process may have, at most `wanted`. Raises the limit on open files for that as far as
+    possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -68,8 +68,8 @@ async def serve(
     worker: WorkerSettings, settings: ServeSettings, ready: Callable[[ModelView, str], None] = lambda *_: None
 ) -> None:
     """Serve until SIGTERM or SIGINT. `ready` is called with the model and the address once requests are accepted.
-    Raises `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends before it is told to; open requests have
-    been answered by then."""
+    Raises `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends by itself, after answering open
+    requests."""
     with listen(settings) as listening:
         try:
             link = await ProcessLink.open(worker)
@@ -105,7 +105,7 @@ async def _serve(
     server, ending = _Server(config), asyncio.Event()
 
     def end() -> None:
-        edge.hurried = ending.is_set()  # the second signal: turns are no longer waited for
+        edge.hurried = ending.is_set()  # the second signal: do not wait for turns
         ending.set()
 
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Clients that do not read their answers: their turns hold rows that others wait for, and their answers fill memory."""
+"""Breaks the connections of clients that do not read: their turns hold rows, and their answers fill memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 log = structlog.get_logger("tenuto.http")
 
 CHECKS = 4
-"""How often a connection is checked within the time that its client has."""
+"""How often a connection is checked within its client's time."""
 SEND_BUFFER_BYTES = 2**16
-"""What the system is asked to buffer of an answer; Linux takes twice that. By default it buffers megabytes, and a turn
-whose client does not read would hold its row until they are full."""
+"""The requested size of the system's buffer for an answer; Linux doubles it. The default is megabytes, and a turn whose
+client does not read would hold its row until they are full."""
 WRITE_BUFFER_BYTES = 2**14
-"""What we buffer besides before the writer has to wait."""
+"""How much we buffer besides before the writer has to wait."""
 
 
-class Connection(HttpToolsProtocol):
-    """A client's connection. `resumed`: how often its buffers have emptied after they were full."""
+class WatchedConnection(HttpToolsProtocol):
+    """A client's connection. `resumed`: how often its full buffers have emptied."""
 
     resumed = 0
 
@@ -38,19 +38,19 @@ class Connection(HttpToolsProtocol):
 
 
 class UnreadConnections:
-    """Breaks a connection when its buffers have been full, or it was to be closed, for some time in which its client
-    has made no room; clients' systems may announce room only in pieces of 64 KiB or more. For the writer, and for the
-    turn, that is a disconnect like any other.
+    """Breaks a connection whose buffers have been full, or which was to be closed, for some time without progress.
+    Clients' systems may announce reads only in pieces of 64 KiB or more. For the writer and the turn, this is a
+    disconnect like any other.
 
-    Invariant: nothing is written to the connections in `_waiting` as long as they have not `resumed`, so what is still
-    to be read of their answers only shrinks.
+    Invariant: nothing is written to the connections in `_waiting` until they have `resumed`, so the unread part of
+    their answers only shrinks.
     """
 
     def __init__(self, connections: Collection[Any], seconds: float) -> None:
-        """`connections`: a server's, as they come and go. `seconds`: how long a client may make no room."""
+        """`connections`: a server's, as they come and go. `seconds`: how long a client may read nothing."""
         self._connections = connections
         self._seconds = seconds
-        self._waiting: dict[Connection, tuple[int, int, int]] = {}  # resumed, bytes left, checks without progress
+        self._waiting: dict[WatchedConnection, tuple[int, int, int]] = {}  # resumed, bytes left, idle checks
 
     async def watch(self) -> None:
         """Check until cancelled."""
@@ -62,8 +62,8 @@ class UnreadConnections:
                 log.exception("connections could not be checked")
 
     def check(self) -> None:
-        """Break the connections that have shown no progress in `CHECKS` checks in a row."""
-        waiting: dict[Connection, tuple[int, int, int]] = {}
+        """Break the connections without progress in `CHECKS` checks in a row."""
+        waiting: dict[WatchedConnection, tuple[int, int, int]] = {}
         for connection in list(self._connections):
             transport = connection.transport
             if not _may_be_unread(connection):
@@ -79,20 +79,20 @@ class UnreadConnections:
         self._waiting = waiting
 
     def give_up(self) -> None:
-        """The server ends, and no longer waits for connections whose buffers are full."""
+        """The server shuts down: break the connections whose buffers are full."""
         for connection in list(self._connections):
             if _may_be_unread(connection):
                 connection.transport.abort()
 
 
-def _may_be_unread(connection: Connection) -> bool:
-    """Whether nothing more is written to it until its client has read."""
+def _may_be_unread(connection: WatchedConnection) -> bool:
+    """Whether nothing more is written until the client has read."""
     return connection.flow.write_paused or connection.transport.is_closing()
 
 
 def bytes_left(transport: asyncio.WriteTransport) -> int:
-    """Bytes that were written and have not arrived: in our buffer, and in the system's if it says so, as Linux does.
-    Elsewhere progress shows later, when our own buffer shrinks."""
+    """Bytes that were written but have not arrived: in our buffer and, where the system reports it as Linux does, in
+    the system's. Elsewhere progress shows later, when our own buffer shrinks."""
     left = transport.get_write_buffer_size()
     descriptor = transport.get_extra_info("socket").fileno()
     try:

@@ -10,42 +10,42 @@ import tokenizers
 from tokenizers.models import BPE
 
 _SHRINKS = {"ByteLevel": 1, "NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
-"""By normalizer: to how small a part of its UTF-8 bytes it may reduce a text. Others may leave out any amount of it."""
+"""By normalizer: by which factor it may shrink a text in UTF-8. Others may leave out any part of it."""
 _IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))
-"""The bytes that text can have."""
+"""The bytes that can occur in UTF-8."""
 WINDOW = 2**16
-"""Characters of a long text that are looked at in one go: Python's lock is given to other threads in between."""
+"""Characters of a long text to process in one go: other threads get Python's lock in between."""
 _KEEPING = frozenset({"ByteLevel", "Digits", "Punctuation", "Split"})
-"""Pre-tokenizers that only cut, unless told to remove what they find."""
+"""Pre-tokenizers that only split, unless told to remove what they find."""
 
 
 class TokenBound(NamedTuple):
-    """One token stands for at most `most_bytes` bytes of a text's UTF-8, those in `lost` not counted: the vocabulary
-    lacks them, and they come to nothing."""
+    """One token stands for at most `max_bytes` bytes of a text's UTF-8, not counting those in `lost`, which the
+    vocabulary lacks and the tokenizer drops."""
 
-    most_bytes: int
+    max_bytes: int
     lost: bytes
 
     def least_tokens(self, text: str, spare: int) -> int:
-        """Of `text`, `spare` of its bytes not counted either."""
+        """The fewest tokens `text` can have, not counting `spare` of its bytes either."""
         if text.isascii() and not self.lost:
             size = len(text)
         else:
             windows = (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
             size = sum(len(part.encode(errors="surrogatepass").translate(None, self.lost)) for part in windows)
-        return -(-max(0, size - spare) // self.most_bytes)
+        return -(-max(0, size - spare) // self.max_bytes)
 
 
 def token_bound(backend: tokenizers.Tokenizer, longest: int, byte_letters: Mapping[int, str]) -> TokenBound | None:
-    """What bounds a token whose own bytes are at most `longest`. `byte_letters`: how the vocabulary writes each byte.
-    `None` if nothing does, as far as is known: parts of the tokenizer leave out text."""
+    """The bound on the text of a token whose own bytes are at most `longest`. `byte_letters`: how the vocabulary writes
+    each byte. `None` if no bound is known, since parts of the tokenizer may leave out text."""
     shrinks = _shrinks(backend.normalizer)
     lost = _lost(backend, byte_letters)
     added = backend.get_added_tokens_decoder().values()
     if (
         shrinks is None
         or lost is None
-        or (lost and shrinks > 1)  # which bytes are lost is then not to be seen in the text
+        or (lost and shrinks > 1)  # then the text does not show which bytes are lost
         or not _keeps(backend.pre_tokenizer)
         or any(token.lstrip or token.rstrip for token in added)  # these swallow white space beside them
     ):

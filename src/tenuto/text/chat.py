@@ -1,4 +1,4 @@
-"""Messages to tokens: the first turn's, then only what each later turn adds."""
+"""Messages to tokens: all of the first turn, then only what each later turn adds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tenuto.text.tokenizer import Tokenizer
 class Conversation:
     """All that rendering needs to know of the messages already in a history. Its size does not grow with them.
 
-    The history ends with the last message's content: what closes that message is not yet in it, except that a model
-    which ended its answer itself has written the end-of-turn token.
+    The history ends with the last message's content. What closes that message is not in it yet, except for the
+    end-of-turn token if the model wrote it.
     """
 
     system: bool
@@ -31,13 +31,13 @@ class Conversation:
     """Who spoke last, or speaks now."""
 
     def then(self, messages: Sequence[Message], generate: bool) -> Conversation:
-        """With `messages` appended, and with `generate` the assistant's answer after them."""
+        """The conversation with `messages` appended, and with `generate` also the assistant's answer."""
         roles = [message.role for message in messages] + ["assistant"] * generate
         return replace(self, dialogue=self.dialogue or set(roles) != {"system"}, role=roles[-1])
 
     def stand_in(self, last: str, filler: str) -> list[dict[str, str]]:
-        """The shortest conversation that a template continues in the same way. Its last content is `last`, the others
-        `filler`."""
+        """The shortest conversation that a template continues in the same way. The last message's content is `last`,
+        the others' `filler`."""
         if not self.dialogue:
             return [{"role": "system", "content": last}]
         roles = ["system"] if self.system else []
@@ -49,7 +49,7 @@ class Conversation:
 
 
 class Rendered(NamedTuple):
-    """Tokens to append to a history, and what the conversation then is."""
+    """Tokens to append to a history, and the conversation after them."""
 
     tokens: list[int]
     conversation: Conversation
@@ -61,14 +61,14 @@ class ChatTemplate:
     A session's history is never rendered again. New messages are rendered after a short stand-in for the conversation
     so far, and what the template writes after the stand-in's last content is the delta: it begins with whatever closes
     that message. So the tokens of all turns are those of rendering the whole conversation at once, provided that the
-    template writes before an assistant message what it writes to ask for one. Templates that do not, such as those
-    which remove earlier reasoning, render the same deltas; the history then stays as it was generated.
+    template writes before an assistant message what it writes to ask for one. With templates that do not, such as those
+    that remove earlier reasoning, the history stays as it was generated.
 
-    Control tokens in a message's content are text. A template's own are its own.
+    Control tokens in a message's content are plain text; only the template's own are control tokens.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, local_time: Callable[[], datetime] = datetime.now) -> None:
-        """Raises `ModelError` if `source` is not a template or cannot be rendered as a delta, found by trying it."""
+        """Raises `ModelError` if `source` is not a template or, as trying it shows, cannot be rendered as a delta."""
         eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         variables = {
             "bos_token": tokenizer.control_text(tokenizer.bos_id),
@@ -98,10 +98,10 @@ class ChatTemplate:
         """The tokens that end an answer."""
 
     def opening(self, messages: Sequence[Message], generate: bool = True, room: Room | None = None) -> Rendered:
-        """The tokens of a session's first turn; nothing is to be put before them. With `generate` they end where the
-        assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages,
-        or the template does not allow these, and `ContextExceeded` if they certainly do not fit into `room`: then they
-        have been rendered, but not encoded."""
+        """The tokens of a session's first turn, complete as they are. With `generate` they end where the assistant
+        begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages or the
+        template does not allow them, and `ContextExceeded` if they certainly do not fit into `room`; they are rendered
+        by then, but not encoded."""
         if not messages:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
         system = messages[0].role == "system"
@@ -121,12 +121,12 @@ class ChatTemplate:
         generate: bool = True,
         room: Room | None = None,
     ) -> Rendered:
-        """The tokens that append `messages` to a history that is `earlier` and ends with `last_token`. They begin with
-        what closes the last message; of that, an end-of-turn token which is already there is left out.
+        """The tokens that append `messages` to the history of `earlier`, which ends with `last_token`. They begin with
+        what closes the last message, except for an end-of-turn token that is already there.
 
-        Without messages, an answer that did not end is continued, which takes no tokens; after one that did, or after
-        another role's message, the assistant is asked to speak. Raises `InvalidRequest` if the template does not allow
-        these messages here, and `ContextExceeded` as `opening` does."""
+        Without messages, an unfinished answer is continued, which takes no tokens; after a finished one, or another
+        role's message, the assistant is asked to speak. Raises `InvalidRequest` if the template does not allow these
+        messages here, and `ContextExceeded` as `opening` does."""
         answering = earlier.role == "assistant"
         ended = answering and last_token in self.stop_ids
         if not messages and (not generate or (answering and not ended)):

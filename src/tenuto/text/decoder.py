@@ -1,4 +1,4 @@
-"""Sampled tokens to text, as they come."""
+"""Decodes sampled tokens to text as they arrive."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 class IncrementalDecoder:
-    """Decodes a growing sequence of tokens. What `push` and `flush` return, put together, is `Tokenizer.decode` of all
-    tokens. A token costs the bytes it stands for."""
+    """Decodes a growing sequence of tokens. The results of `push` and `flush` add up to `Tokenizer.decode` of all
+    tokens. A token costs time in proportion to its bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -26,7 +26,7 @@ class IncrementalDecoder:
         return bool(self._utf8.getstate()[0])
 
     def flush(self) -> str:
-        """The rest, at the end: U+FFFD for a character that was never completed. The decoder can then be used anew."""
+        """The rest, at the end: U+FFFD for an incomplete character. The decoder can then be reused."""
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return rest

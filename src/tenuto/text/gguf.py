@@ -17,7 +17,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.text.tokenizer import Tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""Of the values in `tokenizer.ggml.token_type`, those that are not ordinary vocabulary."""
+"""The values of `tokenizer.ggml.token_type` that are not ordinary vocabulary."""
 
 # The patterns the models were trained with, as published in their tokenizer.json files.
 _LLAMA_3 = (
@@ -28,7 +28,7 @@ _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def tokenizer_from_gguf(path: Path) -> Tokenizer:
-    """Builds the tokenizer described by the `tokenizer.*` keys. Raises `ModelError`, also for kinds not supported."""
+    """Build the tokenizer described by the `tokenizer.*` keys. Raises `ModelError`, also for unsupported kinds."""
     meta = GgufFile(path).metadata
     try:
         kind, pre = meta["tokenizer.ggml.model"], meta.get("tokenizer.ggml.pre", "default")
@@ -38,10 +38,13 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
             supported = ", ".join(sorted(_PRE_TOKENIZERS))
             raise ModelError(f"{path} has pre-tokenizer {pre!r}; supported: {supported}")
         tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
-        merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
-        backend = _backend(pre, tokens, types, merges)
+        merges = meta["tokenizer.ggml.merges"]
     except KeyError as error:
         raise ModelError(f"{path} has no metadata key {error}") from None
+    try:
+        backend = _backend(pre, tokens, types, [tuple(merge.split(" ", 1)) for merge in merges])
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a damaged vocabulary
+        raise ModelError(f"{path} has a tokenizer that cannot be built: {error}") from None
     ends = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return Tokenizer(
         backend,
@@ -75,7 +78,7 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
 
 
 def _smollm() -> pre_tokenizers.PreTokenizer:
-    """Every digit alone, then as GPT-2."""
+    """Every digit alone, then like GPT-2."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 

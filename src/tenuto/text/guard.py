@@ -1,4 +1,4 @@
-"""Keeps what users write apart from markup while a template mixes the two."""
+"""Keeps users' text apart from markup while a template mixes the two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
 
 class Markup:
-    """The control tokens of a tokenizer, as the strings that must not be found in what users write."""
+    """The control tokens of a tokenizer, as the strings to guard against in users' text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -27,21 +27,21 @@ class Markup:
         self._tails = tuple({text[cut:] for text in texts for cut in range(1, len(text))})
 
     def half_written(self, before: str, after: str) -> bool:
-        """Whether `before` ends, or `after` starts, inside the text of a control token, so that what is put between
-        them could complete it."""
+        """Whether `before` ends, or `after` starts, inside the text of a control token, which text put between them
+        could complete."""
         return before.endswith(self._heads) or after.startswith(self._tails)
 
 
 class Guard:
     """One rendering's stand-ins: letters of Unicode's private use area that occur in none of its texts.
 
-    Where a user's text spells a control token, its first letter is exchanged for a stand-in before the template sees
-    it. So whatever the template does with the text (trim, split, repeat), control tokens in the output are the
-    template's own. The letters come back when the text between them is encoded.
+    Where a user's text spells a control token, a stand-in replaces its first letter before the template sees it. So
+    whatever the template does with the text (trim, split, repeat), control tokens in the output are the template's
+    own. The letters are restored when the text between control tokens is encoded.
     """
 
     def __init__(self, markup: Markup, texts: Iterable[str]) -> None:
-        """`texts` are all that goes into the rendering: the template's source and the messages. Raises
+        """`texts`: everything that goes into the rendering, the template's source and the messages. Raises
         `InvalidRequest` if they leave no private letter unused."""
         self._markup = markup
         used = {letter for text in texts for letter in _private_letters(text)}
@@ -68,8 +68,8 @@ class Guard:
         return "".join([*pieces, text[done:end]])
 
     def encode(self, rendered: str, room: Room | None = None) -> list[int]:
-        """The tokens of what the template made. Raises `ContextExceeded`, without encoding it, if it certainly does not
-        fit into `room`."""
+        """The tokens of the rendered text. Raises `ContextExceeded`, without encoding it, if it certainly does not fit
+        into `room`."""
         tokenizer = self._markup.tokenizer
         if room is not None:
             room.require(tokenizer.least_tokens(rendered, self._added_bytes(rendered)))
@@ -87,7 +87,7 @@ class Guard:
         return text
 
     def _added_bytes(self, text: str) -> int:
-        """By how many bytes stand-ins make a text longer."""
+        """How many bytes longer stand-ins make a text."""
         return sum(
             text.count(stand_in) * (len(stand_in.encode()) - len(letter.encode()))
             for letter, stand_in in self._stand_ins.items()

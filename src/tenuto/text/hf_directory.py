@@ -13,7 +13,7 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 def tokenizer_from_directory(path: Path) -> Tokenizer:
-    """Reads `tokenizer.json`, and where present `tokenizer_config.json`, `generation_config.json` and the chat template
+    """Read `tokenizer.json` and, where present, `tokenizer_config.json`, `generation_config.json` and the chat template
     files. Raises `ModelError`."""
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -56,14 +56,14 @@ def _token_id(backend: tokenizers.Tokenizer, token: object) -> int | None:
 
 
 def _eos_ids(backend: tokenizers.Tokenizer, config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """The tokenizer's end token, then those generation stops at: one id or a list."""
+    """The tokenizer's end token, then those that end generation: one id or a list."""
     stops = generation.get("eos_token_id")
     ids = [_token_id(backend, config.get("eos_token")), *(stops if isinstance(stops, list) else [stops])]
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    """A template file beside the tokenizer wins over the one in its configuration; of several, `default` is taken."""
+    """A template file takes precedence over the tokenizer's configuration; of several templates, `default` is used."""
     file = path / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where a tokenizer comes from: a GGUF file or a Hugging Face directory."""
+"""Loads a tokenizer from a GGUF file or a Hugging Face directory."""
 
 from __future__ import annotations
 

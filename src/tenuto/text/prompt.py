@@ -21,8 +21,8 @@ class Prompt:
 
 
 def parse_input(given: Input | TurnInput, tokenizer: Tokenizer | None, room: Room | None = None) -> Prompt:
-    """Raises `InvalidRequest` if it is neither text, nor token ids, nor messages, and `ContextExceeded` if it is text,
-    or token ids, and certainly does not fit into `room`; the text has not been encoded then."""
+    """Raises `InvalidRequest` if `given` is neither text, nor token ids, nor messages, and `ContextExceeded` if it is
+    text or token ids that certainly do not fit into `room`; such text is not encoded."""
     if isinstance(given, str):
         if tokenizer is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none; give token ids")

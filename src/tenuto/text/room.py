@@ -8,8 +8,8 @@ from tenuto.base.errors import ContextExceeded
 
 
 class Room(NamedTuple):
-    """`history` tokens are there, and `allowed` may be once the input has been added; `limit` is the context. `spare`:
-    so many of an input's tokens may be left out, because they are there already."""
+    """The history has `history` tokens and may have `allowed` with the input; `limit` is the context. `spare`: how many
+    of the input's tokens may be left out, because the history has them already."""
 
     history: int
     allowed: int
@@ -17,7 +17,7 @@ class Room(NamedTuple):
     spare: int = 0
 
     def require(self, tokens: int) -> None:
-        """Raises `ContextExceeded` if so many, or more, certainly do not fit."""
+        """Raises `ContextExceeded` if an input of at least `tokens` tokens cannot fit."""
         total = self.history + tokens - self.spare
         if total > self.limit:
             raise ContextExceeded(

@@ -15,9 +15,9 @@ MAX_STOP_LENGTH = 256
 class StopMatcher:
     """Finds the first stop string in a growing text and holds back what could still become one.
 
-    The first match is the one that ends first, and of those the longest: it is known at the character that completes
-    it, so it does not depend on how the text was cut into pieces. A character costs O(1) (Aho and Corasick, Efficient
-    string matching, CACM 1975).
+    The first match is the one that ends first, and of those the longest: it is known as soon as it is complete, so it
+    does not depend on how the text is split into pieces. A character costs O(1) (Aho and Corasick, Efficient string
+    matching, CACM 1975).
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ class StopMatcher:
         _check(stop_strings)
         self._states = _automaton(stop_strings)
         self._state = self._states[0]
-        self._held = ""  # Invariant: without a match, the text that spells `_state`: all that may still become a match
+        self._held = ""  # Invariant: without a match, the text that spells `_state`, which may still become one
         self._matched: str | None = None
 
     @property
@@ -35,11 +35,11 @@ class StopMatcher:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that was found, if one was."""
+        """The stop string that was found, if any."""
         return self._matched
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text now known to be deliverable, and the stop string if it was found. What comes after it is dropped."""
+        """The text that can now be delivered, and the stop string if it was found. Text after it is dropped."""
         if self._matched is not None:
             return "", self._matched
         start = len(self._held)
@@ -102,7 +102,7 @@ def _automaton(stop_strings: Sequence[str]) -> list[_State]:
 
 def _check(stop_strings: Sequence[str]) -> None:
     if isinstance(stop_strings, str):
-        raise InvalidRequest("stop strings are one string; expected a list of strings", param="stop")
+        raise InvalidRequest("stop strings are a single string; allowed: a list of strings", param="stop")
     if len(stop_strings) > MAX_STOP_STRINGS:
         raise InvalidRequest(
             f"there are {len(stop_strings)} stop strings; allowed: at most {MAX_STOP_STRINGS}", param="stop"

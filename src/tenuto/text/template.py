@@ -34,8 +34,8 @@ class Template:
         self._variables = dict(variables)
 
     def render(self, messages: Sequence[Mapping[str, str]], generate: bool) -> str:
-        """`messages` as the model was trained to see them, with `generate` up to where the assistant begins to speak.
-        Raises `InvalidRequest` if the template refuses them or fails."""
+        """Render `messages`, with `generate` up to where the assistant begins to speak. Raises `InvalidRequest` if the
+        template refuses them or fails."""
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=generate, tools=None, documents=None, **self._variables

@@ -12,15 +12,14 @@ from tenuto.base.errors import InvalidRequest, ModelError
 from tenuto.text.bounds import token_bound
 
 LONG_TEXT = 2048
-"""Characters from which on a text is encoded without Python's lock, so that other threads go on meanwhile."""
+"""From this many characters on, a text is encoded without Python's lock, so that other threads can run."""
 
 
 class Tokenizer:
     """A byte-level BPE tokenizer.
 
-    Control tokens (`<|im_end|>` and the like) are what steers the model. Text never turns into them unless the caller
-    of `encode` says that the text is markup. Tokens that a model adds without calling them special are ordinary text
-    here, as they are to its authors.
+    Control tokens (`<|im_end|>` and the like) steer the model. Text never turns into them unless the caller of `encode`
+    declares it as markup. Tokens that a model adds without calling them special are ordinary text.
     """
 
     def __init__(
@@ -32,8 +31,8 @@ class Tokenizer:
         adds_bos: bool = False,
         chat_template: str | None = None,
     ) -> None:
-        """Takes `backend` over and sets it up. Raises `ModelError` if it is not byte-level, since only then is a token
-        a fixed string of bytes wherever it stands, or if its plain text can encode to a control token."""
+        """Take over `backend` and set it up. Raises `ModelError` if it is not byte-level, since only then is a token
+        the same bytes everywhere, or if plain text can encode to a control token."""
         if not isinstance(backend.decoder, ByteLevel):
             kind = type(backend.decoder).__name__
             raise ModelError(f"the tokenizer decodes with {kind}; supported: byte-level BPE (decoder ByteLevel)")
@@ -48,11 +47,11 @@ class Tokenizer:
         self.bos_id = bos_id
         """The beginning-of-text token, if the model has one."""
         self.eos_ids = eos_ids
-        """Tokens that end what the model has to say. The first is the one that templates call `eos_token`."""
+        """Tokens that end an answer. The first is the one that templates call `eos_token`."""
         self.adds_bos = adds_bos
         """Whether a prompt that is not rendered by a chat template must start with `bos_id`. `encode` never adds it."""
         self.chat_template = chat_template
-        """The Jinja source that came with the model."""
+        """The Jinja source that comes with the model."""
         longest = max(len(self.written_bytes(i)) for i in self._bytes)
         letters = {byte: letter for letter, byte in _byte_of_letter().items()}
         self._bound = token_bound(backend, longest, letters)
@@ -62,7 +61,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token id. A model may have more rows than that; they stand for nothing."""
+        """One more than the highest token id. A model may have more rows, which stand for nothing."""
         return max(self._bytes) + 1
 
     @property
@@ -76,7 +75,7 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of `text`; nothing is added at either end. With `special`, control tokens written out in `text`
-        become those tokens: for markup only, not for what a user wrote. Raises `InvalidRequest` on lone surrogates."""
+        become those tokens: for markup only, not for users' text. Raises `InvalidRequest` on lone surrogates."""
         if not special:
             return self._encode_plain(text)
         ids: list[int] = []
@@ -88,8 +87,8 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str, spare: int = 0) -> int:
-        """How many tokens `text`, or markup, has at the least, `spare` of its bytes not counted; found without encoding
-        it. 0 if nothing bounds what a token of this tokenizer can stand for."""
+        """The fewest tokens that `text`, or markup, can have, not counting `spare` of its bytes; found without encoding
+        it. 0 if the text of this tokenizer's tokens is unbounded."""
         return self._bound.least_tokens(text, spare) if self._bound is not None else 0
 
     def split_markup(self, text: str) -> Iterator[int | str]:
@@ -110,7 +109,7 @@ class Tokenizer:
         return raw.decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The raw bytes of a token, not always whole UTF-8; b"" for control tokens and ids that stand for nothing."""
+        """The raw bytes of a token, not always complete UTF-8; b"" for control tokens and unused ids."""
         return self._bytes.get(token, b"")
 
     def written_bytes(self, token: int) -> bytes:
@@ -121,16 +120,16 @@ class Tokenizer:
         try:
             if len(text) < LONG_TEXT:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-            else:  # only in this form the library lets other threads go on
+            else:  # only this call lets other threads run
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except (TypeError, UnicodeEncodeError):  # which of them depends on the version of the library
+        except (TypeError, UnicodeEncodeError):  # depending on the version of the library
             raise InvalidRequest("text has a lone surrogate; allowed: Unicode text") from None
         return ids
 
 
 def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Finds control tokens in markup, the longest first. A token may be declared to swallow the white space on its left
-    or right. The one group that matched holds the token's own text."""
+    """Matches control tokens in markup, the longest first. A token may be declared to include the white space on its
+    left or right. The group that matched holds the token's own text."""
     groups: dict[tuple[bool, bool], list[str]] = {}
     for token in backend.get_added_tokens_decoder().values():
         if token.special and token.content:
@@ -150,7 +149,7 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
     for text, i in backend.get_vocab(with_added_tokens=False).items():
         try:
             table[i] = bytes([byte_of[letter] for letter in text])
-        except KeyError:  # not written in the byte alphabet: it stands for itself
+        except KeyError:  # not in the byte alphabet: it stands for itself
             table[i] = text.encode()
     for i, token in added.items():
         table[i] = b"" if token.special else token.content.encode()

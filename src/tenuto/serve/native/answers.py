@@ -1,4 +1,4 @@
-"""How the native interface writes sessions, turns and their events."""
+"""Sessions, turns and their events as the native interface answers them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def turn_body(turn: LiveTurn) -> Turn:
 
 
 async def turn_events(turn: LiveTurn, position: int) -> AsyncIterator[bytes]:
-    """The events of an accepted turn after the first `position`; from 0, `started` comes before them."""
+    """The events of an accepted turn after the first `position`; at 0, `started` comes first."""
     assert turn.ticket is not None
     if position == 0:
         yield _started(turn.id, turn.ticket)

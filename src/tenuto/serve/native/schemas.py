@@ -1,4 +1,4 @@
-"""What the native interface takes and answers, as it is written in HTTP."""
+"""The native interface's requests and answers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tenuto.serve.shared.schemas import (
 MAX_TRIM_TURNS = 100_000
 SessionId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The session's id.")]
 TurnId = Annotated[str, Path(pattern=r"^turn-[0-9a-f]{24}$", description="The turn's id.")]
-NewId = Annotated[Id | None, Field(description="Made up by the server if not given; taken ones are refused.")]
+NewId = Annotated[Id | None, Field(description="Made up by the server if not given; an id in use is refused.")]
 IfMatch = Annotated[
     str | None,
-    Header(description="The version the session must have, as in its `ETag`; refused with 412 if it has another."),
+    Header(description="The version the session must have, as in its `ETag`; otherwise refused with 412."),
 ]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -49,16 +49,16 @@ Input = Annotated[
 
 
 class NewSession(Object):
-    """A session to be opened."""
+    """A session to open."""
 
     id: NewId = None
     system: str | None = Field(None, description="A system message, put before the first messages.")
     ttl: float | None = field_of("ttl")
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Of its turns; higher runs first.")
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Priority of its turns; higher runs first.")
     max_tokens: int | None = field_of("max_tokens")
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(
         default_factory=dict,
-        description="Noted with it, and shown: up to 16 entries, of 64 and 512 characters.",
+        description="Stored and shown with it: up to 16 entries, keys of 64 and values of 512 characters.",
     )
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"system": "Be brief.", "ttl": 3600}]})
@@ -66,15 +66,15 @@ class NewSession(Object):
 
 @with_options()
 class NewTurn(Object):
-    """A turn to be started, with the options of its generation; those not given have the engine's defaults."""
+    """A turn to start, with its options; those not given have the engine's defaults."""
 
     input: Input = ""
-    stream: bool = Field(default=True, description="Send events as they come; otherwise one answer at the end.")
+    stream: bool = Field(default=True, description="Send events as they come, or else one answer at the end.")
     if_busy: Literal["reject", "queue"] = Field(
         "reject", description="While another turn of the session is open: refuse with 409, or wait for its end."
     )
     on_disconnect: Literal["abort", "continue"] = Field(
-        "abort", description="When the last reader goes: roll the turn back, or go on without."
+        "abort", description="When the last reader leaves: roll the turn back, or go on without readers."
     )
 
     model_config = ConfigDict(
@@ -86,7 +86,7 @@ class NewTurn(Object):
 
 @with_options(*OF_PREFILL)
 class NewAppend(Object):
-    """Input to be appended without an answer."""
+    """Input to append without an answer."""
 
     input: Input = ""
     if_busy: Literal["reject", "queue"] = "reject"
@@ -99,31 +99,31 @@ class NewDraft(Object):
 
 
 class Abort(Object):
-    """Which turn to end, and what of it to commit."""
+    """Which turn to end, and how much of it to commit."""
 
     keep: Literal["none", "delivered", "all"] | int = Field(
         "none",
-        description="Nothing; its input and the output tokens that were sent; all of them; or so many.",
+        description="Nothing; its input and the output tokens sent so far; all of them; or this many.",
         examples=["delivered"],
     )
-    turn_id: str | None = Field(None, description="Only if this is the turn; else whichever is open.")
+    turn_id: str | None = Field(None, description="Only this turn; the open one if not given.")
 
 
 class Position(Object):
-    """A place in the history: after its first `turn` turns, or its first `position` tokens."""
+    """A place in the history: after the first `turn` turns, or the first `position` tokens."""
 
     turn: int | None = Field(None, ge=0, examples=[1])
     position: int | None = Field(None, ge=0)
 
 
 class NewFork(Position):
-    """Where to fork; at the end if no place is given."""
+    """Where to fork; the end if no place is given."""
 
     id: NewId = None
 
 
 class NewTrim(Object):
-    """Which turns the new session has."""
+    """Which turns the new session gets."""
 
     turns: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TRIM_TURNS)] = Field(
         description="Their numbers, ascending.", examples=[[1]]
@@ -132,8 +132,8 @@ class NewTrim(Object):
 
 
 class Session(BaseModel):
-    """A session as it is now. Of its `tokens`, the first `computed` have their state in memory. `memory`: units that it
-    holds, by group. `version` counts commits and rewinds. `turn`: the state of its open turn."""
+    """A session as it is now. The state of its first `computed` of `tokens` tokens is in memory. `memory`: units that
+    it holds, by group. `version` counts commits and rewinds. `turn`: the state of its open turn."""
 
     id: str
     state: str
@@ -153,23 +153,23 @@ class Session(BaseModel):
 
 
 class SessionList(BaseModel):
-    """Sessions by id, as many as were asked for, or as fit a page of about a megabyte; `next`: what to give as `after`
-    for the following ones."""
+    """Sessions by id, as many as were asked for or fit a page of about a megabyte. `next`: pass it as `after` to get
+    the following ones."""
 
     data: list[Session]
     next: str | None
 
 
 class RecordList(BaseModel):
-    """Committed turns, the oldest first, as many as were asked for, or as fit a page of 65,536 tokens, or one turn;
-    `next`: what to give as `first` for the following ones."""
+    """Committed turns, the oldest first: as many as were asked for or fit a page of 65,536 tokens, at least one.
+    `next`: pass it as `first` to get the following ones."""
 
     data: list[Record]
     next: int | None
 
 
 class Usage(BaseModel):
-    """Exact counts. `cached_tokens`: of the prompt, what did not have to be computed."""
+    """Exact counts. `cached_tokens`: prompt tokens that did not have to be computed."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -178,8 +178,8 @@ class Usage(BaseModel):
 
 
 class Turn(BaseModel):
-    """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline or failed, and `kept` are the
-    output tokens that were committed."""
+    """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline or failed, and `kept` is the
+    number of output tokens committed."""
 
     id: str
     session_id: str
@@ -214,12 +214,12 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 def etag(version: int | None) -> str:
-    """A session's version as a header."""
+    """A session's version as an `ETag`."""
     return f'"{version}"'
 
 
 def version_of(if_match: str | None) -> int | None:
-    """The version that an `If-Match` header names; any for `*`."""
+    """The version that an `If-Match` header names; `None` for any."""
     if if_match is None or if_match.strip() == "*":
         return None
     bare = if_match.strip().strip('"')
@@ -229,7 +229,7 @@ def version_of(if_match: str | None) -> int | None:
 
 
 def turn_input(given: str | list[int] | list[NewMessage]) -> TurnInput:
-    """What was given, as the engine takes it."""
+    """The input as the engine takes it."""
     if isinstance(given, str):
         return given
     return [Message(part.role, part.content) if isinstance(part, NewMessage) else part for part in given]

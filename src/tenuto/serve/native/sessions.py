@@ -49,13 +49,13 @@ async def list_sessions(
     edge: EdgeOf,
     tenant: Caller,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Annotated[str, Query(pattern=r"^[A-Za-z0-9._:-]{0,64}$", description="List those behind this id.")] = "",
+    after: Annotated[str, Query(pattern=r"^[A-Za-z0-9._:-]{0,64}$", description="List those after this id.")] = "",
     state: Annotated[
         StateFilter | None,
-        Query(description="Of the session, or of its open turn."),
+        Query(description="The state of the session, or of its open turn."),
     ] = None,
 ) -> SessionList:
-    """Your sessions, by id."""
+    """List your sessions, by id."""
     page = await edge.link.call(ListSessions(tenant=tenant.name, after=after, limit=limit, state=state))
     next_id = page.sessions[-1].session_id if page.more else None
     return SessionList(data=[session_body(edge, tenant, info) for info in page.sessions], next=next_id)
@@ -72,7 +72,7 @@ async def close_session(
     edge: EdgeOf,
     tenant: Caller,
     session_id: SessionId,
-    finish: Annotated[bool, Query(description="Let its open turn end first; else that is aborted.")] = False,
+    finish: Annotated[bool, Query(description="Let its open turn end first instead of aborting it.")] = False,
     if_match: IfMatch = None,
 ) -> Response:
     """Close a session."""
@@ -88,7 +88,7 @@ async def list_turns(
     first: Annotated[int, Query(ge=1, description="Number of the first; 1 is the oldest.")] = 1,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> RecordList:
-    """Its committed turns, with their tokens and texts."""
+    """List its committed turns, with their tokens and texts."""
     page = await edge.link.call(ListTurns(tenant=tenant.name, session=session_id, first=first, limit=limit))
     return RecordList(data=page.records, next=first + len(page.records) if page.more else None)
 
@@ -97,7 +97,7 @@ async def list_turns(
 async def fork(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewFork, response: Response, if_match: IfMatch = None
 ) -> Session:
-    """A new session with the same beginning; memory is shared. While a turn is open, it sees the last commit."""
+    """Open a new session with the same beginning; memory is shared. It does not see an open turn."""
     request = Fork(
         tenant=tenant.name,
         session=session_id,
@@ -125,7 +125,7 @@ async def rewind(
 async def trim(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewTrim, response: Response, if_match: IfMatch = None
 ) -> Session:
-    """A new session with some turns of this one. Those at its start are shared, others are computed when needed."""
+    """Open a new session with some turns of this one. Leading turns share memory, others are computed when needed."""
     request = Trim(
         tenant=tenant.name,
         session=session_id,

@@ -43,7 +43,7 @@ router = APIRouter(prefix="/v1/sessions/{session_id}", tags=["sessions"])
 
 @dataclass(frozen=True, slots=True)
 class TurnCall:
-    """A request that starts a turn: what the routes that do so have in common."""
+    """A request that starts a turn: what such routes have in common."""
 
     edge: Edge
     tenant: Tenant
@@ -119,13 +119,13 @@ async def start_turn(call: CallOf, body: NewTurn) -> Response:
 async def regenerate(call: CallOf, body: NewTurn) -> Response:
     """Generate the last turn's output again. The old one stays until this turn commits."""
     if body.input:
-        raise InvalidRequest("regenerate takes no input; the last turn's stays")
+        raise InvalidRequest("regenerate has input; allowed: none, the last turn's is used again")
     return await call.answer(await call.start("regenerate", body), stream=body.stream)
 
 
 @router.post("/append", responses=REFUSALS)
 async def append(call: CallOf, body: NewAppend) -> Turn:
-    """Append input without an answer; it is committed when it is computed."""
+    """Append input without an answer; it is committed once it is computed."""
     return await call.finish(await call.start("append", body))
 
 
@@ -139,8 +139,8 @@ async def draft(
     response: Response,
     if_match: IfMatch = None,
 ) -> Session:
-    """Give the whole text so far, again with every change: what stays the same is computed once. It is not part of the
-    history until a turn is started with it; a draft that is not changed for some time is dropped."""
+    """Send the whole text so far, again with every change: what stays the same is computed once. It is not part of the
+    history until a turn starts with it; a draft that does not change for some time is dropped."""
     draft = Draft(
         tenant=tenant.name,
         session=session_id,
@@ -158,7 +158,7 @@ async def draft(
 
 @router.post("/abort", responses=REFUSALS)
 async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort) -> Turn | None:
-    """End the open turn. The session is as before, or, with `keep`, has part of the turn. `null`: it was a draft."""
+    """End the open turn. The session is as before or, with `keep`, has part of the turn. `null`: it was a draft."""
     keep = check_keep(None if body.keep == "none" else body.keep)
     if body.turn_id is not None:
         turn = edge.turns.find(tenant.name, session_id, body.turn_id)
@@ -176,7 +176,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
 
 @router.get("/turns/{turn_id}", responses=REFUSALS)
 async def get_turn(edge: EdgeOf, tenant: Caller, session_id: SessionId, turn_id: TurnId) -> Turn:
-    """A turn that is open or has ended lately."""
+    """A turn that is open or ended recently."""
     return turn_body(edge.turns.find(tenant.name, session_id, turn_id))
 
 
@@ -188,14 +188,14 @@ async def follow_turn(
     turn_id: TurnId,
     request: Request,
     last_event_id: Annotated[
-        int | None, Header(ge=0, le=MAX_COUNT, description="Send what came after this event.")
+        int | None, Header(ge=0, le=MAX_COUNT, description="Send only the events after this one.")
     ] = None,
 ) -> Response:
     """The events of a turn, from its beginning or from where a broken stream ended."""
     turn = edge.turns.find(tenant.name, session_id, turn_id)
     position = last_event_id or 0
     if position > len(turn.deltas):
-        raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.deltas)}, the last there is")
+        raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.deltas)}, the last event")
     await while_connected(request, turn.answered.wait())
     turn.require_accepted()
     return _stream(edge, turn, position)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's manner, whole or as a stream; what completions and chat completions have in common."""
+"""Answers in OpenAI's form, whole or streamed: what completions and chat completions share."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ FINISH_REASONS = {
     EndReason.LENGTH: "length",
     EndReason.APPENDED: "length",
 }
-"""By why a turn was committed; a barge-in is a stop."""
+"""By the reason a turn was committed; a barge-in is a stop."""
 
 
 class Writer(Protocol):
     """Writes one choice, without its index and finish reason. Each is used once: for a stream or a whole answer."""
 
     def opening(self) -> dict[str, Any] | None:
-        """The choice of a chunk before there is any text, if there is to be one."""
+        """The choice of a chunk before any text, or `None` for no such chunk."""
         ...
 
     def piece(self, delta: Delta) -> dict[str, Any]:
-        """The choice of a chunk with what is new."""
+        """The choice of a chunk with new output."""
         ...
 
     def closing(self) -> dict[str, Any]:
@@ -45,11 +45,10 @@ class Writer(Protocol):
         ...
 
 
-class Answer:
+class Choices:
     """The choices of one request: those of its first prompt, then of its second, and so on.
 
-    `kind`: what `object` calls a whole answer. `session_id`: of the session that its only turn belongs to, if that is
-    the client's.
+    `kind`: the `object` of a whole answer. `session_id`: of the client's session that its only turn belongs to, if any.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Answer:
         yield DONE
 
     def _event(self, index: int, deltas: list[Delta]) -> bytes:
-        """What is new in a choice; empty if a reader would see nothing of it."""
+        """The new part of a choice; empty if a reader would see nothing new."""
         delta, writer = joined(deltas), self._writers[index]
         event = b""
         if delta.text or delta.logprobs or delta.input_logprobs:
@@ -119,7 +118,7 @@ class Answer:
         return data({**self._head, "choices": [choice], **(session or {})})
 
     def _session(self) -> dict[str, Any]:
-        """The fields that tell the client of its session."""
+        """The fields about the client's session."""
         result = self._turns[0].result
         if self._session_id is None or result is None:
             return {}

@@ -1,4 +1,4 @@
-"""How choices of chat completions are written."""
+"""Writes the choices of chat completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How choices of completions are written: their logprobs and the echo of the prompt."""
+"""Writes the choices of completions, with logprobs and the echo of the prompt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tenuto.serve.shared.samples import Samples
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it is repeated. `first`: the text of its first token, which has no logprob. `scores`: the logprobs of
-    its tokens, unless they come with the answer."""
+    """The echo of a prompt. `first`: the text of its first token, which has no logprob. `scores`: the logprobs of its
+    tokens, unless they come with the answer."""
 
     text: str
     first: bytes = b""
@@ -25,7 +25,7 @@ class Echo:
 
 
 async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, *, logprobs: bool) -> Echo:
-    """The echo of a prompt whose turns have started with `echo`."""
+    """The echo of a prompt whose turns were started with `echo`."""
     turn = samples.input_turn
     ticket = turn.ticket
     assert ticket is not None
@@ -37,7 +37,7 @@ async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, *, logp
 
 
 class CompletionWriter:
-    """Writes one choice; see `answers.Writer`. `silent`: tokens that have no text where they are sampled."""
+    """Writes one choice; see `answers.Writer`. `silent`: tokens that have no text when sampled."""
 
     def __init__(self, *, logprobs: bool, echo: Echo | None = None, silent: Iterable[int] = ()) -> None:
         self._logprobs = logprobs
@@ -79,14 +79,14 @@ class CompletionWriter:
 
 
 class Characters:
-    """Counts the characters of a text that comes as bytes."""
+    """Counts the characters of a text that arrives as bytes."""
 
     def __init__(self, count: int = 0) -> None:
         self._count = count
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def take(self, raw: bytes) -> int:
-        """Count these bytes. Returns how many characters there were before them."""
+        """Count these bytes. Returns the number of characters before them."""
         before = self._count
         self._count += len(self._decoder.decode(raw))
         return before
@@ -103,7 +103,7 @@ def _add(shown: dict[str, list[Any]], raw: bytes, entry: TokenLogprob | None, of
 
 
 def token_text(raw: bytes) -> str:
-    """A token as OpenAI writes it: its text, or its bytes if they are not whole characters."""
+    """A token in OpenAI's form: its text, or its bytes if they are not complete characters."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

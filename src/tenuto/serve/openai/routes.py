@@ -1,5 +1,5 @@
-"""Routes in OpenAI's manner. A completion is a turn of an ephemeral session, or with `session_id` of one that the
-client keeps."""
+"""OpenAI-compatible routes. A completion is a turn of an ephemeral session, or with `session_id` of one that the client
+keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, N
 from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.turns import TurnInput
-from tenuto.serve.openai.answers import Answer, Writer
+from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
@@ -32,7 +32,7 @@ MAX_CHOICES = 1024
 
 
 class ContextLengthExceeded(ContextExceeded):
-    """`ContextExceeded`, by the code that OpenAI's clients know."""
+    """`ContextExceeded`, with the code that OpenAI's clients know."""
 
     code = "context_length_exceeded"
 
@@ -50,7 +50,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 @router.get("/models", responses=REFUSALS)
 async def list_models(edge: EdgeOf, _: Caller) -> dict[str, Any]:
-    """The one model that is served."""
+    """List the served model."""
     edge.require_engine()
     return {"object": "list", "data": [_model(edge)]}
 
@@ -105,7 +105,7 @@ async def _completion_writers(edge: Edge, body: CompletionBody, samples: Sequenc
 async def chat(
     edge: EdgeOf, tenant: Caller, body: ChatBody, request: Request, idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Answer messages. With `session_id` these are only the new ones: the session has the earlier ones."""
+    """Answer messages. With `session_id`, send only the new ones: the session has the earlier ones."""
     _check(edge, body, 1)
     start = _start(tenant, body, [message.rendered() for message in body.messages])
     samples = await _begin(edge, tenant, body, request, [start], idempotency_key)
@@ -141,7 +141,7 @@ def _start(tenant: Tenant, body: Generation, turn_input: TurnInput) -> StartTurn
 async def _begin(
     edge: Edge, tenant: Tenant, body: Generation, request: Request, starts: list[StartTurn], key: str | None
 ) -> list[Samples]:
-    """The samples of every prompt, to be closed by the caller."""
+    """The samples of every prompt, which the caller closes."""
     if body.session_id is None:
         starting = start_all(edge, tenant, starts, body.samples)
     else:
@@ -156,8 +156,7 @@ async def _begin(
 
 
 async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: RequestKey | None) -> list[Samples]:
-    """A turn of the client's session, which is opened if there is none, and closed again if the turn is then
-    refused."""
+    """A turn of the client's session, which is opened if it does not exist, and closed again if the turn is refused."""
     samples, session = Samples(edge, tenant), start.session or ""
     try:
         samples.turns = [await edge.start(tenant, start, request_key=key)]
@@ -174,7 +173,7 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
 
 
 async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
-    """Whether this has opened the session; `False` if somebody else has meanwhile."""
+    """Open the session. False if somebody else did meanwhile."""
     opening = OpenSession(
         session=session,
         policy=Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name),
@@ -194,11 +193,11 @@ async def _respond(
     samples: list[Samples],
     make_writers: Callable[[], Awaitable[list[Writer]]],
 ) -> Response:
-    """The answer, whole or as a stream. The samples are closed when it is sent, or the client has gone."""
+    """The answer, whole or streamed. The samples are closed once it is sent or the client has gone."""
     kind = "text_completion" if isinstance(body, CompletionBody) else "chat.completion"
     streams = False
     try:
-        answer = Answer(
+        answer = Choices(
             edge, kind, samples, await make_writers(), usage_at_end=body.usage_at_end, session_id=body.session_id
         )
         streams = bool(body.stream)

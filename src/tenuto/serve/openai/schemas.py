@@ -1,4 +1,4 @@
-"""Requests in OpenAI's manner, with the options that clients of vLLM and SGLang add to them."""
+"""OpenAI-compatible requests, with the options that clients of vLLM and SGLang add."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Fields that change no answer here, whatever they say."""
+"""Fields that never change an answer here."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (None, True),
     "audio": _NONE,
@@ -63,14 +63,14 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-"""Fields that are known and not supported, with the values that ask for nothing."""
+"""Known fields that are not supported, with the values that ask for nothing."""
 
 ROLES = ("system", "developer", "user", "assistant")
 """Of messages; the first two mean the same."""
 
 
 class OpenAIObject(Object):
-    """An object in a request. Fields that are known and not supported are refused unless they ask for nothing."""
+    """An object in a request. Known fields that are not supported are refused unless they ask for nothing."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -94,7 +94,7 @@ class StreamOptions(OpenAIObject):
     not_supported = dict.fromkeys(("continuous_usage_stats",), _NONE)
     ignored = frozenset({"include_obfuscation"})
 
-    include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage of all choices.")
+    include_usage: bool | None = Field(None, description="End with a chunk that has the usage of all choices.")
 
 
 @with_options(
@@ -111,14 +111,14 @@ class StreamOptions(OpenAIObject):
     "top_p",
 )
 class Generation(OpenAIObject):
-    """What both kinds of completion take. The options that `with_options` adds have the engine's names. Fields from
-    `top_k` on are not OpenAI's, nor are `ignore_eos`, `min_p`, `priority`, `repetition_penalty` and the timeouts."""
+    """The fields that both kinds of completion share. Options added by `with_options` have the engine's names. Fields
+    from `top_k` on are not OpenAI's, nor are `ignore_eos`, `min_p`, `priority`, `repetition_penalty` and timeouts."""
 
     ignored = IGNORED
     not_supported = NOT_SUPPORTED
 
-    model: str = Field(description="As `/v1/models` has it, or `default`.")
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES, description="Answers to a prompt, which is computed once.")
+    model: str = Field(description="As listed by `/v1/models`, or `default`.")
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES, description="Answers to each prompt, which is computed once.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, description="Made up by the server if not given.")
@@ -128,12 +128,12 @@ class Generation(OpenAIObject):
     stop_token_ids: Items[TokenId] | None = field_of("stop_ids")
     session_id: Id | None = Field(
         None,
-        description="The request is a turn of this session, which is opened if there is none: only what is new is sent."
+        description="The request is a turn of this session, opened if it does not exist: send only what is new."
         " The answer has the session's `version`.",
     )
 
     input_field: ClassVar[str]
-    """The field that the turn's input is made of."""
+    """The field with the turn's input."""
 
     @property
     def samples(self) -> int:
@@ -146,7 +146,7 @@ class Generation(OpenAIObject):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Raises `InvalidRequest` for fields that do not go together."""
+        """Raises `InvalidRequest` for conflicting fields."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options without stream; allowed: only with stream true", param="stream_options"
@@ -155,11 +155,11 @@ class Generation(OpenAIObject):
             raise InvalidRequest(f"n is {self.n}; allowed with session_id: 1, or fork the session", param="n")
 
     def param(self, option: str | None) -> str | None:
-        """The field that an option of the engine was given in."""
+        """The field that sets an option of the engine."""
         return {**_FIELDS, "input": self.input_field}.get(option or "", option)
 
     def params(self) -> TurnParams:
-        """The turn's parameters; what was not given has OpenAI's defaults. Raises `InvalidRequest`."""
+        """The turn's parameters, with OpenAI's defaults. Raises `InvalidRequest`."""
         try:
             return turn_params(self.options())
         except InvalidRequest as error:
@@ -167,9 +167,9 @@ class Generation(OpenAIObject):
             raise
 
     def options(self) -> TurnOptions:
-        """What was given, under the engine's names."""
+        """The given options, under the engine's names."""
         given: TurnOptions = {"temperature": 1.0, **options_of(self)}
-        given.pop("logprobs", None)  # which has another meaning here
+        given.pop("logprobs", None)  # which means something else here
         if self.min_tokens is not None:
             given["min_new_tokens"] = self.min_tokens
         if self.stop_token_ids is not None:
@@ -183,20 +183,20 @@ class Generation(OpenAIObject):
 
 
 _FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
-"""Fields, by the engine's names of the options, where the names differ."""
+"""Fields by the engine's option names, where the two differ."""
 
 
 class CompletionBody(Generation):
-    """A text to be continued."""
+    """A text to continue."""
 
     input_field = "prompt"
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
-        description="Text or token ids, or a list of such.", examples=["Once upon a time"]
+        description="Text or token ids, or a list of either.", examples=["Once upon a time"]
     )
     max_tokens: int | None = field_of("max_new_tokens", "16 if not given.")
-    logprobs: int | None = Field(None, ge=0, le=5, description="Of every token, with so many of the likeliest.")
+    logprobs: int | None = Field(None, ge=0, le=5, description="For every token, with this many of the likeliest.")
     echo: bool | None = Field(None, description="Answers begin with the prompt.")
-    best_of: int | None = Field(None, description="Refused unless it is `n`.")
+    best_of: int | None = Field(None, description="Must equal `n`.")
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -241,7 +241,7 @@ class Part(OpenAIObject):
 
 
 class ChatMessage(OpenAIObject):
-    """A message. Other fields that a message of this server's answers has are accepted."""
+    """A message. The other fields of messages in this server's answers are accepted."""
 
     ignored = frozenset({"name"})
     not_supported = dict.fromkeys(
@@ -265,14 +265,14 @@ class ChatMessage(OpenAIObject):
 
 
 class ChatBody(Generation):
-    """Messages to be answered."""
+    """Messages to answer."""
 
     input_field = "messages"
-    messages: Messages[ChatMessage] = Field(description="With `session_id`: only the new ones.")
+    messages: Messages[ChatMessage] = Field(description="With `session_id`, only the new ones.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="The same.")
     logprobs: bool | None = None
-    top_logprobs: int | None = field_of("logprobs", "So many of the likeliest at every place.")
+    top_logprobs: int | None = field_of("logprobs", "How many of the likeliest at every place.")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""How requests to generate are answered in SGLang's manner."""
+"""SGLang-compatible answers to requests to generate."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tenuto.serve.shared.sse import DONE, data
 WEIGHT_VERSION = "default"
 ABORT_MESSAGES = {
     EndReason.ABORT: "the request was aborted",
-    EndReason.DEADLINE: "the request had not begun, or ended, by its deadline",
-    EndReason.FAILED: "the steps that the request was in failed; try again",
+    EndReason.DEADLINE: "the request did not start or end by its deadline",
+    EndReason.FAILED: "the steps with the request failed; try again",
 }
 
 
@@ -32,7 +32,7 @@ async def whole_answer(edge: Edge, running: Running) -> dict[str, Any]:
 
 
 async def events(edge: Edge, running: Sequence[Running], *, several: bool) -> AsyncIterator[bytes]:
-    """The answers as server-sent events, each with all of the output so far."""
+    """The answers as server-sent events, each with all output so far."""
     try:
         async with aclosing(merged([each.accepted for each in running])) as stream:
             async for index, deltas in stream:
@@ -46,8 +46,8 @@ async def events(edge: Edge, running: Sequence[Running], *, several: bool) -> As
 
 
 async def _answer(edge: Edge, running: Running, result: TurnResult | None, delivered: int = 0) -> dict[str, Any]:
-    """The output of a request so far. `result`: of its turn, if it has ended. `delivered`: tokens whose text has been
-    delivered, if it has not."""
+    """The output of a request so far. `result`: of its turn, once it has ended; before that, `delivered` is the number
+    of tokens with delivered text."""
     reply, ticket = running.reply, running.accepted.ticket
     assert ticket is not None
     meta: dict[str, Any] = {
@@ -75,7 +75,7 @@ def _finish_reason(result: TurnResult, generated: int) -> dict[str, Any]:
 
 
 def _cached(running: Running, result: TurnResult) -> int:
-    """Cached tokens of the prompt. That of several samples was computed once, which counts for the first."""
+    """Cached tokens of the prompt. Several samples compute it once, which counts for the first."""
     if running.prompt is not None and running.prompt.result is not None and running.sample == 0:
         return running.prompt.result.usage.cached
     return result.usage.cached
@@ -85,7 +85,7 @@ def _cached(running: Running, result: TurnResult) -> int:
 
 
 async def _text(edge: Edge, running: Running, result: TurnResult | None, delivered: int) -> str:
-    """The text of the output, with control tokens and with the stop that ended it if they are wanted."""
+    """The text of the output, with control tokens and the stop that ended it if they are wanted."""
     output, reply = running.item.output, running.reply
     stop = result.stop if result is not None else None
     if not output.special_tokens and not _differs(edge, stop, trim_stop=output.trim_stop):
@@ -124,7 +124,7 @@ async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
 
 
 async def _prompt_logprobs(edge: Edge, running: Running) -> list[tuple[list[Any], list[Any] | None]]:
-    """Of every token of the prompt from the first wanted one on: its entry, and those of the likeliest in its place."""
+    """For every prompt token from the first wanted one on: its entry, and those of the likeliest in its place."""
     output = running.item.output
     source = running.prompt if running.prompt is not None else running.accepted
     logprobs = source.reply().input_logprobs if running.prompt is not None else running.reply.input_logprobs

@@ -1,6 +1,6 @@
-"""Sessions in SGLang's manner: any request that has ended can be continued, several at once.
+"""SGLang-compatible sessions: any ended request can be continued, several at once.
 
-What is appended where a history ends goes into the same hidden session; whatever else is continued is forked off.
+A request that continues where a history ends runs on the same hidden session; any other runs on a fork.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ MAX_ENDED = 4096
 
 @dataclass(slots=True, eq=False)
 class HiddenSession:
-    """A session that no client can name. `tokens`: the length of its history, -1 if that is not known; `busy`: a
-    request is open on it, and `tokens` may be out of date. `uses`: by ended requests that are part of its history, and
-    by the open one."""
+    """A session that no client can name. `tokens`: the length of its history, -1 if unknown; `busy`: a request is open
+    on it, and `tokens` may be out of date. `uses`: counts the ended requests in its history, and the open one."""
 
     id: str
     tokens: int = 0
@@ -37,8 +36,8 @@ class HiddenSession:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndedRequest:
-    """A request that can be continued: the first `end` tokens of `session`, of which the first `input_end` come before
-    its output."""
+    """A request that can be continued: the first `end` tokens of `session`, the first `input_end` of which precede its
+    output."""
 
     session: HiddenSession
     input_end: int
@@ -48,8 +47,8 @@ class EndedRequest:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where an open request goes: into `session`, after `parent`. `source`: the session that `session` is forked from,
-    and at which position; `exists`: it need not be made."""
+    """Where an open request runs: on `session`, after `parent`. `source`: the session and position that `session` is
+    forked from; `exists`: it need not be opened."""
 
     rid: str
     session: HiddenSession
@@ -69,7 +68,7 @@ class Branches:
     def __init__(
         self, edge: Edge, tenant: Tenant, session_id: str, timeout: float | None, forget: Callable[[], None]
     ) -> None:
-        """`forget` is called when it closes because `timeout` seconds have passed without a turn."""
+        """`forget` is called when it closes after `timeout` seconds without a turn."""
         self._edge = edge
         self._tenant = tenant
         self._id = session_id
@@ -83,8 +82,8 @@ class Branches:
         self._watch()
 
     async def place(self, rid: str, params: SessionParams) -> Place:
-        """Where the request `rid` goes, with a hidden session that is there. Raises `InvalidRequest` if what it
-        continues is not there. Whoever takes a place calls `leave` in the end."""
+        """A place for the request `rid`, on an open hidden session. Raises `InvalidRequest` if what it continues does
+        not exist. Whoever takes a place must call `leave` in the end."""
         if params.replace and params.rid is not None:
             await self._interrupt(params.rid)
         place = self._choose(rid, params)
@@ -96,7 +95,7 @@ class Branches:
         return place
 
     def accepted(self, place: Place, turn: LiveTurn) -> None:
-        """The engine has the request's turn: those that it replaces end."""
+        """The engine has accepted the request's turn: the requests it replaces end."""
         place.turn = turn
         if place.replaces:
             for other in self.places:
@@ -111,7 +110,7 @@ class Branches:
         place.session.busy = False
         turn = place.turn
         if turn is None:
-            place.session.tokens = -1  # if starting it was cancelled, it may be committed yet
+            place.session.tokens = -1  # if starting it was cancelled, it may still commit
         elif turn.ticket is not None and turn.result is not None and turn.result.committed:
             start = turn.ticket.prompt_tokens
             self._end(place, EndedRequest(place.session, start, start + turn.result.kept, place.parent))
@@ -119,7 +118,7 @@ class Branches:
         self._watch()
 
     async def close(self) -> None:
-        """Forget everything; turns that are open may end first."""
+        """Forget everything; open turns may end first."""
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -148,13 +147,13 @@ class Branches:
         return place
 
     def _point(self, params: SessionParams) -> tuple[EndedRequest | None, int]:
-        """The request to be continued, and how many tokens of it."""
+        """The request to continue, and how many tokens of it."""
         if params.rid is None:
             return None, 0
         parent = self.ended.get(params.rid)
         if parent is None:
             if any(place.rid == params.rid for place in self.places):
-                raise InvalidRequest(f"request {params.rid!r} has not ended; wait for that, or give replace")
+                raise InvalidRequest(f"request {params.rid!r} has not ended; wait for its end, or give replace")
             raise InvalidRequest(
                 f"session {self._id!r} has no request {params.rid!r}; it never was, was rolled back, or was replaced"
             )
@@ -163,7 +162,7 @@ class Branches:
         return parent, len(range(end)[: params.offset]) if params.offset else end
 
     async def _interrupt(self, rid: str) -> None:
-        """If the request is open, it ends here and now, with what of it has been delivered."""
+        """If the request is open, end it now, keeping what has been delivered."""
         for place in [place for place in self.places if place.rid == rid]:
             if place.turn is not None:
                 await self._edge.turns.abort(place.turn, keep="delivered")
@@ -183,7 +182,7 @@ class Branches:
     # -- ends
 
     def _end(self, place: Place, ended: EndedRequest) -> None:
-        """It can be continued from now on."""
+        """The request can be continued from now on."""
         ended.session.tokens = ended.end
         if self.closed:
             return
@@ -208,13 +207,13 @@ class Branches:
             self._edge.spawn(self._close(session))
 
     async def _close(self, session: HiddenSession) -> None:
-        with suppress(TenutoError):  # it never came to be, or the engine is gone
+        with suppress(TenutoError):  # it was never opened, or the engine is gone
             await self._edge.turns.close_session((self._tenant.name, session.id), finish=session.busy)
 
     # -- timeout
 
     def _watch(self) -> None:
-        """Count the timeout from now on."""
+        """Restart the timeout."""
         if self._timer is not None:
             self._timer.cancel()
         if self._timeout is not None and not self.closed:
@@ -227,7 +226,7 @@ class Branches:
 
 
 def _follows(ended: EndedRequest | None, root: EndedRequest | None) -> bool:
-    """Whether `ended` is `root`, or continues it. All continue `None`."""
+    """Whether `ended` is `root` or continues it. Everything continues `None`."""
     while ended is not root and ended is not None:
         ended = ended.parent
     return ended is root

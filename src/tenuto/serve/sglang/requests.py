@@ -1,4 +1,4 @@
-"""Requests in SGLang's manner that are under way, by the ids that clients give them, and the sessions they name."""
+"""Open SGLang-compatible requests, by the ids that clients give them, and the sessions they name."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from tenuto.serve.shared.tasks import all_of
 
 ID = re.compile(ID_PATTERN)
 MAX_SESSIONS = 100_000
-"""Sessions with branches, of all tenants."""
+"""Sessions with branches, of all tenants together."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One answer under way. `sample`: its index among the answers to one prompt. `started`, `ended`: by
-    `time.perf_counter`. `reply`: what of the turn is in the answer so far. `turn`: set when the engine has accepted it.
-    `prompt`: the turn that has computed the prompt, if there are several samples."""
+    """One answer in progress. `sample`: its index among the answers to one prompt. `started`, `ended`: by
+    `time.perf_counter`. `reply`: the part of the turn in the answer so far. `turn`: set once the engine has accepted
+    it. `prompt`: the turn that computed the prompt, if there are several samples."""
 
     tenant: str
     rid: str
@@ -68,13 +68,13 @@ class Running:
 
 
 class Requests:
-    """All requests under way by tenant and id, and sessions with branches.
+    """All open requests by tenant and id, and sessions with branches.
 
     Invariant: a request is in `_running` until its turn has ended, or has failed to start.
     """
 
     def __init__(self, edge: Edge) -> None:
-        self.probe: asyncio.Task[bool] | None = None  # the last of whether the engine generates
+        self.probe: asyncio.Task[bool] | None = None  # the last check that the engine generates
         self._edge = edge
         self._running: dict[tuple[str, str], Running] = {}
         self._by_turn: dict[str, Running] = {}  # by turn id
@@ -84,7 +84,7 @@ class Requests:
     # -- sessions
 
     async def open(self, tenant: Tenant, body: OpenSessionRequest) -> str:
-        """Open a session. Returns its id; raises `InvalidRequest` if it is taken."""
+        """Open a session and return its id. Raises `InvalidRequest` if the id is in use."""
         name = body.session_id or new_session_id()
         key = tenant.name, name
         taken = InvalidRequest(f"session {name!r} is open already")
@@ -124,7 +124,7 @@ class Requests:
         self._sessions.pop(key, None)
 
     async def close(self, tenant: Tenant, name: str) -> None:
-        """Close a session, if there is one; a turn that is open may end first."""
+        """Close a session if it exists; its open turn may end first."""
         branches = self._sessions.pop((tenant.name, name), None)
         if branches is not None:
             await branches.close()
@@ -135,7 +135,7 @@ class Requests:
     # -- requests
 
     async def start(self, tenant: Tenant, items: Sequence[Item]) -> list[Running]:
-        """Start the turns of a request; done when the engine has accepted all. If one cannot start, none is left."""
+        """Start the turns of a request; returns when the engine has accepted all. If one cannot start, none is left."""
         groups = [_answers(tenant, item) for item in items]
         begun = [running for group in groups for running in group]
         try:
@@ -148,7 +148,7 @@ class Requests:
         return begun
 
     def leave(self, begun: Iterable[Running]) -> None:
-        """Nobody waits for these any more: those that have not ended are rolled back."""
+        """Nobody waits for these any more: roll back the open ones."""
         for running in begun:
             if running.turn is None:
                 self._end(running)
@@ -158,7 +158,7 @@ class Requests:
                 running.samples.close()
 
     async def abort(self, tenant: Tenant, rid: str) -> None:
-        """End requests with this id. What does not exist is ended already."""
+        """End the requests with this id, if any."""
         found = [
             running
             for (owner, _), running in self._running.items()
@@ -170,7 +170,7 @@ class Requests:
                 await self._edge.turns.abort_quietly(running.turn)
 
     async def abort_all(self, tenant: Tenant) -> None:
-        """End all turns of a tenant, whatever interface has started them."""
+        """End all turns of a tenant, whichever interface started them."""
         for running in self._running.values():
             running.aborted |= running.tenant == tenant.name
         await all_of(self._edge.turns.abort_quietly(turn) for turn in self._edge.turns.open_turns(tenant.name))
@@ -245,7 +245,7 @@ class Requests:
             self._end(running)
 
     def _end(self, running: Running) -> None:
-        """The id is free, and what the request has added to its session can be continued."""
+        """Free the id, and let what the request added to its session be continued."""
         running.ended = time.perf_counter()
         key = running.tenant, running.rid
         if self._running.get(key) is running:
@@ -261,18 +261,18 @@ def _answers(tenant: Tenant, item: Item) -> list[Running]:
 
 
 def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTurn:
-    """A request to a streaming session, which is only appended to. Raises `InvalidRequest` if it asks for more."""
+    """A request to a streaming session, which can only be appended to. Raises `InvalidRequest` if it asks for more."""
     if len(name) > ID_LENGTH or not ID.fullmatch(name):
         raise InvalidRequest(f"there is no session {shown(name)}; open it first")
     asked = {"replace": params.replace, "offset": params.offset, "drop_previous_output": params.drop_previous_output}
     for field_name, value in asked.items():
         if value:
-            raise InvalidRequest(f"{field_name} is {value}; a streaming session is only appended to, leave it out")
+            raise InvalidRequest(f"{field_name} is {value}; a streaming session can only be appended to, leave it out")
     return replace(request, params=dataclasses.replace(request.params, input_logprobs=None), echo=False)
 
 
 def _requests(request: Request, edge: EdgeOf) -> Requests:
-    """Those of this application; made for its first request."""
+    """The application's `Requests`, created for its first request."""
     state = request.app.state
     if not hasattr(state, "sglang"):
         state.sglang = Requests(edge)

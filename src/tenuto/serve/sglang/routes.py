@@ -1,4 +1,4 @@
-"""Routes of sessions and requests in SGLang's manner."""
+"""SGLang-compatible routes of sessions and requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def open_session(requests: RequestsOf, tenant: Caller, body: OpenSessionRe
 
 @router.post("/close_session", response_class=Response, responses=REFUSALS)
 async def close_session(requests: RequestsOf, tenant: Caller, body: CloseSessionRequest) -> Response:
-    """Close a session. One that is not there is closed already."""
+    """Close a session, if it exists."""
     await requests.close(tenant, body.session_id)
     return Response()
 
@@ -50,7 +50,7 @@ async def close_session(requests: RequestsOf, tenant: Caller, body: CloseSession
 async def generate(
     edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: GenerateRequest, request: Request
 ) -> Response:
-    """Continue text or tokens, one or several, by themselves or in a session."""
+    """Continue one or several texts or lists of tokens, by themselves or in a session."""
     if body.model is not None:
         edge.check_model(body.model)
     try:
@@ -71,12 +71,12 @@ async def generate(
 
 @router.post("/abort_request", response_class=Response, responses=REFUSALS)
 async def abort_request(edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: AbortRequest) -> Response:
-    """End requests: those of one id, or all that are yours. What does not exist is ended already."""
+    """End the requests with an id, if any, or all of yours."""
     edge.require_engine()
     if body.abort_all:
         await requests.abort_all(tenant)
     elif body.rid:
         await requests.abort(tenant, body.rid)
     else:
-        raise InvalidRequest("there is no request to abort; give rid, or abort_all")
+        raise InvalidRequest("no request to abort is named; give rid, or abort_all")
     return Response()

@@ -1,4 +1,4 @@
-"""Requests in SGLang's manner, and what they mean for each of their prompts."""
+"""SGLang-compatible requests, and what they mean for each of their prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ IGNORED = frozenset(
         "session_id",
     }
 )
-"""Fields that change no answer here, whatever they say."""
+"""Fields that never change an answer here."""
 
 TokenIds = Items[TokenId]
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
@@ -62,10 +62,10 @@ class SGLangObject(Object):
 
 
 class OpenSessionRequest(SGLangObject):
-    """A session to be opened. A `streaming` one is only ever appended to; of others any request can be continued."""
+    """A session to open. A `streaming` one can only be appended to; in others any request can be continued."""
 
     capacity_of_str_len: int = Field(
-        0, ge=-(2**63), lt=2**63, description="Noted with the session; its real limit is the context length."
+        0, ge=-(2**63), lt=2**63, description="Stored with the session; its real limit is the context length."
     )
     session_id: Id | None = Field(None, description="Made up by the server if not given.")
     streaming: bool | None = None
@@ -73,13 +73,13 @@ class OpenSessionRequest(SGLangObject):
 
 
 class CloseSessionRequest(SGLangObject):
-    """A session to be closed."""
+    """A session to close."""
 
     session_id: Id
 
 
 class AbortRequest(SGLangObject):
-    """Requests to be ended."""
+    """Requests to end."""
 
     rid: str | None = None
     abort_all: bool = False
@@ -108,7 +108,7 @@ class SessionParams(SGLangObject):
     "top_p",
 )
 class SamplingParams(SGLangObject):
-    """How to generate. `null` means the default, except for `max_new_tokens`, where it means as many as fit."""
+    """How to generate. `null` means the default, except that `max_new_tokens` `null` means as many as fit."""
 
     max_new_tokens: int | None = Field(128, ge=0, le=MAX_NEW_TOKENS)
     temperature: float | None = field_of("temperature", "1 if not given; 0 is greedy.")
@@ -118,11 +118,11 @@ class SamplingParams(SGLangObject):
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    spaces_between_special_tokens: bool | None = Field(None, description="Changes nothing: there are none.")
-    stream_interval: int | None = Field(None, ge=1, description="Changes nothing: chunks come as tokens do.")
+    spaces_between_special_tokens: bool | None = Field(None, description="No effect: there are no such spaces.")
+    stream_interval: int | None = Field(None, ge=1, description="No effect: chunks arrive as tokens do.")
 
     def options(self) -> TurnOptions:
-        """What was given, under the engine's names."""
+        """The given options, under the engine's names."""
         given: TurnOptions = {"temperature": 1.0, **options_of(self)}
         if self.top_k == 0:
             raise InvalidRequest("top_k is 0; allowed: -1 for all, or at least 1", param="top_k")
@@ -140,7 +140,7 @@ class SamplingParams(SGLangObject):
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     """What the answer shows. `logprob_start`: the first prompt token whose log-probability is wanted, -1 for none.
-    `special_tokens`: the text has control tokens. `trim_stop`: the text is without the stop that ended it."""
+    `special_tokens`: the text has control tokens. `trim_stop`: the text leaves out the stop that ended it."""
 
     logprobs: bool
     logprob_start: int
@@ -164,7 +164,7 @@ class Item:
 
 
 class GenerateRequest(SGLangObject):
-    """Prompts to be continued: one, or a list of them. A value that is not a list then holds for all of them."""
+    """One prompt to continue, or a list of them. A value that is not a list applies to all of them."""
 
     text: str | Prompts[str] | None = None
     input_ids: TokenIds | Prompts[TokenIds] | None = None
@@ -179,7 +179,7 @@ class GenerateRequest(SGLangObject):
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | Prompts[SessionParams] | None = None
     priority: int | None = None
-    model: str | None = Field(None, description="If it is given: as `/v1/models` has it, or `default`.")
+    model: str | None = Field(None, description="If given: as listed by `/v1/models`, or `default`.")
 
     @property
     def several(self) -> bool:
@@ -188,7 +188,7 @@ class GenerateRequest(SGLangObject):
         return isinstance(self.text, list) or bool(ids and isinstance(ids[0], list))
 
     def param(self, option: str | None) -> str | None:
-        """The field that an option of the engine was given in."""
+        """The field that sets an option of the engine."""
         if option == "input":
             return "text" if self.text is not None else "input_ids"
         name = {"stop_ids": "stop_token_ids", "seed": "sampling_seed"}.get(option or "", option)
@@ -196,9 +196,9 @@ class GenerateRequest(SGLangObject):
         return f"sampling_params.{name}" if inner else name
 
     def items(self) -> list[Item]:
-        """Raises `InvalidRequest` if the parts do not fit together."""
+        """One item per prompt. Raises `InvalidRequest` for conflicting fields."""
         if (self.text is None) == (self.input_ids is None):
-            raise InvalidRequest("give either text or input_ids")
+            raise InvalidRequest("there are both text and input_ids, or neither; allowed: one of them")
         given: Any = self.text if self.text is not None else self.input_ids
         inputs: list[Any] = given if self.several else [given]
         count = len(inputs)

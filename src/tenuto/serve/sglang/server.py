@@ -1,4 +1,4 @@
-"""Routes that ask about the server itself, in SGLang's manner: its health, its model and its memory."""
+"""SGLang-compatible routes about the server itself: its health, its model and its memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tenuto.serve.shared.settings import Tenant
 router = APIRouter(tags=["sglang"])
 
 PROBE_SECONDS = 20.0
-"""In which a healthy engine generates a token, or at least takes a step."""
-UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"description": "There is no engine, or the server is about to end"}}
+"""Within which a healthy engine generates a token, or at least takes a step."""
+UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"description": "The engine has stopped, or the server ends"}}
 
 
 @router.get("/flush_cache", response_class=PlainTextResponse, responses=REFUSALS)
@@ -42,8 +42,8 @@ async def health(edge: EdgeOf) -> Response:
 
 @router.get("/health_generate", response_class=Response, responses=UNHEALTHY)
 async def health_generate(edge: EdgeOf, requests: RequestsOf) -> Response:
-    """Generate a token; if the server is too busy to, that it generates others will do. Needs no key; all who ask at
-    once share a token."""
+    """Whether the engine generates a token or, if it is too busy for that, takes steps. Needs no key; simultaneous
+    requests share a token."""
     if edge.draining or edge.link.stopped is not None:
         return Response(status_code=503)
     if requests.probe is None or requests.probe.done():

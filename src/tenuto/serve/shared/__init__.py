@@ -1,1 +1,1 @@
-"""What all interfaces share: turns under way, samples, streams, errors, limits and settings."""
+"""What all interfaces share: open turns, samples, streams, errors, limits and settings."""

@@ -1,4 +1,4 @@
-"""What every interface of the server stands on: who asks, what they may do, and the turns that are under way."""
+"""What all interfaces of the server build on: who asks, what they may do, and the open turns."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tenuto.serve.shared.tasks import Background
 from tenuto.serve.shared.turns import Turns
 
 ABORTING_SECONDS = 5.0
-"""How long the engine may take, at the end, to abort all that is left."""
+"""How long the engine may take, at shutdown, to abort the remaining turns."""
 DRAIN_CHECK_SECONDS = 0.02
 DEFAULT_MODEL = "default"
-"""A name that means the served model, whatever that is called."""
+"""A name for the served model, whatever it is called."""
 
 
 class Edge:
@@ -46,7 +46,7 @@ class Edge:
         self.started = time.time()  # seconds since the epoch
         self.draining = False  # set once, by `drain`
         self.hurried = False  # `drain` does not wait for turns
-        self.body_bytes = 0  # of all requests that have not ended; written by those who read the bodies
+        self.body_bytes = 0  # of all open requests; written by whoever reads the bodies
         self._background = Background()
         self.spawn = self._background.spawn
 
@@ -56,7 +56,7 @@ class Edge:
         return self.settings.served_name or self.model.model
 
     def check_model(self, name: str) -> None:
-        """Raises `ModelNotFound` if the name is not that of the served model."""
+        """Raises `ModelNotFound` unless `name` is the served model's."""
         if name not in (self.served_name, DEFAULT_MODEL):
             raise ModelNotFound(
                 f"there is no model {name[:200]!r}; allowed: {self.served_name!r}, or {DEFAULT_MODEL!r} for the same",
@@ -64,7 +64,7 @@ class Edge:
             )
 
     def tenant(self, headers: Headers) -> Tenant:
-        """Whose key is in the headers. Raises `Unauthorized`."""
+        """The tenant whose key is in the headers. Raises `Unauthorized`."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         tenant = self.settings.keys.tenant(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key"))
         if tenant is None:
@@ -72,7 +72,7 @@ class Edge:
         return tenant
 
     def require_engine(self) -> None:
-        """Raises `EngineStopped` if there is none."""
+        """Raises `EngineStopped` if the engine has stopped."""
         if self.link.stopped is not None:
             raise self.link.stopped.error()
 
@@ -89,7 +89,7 @@ class Edge:
         `Draining`, `EngineStopped`."""
         self.require_engine()
         if self.draining:
-            raise Draining("the server is about to end; try again later")
+            raise Draining("the server is shutting down; try again later")
         return await self.turns.start(
             request,
             queue=queue,
@@ -100,7 +100,7 @@ class Edge:
         )
 
     def _check_open(self, tenant: Tenant) -> None:
-        """Whether one more turn may be open."""
+        """Raises unless one more turn may be open."""
         limit, count = tenant.limits.turns, self.turns.open[tenant.name]
         if limit is not None and count >= limit:
             raise LimitReached(f"{count} turns are open; allowed: {limit}; wait for one to end")
@@ -108,9 +108,9 @@ class Edge:
             raise Overloaded(f"{self.settings.max_turns} turns are open, the most allowed; try again later")
 
     async def drain(self) -> None:
-        """Begin nothing new, let turns end for a while, then abort those that are left."""
+        """Refuse new turns, give open ones time to end, then abort the rest."""
         self.draining = True
-        self.turns.queues.refuse_all(Draining("the server is about to end; try again later"))
+        self.turns.queues.refuse_all(Draining("the server is shutting down; try again later"))
         deadline = time.monotonic() + self.settings.drain_seconds
         while (
             self.turns.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None

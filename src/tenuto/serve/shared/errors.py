@@ -1,4 +1,4 @@
-"""How errors are written in answers."""
+"""The form of errors in answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tenuto.base.errors import TenutoError
 
 RETRY_SECONDS = 1
-"""In `Retry-After`, where nothing better is known."""
+"""For `Retry-After`, if nothing better is known."""
 BROKEN = "the server failed; its log says why"
 _TYPES = {
     401: "authentication_error",
@@ -22,7 +22,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How an error is written in an answer: in the manner of OpenAI, for all interfaces alike."""
+    """An error as it is answered, in OpenAI's form for all interfaces."""
 
     status: int
     code: str
@@ -31,7 +31,7 @@ class Failure:
 
     @staticmethod
     def of(error: TenutoError) -> Failure:
-        """Without the error's detail; of our own mistakes nothing is told, either."""
+        """Omits the error's detail; of our own mistakes nothing is told at all."""
         message = BROKEN if error.status == 500 else error.message
         return Failure(error.status, error.code, message, error.param)
 

@@ -1,4 +1,4 @@
-"""Idempotency keys: a request that is repeated gets the turn of the first one."""
+"""Idempotency keys: a repeated request gets the turn of the first one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tenuto.serve.shared.live_turn import LiveTurn
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """An idempotency key as a client gave it, and a digest of the request that it came with."""
+    """A client's idempotency key, and a digest of its request."""
 
     key: str
     digest: bytes
 
     @staticmethod
     async def of(request: Request, key: str | None) -> RequestKey | None:
-        """`None` if the client gave no `key`. What counts of a request is its path and its body."""
+        """`None` if the client gave no `key`. Requests are equal if their paths and bodies are."""
         if key is None:
             return None
         return RequestKey(key, sha256(request.url.path.encode() + b"\n" + await request.body()).digest())
@@ -38,27 +38,27 @@ class _Scope:
 
 
 class IdempotencyKeys:
-    """Which turn was started with which key.
+    """The turns started with idempotency keys.
 
-    Invariant: a turn in `_turns` has not ended, or was committed and is retained; `_scopes` has the same turns by id.
-    So a key is free again once its turn was rolled back.
+    Invariant: a turn in `_turns` is open, or was committed and is retained; `_scopes` has the same turns by id. So a
+    key is free again once its turn was rolled back.
     """
 
     def __init__(self) -> None:
-        self._turns: dict[_Scope, tuple[LiveTurn, bytes]] = {}  # with the digests of their requests
+        self._turns: dict[_Scope, tuple[LiveTurn, bytes]] = {}  # with their requests' digests
         self._scopes: dict[str, _Scope] = {}
 
     def __len__(self) -> int:
         return len(self._turns)
 
     async def find(self, request: StartTurn, key: RequestKey) -> LiveTurn | None:
-        """The turn that was started with this key, `None` if there is none; waits for one that is being rolled back.
-        Raises `KeyReused` if that turn's request was another one."""
+        """The turn that was started with this key, or `None`; waits while it is being rolled back. Raises `KeyReused`
+        if its request was a different one."""
         while (entry := self._turns.get(_Scope(request.tenant, request.session, key.key))) is not None:
             turn, digest = entry
             if turn.rolling_back and not turn.ended:
                 with suppress(TenutoError):
-                    await turn.finished()  # the key is free then, unless the turn was committed after all
+                    await turn.finished()  # then the key is free, unless the turn was committed after all
                 continue
             if digest != key.digest:
                 raise KeyReused(
@@ -68,13 +68,13 @@ class IdempotencyKeys:
         return None
 
     def add(self, turn: LiveTurn, key: RequestKey) -> None:
-        """`find` has just found none."""
+        """Register `turn`. The caller has just seen `find` return `None`."""
         scope = _Scope(turn.tenant, turn.request.session, key.key)
         self._turns[scope] = turn, key.digest
         self._scopes[turn.id] = scope
 
     def release(self, turn: LiveTurn) -> None:
-        """The turn's key, if it has one, is free."""
+        """Free the turn's key, if it has one."""
         scope = self._scopes.pop(turn.id, None)
         if scope is not None:
             del self._turns[scope]

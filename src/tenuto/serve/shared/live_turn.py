@@ -1,4 +1,4 @@
-"""The stream of one turn: its deltas, kept for any number of readers, who can resume where they were."""
+"""The stream of one turn: its deltas, kept for any number of readers, who can resume."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tenuto.base.views import Ticket
 
 
 class LiveTurn:
-    """One turn, from its request on.
+    """One turn, from its request to its end.
 
     Invariant: `deltas` are what readers are given, in order. Once the turn has ended, the last of them has its result,
     unless `error` says why there is none. A delta's number, counted from 1, is the id of its event.
     """
 
     def __init__(self, request: StartTurn, *, continues: bool = False) -> None:
-        """`continues`: also when nobody reads it any more."""
+        """`continues`: even when nobody reads it any more."""
         self.id = f"turn-{secrets.token_hex(12)}"
-        self.request = msgspec.structs.replace(request, name=self.id)  # without its input once the engine has it
+        self.request = msgspec.structs.replace(request, name=self.id)  # its input is dropped once the engine has it
         self.continues = continues
         self.requested_at = time.perf_counter()
         self.deltas: list[Delta] = []
@@ -35,10 +35,10 @@ class LiveTurn:
         self.error: TenutoError | None = None
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
         self.readers = 0  # in `follow`, or about to be
-        self.rolling_back = False  # nobody reads it any more, and it is being aborted
+        self.rolling_back = False  # it is being aborted because nobody reads it
         self._gate = AbortGate()
         self.begin_abort = self._gate.begin_abort
-        self._wakers: list[asyncio.Future[None]] = []  # of readers who have read all there is
+        self._wakers: list[asyncio.Future[None]] = []  # of readers who have read everything so far
 
     @property
     def tenant(self) -> str:
@@ -63,18 +63,18 @@ class LiveTurn:
 
     @property
     def delivered(self) -> int:
-        """Leading output tokens whose text readers have been given."""
+        """Leading output tokens whose text readers have received."""
         return self._gate.delivered
 
     def require_accepted(self) -> None:
-        """Raises the error that kept the engine from accepting it, if there was one."""
+        """Raises the error with which the engine refused the turn, if it did."""
         if self.error is not None and self.ticket is None:
             raise self.error
 
     # -- written by its owner, `Turns`
 
     def deliver(self, news: TurnNews) -> None:
-        """Take what the link brings."""
+        """Handle news from the link."""
         match news:
             case Delta():
                 if (delta := self._gate.take(news)) is not None:
@@ -89,12 +89,12 @@ class LiveTurn:
     def fail(self, error: TenutoError) -> None:
         """End without a result."""
         self._drop_input()
-        self.error = error.with_traceback(None)  # which refers to the input, too
+        self.error = error.with_traceback(None)  # which would keep the input alive
         self.answered.set()
         self._wake()
 
     def _add(self, delta: Delta) -> None:
-        if delta.result is not None and (delta.tokens or delta.text):  # the end is an event of its own, to resume at
+        if delta.result is not None and (delta.tokens or delta.text):  # the end is its own event, to resume at
             self.deltas.append(msgspec.structs.replace(delta, result=None))
             delta = Delta(delivered=delta.delivered, result=delta.result)
         self.deltas.append(delta)
@@ -107,8 +107,8 @@ class LiveTurn:
     # -- read by anyone
 
     async def follow(self, position: int = 0) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-        """Deltas after the first `position`, as they come: the number of the last, and all that are new by then. Raises
-        the error that ended the turn."""
+        """Deltas after the first `position`, as they arrive: the number of the last one, and all new ones. Raises the
+        error that ended the turn."""
         self.readers += 1
         try:
             while True:

@@ -1,4 +1,4 @@
-"""How long turns are kept that have ended."""
+"""How long ended turns are kept."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections import deque
 from tenuto.serve.shared.live_turn import LiveTurn
 
 MAX_TURNS = 4096
-"""Ended turns that are kept for readers who come back, and for repeated requests."""
+"""Ended turns kept for returning readers and repeated requests."""
 MAX_DELTAS = 2**18
-"""Deltas of ended turns that are kept; those with log-probabilities count more."""
+"""Deltas kept of ended turns; those with log-probabilities count more."""
 LOGPROBS_WEIGHT = 16
-"""As how many deltas one with log-probabilities counts."""
+"""How many deltas one with log-probabilities counts as."""
 
 
 class EndedTurns:
-    """The turns that have ended last.
+    """The turns that ended last.
 
-    Invariant: `_turns` are in the order of their ends, and `_weight` is the sum of their weights. They are at most
-    `MAX_TURNS`, and weigh at most `MAX_DELTAS` unless there is only one.
+    Invariant: `_turns` are in the order of their ends, and `_weight` is the sum of their weights. There are at most
+    `MAX_TURNS`, weighing at most `MAX_DELTAS` unless there is only one.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class EndedTurns:
         self._weight = 0
 
     def add(self, turn: LiveTurn) -> list[LiveTurn]:
-        """Keep one more turn. Returns those that are no longer kept."""
+        """Keep one more turn. Returns those no longer kept."""
         self._turns.append(turn)
         self._weight += _weight(turn)
         dropped: list[LiveTurn] = []

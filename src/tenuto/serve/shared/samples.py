@@ -1,4 +1,4 @@
-"""Several answers to one prompt, which is computed once, by a prefill-only turn on a hidden session that is forked."""
+"""Several answers to one prompt, computed once by a prefill-only turn on a hidden session, which is then forked."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ HIDDEN_TTL = 300.0
 
 
 class Samples:
-    """The turns that answer one prompt. Whoever makes one calls `close` in the end, whatever happens.
+    """The turns that answer one prompt. Whoever creates it must call `close` in the end, whatever happens.
 
-    Several turns have hidden sessions, which count as the tenant's.
+    If there are several, they run on hidden sessions, which count as the tenant's.
     """
 
     def __init__(self, edge: Edge, tenant: Tenant) -> None:
         self.turns: list[LiveTurn] = []
-        self.prompt: LiveTurn | None = None  # the turn that has computed the prompt, if there are several samples
+        self.prompt: LiveTurn | None = None  # the turn that computed the prompt, if there are several samples
         self._edge = edge
         self._tenant = tenant
         self._sessions: list[str] = []  # ids of hidden sessions that may be open
@@ -45,23 +45,23 @@ class Samples:
 
     @property
     def prompt_tokens(self) -> int:
-        """Once all have ended."""
+        """Tokens of the prompt. Valid once all turns have ended."""
         return max(turn.result.usage.prompt for turn in self.turns if turn.result is not None)
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, what did not have to be computed. Once all have ended."""
+        """Tokens of the prompt that did not have to be computed. Valid once all turns have ended."""
         result = self.input_turn.result
         return result.usage.cached if result is not None else 0
 
     @property
     def generated_tokens(self) -> int:
-        """Of all answers. Once they have ended."""
+        """Tokens of all answers. Valid once all turns have ended."""
         return sum(turn.result.usage.generated for turn in self.turns if turn.result is not None)
 
     async def start(self, request: StartTurn, n: int = 1) -> None:
-        """Start `n` turns; done when the engine has accepted them. If `n` is more than 1, `request` names no session;
-        each sample's seed is one more than that of the sample before."""
+        """Start `n` turns; returns when the engine has accepted them. If `n` is more than 1, `request` names no
+        session, and each sample's seed is one more than the previous one's."""
         if n == 1:
             self.turns.append(await self._edge.start(self._tenant, request))
             return
@@ -98,7 +98,7 @@ class Samples:
         return (await self._edge.link.call(fork)).session_id
 
     def close(self) -> None:
-        """Turns that have not ended are aborted, unless others read them; hidden sessions are closed."""
+        """Abort open turns, unless others read them, and close hidden sessions."""
         sessions, self._sessions = self._sessions, []
         if sessions:
             self._edge.spawn(self._close(sessions))  # which aborts their turns
@@ -107,13 +107,13 @@ class Samples:
                 self._edge.turns.abandon(turn)
 
     async def _close(self, sessions: list[str]) -> None:
-        """The engine gets these messages after those that open the sessions."""
+        """The engine gets these messages after the ones that open the sessions."""
         closing = [CloseSession(tenant=self._tenant.name, session=session) for session in sessions]
         await asyncio.gather(*map(self._edge.link.call, closing), return_exceptions=True)
 
 
 async def start_all(edge: Edge, tenant: Tenant, requests: Iterable[StartTurn], n: int = 1) -> list[Samples]:
-    """The samples of several prompts, to be closed by the caller; if some cannot start, none is left."""
+    """The samples of several prompts, which the caller closes; if some cannot start, all are closed."""
     requests = list(requests)
     all_samples = [Samples(edge, tenant) for _ in requests]
     try:
@@ -131,21 +131,20 @@ def close_all(all_samples: Iterable[Samples]) -> None:
 
 
 def check_end(edge: Edge, result: TurnResult) -> None:
-    """Raises the error that says why a turn was rolled back, unless it was committed."""
+    """Raise why the turn was rolled back, unless it was committed."""
     if result.committed:
         return
     if result.reason is EndReason.DEADLINE:
-        raise DeadlinePassed("the turn had not ended, or begun, by its deadline, and was rolled back")
+        raise DeadlinePassed("the turn did not start or end by its deadline, and was rolled back")
     if result.reason is EndReason.FAILED:
-        raise TurnFailed("the steps that the turn was in failed, and it was rolled back; try again")
+        raise TurnFailed("the steps with the turn failed, and it was rolled back; try again")
     if edge.draining:
-        raise Draining("the server is about to end, and the turn was rolled back; try again later")
+        raise Draining("the server is shutting down, and the turn was rolled back; try again later")
     raise TurnAborted("the turn was aborted, and rolled back")
 
 
 async def merged(turns: Sequence[LiveTurn]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-    """Deltas of several turns as they come: the index of a turn, and its new deltas. Raises the error that ended a
-    turn."""
+    """Deltas of several turns as they arrive: a turn's index and its new deltas. Raises the error that ended a turn."""
     followed = [turn.follow() for turn in turns]
     if len(followed) == 1:
         async with aclosing(followed[0]) as stream:

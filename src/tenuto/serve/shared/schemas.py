@@ -1,4 +1,4 @@
-"""What the requests of all interfaces are made of: bounded objects and lists, the engine's options as fields, ids."""
+"""Building blocks of all interfaces' requests: bounded objects and lists, the engine's options as fields, ids."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
-"""Of a session's id: what needs no quoting in a URL. `.` and `..` are excluded: clients remove them from URLs."""
+"""Of a session's id, which needs no quoting in a URL. Excludes `.` and `..`, which clients remove from URLs."""
 ID_LENGTH = 64
 UNSUPPORTED = "unsupported"
-"""Pydantic's type of the errors that `unsupported` makes."""
+"""The Pydantic error type of the errors that `unsupported` makes."""
 MAX_FIELDS = 128
-"""Of an object in a request."""
+"""In an object of a request."""
 MAX_MESSAGES = 10_000
-"""In one request, and parts of messages."""
+"""Messages, or parts of messages, in one request."""
 MAX_PROMPTS = 1024
-"""In one request."""
+"""Prompts in one request."""
 
 Items = Annotated[list[T], Field(fail_fast=True, max_length=2**20)]
-"""A list of token ids, or of anything else that is quick to check. Only the first wrong entry is reported: there may be
-many."""
+"""A list of token ids, or of anything else that is quick to check. Only the first wrong entry is reported."""
 Messages = Annotated[list[T], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-"""Prompts, or one value for each."""
+"""Prompts, or one value per prompt."""
 
 
 def at_most(entries: int) -> BeforeValidator:
-    """For a field that is an object: bounds its size before its entries are validated."""
+    """For an object field: bounds its size before its entries are validated."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > entries:
@@ -61,11 +60,11 @@ _TYPES: dict[str, Any] = {
     "stop": str | Items[str],
     "stop_ids": Items[TokenId],
 }
-"""Of options that are not numbers or flags."""
+"""The types of options that are not numbers or flags."""
 
 
 class Object(BaseModel):
-    """An object in a request: unknown fields, values of another type and too many fields are refused."""
+    """An object in a request: unknown fields, wrong types and too many fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -82,8 +81,7 @@ _OF_SESSIONS = {each.name: each for each in fields(Policy)}
 
 
 def field_of(name: str, description: str | None = None) -> Any:
-    """A field of a request with the bounds and description of the engine's option of this name, of a turn or else of a
-    session."""
+    """A request field with the bounds and description of the engine's option of this name, a turn's or a session's."""
     given = (OPTIONS.get(name) or _OF_SESSIONS[name]).metadata
     bounds: Bounds | None = given["bounds"]
     limits: dict[str, Any] = {}
@@ -96,7 +94,7 @@ def field_of(name: str, description: str | None = None) -> Any:
 
 def with_options(*names: str) -> Callable[[type[M]], type[M]]:
     """A class decorator that adds the engine's options with these names, or all of them, as optional fields with their
-    own bounds and descriptions. `options_of` reads them."""
+    bounds and descriptions. `options_of` reads them."""
 
     def add(model: type[M]) -> type[M]:
         chosen: dict[str, Any] = {name: (_type_of(name) | None, field_of(name)) for name in names or OPTIONS}
@@ -115,18 +113,18 @@ def _type_of(name: str) -> Any:
 
 
 def options_of(request: BaseModel) -> TurnOptions:
-    """The options that a request gives under the engine's names."""
+    """The options that a request sets, under the engine's names."""
     given = {name: getattr(request, name, None) for name in OPTIONS}
     return cast("TurnOptions", {name: value for name, value in given.items() if value is not None})
 
 
 def random_seed() -> int:
-    """For turns that sample and were given no seed."""
+    """A seed for turns that sample without one."""
     return secrets.randbelow(MAX_SEED + 1)
 
 
 def unsupported(field: str, problem: str) -> PydanticCustomError:
-    """An error for validators to raise: `field` (empty: the one being validated) is known, and not supported."""
+    """An error for validators to raise: `field` (empty: the one being validated) is known but not supported."""
     return PydanticCustomError(UNSUPPORTED, "{field} {problem}", {"field": field, "problem": problem})
 
 
@@ -135,7 +133,7 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=200,
-        description="While the first request with this key runs, others attach to its turn; once that has committed,"
+        description="While the first request with this key runs, others attach to its turn; once it has committed,"
         " they get its result. After an abort the key is free. With another body it is refused with 422.",
     ),
 ]
@@ -150,21 +148,21 @@ class Error(BaseModel):
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error, "description": text}
     for status, text in {
-        400: "Malformed, or more than the context has room for",
+        400: "Malformed, or too long for the context",
         401: "No valid key",
         403: "This needs an admin key",
         404: "No such session or turn",
-        409: "Busy, taken, or not possible in this state",
+        409: "Busy, already in use, or not possible in this state",
         410: "The session is closing",
         412: "The session has another version",
-        408: "The body did not come in time",
+        408: "The body did not arrive in time",
         413: "The body is too large",
         415: "The body is not declared as JSON",
         422: "The idempotency key was used with another body",
-        429: "As much as is allowed; see `Retry-After`",
+        429: "A limit is reached; see `Retry-After`",
         431: "The headers are too large, or too many",
         500: "The server failed",
         504: "The turn waited for its session until its deadline",
-        503: "There is no engine, or the server is ending; see `Retry-After`",
+        503: "The engine has stopped, or the server is shutting down; see `Retry-After`",
     }.items()
 }

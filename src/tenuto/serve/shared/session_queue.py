@@ -20,16 +20,16 @@ from tenuto.serve.shared.live_turn import LiveTurn
 MAX_WAITING = 64
 """Turns that may wait for one session."""
 MAX_INPUT_BYTES = 2**27
-"""Input that all waiting turns may have together."""
+"""Input of all waiting turns together."""
 DEADLINES = ("queue_timeout", "timeout")
-"""Options of a turn that are seconds from its arrival."""
+"""The options of a turn that are deadlines, in seconds from its arrival."""
 
 
 class SessionQueues:
     """The open and waiting turns of all sessions.
 
-    Invariant: a session's turn in `_open` is one that the engine has accepted, or is being asked to accept. Those in
-    `_queues` wait for its end; a session for which nobody waits has no queue.
+    Invariant: a session's turn in `_open` was accepted by the engine, or is being offered to it. Those in `_queues`
+    wait for its end; a session for which nobody waits has no queue.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class SessionQueues:
         self._open: dict[SessionKey, LiveTurn] = {}
         self._queues: dict[SessionKey, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}
         self._input_bytes = 0  # of the waiting turns
-        self._closing = Counter[SessionKey]()  # sessions whose turns may not begin now, and how often that was asked
+        self._closing = Counter[SessionKey]()  # sessions being closed, whose turns may not begin, and how often
 
     def open_turn(self, session: SessionKey) -> LiveTurn | None:
-        """The session's turn that has begun and not ended."""
+        """The session's turn that has begun but not ended."""
         return self._open.get(session)
 
     def waiting_for(self, session: SessionKey) -> list[LiveTurn]:
@@ -50,11 +50,11 @@ class SessionQueues:
     async def begin(
         self, turn: LiveTurn, session: SessionKey, *, queue: bool, max_queued: int | None = None
     ) -> StartTurn:
-        """Make `turn` the session's open turn, at once or, with `queue`, when those before it have ended; `leave` ends
-        that. Returns its request, with what is left of its deadlines.
+        """Make `turn` the session's open turn, at once or, with `queue`, when those before it have ended, until
+        `leave`. Returns its request, with what is left of its deadlines.
 
         Raises `SessionBusy` without `queue`, `LimitReached` if `max_queued` turns of its tenant wait, `Overloaded`,
-        `DeadlinePassed`, and whatever it is refused with while it waits.
+        `DeadlinePassed`, and any error given to `refuse` while it waits.
         """
         if session not in self._open and session not in self._queues:
             self._open[session] = turn
@@ -74,7 +74,7 @@ class SessionQueues:
         return msgspec.structs.replace(turn.request, params=params)
 
     def _check_room(self, turn: LiveTurn, session: SessionKey, max_queued: int | None) -> int:
-        """Whether one more may wait. Returns the bytes of its input."""
+        """Raises unless one more turn may wait. Returns the bytes of its input."""
         waiting = self.waiting[turn.tenant]
         if max_queued is not None and waiting >= max_queued:
             raise LimitReached(f"{waiting} turns wait for a session; allowed: {max_queued}; wait for one to begin")
@@ -86,7 +86,7 @@ class SessionQueues:
         return size
 
     def leave(self, turn: LiveTurn, session: SessionKey) -> None:
-        """The turn has ended, or will not begin; the next one may."""
+        """The turn has ended or will not begin, so the next one may."""
         if self._open.get(session) is turn:
             del self._open[session]
         elif session in self._queues:
@@ -94,21 +94,21 @@ class SessionQueues:
         self._promote(session)
 
     def refuse(self, turn: LiveTurn, error: TenutoError) -> None:
-        """If the turn is waiting, it waits in vain."""
+        """If the turn is waiting, end its wait with `error`."""
         for waiting, ready in self._queues.get(turn.request.key, ()) if turn.request.key is not None else ():
             if waiting is turn and not ready.done():
                 ready.set_exception(error)
 
     def refuse_all(self, error: TenutoError) -> None:
-        """All who wait for any session wait in vain."""
+        """End the wait of all waiting turns with `error`."""
         for session in self._queues:
             for turn in self.waiting_for(session):
                 self.refuse(turn, error)
 
     @contextmanager
     def closing(self, session: SessionKey) -> Iterator[None]:
-        """While the engine is asked to close a session, no waiting turn begins; once it is closed, they are refused,
-        before another session may have its id."""
+        """While the engine closes a session, no waiting turn begins. Once it is closed, they are refused, before
+        another session can take its id."""
         self._closing[session] += 1
         try:
             yield
@@ -121,7 +121,7 @@ class SessionQueues:
             self._promote(session)
 
     def _promote(self, session: SessionKey) -> None:
-        """The first waiting turn begins, unless the session has an open one or is being closed."""
+        """Let the first waiting turn begin, unless the session has an open one or is being closed."""
         queue = self._queues.get(session)
         while queue and session not in self._open and session not in self._closing:
             turn, ready = queue.popleft()
@@ -133,13 +133,13 @@ class SessionQueues:
 
 
 async def _until_deadline(ready: asyncio.Future[None], params: TurnParams) -> TurnParams:
-    """Wait. Returns `params` with what is left of the deadlines; raises `DeadlinePassed` if that is nothing."""
+    """Wait, and return `params` with what is left of the deadlines. Raises `DeadlinePassed` if one has passed."""
     deadlines = {name: seconds for name in DEADLINES if (seconds := getattr(params, name)) is not None}
     began = time.monotonic()
     try:
         async with asyncio.timeout(min(deadlines.values(), default=None)):
             await ready
     except TimeoutError:
-        raise DeadlinePassed("the turn has waited for its session until its deadline") from None
+        raise DeadlinePassed("the turn waited for its session until its deadline") from None
     waited = time.monotonic() - began
     return replace(params, **{name: max(1e-3, seconds - waited) for name, seconds in deadlines.items()})

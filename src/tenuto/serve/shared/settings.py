@@ -17,10 +17,10 @@ from tenuto.base.errors import ConfigError
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
 BODY_BYTES_A_SECOND = 1024
-"""The lowest rate at which a body may come, after `ServeSettings.body_seconds`."""
+"""The lowest rate at which a body may arrive, after `ServeSettings.body_seconds`."""
 DAY = 86_400.0
-"""Seconds. Idle sessions cost little, as their memory is reclaimed first; a day is longer than most breaks in a
-conversation."""
+"""In seconds. Idle sessions cost little, since their memory is reclaimed first; most breaks in a conversation are
+shorter."""
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """On whose account a request is made."""
+    """The owner of a request."""
 
     name: str
     admin: bool = False
@@ -50,8 +50,8 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The tenants of all keys. Without keys, everyone is the same tenant, and an administrator. `weights`: of tenants,
-    as in `EngineConfig.tenant_weights`."""
+    """The tenants by key. Without keys, everyone is the same tenant, with admin rights. `weights`: as in
+    `EngineConfig.tenant_weights`."""
 
     by_digest: dict[bytes, Tenant] = field(default_factory=dict)
     weights: tuple[tuple[str, float], ...] = ()
@@ -60,8 +60,8 @@ class Keys:
         return bool(self.by_digest)
 
     def tenant(self, key: str | None) -> Tenant | None:
-        """The tenant with this key, `None` if there is none. Keys are compared by their digests, so the time that it
-        takes tells nothing about them."""
+        """The tenant with this key, or `None`. Keys are looked up by their digests, so that timing reveals nothing
+        about them."""
         if not self.by_digest:
             return Tenant("default", admin=True)
         return self.by_digest.get(sha256(key.encode()).digest()) if key is not None else None
@@ -73,7 +73,7 @@ class Keys:
         for entry in entries:
             digest = _digest(entry)
             if digest in found:
-                raise ConfigError(f"two entries have the same key; one is that of tenant {entry.tenant!r}")
+                raise ConfigError(f"two entries have the same key, one of them for tenant {entry.tenant!r}")
             found[digest] = Tenant(_tenant_name(entry.tenant), entry.admin, entry.limits)
         return Keys(found, _weights(entries))
 
@@ -113,7 +113,7 @@ def _tenant_name(name: str) -> str:
 
 
 def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> Keys:
-    """Keys from a TOML file of `[[keys]]` tables, and those given by themselves. Raises `ConfigError`."""
+    """Keys from a TOML file of `[[keys]]` tables, and the two given directly. Raises `ConfigError`."""
     entries: list[KeySettings] = []
     if path is not None:
         try:
@@ -136,21 +136,21 @@ def read_ttl(text: str) -> float | None:
     try:
         return seconds("session_ttl", float(text), ConfigError) if float(text) else None
     except ValueError:
-        raise ConfigError(f"session_ttl is {shown(text)}; allowed: seconds, or 0 or none to have no limit") from None
+        raise ConfigError(f"session_ttl is {shown(text)}; allowed: seconds, or 0 or none for no limit") from None
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """How the server listens, and what clients may ask of it.
 
-    `served_name`: what clients call the model, `None` for its own name. `max_body_bytes`: of one request,
-    `max_bodies_bytes`: of all requests that have not ended. `max_turns`: open turns of all tenants. `max_connections`:
-    open ones. `header_seconds`: until a request's headers are whole; `body_seconds`: until its body is, and one second
-    more for every `BODY_BYTES_A_SECOND` that have come. `keep_alive_seconds`: between two requests of a connection.
-    `session_ttl`: of sessions that are opened without a TTL, in seconds, `None` for never; a fork or trim has the TTL
-    of the session that it was made of. `drain_seconds`: how long turns may go on after SIGTERM before they are aborted.
-    `unread_seconds`: how long a client may make no room for more of its answer before it counts as gone.
-    `public_metrics`: `/metrics` needs no admin key.
+    `served_name`: what clients call the model, `None` for its own name. `max_body_bytes`: per request,
+    `max_bodies_bytes`: of all open requests together. `max_turns`: open turns of all tenants. `max_connections`: open
+    connections. `header_seconds`: until a request's headers are complete; `body_seconds`: until its body is, plus one
+    second for every `BODY_BYTES_A_SECOND` received. `keep_alive_seconds`: between two requests of a connection.
+    `session_ttl`: of sessions opened without a TTL, in seconds, `None` for never; a fork or trim inherits the TTL of
+    its source. `drain_seconds`: how long turns may continue after SIGTERM before they are aborted. `unread_seconds`:
+    how long a client may read nothing of its answer before it counts as gone. `public_metrics`: `/metrics` needs no
+    admin key.
     """
 
     host: str = "127.0.0.1"
@@ -177,8 +177,8 @@ class ServeSettings:
             )
 
     def ttl(self, asked: float | None, *, named: bool) -> float | None:
-        """The TTL of a session whose request asks for `asked`. A session that its client did not name cannot be found
-        again when the client is gone, so it always has a TTL."""
+        """The TTL of a session whose request asks for `asked`. A session without a name of the client's choice cannot
+        be found again once the client is gone, so it always has a TTL."""
         if asked is not None:
             return asked
         return self.session_ttl if self.session_ttl is not None or named else DAY
@@ -197,5 +197,5 @@ def new_session_id() -> str:
 
 
 def hidden_session_id() -> str:
-    """The id of a session that the edge opens for its own use; no client can name it in a request."""
+    """The id of a session that the edge opens for itself; no request can name it."""
     return f"~{secrets.token_hex(12)}"

@@ -19,22 +19,22 @@ T = TypeVar("T")
 _json = msgspec.json.Encoder()
 
 DONE = b"data: [DONE]\n\n"
-"""The end of a stream in OpenAI's or SGLang's manner."""
+"""The end of a stream in OpenAI's and SGLang's interfaces."""
 
 
 def data(value: Any) -> bytes:
-    """An event with JSON data and nothing else."""
+    """An event with only JSON data."""
     return b"data: " + _json.encode(value) + b"\n\n"
 
 
 def event(name: str, value: Any, number: int | None = None) -> bytes:
-    """An event with a name and JSON data; its number, if it has one, is what a reader resumes from."""
+    """An event with a name, JSON data and, if given, a number to resume from."""
     head = f"event: {name}\ndata: " if number is None else f"event: {name}\nid: {number}\ndata: "
     return head.encode() + _json.encode(value) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends events as they come. `on_close` is called once, when all is sent or the client has gone."""
+    """Sends events as they come. `on_close` is called once, when all are sent or the client has gone."""
 
     media_type = "text/event-stream"
 
@@ -62,7 +62,7 @@ class EventStream(Response):
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client disconnects meanwhile, `work` is cancelled and `ClientDisconnect` raised."""
+    """The result of `work`. If the client disconnects first, `work` is cancelled and `ClientDisconnect` raised."""
     return await _until_disconnected(request.receive, work)
 
 

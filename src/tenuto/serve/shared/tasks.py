@@ -1,4 +1,4 @@
-"""Asyncio tasks: several at once, and those that nobody waits for."""
+"""Asyncio tasks: several at once, and background tasks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ T = TypeVar("T")
 
 
 class Background:
-    """Runs coroutines to their ends. Asyncio itself does not keep a task alive that nobody refers to."""
+    """Runs coroutines to completion. Asyncio itself does not keep unreferenced tasks alive."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something done. It must not raise."""
+        """Run `work` in the background. It must not raise."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. If one fails, or this is cancelled, it cancels the others and waits for their ends."""
+    """The results, in order. If one fails, or this is cancelled, the others are cancelled and awaited."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

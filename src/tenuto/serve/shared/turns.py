@@ -1,4 +1,4 @@
-"""The registry of turns: those that are under way, and those that have ended lately."""
+"""The registry of turns: open ones, and those that ended recently."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tenuto.serve.shared.tasks import Background
 class Turns:
     """Starts turns on an engine and ends them.
 
-    Invariant: `_turns` has every turn that has not ended, and those that `_ended` retains. `open` counts the former.
+    Invariant: `_turns` has every open turn, counted by `open`, and those that `_ended` retains.
     """
 
     def __init__(self, link: Link) -> None:
@@ -32,21 +32,21 @@ class Turns:
         self.queues = SessionQueues()
         self._keys = IdempotencyKeys()
         self._background = Background()
-        self.open = Counter[str]()  # turns that have not ended, by tenant
+        self.open = Counter[str]()  # open turns, by tenant
         self.on_delta: list[Callable[[LiveTurn, Delta], None]] = []  # called with every delta of a turn
-        self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every turn that was accepted and has ended
+        self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every accepted turn that ends
 
-    # -- what there is
+    # -- looking up
 
     def find(self, tenant: str, session: str | None, turn_id: str) -> LiveTurn:
         """Raises `NotFound`."""
         turn = self._turns.get(turn_id)
         if turn is None or turn.tenant != tenant or turn.request.session != session:
-            raise NotFound(f"there is no turn {turn_id!r} here; it never was, or ended too long ago")
+            raise NotFound(f"there is no turn {turn_id!r} here; it never existed, or ended too long ago")
         return turn
 
     def open_turns(self, tenant: str | None = None) -> list[LiveTurn]:
-        """Turns of `tenant` (`None`: of all) that have not ended."""
+        """Open turns of `tenant`, `None` for all tenants."""
         return [turn for turn in self._turns.values() if not turn.ended and tenant in (None, turn.tenant)]
 
     # -- starting
@@ -61,11 +61,11 @@ class Turns:
         check: Callable[[], None] = lambda: None,
         max_queued: int | None = None,
     ) -> LiveTurn:
-        """A turn that the engine has accepted. Cancelled, it leaves no turn behind.
+        """Start a turn and return it when the engine has accepted it. If cancelled, this leaves no turn behind.
 
-        `queue`: while the session has an open turn, wait for its end, unless `max_queued` turns of the tenant wait
-        already; otherwise raise `SessionBusy`. `continues`: the turn goes on when nobody reads it any more.
-        `request_key`: if it was used before, return the turn of then. `check` may raise to refuse a new turn.
+        `queue`: if the session has an open turn, wait for its end, unless `max_queued` turns of the tenant wait
+        already; without `queue`, raise `SessionBusy`. `continues`: the turn goes on even when nobody reads it.
+        `request_key`: if it was used before, return the earlier turn. `check` may raise to refuse a new turn.
         """
         turn = LiveTurn(request, continues=continues)
         if request_key is not None and (known := await self._keys.find(request, request_key)) is not None:
@@ -85,7 +85,7 @@ class Turns:
         return turn
 
     async def _attach(self, turn: LiveTurn) -> LiveTurn:
-        """Wait until the engine has accepted it, as a reader, so that it is not abandoned meanwhile."""
+        """Wait until the engine has accepted the turn, as a reader, so that it is not abandoned meanwhile."""
         turn.readers += 1
         try:
             await turn.answered.wait()
@@ -111,7 +111,7 @@ class Turns:
             self._end(turn)
             raise
 
-    # -- going on and ending
+    # -- news and ends
 
     def _deliver(self, turn: LiveTurn, news: TurnNews) -> None:
         turn.deliver(news)
@@ -124,8 +124,7 @@ class Turns:
             self._end(turn)
 
     def _end(self, turn: LiveTurn) -> None:
-        """The turn has ended: the next one of its session may begin, and it is retained if the engine had accepted
-        it."""
+        """The turn has ended: the next one of its session may begin. It is retained if the engine had accepted it."""
         self.open[turn.tenant] -= 1
         if not turn.committed:
             self._keys.release(turn)
@@ -139,8 +138,8 @@ class Turns:
             self.queues.leave(turn, turn.request.key)
 
     async def abort(self, turn: LiveTurn, keep: Keep = None) -> None:
-        """End the turn, committing what `keep` says; what was delivered is what its readers were given. A turn that has
-        ended stays as it is."""
+        """End the turn and commit what `keep` says; "delivered" is what its readers have received. An ended turn stays
+        as it is."""
         self._refuse_waiting(turn)
         await turn.answered.wait()
         if turn.ended or turn.ticket is None:
@@ -155,12 +154,12 @@ class Turns:
             await turn.finished()
 
     async def abort_quietly(self, turn: LiveTurn, keep: Keep = None) -> None:
-        """`abort`, where it does not matter that the turn, its session or the engine has ended meanwhile."""
+        """`abort`, ignoring errors: the turn, its session or the engine may have ended meanwhile."""
         with suppress(TenutoError):
             await self.abort(turn, keep)
 
     def abandon(self, turn: LiveTurn) -> None:
-        """A reader has gone. If it was the last, and the turn does not continue without, the turn is rolled back."""
+        """A reader has gone. If it was the last, roll the turn back unless it continues without readers."""
         if turn.readers == 0 and not turn.ended and not turn.continues:
             turn.rolling_back = True
             self._background.spawn(self._roll_back(turn))
@@ -175,12 +174,12 @@ class Turns:
         self.queues.refuse(turn, IllegalTransition("the turn was aborted before it began"))
 
     async def withdraw(self, name: str) -> None:
-        """Nobody waits any more for what has this name; see `messages.Withdraw`."""
+        """Nobody waits for the input of this name any more; see `messages.Withdraw`."""
         with suppress(TenutoError):
             await self._link.call(Withdraw(name=name))
 
     async def close_session(self, session: SessionKey, *, finish: bool = False, version: int | None = None) -> None:
-        """Have the engine close a session; turns that wait for it are refused. Raises what the engine refuses with."""
+        """Have the engine close a session, and refuse turns that wait for it. Raises the engine's refusal."""
         tenant, session_id = session
         with self.queues.closing(session):
             await self._link.call(CloseSession(tenant=tenant, session=session_id, finish=finish, version=version))
