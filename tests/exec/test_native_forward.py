@@ -157,21 +157,18 @@ def test_what_is_not_finite_stays_with_the_turn_that_made_it(tmp_path: Path) -> 
     executor.close()
 
 
-def test_without_a_compiler_or_for_other_devices_plain_pytorch_computes_and_says_why(path: Path) -> None:
+def test_without_a_compiler_or_for_other_devices_plain_pytorch_computes_and_says_why(
+    path: Path, tmp_path: Path
+) -> None:
     said: list[str] = []
     bare = Machine(HERE.features, None)
-    executor = load_executor(resolve(str(path), path), 16, cache=cache_dir(), machine=bare, say=said.append)
+    executor = load_executor(resolve(str(path), path), 16, cache=tmp_path, machine=bare, say=said.append)
     assert isinstance(executor.forward, TorchForward)
     assert "no C++ compiler" in said[-1]
     executor.close()
+    bare = Machine(frozenset(_flags("avx2")), None)
     with pytest.raises(ConfigError, match="kernels 'avx2' cannot be used: there is no C"):
-        load_executor(
-            resolve(str(path), path),
-            16,
-            kernels="avx2",
-            cache=cache_dir(),
-            machine=Machine(frozenset(_flags("avx2")), None),
-        )
+        load_executor(resolve(str(path), path), 16, kernels="avx2", cache=tmp_path, machine=bare)
     with pytest.raises(ConfigError, match="are for the CPU"):
         load_executor(resolve(str(path), path), 16, dtype="float32", kernels="avx2", cache=cache_dir())
     with pytest.raises(ConfigError, match="kernels are 'cuda'; allowed: auto, amx"):

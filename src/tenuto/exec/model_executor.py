@@ -110,6 +110,8 @@ class ModelExecutor:
         rows = np.repeat(plan.rows, plan.samples).astype(np.int64)
         positions = np.repeat(plan.starts + plan.counts - plan.samples, plan.samples) + ragged_arange(plan.samples) + 1
         if options.plain:
+            if computed.best is not None and not options.draws(rows):
+                return computed.best, None
             return sample(logits, options.choice(rows, positions), computed.best), None
         wanted, most = options.wanted_logprobs(rows)
         places = self._indices(wanted)

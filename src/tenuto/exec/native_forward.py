@@ -58,6 +58,11 @@ class NativeForward:
     def description(self) -> str:
         return f"native kernels ({self._library.variant}, {self.threads} threads)"
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory taken by the weights, in bytes."""
+        return self._model.weight_bytes
+
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         (pages,) = units
         if self._library.prepare(self._handle, pages):

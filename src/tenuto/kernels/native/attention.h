@@ -1,14 +1,15 @@
 // The paged cache of keys and values, and attention over it.
 #pragma once
 
-#include <vector>
+#include <type_traits>
 
 #include "matrix.h"
 
 // Keys and values as bfloat16, in pages of `page_size` token slots: for each
 // layer and head of a page blocks of 16 slots. A block holds the keys of
-// one head as [head_dim / 2][16 slots][2] and its values as [8 pairs of slots][head_dim][2], so that a vector has a pair
-// for each of 16 slots, or for each of 16 dimensions. All values are finite: what is masked counts as 0 times them.
+// one head as [head_dim / 2][16 slots][2] and its values as [8 pairs of slots][head_dim][2], so that a vector has a
+// pair for each of 16 slots, or for each of 16 dimensions. All values are finite: what is masked counts as 0 times
+// them.
 struct Cache {
   uint16_t *data = nullptr;
   int page_size, blocks, layers, kv_heads, head_dim; // blocks a page and head
@@ -25,7 +26,8 @@ struct Cache {
       uint32_t pairs[LANES / 2];
       store(pairs, to_bf16(load<f32x16>(key + d)));
 #pragma GCC unroll 8
-      for (int i = 0; i < LANES / 2; i++) to[i * LANES] = pairs[i];
+      for (int i = 0; i < LANES / 2; i++)
+        to[i * LANES] = pairs[i];
     }
   }
   void write_value(uint16_t *block, int lane, const float *value) const {
@@ -38,8 +40,8 @@ struct Cache {
   }
 };
 
-// What one query row has attended to so far: the highest score, the sum of exp(score - highest), and the values weighted
-// so. `Partial` is followed by head_dim floats.
+// What one query row has attended to so far: the highest score, the sum of exp(score - highest), and the values
+// weighted so. `Partial` is followed by head_dim floats.
 struct Partial {
   float highest, sum;
 };
@@ -59,10 +61,12 @@ struct QueryRow {
 // what a row has attended to so far up to date. Returns what its weighted values so far are to be multiplied with.
 INLINE float weigh(const float *scores, uint16_t *shares, int count, int step, Partial &row) {
   f32x16 top = splat(row.highest);
-  for (int i = 0; i < count; i++) top = max16(top, load<f32x16>(scores + i * step * LANES));
+  for (int i = 0; i < count; i++)
+    top = max16(top, load<f32x16>(scores + i * step * LANES));
   const float highest = highest16(top);
   if (highest == -INFINITY) { // nothing to see here, nor before
-    for (int i = 0; i < count; i++) store(shares + i * step * LANES, u16x16{});
+    for (int i = 0; i < count; i++)
+      store(shares + i * step * LANES, u16x16{});
     return 0.0f;
   }
   const float shrink = expf(row.highest - highest);
@@ -95,7 +99,8 @@ struct Blocks {
   // A block is too short for the CPU to foresee the next: ask for it.
   void prefetch(int i) const {
     const char *block = (const char *)at(i);
-    for (int64_t b = 0; b < 2 * cache.block_values(); b += 64) __builtin_prefetch(block + b);
+    for (int64_t b = 0; b < 2 * cache.block_values(); b += 64)
+      __builtin_prefetch(block + b);
   }
 };
 
@@ -105,17 +110,18 @@ INLINE void begin(const QueryRow &row, int dim) {
 }
 
 // ROWS query rows attend to blocks `from` up to `to` of one sequence's cache, a head of it.
-template <int ROWS>
-static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, float scale) {
+template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, float scale) {
   const int dim = blocks.cache.head_dim;
   alignas(64) float scores[ROWS][CHUNK * LANES];
   alignas(64) uint16_t shares[ROWS][CHUNK * LANES];
-  for (int r = 0; r < ROWS; r++) begin(rows[r], dim);
+  for (int r = 0; r < ROWS; r++)
+    begin(rows[r], dim);
   for (int start = from; start < to; start += CHUNK) {
     const int count = std::min(CHUNK, to - start);
     for (int i = 0; i < count; i++) {
       const uint16_t *block = blocks.at(start + i);
-      if (start + i + 1 < to) blocks.prefetch(start + i + 1);
+      if (start + i + 1 < to)
+        blocks.prefetch(start + i + 1);
       f32x16 even[ROWS] = {}, odd[ROWS] = {};
       for (int j = 0; j < dim / 2; j += 2) {
         u32x16 a = load<u32x16>(block + j * 2 * LANES), b = load<u32x16>(block + (j + 1) * 2 * LANES);
@@ -130,7 +136,8 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to,
         store(&scores[r][i * LANES], blocks.masked((even[r] + odd[r]) * scale, start + i, rows[r].visible));
     }
     float shrink[ROWS];
-    for (int r = 0; r < ROWS; r++) shrink[r] = weigh(scores[r], shares[r], count, 1, *rows[r].result);
+    for (int r = 0; r < ROWS; r++)
+      shrink[r] = weigh(scores[r], shares[r], count, 1, *rows[r].result);
     for (int d = 0; d < dim; d += 4 * LANES) {
       const int vectors = std::min(4, (dim - d) / LANES);
       auto add_values = [&](auto width) {
@@ -143,21 +150,28 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to,
           const uint16_t *values = blocks.at(start + i) + LANES * dim + 2 * d;
           for (int pair = 0; pair < LANES / 2; pair++, values += 2 * dim) {
             u32x16 both[WIDTH];
-            for (int v = 0; v < WIDTH; v++) both[v] = load<u32x16>(values + v * 2 * LANES);
+            for (int v = 0; v < WIDTH; v++)
+              both[v] = load<u32x16>(values + v * 2 * LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
               uint32_t share;
               memcpy(&share, &shares[r][i * LANES + 2 * pair], 4);
-              for (int v = 0; v < WIDTH; v++) acc[r][v] = dot_pair(acc[r][v], both[v], share);
+              for (int v = 0; v < WIDTH; v++)
+                acc[r][v] = dot_pair(acc[r][v], both[v], share);
             }
           }
         }
         for (int r = 0; r < ROWS; r++)
-          for (int v = 0; v < WIDTH; v++) store(weighted(rows[r].result) + d + v * LANES, acc[r][v]);
+          for (int v = 0; v < WIDTH; v++)
+            store(weighted(rows[r].result) + d + v * LANES, acc[r][v]);
       };
-      if (vectors == 4) add_values(std::integral_constant<int, 4>());
-      else if (vectors == 2) add_values(std::integral_constant<int, 2>());
-      else for (int left = vectors; left > 0; left--, d += LANES) add_values(std::integral_constant<int, 1>());
+      if (vectors == 4)
+        add_values(std::integral_constant<int, 4>());
+      else if (vectors == 2)
+        add_values(std::integral_constant<int, 2>());
+      else
+        for (int left = vectors; left > 0; left--, d += LANES)
+          add_values(std::integral_constant<int, 1>());
     }
   }
 }
@@ -180,11 +194,20 @@ static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, i
   while (count > 0) {
     int now = count >= 6 ? 6 : count >= 4 ? 4 : count;
     switch (now) {
-    case 6: attend<6>(blocks, rows, from, to, scale); break;
-    case 4: attend<4>(blocks, rows, from, to, scale); break;
-    case 3: attend<3>(blocks, rows, from, to, scale); break;
-    case 2: attend<2>(blocks, rows, from, to, scale); break;
-    default: attend<1>(blocks, rows, from, to, scale);
+    case 6:
+      attend<6>(blocks, rows, from, to, scale);
+      break;
+    case 4:
+      attend<4>(blocks, rows, from, to, scale);
+      break;
+    case 3:
+      attend<3>(blocks, rows, from, to, scale);
+      break;
+    case 2:
+      attend<2>(blocks, rows, from, to, scale);
+      break;
+    default:
+      attend<1>(blocks, rows, from, to, scale);
     }
     rows += now, count -= now;
   }
@@ -194,7 +217,8 @@ static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, i
 static void join(Partial *first, int parts, int64_t step, int head_dim) {
   float highest = first->highest;
   auto part = [&](int i) { return (Partial *)((char *)first + i * step); };
-  for (int i = 1; i < parts; i++) highest = std::max(highest, part(i)->highest);
+  for (int i = 1; i < parts; i++)
+    highest = std::max(highest, part(i)->highest);
   float sum = 0.0f;
   for (int i = 0; i < parts; i++) {
     float share = part(i)->highest == -INFINITY ? 0.0f : expf(part(i)->highest - highest);

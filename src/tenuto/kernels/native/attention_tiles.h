@@ -10,14 +10,16 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
   float shrink[LANES];
   for (int r = 0; r < count; r++) {
     begin(rows[r], dim);
-    for (int d = 0; d < dim; d += BLOCK) memcpy(queries + d * LANES + r * BLOCK, rows[r].pairs + d / 2, 2 * BLOCK);
+    for (int d = 0; d < dim; d += BLOCK)
+      memcpy(queries + d * LANES + r * BLOCK, rows[r].pairs + d / 2, 2 * BLOCK);
   }
   configure(ATTENTION, count);
   for (int start = from; start < to; start += CHUNK) {
     const int now = std::min(CHUNK, to - start);
     for (int i = 0; i < now; i++) {
       const uint16_t *block = blocks.at(start + i);
-      if (start + i + 1 < to) blocks.prefetch(start + i + 1);
+      if (start + i + 1 < to)
+        blocks.prefetch(start + i + 1);
       _tile_zero(0);
       for (int d = 0; d < dim; d += BLOCK) {
         _tile_loadd(4, queries + d * LANES, 64);

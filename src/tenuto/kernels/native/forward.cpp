@@ -1,12 +1,10 @@
 // The forward pass of a step: a list of operations, made once from the model's description, carried out over the arrays
 // of a plan by a team of threads. The interface is plain C over raw pointers; `library.py` describes it once more.
 #include <memory>
-#include <new>
-#include <sys/mman.h>
-#include <type_traits>
 #include <vector>
 
 #include "attention.h"
+#include "memory.h"
 #include "team.h"
 
 #if TENUTO_AMX
@@ -42,8 +40,8 @@ struct TenutoModel {
   const float *frequencies;
 };
 
-// A plan's arrays, all int32: `row_ids`, `starts`, `counts` [rows]; `tokens` [sum(counts)]; `table`, page tables by row id,
-// `table_width` entries apart; `outputs` [outputs], after which tokens logits are wanted. Results: `logits` float
+// A plan's arrays, all int32: `row_ids`, `starts`, `counts` [rows]; `tokens` [sum(counts)]; `table`, page tables by row
+// id, `table_width` entries apart; `outputs` [outputs], after which tokens logits are wanted. Results: `logits` float
 // [outputs][vocab], and `best` int32 [outputs], the first of the likeliest tokens.
 struct TenutoStep {
   int32_t rows, tokens_count, outputs_count;
@@ -56,52 +54,6 @@ struct TenutoStep {
 }
 
 namespace {
-
-// Memory in large pages where the system has them, zero at first.
-class Memory {
-public:
-  Memory() = default;
-  Memory(const Memory &) = delete;
-  Memory &operator=(const Memory &) = delete;
-  ~Memory() { release(); }
-
-  // Raises std::bad_alloc. What was here is gone.
-  void resize(int64_t bytes) {
-    release();
-    void *got = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (got == MAP_FAILED) throw std::bad_alloc();
-    madvise(got, (size_t)bytes, MADV_HUGEPAGE);
-    data_ = got, bytes_ = bytes;
-  }
-  template <class T> T *as() const { return (T *)data_; }
-
-private:
-  void release() {
-    if (data_) munmap(data_, (size_t)bytes_);
-    data_ = nullptr, bytes_ = 0;
-  }
-  void *data_ = nullptr;
-  int64_t bytes_ = 0;
-};
-
-int round_up(int n, int to) { return (n + to - 1) / to * to; }
-
-// An input of products with its own memory.
-class OwnInput {
-public:
-  void resize(int tokens, int columns) {
-    int64_t cells = (int64_t)round_up(tokens, 2 * LANES) * round_up(columns, BLOCK), blocks = cells / BLOCK;
-    values_.resize(cells * 2 + 64), fine_.resize(cells + 64);
-    scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64);
-  }
-  Input view(int columns, bool quantized) const {
-    return {round_up(columns, BLOCK) / BLOCK, quantized, values_.as<int8_t>(), fine_.as<int8_t>(), scales_.as<float>(), sums_.as<float>(),
-            values_.as<uint16_t>()};
-  }
-
-private:
-  Memory values_, fine_, scales_, sums_;
-};
 
 struct AttentionTask {
   int row, head, query, queries; // the row's tokens from `query` on
@@ -159,7 +111,8 @@ public:
       Best best = members_[0].best[i];
       for (auto &member : members_) {
         const Best &other = member.best[i];
-        if (other.value > best.value || (other.value == best.value && other.token < best.token)) best = other;
+        if (other.value > best.value || (other.value == best.value && other.token < best.token))
+          best = other;
       }
       step.best[i] = best.token;
     }
@@ -173,7 +126,8 @@ private:
 
   // Room for a step of so many tokens.
   void reserve(int tokens) {
-    if (tokens <= room_) return;
+    if (tokens <= room_)
+      return;
     room_ = std::max(tokens, 2 * room_);
     x_.resize((int64_t)room_ * hidden_ * 4);
     queries_.resize((int64_t)room_ * model_.heads * model_.head_dim * 2);
@@ -193,7 +147,8 @@ private:
     const bool few = step.rows * model_.kv_heads < 8 * team_.size();
     for (int row = 0, token = 0; row < step.rows; row++) {
       firsts_[row] = token;
-      for (int i = 0; i < step.counts[row]; i++) token_row_[token++] = row;
+      for (int i = 0; i < step.counts[row]; i++)
+        token_row_[token++] = row;
       const int per_task = step.counts[row] < 4 ? 1 : LANES;
       for (int head = 0; head < model_.kv_heads; head++)
         for (int query = 0; query < step.counts[row]; query += per_task) {
@@ -208,9 +163,12 @@ private:
       partial_room_ = 2 * slots;
       partials_.resize(partial_room_ * partial_bytes(model_.head_dim));
     }
-    if (groups > (int)joined_.size()) joined_ = std::vector<std::atomic<int>>(2 * groups);
-    for (int i = 0; i < groups; i++) joined_[i].store(0, std::memory_order_relaxed);
-    for (auto &member : members_) member.best.assign(step.outputs_count, {-INFINITY, 0});
+    if (groups > (int)joined_.size())
+      joined_ = std::vector<std::atomic<int>>(2 * groups);
+    for (int i = 0; i < groups; i++)
+      joined_[i].store(0, std::memory_order_relaxed);
+    for (auto &member : members_)
+      member.best.assign(step.outputs_count, {-INFINITY, 0});
   }
 
   Partial *partial(int64_t slot) const {
@@ -234,14 +192,30 @@ private:
 
   void carry_out(const TenutoOp &op, int member) {
     switch (op.kind) {
-    case EMBED: embed(op); break;
-    case NORM: norm(op, step_->tokens_count, nullptr); break;
-    case QKV: project(op, members_[member]); break;
-    case ATTEND: attend_all(op); break;
-    case ADD: add(op, members_[member]); break;
-    case GATED: gated(op, members_[member]); break;
-    case SELECT: norm(op, step_->outputs_count, step_->outputs); break;
-    case LOGITS: logits(op, members_[member]); break;
+    case EMBED:
+      embed(op);
+      break;
+    case NORM:
+      norm(op, step_->tokens_count, nullptr);
+      break;
+    case QKV:
+      project(op, members_[member]);
+      break;
+    case ATTEND:
+      attend_all(op);
+      break;
+    case ADD:
+      add(op, members_[member]);
+      break;
+    case GATED:
+      gated(op, members_[member]);
+      break;
+    case SELECT:
+      norm(op, step_->outputs_count, step_->outputs);
+      break;
+    case LOGITS:
+      logits(op, members_[member]);
+      break;
     }
   }
 
@@ -338,20 +312,27 @@ private:
           alignas(64) float vector[1024];
           for (int p = 0; p < panels; p++) {
             f32x16 v = load<f32x16>(products + ((int64_t)p * (last - first) + token - first) * LANES);
-            if (w.bias) v += load<f32x16>(w.bias + (own * panels + p) * LANES);
+            if (w.bias)
+              v += load<f32x16>(w.bias + (own * panels + p) * LANES);
             store(vector + p * LANES, v);
           }
-          if (head < values) rotate(vector, rotation(token));
-          for (int d = 0; d < dim; d += LANES) store(vector + d, storable(load<f32x16>(vector + d)));
+          if (head < values)
+            rotate(vector, rotation(token));
+          for (int d = 0; d < dim; d += LANES)
+            store(vector + d, storable(load<f32x16>(vector + d)));
           if (head < keys) {
             uint16_t *to = queries_.as<uint16_t>() + ((int64_t)token * model_.heads + own) * dim;
-            for (int d = 0; d < dim; d += LANES) store(to + d, to_bf16(load<f32x16>(vector + d)));
+            for (int d = 0; d < dim; d += LANES)
+              store(to + d, to_bf16(load<f32x16>(vector + d)));
             continue;
           }
-          int at = position(token), slot = at % cache_.page_size, page = pages_of(token_row_[token])[at / cache_.page_size];
+          int at = position(token), slot = at % cache_.page_size,
+              page = pages_of(token_row_[token])[at / cache_.page_size];
           uint16_t *block = cache_.block(op.layer, page, own, slot / LANES);
-          if (head < values) cache_.write_key(block, slot % LANES, vector);
-          else cache_.write_value(block, slot % LANES, vector);
+          if (head < values)
+            cache_.write_key(block, slot % LANES, vector);
+          else
+            cache_.write_value(block, slot % LANES, vector);
         }
       }
     }
@@ -379,26 +360,31 @@ private:
       for (int q = task.query; q < task.query + task.queries; q++)
         for (int g = 0; g < group; g++) {
           int token = firsts_[task.row] + q;
-          auto *pairs = (const uint32_t *)(queries_.as<uint16_t>() + ((int64_t)token * model_.heads + task.head * group + g) * dim);
+          auto *pairs = (const uint32_t *)(queries_.as<uint16_t>() +
+                                           ((int64_t)token * model_.heads + task.head * group + g) * dim);
           rows.push_back({pairs, step.starts[task.row] + q + 1, nullptr});
         }
       const int count = (int)rows.size();
       const Blocks blocks = {cache_, op.layer, task.head, pages_of(task.row)};
       const int end = block_of(rows.back().visible - 1) + 1;
       for (int part = task.from; part < task.to; part++) {
-        for (int r = 0; r < count; r++) rows[r].result = partial(task.slot + (int64_t)part * count + r);
+        for (int r = 0; r < count; r++)
+          rows[r].result = partial(task.slot + (int64_t)part * count + r);
         attend_rows(blocks, rows.data(), count, part * PART, std::min((part + 1) * PART, end), scale);
       }
       const int own = task.to - task.from;
-      if (joined_[task.group].fetch_add(own, std::memory_order_acq_rel) + own < task.parts) continue;
+      if (joined_[task.group].fetch_add(own, std::memory_order_acq_rel) + own < task.parts)
+        continue;
       joined_[task.group].store(0, std::memory_order_relaxed);
       for (int r = 0; r < count; r++) {
         Partial *result = partial(task.slot + r);
-        if (task.parts > 1) join(result, task.parts, count * partial_bytes(dim), dim);
+        if (task.parts > 1)
+          join(result, task.parts, count * partial_bytes(dim), dim);
         deliver(to, firsts_[task.row] + task.query + r / group, task.head * group + r % group, result);
       }
     }
-    if (dim % BLOCK == 0) return;
+    if (dim % BLOCK == 0)
+      return;
     team_.barrier(); // heads share blocks
     for (int token; (token = team_.take()) < step.tokens_count;) {
       const float *from = attended_.as<float>() + (int64_t)token * attention_width();
@@ -416,11 +402,13 @@ private:
     const float inverse = 1.0f / result->sum, *values = weighted(result);
     if (dim % BLOCK == 0) {
       for (int d = 0; d < dim; d += BLOCK)
-        to.set(token, (head * dim + d) / BLOCK, load<f32x16>(values + d) * inverse, load<f32x16>(values + d + LANES) * inverse);
+        to.set(token, (head * dim + d) / BLOCK, load<f32x16>(values + d) * inverse,
+               load<f32x16>(values + d + LANES) * inverse);
       return;
     }
     float *whole = attended_.as<float>() + (int64_t)token * attention_width() + head * dim;
-    for (int d = 0; d < dim; d += LANES) store(whole + d, load<f32x16>(values + d) * inverse);
+    for (int d = 0; d < dim; d += LANES)
+      store(whole + d, load<f32x16>(values + d) * inverse);
   }
 
   void logits(const TenutoOp &op, Member &member) {
@@ -433,9 +421,11 @@ private:
           memcpy(step_->logits + (int64_t)row * model_.vocab + token, values, sizeof(float) * width);
           Best &best = member.best[row];
           f32x16 v = load<f32x16>(values);
-          if (width == LANES && !(highest16(v) > best.value)) continue;
+          if (width == LANES && !(highest16(v) > best.value))
+            continue;
           for (int i = 0; i < width; i++)
-            if (values[i] > best.value) best = {values[i], token + i};
+            if (values[i] > best.value)
+              best = {values[i], token + i};
         }
     });
   }

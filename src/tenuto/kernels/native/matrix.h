@@ -6,9 +6,9 @@
 
 #include "simd.h"
 
-constexpr int LANES = 16;       // outputs a panel, and rows a tile of inputs
-constexpr int BLOCK = 32;       // inputs that share a scale
-constexpr int PREFETCHED = 6144; // bytes; the scales behind a panel's weights and the next panel follow without a gap
+constexpr int LANES = 16;         // outputs a panel, and rows a tile of inputs
+constexpr int BLOCK = 32;         // inputs that share a scale
+constexpr int PREFETCHED = 6144;  // bytes; the scales behind a panel's weights and the next panel follow without a gap
 constexpr int ROWS_AT_ONCE = 256; // of the input in one product
 
 // How a matrix is stored. The quantized kinds hold w = scale * q + minimum, a scale a block of 32 inputs:
@@ -17,10 +17,10 @@ constexpr int ROWS_AT_ONCE = 256; // of the input in one product
 //   PAIRS: bfloat16.
 enum Kind : int32_t { NIBBLES = 0, NIBBLES_MIN = 1, BYTES = 2, BYTES_MIN = 3, PAIRS = 4 };
 
-// `outputs` by `inputs`, both padded with zeros to 16 and 32. Panel p, at data + p * stride, holds outputs 16 p ..., block
-// after block of its inputs: NIBBLES 4 vectors (lane n, byte i of vector j: low half q[4 j + i], high half q[16 + 4 j +
-// i] of output n), BYTES 8 vectors (q[4 j + i]), PAIRS 16 vectors (lane n: w[2 j], w[2 j + 1]). Behind them the quantized
-// kinds have float16 scales [blocks][16], and those with minima float16 minima [blocks][16].
+// `outputs` by `inputs`, both padded with zeros to 16 and 32. Panel p, at data + p * stride, holds outputs 16 p ...,
+// block after block of its inputs: NIBBLES 4 vectors (lane n, byte i of vector j: low half q[4 j + i], high half q[16 +
+// 4 j + i] of output n), BYTES 8 vectors (q[4 j + i]), PAIRS 16 vectors (lane n: w[2 j], w[2 j + 1]). Behind them the
+// quantized kinds have float16 scales [blocks][16], and those with minima float16 minima [blocks][16].
 struct Matrix {
   int32_t kind, outputs, inputs, panels;
   int64_t stride;
@@ -35,8 +35,8 @@ constexpr bool of_nibbles(int kind) { return kind == NIBBLES || kind == NIBBLES_
 constexpr bool with_minima(int kind) { return kind == NIBBLES_MIN || kind == BYTES_MIN; }
 constexpr int block_bytes(int kind) { return kind == PAIRS ? 1024 : of_nibbles(kind) ? 256 : 512; }
 
-// Quants of the input of 8 bits, or, where few rows are computed by quants and the memory is slower than that, of 15 bits:
-// 128 * quants + fine.
+// Quants of the input of 8 bits, or, where few rows are computed by quants and the memory is slower than that, of 15
+// bits: 128 * quants + fine.
 constexpr bool FINE = TENUTO_AMX;
 
 // Rows that matrices are multiplied with, in tiles of 16 rows and blocks of 32 columns: `quants` and `fine` int8
@@ -51,8 +51,8 @@ struct Input {
 
   int64_t place(int row, int block) const { return ((int64_t)(row / LANES) * blocks + block) * LANES + row % LANES; }
 
-  // Set columns 32 * block ... of a row, two vectors. Quants are x / scale to the nearest; the highest |x| is 127, or 127 *
-  // 128 if they are fine.
+  // Set columns 32 * block ... of a row, two vectors. Quants are x / scale to the nearest; the highest |x| is 127, or
+  // 127 * 128 if they are fine.
   void set(int row, int block, f32x16 a, f32x16 b) const {
     int64_t at = place(row, block);
     if (!quantized) {
@@ -83,7 +83,8 @@ struct Scales {
 };
 template <int KIND> INLINE Scales scales_of(const uint8_t *behind, int blocks, int block) {
   f32x16 scale = half_to_float(behind + (int64_t)block * 32);
-  if (with_minima(KIND)) return {scale, half_to_float(behind + (int64_t)(blocks + block) * 32)};
+  if (with_minima(KIND))
+    return {scale, half_to_float(behind + (int64_t)(blocks + block) * 32)};
   return {scale, scale * (of_nibbles(KIND) ? -8.0f : -128.0f)};
 }
 
@@ -95,7 +96,8 @@ template <int KIND> INLINE void unpack(const uint8_t *block, u8x64 quads[8]) {
       quads[j + 4] = (u8x64)(((u32x16)both >> 4) & 0x0F0F0F0Fu);
     }
   } else {
-    for (int j = 0; j < 8; j++) quads[j] = load<u8x64>(block + 64 * j);
+    for (int j = 0; j < 8; j++)
+      quads[j] = load<u8x64>(block + 64 * j);
   }
 }
 
@@ -121,26 +123,30 @@ static void quantized_rows(const Matrix &w, const uint8_t *panel, const Input &x
   for (int b = 0; b < blocks; b++, at += LANES) {
     u8x64 quads[8];
     unpack<KIND>(panel + (int64_t)b * block_bytes(KIND), quads);
-    for (int i = 0; i < block_bytes(KIND) + 64; i += 64, ahead += 64) __builtin_prefetch(ahead);
+    for (int i = 0; i < block_bytes(KIND) + 64; i += 64, ahead += 64)
+      __builtin_prefetch(ahead);
     Scales s = scales_of<KIND>(behind, blocks, b);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
       const int8_t *q = x.quants + (at + r) * BLOCK;
       i32x16 sum = {};
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) sum = dot<KIND>(sum, quads[j], q + 4 * j);
+      for (int j = 0; j < 8; j++)
+        sum = dot<KIND>(sum, quads[j], q + 4 * j);
       if (FINE) {
         const int8_t *f = x.fine + (at + r) * BLOCK;
         i32x16 rest = {};
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) rest = dot<KIND>(rest, quads[j], f + 4 * j);
+        for (int j = 0; j < 8; j++)
+          rest = dot<KIND>(rest, quads[j], f + 4 * j);
         sum = (sum << 7) + rest;
       }
       acc[r] = add_block(acc[r], sum, s, x.scales[at + r], x.sums[at + r]);
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) store(out + r * LANES, acc[r]);
+  for (int r = 0; r < ROWS; r++)
+    store(out + r * LANES, acc[r]);
 }
 
 // The same with bfloat16 weights.
@@ -159,7 +165,8 @@ template <int ROWS> static void pair_rows(const uint8_t *panel, const Input &x, 
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) store(out + r * LANES, acc[r]);
+  for (int r = 0; r < ROWS; r++)
+    store(out + r * LANES, acc[r]);
 }
 
 template <int KIND, int ROWS>
@@ -176,10 +183,14 @@ static void panel_product(const Matrix &w, const uint8_t *panel, const Input &x,
   for (int row = first; row < last;) {
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
-    if (left >= 8) some_rows<KIND, 8>(w, panel, x, tile, from, to), row += 8;
-    else if (left >= 4) some_rows<KIND, 4>(w, panel, x, tile, from, to), row += 4;
-    else if (left >= 2) some_rows<KIND, 2>(w, panel, x, tile, from, to), row += 2;
-    else some_rows<KIND, 1>(w, panel, x, tile, from, to), row += 1;
+    if (left >= 8)
+      some_rows<KIND, 8>(w, panel, x, tile, from, to), row += 8;
+    else if (left >= 4)
+      some_rows<KIND, 4>(w, panel, x, tile, from, to), row += 4;
+    else if (left >= 2)
+      some_rows<KIND, 2>(w, panel, x, tile, from, to), row += 2;
+    else
+      some_rows<KIND, 1>(w, panel, x, tile, from, to), row += 1;
   }
 }
 
@@ -187,9 +198,10 @@ static void panel_product(const Matrix &w, const uint8_t *panel, const Input &x,
 #include "tiles.h"
 #endif
 
-// `count` panels from `panel` on, times rows `first` up to `last` of the input: float [count][last - first][16]. At most
-// `ROWS_AT_ONCE` rows; `first` is a multiple of 16; `buffer` has room for two unpacked panels.
-static void product(const Matrix &w, int panel, int count, const Input &x, int first, int last, float *out, uint8_t *buffer) {
+// `count` panels from `panel` on, times rows `first` up to `last` of the input: float [count][last - first][16]. At
+// most `ROWS_AT_ONCE` rows; `first` is a multiple of 16; `buffer` has room for two unpacked panels.
+static void product(const Matrix &w, int panel, int count, const Input &x, int first, int last, float *out,
+                    uint8_t *buffer) {
 #if TENUTO_AMX
   if (!x.quantized) {
     tiles::product(w, panel, count, x, first, last, out, buffer);
@@ -199,11 +211,20 @@ static void product(const Matrix &w, int panel, int count, const Input &x, int f
   for (int i = 0; i < count; i++, out += (int64_t)(last - first) * LANES) {
     const uint8_t *data = w.data + (panel + i) * w.stride;
     switch (w.kind) {
-    case NIBBLES: panel_product<NIBBLES>(w, data, x, first, last, out); break;
-    case NIBBLES_MIN: panel_product<NIBBLES_MIN>(w, data, x, first, last, out); break;
-    case BYTES: panel_product<BYTES>(w, data, x, first, last, out); break;
-    case BYTES_MIN: panel_product<BYTES_MIN>(w, data, x, first, last, out); break;
-    default: panel_product<PAIRS>(w, data, x, first, last, out);
+    case NIBBLES:
+      panel_product<NIBBLES>(w, data, x, first, last, out);
+      break;
+    case NIBBLES_MIN:
+      panel_product<NIBBLES_MIN>(w, data, x, first, last, out);
+      break;
+    case BYTES:
+      panel_product<BYTES>(w, data, x, first, last, out);
+      break;
+    case BYTES_MIN:
+      panel_product<BYTES_MIN>(w, data, x, first, last, out);
+      break;
+    default:
+      panel_product<PAIRS>(w, data, x, first, last, out);
     }
   }
 }

@@ -74,7 +74,8 @@ INLINE float sum16(f32x16 v) {
   return _mm512_reduce_add_ps((__m512)v);
 #else
   float s = 0;
-  for (int i = 0; i < 16; i++) s += v[i];
+  for (int i = 0; i < 16; i++)
+    s += v[i];
   return s;
 #endif
 }
@@ -84,7 +85,8 @@ INLINE float highest16(f32x16 v) {
   return _mm512_reduce_max_ps((__m512)v);
 #else
   float m = v[0];
-  for (int i = 1; i < 16; i++) m = v[i] > m ? v[i] : m;
+  for (int i = 1; i < 16; i++)
+    m = v[i] > m ? v[i] : m;
   return m;
 #endif
 }

@@ -18,13 +18,15 @@
 class Team {
 public:
   explicit Team(int size) : size_(size) {
-    for (int i = 1; i < size; i++) members_.emplace_back([this, i] { serve(i); });
+    for (int i = 1; i < size; i++)
+      members_.emplace_back([this, i] { serve(i); });
   }
 
   ~Team() {
     stop_ = true;
     wake();
-    for (auto &member : members_) member.join();
+    for (auto &member : members_)
+      member.join();
   }
 
   int size() const { return size_; }
@@ -32,7 +34,8 @@ public:
   // Have every member, the caller as number 0, call `work(member)`; return when all have.
   void run(const std::function<void(int)> &work) {
     work_ = &work;
-    if (size_ > 1) wake();
+    if (size_ > 1)
+      wake();
     work(0);
     barrier();
   }
@@ -51,7 +54,8 @@ public:
     }
     for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
       _mm_pause();
-      if (spins > 2000) sched_yield(); // another process may have the core that the last one needs
+      if (spins > 300)
+        sched_yield(); // another process may have the core that the last one needs
     }
   }
 
@@ -69,7 +73,8 @@ private:
     for (;;) {
       await(seen);
       seen++;
-      if (stop_) return;
+      if (stop_)
+        return;
       (*work_)(member);
       barrier();
     }
