@@ -16,11 +16,19 @@ from tenuto.models.rope import frequencies
 from tenuto.models.weights import StoredWeight
 
 
+MAX_HEAD_DIM = 1024
+"""What `forward.cpp` has room for."""
+
+
 def obstacle(config: ModelConfig) -> str | None:
     """Why the native kernels cannot run a model of this shape, if they cannot."""
     sizes = {"head_dim": config.head_dim, "hidden": config.hidden, "ffn": config.ffn}
     odd = [f"{name} {size}" for name, size in sizes.items() if size % LANES]
-    return f"its {', '.join(odd)} is no multiple of {LANES}" if odd else None
+    if odd:
+        return f"its {', '.join(odd)} is no multiple of {LANES}"
+    if config.head_dim > MAX_HEAD_DIM:
+        return f"its head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
+    return None
 
 
 class NativeLlama:
