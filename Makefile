@@ -6,6 +6,7 @@ SEEDS ?= 200
 WORKERS ?= auto
 
 BIN := $(VENV)/bin
+KERNELS := $(wildcard src/tenuto/kernels/native/*.h src/tenuto/kernels/native/*.cpp)
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
@@ -32,6 +33,7 @@ coverage: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	$(BIN)/clang-format --dry-run --Werror $(KERNELS)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py
 

@@ -105,6 +105,23 @@ def test_pull_says_where_the_model_is(smollm2_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"smollm2 is ready: {smollm2_path}\n")
 
 
+def test_without_a_compiler_it_says_so_and_pytorch_computes(smollm2_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").symlink_to(smollm2_path.parent)  # a cache without kernels
+    bare = {**os.environ, "PATH": str(tmp_path), "TENUTO_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [*CHAT, "--max-new-tokens", "6"],
+        input="What is the capital of France?\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=bare,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "Plain PyTorch computes: there is no C++ compiler" in done.stderr
+    assert done.stdout.strip()
+
+
 def test_a_script_of_lines_talks_to_sessions(smollm2_path: Path) -> None:
     lines = [
         "What is the capital of France?",

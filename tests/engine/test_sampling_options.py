@@ -21,7 +21,8 @@ from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
-from tenuto.exec.torch_executor import TorchExecutor, load_executor
+from tenuto.exec.load import load_executor
+from tenuto.exec.model_executor import ModelExecutor
 from tenuto.kernels.sampling import uniforms
 from tenuto.models.store import ModelFiles, resolve
 from tenuto.session.session import Turn
@@ -48,13 +49,13 @@ def files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
     return resolve(str(directory), directory)
 
 
-class FailingExecutor(TorchExecutor):
+class FailingExecutor(ModelExecutor):
     """Keeps its plans. Steps with these numbers fail when all is computed."""
 
     failing: Sequence[int] = ()
 
-    def __init__(self, executor: TorchExecutor) -> None:
-        super().__init__(executor.model, executor.spec.page_size)
+    def __init__(self, executor: ModelExecutor) -> None:
+        super().__init__(executor.forward)
         self.plans: list[Plan] = []
 
     def submit(self, plan: Plan) -> None:
@@ -74,7 +75,7 @@ Start = Callable[..., Engine]
 @pytest.fixture
 def start(files: ModelFiles) -> Iterator[Start]:
     """Makes engines on the small model; configuration by name."""
-    made: list[TorchExecutor] = []
+    made: list[ModelExecutor] = []
 
     def engine(**config: Any) -> Engine:
         executor = FailingExecutor(load_executor(files, page_size=4))

@@ -6,7 +6,7 @@ import numpy as np
 
 from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import Sampling
-from tenuto.exec.torch_executor import TorchExecutor
+from tenuto.exec.model_executor import ModelExecutor
 
 Work = tuple[int, Sequence[int], int]
 """Row, tokens to compute, and after how many of the last of them to sample."""
@@ -23,7 +23,7 @@ def columns(triples: Sequence[tuple[int, int, int]]) -> np.ndarray:
 class Driver:
     """Gives each row pages, scattered over the pool, as its sequence grows."""
 
-    def __init__(self, executor: TorchExecutor, pages: int, rows: int, seed: int = 0) -> None:
+    def __init__(self, executor: ModelExecutor, pages: int, rows: int, seed: int = 0) -> None:
         self.executor = executor
         executor.prepare((pages,), rows)
         self.free = np.random.default_rng(seed).permutation(pages).tolist()

@@ -60,8 +60,14 @@ def save_hf(directory: Path, model: LlamaForCausalLM, shard_bytes: int = 10**9) 
     return directory
 
 
-def save_gguf(path: Path, model: LlamaForCausalLM, **metadata: tuple[str, Any]) -> Path:
-    """Write the model as llama.cpp's converter does. `metadata` values are (key, value) pairs to add."""
+def save_gguf(
+    path: Path,
+    model: LlamaForCausalLM,
+    stored: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    **metadata: tuple[str, Any],
+) -> Path:
+    """Write the model as llama.cpp's converter does, matrices as `stored`. `metadata` values are (key, value) pairs to
+    add."""
     c: Any = model.config  # its fields may be missing in other models
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(c.num_hidden_layers)
@@ -84,7 +90,11 @@ def save_gguf(path: Path, model: LlamaForCausalLM, **metadata: tuple[str, Any]) 
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        writer.add_tensor(_gguf_name(name), _interleaved(name, tensor.numpy(), c))
+        values = _interleaved(name, tensor.numpy(), c)
+        if values.ndim == 2 and stored is not gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
+        else:
+            writer.add_tensor(_gguf_name(name), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -6,16 +6,16 @@ from random import Random
 
 from tenuto.base.config import EngineConfig
 from tenuto.engine.engine import Engine
-from tenuto.exec.torch_executor import TorchExecutor
-from tenuto.models.llama import Llama
+from tenuto.exec.forward import Forward
+from tenuto.exec.model_executor import ModelExecutor
 from tenuto.session.session import Turn
 from tests.clock import ManualClock
 
 
 @contextmanager
-def real_engine(model: Llama, config: EngineConfig, *, pages: int, page_size: int) -> Iterator[Engine]:
-    executor = TorchExecutor(model, page_size)
-    vocab, eos = model.config.vocab, model.config.eos
+def real_engine(forward: Forward, config: EngineConfig, *, pages: int) -> Iterator[Engine]:
+    executor = ModelExecutor(forward)
+    vocab, eos = forward.config.vocab, forward.config.eos
     yield Engine(executor, (pages,), config, vocab_size=vocab, eos_ids=eos, clock=ManualClock(), random=Random(0))
     executor.close()
 

@@ -22,6 +22,7 @@ from tenuto.base.config import EngineConfig
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import Keep, TurnState
 from tenuto.engine.engine import Engine
+from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.llama import Llama
 from tenuto.session.session import Session, Turn
 from tests.numerics.real import real_engine
@@ -184,6 +185,14 @@ class Comparison:
     closest: float = float("inf")  # least gap between the two highest logits
     behind: list[float] = field(default_factory=list)  # logits below the highest, where we sampled another
 
+    def add(self, logits: torch.Tensor, tokens: Tokens, positions: list[int]) -> None:
+        """`logits`, float32 [positions, vocab], are those that `tokens` at `positions` were to be sampled from."""
+        ours = logits.gather(1, torch.tensor([[tokens[p]] for p in positions]))[:, 0]
+        best, second = logits.topk(2).values.T
+        self.compared += len(positions)
+        self.closest = min(self.closest, (best - second).min().item())
+        self.behind += (best - ours)[ours < best].tolist()
+
     def __str__(self) -> str:
         worst = f", by at most {max(self.behind):.1e}" if self.behind else ""
         return (
@@ -214,23 +223,21 @@ def compare(reference: LlamaForCausalLM, sequences: Iterable[tuple[Tokens, list[
         padded = torch.tensor([tokens + (0,) * (most - len(tokens)) for tokens, _ in batch])  # what follows is not seen
         hidden = reference.model(padded, use_cache=False).last_hidden_state
         for row, (tokens, positions) in zip(hidden, batch, strict=True):
-            logits = reference.lm_head(row[torch.tensor(positions) - 1])
-            ours = logits.gather(1, torch.tensor([[tokens[p]] for p in positions]))[:, 0]
-            best, second = logits.topk(2).values.T
-            comparison.compared += len(positions)
-            comparison.closest = min(comparison.closest, (best - second).min().item())
-            comparison.behind += (best - ours)[ours < best].tolist()
+            comparison.add(reference.lm_head(row[torch.tensor(positions) - 1]), tokens, positions)
     return comparison
+
+
+def config_with(overlap: int) -> EngineConfig:
+    return EngineConfig(
+        context_length=CONTEXT, max_running=12, max_sessions=SESSIONS, token_budget=48, overlap=overlap, audit_every=1
+    )
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch(
     model: Llama, reference: LlamaForCausalLM, licence_tokens: list[int], overlap: int
 ) -> None:
-    config = EngineConfig(
-        context_length=CONTEXT, max_running=12, max_sessions=SESSIONS, token_budget=48, overlap=overlap, audit_every=1
-    )
-    with real_engine(model, config, pages=PAGES, page_size=PAGE) as engine:
+    with real_engine(TorchForward(model, PAGE), config_with(overlap), pages=PAGES) as engine:
         conversations = Conversations(engine, licence_tokens, seed=overlap)
         conversations.run(STEPS)
     comparison = compare(reference, longest(conversations.sampled))

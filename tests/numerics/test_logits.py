@@ -17,7 +17,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tenuto.exec.torch_executor import TorchExecutor
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.llama import Llama
 from tests.exec.driver import Driver
 
@@ -60,7 +61,7 @@ def expected_logits(reference: LlamaForCausalLM, prompts: list[list[int]]) -> li
 
 @pytest.fixture(params=[1, 16, 64], ids=lambda size: f"page{size}")
 def driver(model: Llama, request: pytest.FixtureRequest) -> Iterator[Driver]:
-    executor = TorchExecutor(model, request.param)
+    executor = ModelExecutor(TorchForward(model, request.param))
     yield Driver(executor, pages=-(-2100 // request.param) + 3, rows=4)
     executor.close()
 

@@ -307,7 +307,9 @@ def test_an_echo_has_the_logprobs_of_prompt_and_answer(real: OpenAI) -> None:
     again = real.completions.create(prompt=done.text, echo=True, **{**options, "max_tokens": 0}).choices[0]
     assert again.logprobs.tokens == done.logprobs.tokens
     assert again.logprobs.token_logprobs[0] is None
-    assert again.logprobs.token_logprobs[1:] == pytest.approx(done.logprobs.token_logprobs[1:], abs=0.01)
+    assert again.logprobs.token_logprobs[1:] == pytest.approx(
+        done.logprobs.token_logprobs[1:], abs=0.05
+    )  # other kernels
 
 
 # -- sessions

@@ -17,13 +17,16 @@ class ModelOptions(EngineOptions, total=False):
 
     `device`: `cpu`, the default, `cuda` or another name of PyTorch's. `dtype`: `float32`, `bfloat16` or `float16`; by
     default the first on a CPU, else the second. `memory_bytes` are for model state; by default what two turns of the
-    whole context need. `page_size`: token slots a page of memory.
+    whole context need. `page_size`: token slots a page of memory. `kernels`: `auto`, the default, takes the best there
+    are for the device; `amx`, `avx512_bf16`, `avx512` and `avx2` are variants of the native ones for CPUs, `torch` is
+    plain PyTorch.
     """
 
     device: str
     dtype: str | None
     memory_bytes: int | None
     page_size: int
+    kernels: str
 
 
 def _settings(model: str, options: ModelOptions) -> WorkerSettings:

@@ -40,7 +40,7 @@ class LocalTransport(Calls):
     def __init__(self, settings: WorkerSettings) -> None:
         """Loads the model and blocks meanwhile. Raises `ModelError` or `ConfigError`."""
         super().__init__()
-        model = load_model(settings.model, settings.device, settings.dtype, settings.page_size)
+        model = load_model(settings.model, settings.device, settings.dtype, settings.page_size, settings.kernels)
         config = engine_config(settings.config, model.max_context)
         self.tokenizer = model.tokenizer
         self.context_length = config.context_length

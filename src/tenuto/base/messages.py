@@ -45,6 +45,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     memory_bytes: int | None = None
     page_size: int = 16
+    kernels: str = "auto"
     config: EngineOptions = {}
     log_level: str = "info"
 

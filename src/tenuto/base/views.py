@@ -96,6 +96,7 @@ class ModelView(View, frozen=True, kw_only=True):
     vocab_size: int
     context_length: int
     max_context: int
+    compute: str
     page_size: int
     capacity_tokens: int
     units: dict[str, int]

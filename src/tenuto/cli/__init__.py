@@ -22,6 +22,9 @@ Model = Annotated[str, typer.Option(help=MODELS)]
 ServedModel = Annotated[str, typer.Option("--model", "--model-path", help=MODELS)]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
 ContextLength = Annotated[int | None, typer.Option(help="In tokens; the model's if not given.")]
+Kernels = Annotated[
+    str, typer.Option(help="What computes: auto, amx, avx512_bf16, avx512, avx2 (all for CPUs) or torch.")
+]
 PageSize = Annotated[int, typer.Option(help="Token slots a page of memory.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or another device PyTorch knows.")]
 
@@ -84,6 +87,7 @@ def chat(
     max_new_tokens: Annotated[int | None, typer.Option(help="Per answer; as many as fit if not given.")] = None,
     context_length: ContextLength = None,
     page_size: PageSize = 16,
+    kernels: Kernels = "auto",
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer and keeps what was shown; at the prompt it quits, as does Ctrl-D.
 
@@ -101,7 +105,7 @@ def chat(
 
     config: EngineOptions = {} if context_length is None else {"context_length": context_length}
     options = TurnOptions(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
-    with Engine(model, device=device, dtype=dtype, page_size=page_size, **config) as engine:
+    with Engine(model, device=device, dtype=dtype, page_size=page_size, kernels=kernels, **config) as engine:
         run_chat(engine, system, options)
 
 
@@ -143,6 +147,7 @@ def serve(
         ),
     ] = None,
     page_size: PageSize = 16,
+    kernels: Kernels = "auto",
     context_length: ContextLength = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="The most tokens one step computes.")] = 512,
     max_running_requests: Annotated[int, typer.Option(help="The most turns in one step.")] = 32,
@@ -218,6 +223,7 @@ def serve(
         dtype=dtype,
         memory_bytes=memory_bytes,
         page_size=page_size,
+        kernels=kernels,
         config=config,
         log_level=log_level,
     )

@@ -34,6 +34,7 @@ def _show(model: ModelView, address: str) -> None:
     units = ", ".join(f"{name} {count}" for name, count in model.units.items())
     lines = [
         f"model      {model.model}{f' ({model.path})' if model.path else ''}",
+        f"compute    {model.compute}",
         f"context    {model.context_length} tokens a session (the model's own limit is {model.max_context})",
         f"memory     {model.capacity_tokens} tokens fit, in pages of {model.page_size} ({units})",
         f"steps      {model.config.max_running} turns at once, {model.config.token_budget} tokens a step",

@@ -75,6 +75,10 @@ class RowOptions:
         """Whether no row asks for anything but a choice."""
         return not self._asking
 
+    def draws(self, rows: Longs) -> bool:
+        """Whether any of these rows is not greedy."""
+        return bool(self._temperature[rows].any())
+
     def choice(self, rows: Longs, positions: Longs) -> Choice:
         """What the tokens at these positions, int64 [n], of these rows are chosen by."""
         uniform = uniforms(self._seed[rows], positions)

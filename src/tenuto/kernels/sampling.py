@@ -60,19 +60,20 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def sample(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """One token a row. `logits` is float32 [rows, vocab]; returns int64 [rows] on the same device.
+def sample(logits: torch.Tensor, choice: Choice, best: torch.Tensor | None = None) -> torch.Tensor:
+    """One token a row. `logits` is float32 [rows, vocab]; `best`, int64 [rows], is their first likeliest, if it is
+    known. Returns int64 [rows] on the same device.
 
     Of tokens with equal logits a greedy row takes the first; which of several equally likely ones at the very edge of
     top-k or top-p is kept is unspecified but always the same for the same logits. Logits that are not numbers give
     some token, never an error: the request that caused them must not fail the batch.
     """
     drawn = np.flatnonzero(choice.temperature > 0)
-    if len(drawn) == 0:
-        return logits.argmax(dim=-1)
-    if len(drawn) == len(logits):
+    if len(drawn) == len(logits) > 0:
         return _draw(logits, choice)
-    tokens = logits.argmax(dim=-1)
+    tokens = best if best is not None else logits.argmax(dim=-1)
+    if len(drawn) == 0:
+        return tokens
     places = torch.from_numpy(drawn).to(logits.device)
     return tokens.index_copy_(0, places, _draw(logits.index_select(0, places), choice.rows(drawn)))
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch
-
 from tenuto.models.config import ModelConfig
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import FileFormat, ModelFiles
+from tenuto.models.weights import StoredWeight
 
 
 class Checkpoint(Protocol):
@@ -21,9 +20,9 @@ class Checkpoint(Protocol):
         """The shape of the model."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight once, in any order, on the CPU, under its Hugging Face name and in the Hugging Face layout, as
-        in `model.layers.0.mlp.up_proj.weight`, [ffn, hidden]. A head's rotary pairs are its rows (i, i + head_dim / 2).
+    def weights(self) -> Iterator[tuple[str, StoredWeight]]:
+        """Every weight once, in any order, under its Hugging Face name and in the Hugging Face layout, as in
+        `model.layers.0.mlp.up_proj.weight`, [ffn, hidden]. A head's rotary pairs are its rows (i, i + head_dim / 2).
         """
         ...
 

@@ -1,70 +1,26 @@
-"""Llama models in GGUF files: dequantisation, weight names and layout, configuration."""
+"""Llama models in GGUF files: weight names and layout, configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from gguf import GGMLQuantizationType
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile, GgufTensor
 from tenuto.models.config import SUPPORTED, ModelConfig, linear_divisors
+from tenuto.models.weights import StoredWeight
 
 
-def _halves(blocks: torch.Tensor) -> torch.Tensor:
-    """Nibbles of uint8 [blocks, 16] as float32 [blocks, 32]: all low ones, then all high ones."""
-    return torch.cat((blocks & 0x0F, blocks >> 4), dim=1).float()
+def _decode(tensor: GgufTensor) -> torch.Tensor:
+    return _stored(tensor).decode()
 
 
-def _scale(blocks: torch.Tensor, first: int) -> torch.Tensor:
-    """The float16 at bytes `first`, `first + 1` of each block, as float32 [blocks, 1]."""
-    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _scale(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _scale(blocks, 0) * (_halves(blocks[:, 2:]) - 8)
-
-
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _scale(blocks, 0) * _halves(blocks[:, 4:]) + _scale(blocks, 2)
-
-
-_QUANTISED: dict[GGMLQuantizationType, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
-    GGMLQuantizationType.Q4_0: (18, _q4_0),
-    GGMLQuantizationType.Q4_1: (20, _q4_1),
-    GGMLQuantizationType.Q8_0: (34, _q8_0),
-}
-_PLAIN = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
-
-
-def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:
-    """Decode a tensor of GGML type `kind` to float32 of `shape`.
-
-    `data` is uint8 [bytes], the raw little-endian bytes. Equals `gguf.quants.dequantize` bit for bit. Raises
-    `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1. Layout of the blocks: `ggml-common.h`.
-    """
-    if kind in _PLAIN:
-        return data.view(_PLAIN[kind]).float().view(shape)
-    if kind not in _QUANTISED:
-        names = ", ".join(k.name for k in (*_PLAIN, *_QUANTISED))
-        raise ModelError(f"GGUF tensors of type {kind.name} are not supported; supported: {names}")
-    size, decode_blocks = _QUANTISED[kind]
-    return decode_blocks(data.view(-1, size)).view(shape)
-
-
-def decode(tensor: GgufTensor) -> torch.Tensor:
-    """A tensor of a file as float32 of its shape. Raises `ModelError` as `dequantize`."""
-    return dequantize(torch.from_numpy(tensor.data), tensor.kind, tensor.shape)
+def _stored(tensor: GgufTensor) -> StoredWeight:
+    data = torch.from_numpy(tensor.data).view(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
+    return StoredWeight(tensor.kind, tensor.shape, data)
 
 
 _TOP = {
@@ -93,15 +49,17 @@ class GgufCheckpoint:
         self._file = GgufFile(path)
         self.config = _config(self._file)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Checkpoint.weights`; float32."""
+    def weights(self) -> Iterator[tuple[str, StoredWeight]]:
+        """See `Checkpoint.weights`."""
         rotated = {"attn_q": self.config.heads, "attn_k": self.config.kv_heads}
         for name, encoded in self._file.tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
-            tensor = decode(encoded)
+            stored = _stored(encoded)
             part = name.split(".")[2] if name.startswith("blk.") else ""
-            yield _hf_name(name), _halves_layout(tensor, rotated[part]) if part in rotated else tensor
+            if part in rotated:
+                stored = _halves_layout(stored, rotated[part])
+            yield _hf_name(name), stored
 
 
 def _hf_name(name: str) -> str:
@@ -113,18 +71,17 @@ def _hf_name(name: str) -> str:
             return _TOP.get(name, name)
 
 
-def _halves_layout(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def _halves_layout(stored: StoredWeight, heads: int) -> StoredWeight:
     """Undo the row order GGUF gives query and key projections of Llama models.
 
-    `tensor` is [heads * head_dim, ...]. GGUF puts a rotary pair in neighbouring rows (2i, 2i + 1), Hugging Face in rows
-    (i, i + head_dim / 2). Source: `permute` of `LlamaModel` in llama.cpp's `convert_hf_to_gguf.py`.
+    GGUF puts a rotary pair in neighbouring rows (2i, 2i + 1), Hugging Face in rows (i, i + head_dim / 2). Source:
+    `permute` of `LlamaModel` in llama.cpp's `convert_hf_to_gguf.py`.
     """
-    if len(tensor) % (2 * heads):
-        raise ModelError(
-            f"a projection of {len(tensor)} rows does not divide among {heads} heads; fetch the file again"
-        )
-    pairs = tensor.view(heads, -1, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+    rows = stored.shape[0]
+    if rows % (2 * heads):
+        raise ModelError(f"a projection of {rows} rows does not divide among {heads} heads; fetch the file again")
+    pairs = stored.data.view(heads, rows // heads // 2, 2, -1)
+    return replace(stored, data=pairs.transpose(1, 2).reshape(stored.data.shape))
 
 
 def _config(file: GgufFile) -> ModelConfig:
@@ -165,5 +122,5 @@ def _rope_divisors(file: GgufFile, head_dim: int) -> tuple[float, ...]:
     if kind not in ("none", "linear"):
         raise ModelError(f"{file.path} has rope scaling {kind!r}; supported: none, linear, llama3")
     if _ROPE_DIVISORS in file.tensors:
-        return tuple(float(divisor) for divisor in decode(file.tensors[_ROPE_DIVISORS]))
+        return tuple(float(divisor) for divisor in _decode(file.tensors[_ROPE_DIVISORS]))
     return linear_divisors(head_dim, file.number("llama.rope.scaling.factor") if kind == "linear" else 1.0)

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from tenuto.base.errors import ModelError
 from tenuto.models.config import SUPPORTED, ModelConfig, linear_divisors, llama3_divisors
+from tenuto.models.weights import StoredWeight
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 _SINGLE = "model.safetensors"
@@ -26,14 +26,14 @@ class HfCheckpoint:
         self._directory = directory
         self.config = _config(directory)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Checkpoint.weights`; in the element type of the files."""
+    def weights(self) -> Iterator[tuple[str, StoredWeight]]:
+        """See `Checkpoint.weights`."""
         for file in self._files():
             try:
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118 - not a mapping: it cannot be iterated itself
                         if not self._derived(name):
-                            yield name, opened.get_tensor(name)
+                            yield name, StoredWeight.of(opened.get_tensor(name))
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{file} is missing or damaged ({error}); fetch the model again") from error
 

@@ -15,6 +15,8 @@ from torch.nn import functional
 from tenuto.base.errors import ModelError
 from tenuto.kernels.linear import linear
 from tenuto.models.config import ModelConfig
+from tenuto.models.rope import frequencies
+from tenuto.models.weights import StoredWeight
 
 
 class Attention(Protocol):
@@ -47,7 +49,7 @@ class Llama:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, StoredWeight]],
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -62,10 +64,7 @@ class Llama:
         self._norm = self._empty(c.hidden)
         self._layers = [self._empty_layer() for _ in range(c.layers)]
         self._fill(weights)
-        pairs = torch.arange(0, c.head_dim, 2, dtype=torch.int64).float()
-        # In float32 and in this order of operations, as the reference the checkpoints were trained with.
-        frequencies = 1.0 / (c.rope_theta ** (pairs / c.head_dim)) / torch.tensor(c.rope_divisors)
-        self._frequencies = frequencies.to(device)
+        self._frequencies = frequencies(c).to(device)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)
@@ -110,15 +109,15 @@ class Llama:
             places |= {f"model.layers.{i}.{name}": tensor for name, tensor in parts.items()}
         return places
 
-    def _fill(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _fill(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
         places = self._places()
-        for name, tensor in weights:
+        for name, weight in weights:
             place = places.pop(name, None)
             if place is None:
                 raise ModelError(f"the model's files hold a tensor {name!r} that its configuration has no place for")
-            if place.shape != tensor.shape:
-                raise ModelError(f"tensor {name!r} is of shape {list(tensor.shape)}; expected: {list(place.shape)}")
-            place.copy_(tensor)
+            if place.shape != weight.shape:
+                raise ModelError(f"tensor {name!r} is of shape {list(weight.shape)}; expected: {list(place.shape)}")
+            place.copy_(weight.decode())
         if places:
             raise ModelError(f"the model's files lack {len(places)} tensors, among them {min(places)!r}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from random import SystemRandom
@@ -22,6 +23,8 @@ from tenuto.text.stream import TextStream
 from tenuto.text.tokenizer import Tokenizer
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
 
+log = logging.getLogger("tenuto.model")
+
 WITNESS = "witness"
 """The model without weights, for tests: its next token is a function of a hash of the history. `witness:0.01` takes 10
 milliseconds a step."""
@@ -31,7 +34,7 @@ WITNESS_VOCABULARY = 1000
 @dataclass(frozen=True, slots=True)
 class Model:
     """An executor and what belongs to its model. `max_context` is the longest context it was made for, in tokens;
-    `spare_bytes` what its device has for the state of a server's sessions."""
+    `spare_bytes` what its device has for the state of a server's sessions; `compute` what computes, for people."""
 
     executor: Executor
     vocab_size: int
@@ -42,28 +45,39 @@ class Model:
     name: str = WITNESS
     path: str = ""
     spare_bytes: int = 2**28
+    compute: str = "no model: each token follows from a hash of the history"
 
 
-def load_model(name: str, device: str, dtype: str | None, page_size: int) -> Model:
-    """Raises `ModelError` or `ConfigError`."""
+def load_model(name: str, device: str, dtype: str | None, page_size: int, kernels: str = "auto") -> Model:
+    """`kernels`: what may compute, see `exec.load.KERNELS`. Raises `ModelError` or `ConfigError`."""
     whole("page_size", page_size, 1, 2**20, ConfigError)
     kind, _, step_seconds = name.partition(":")
     if kind == WITNESS:
         return _witness(name, page_size, step_seconds)
     # Slow to import; the witness does without them.
     from tenuto.exec.device import spare_bytes  # noqa: PLC0415
-    from tenuto.exec.torch_executor import load_executor  # noqa: PLC0415
+    from tenuto.exec.load import load_executor  # noqa: PLC0415
     from tenuto.models.store import resolve  # noqa: PLC0415
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415
 
     files = resolve(name, cache_dir())
-    executor = load_executor(files, page_size, device, dtype)
-    config, tokenizer = executor.model.config, load_tokenizer(files.path)
+    executor = load_executor(files, page_size, device, dtype, kernels=kernels, cache=cache_dir(), say=log.warning)
+    forward = executor.forward
+    config, tokenizer = forward.config, load_tokenizer(files.path)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template is not None else None
     eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *config.eos)))
     vocab_size = min(tokenizer.vocab_size, config.vocab)
     return Model(
-        executor, vocab_size, eos_ids, config.max_context, tokenizer, chat, name, str(files.path), spare_bytes(device)
+        executor,
+        vocab_size,
+        eos_ids,
+        config.max_context,
+        tokenizer,
+        chat,
+        name,
+        str(files.path),
+        spare_bytes(device),
+        forward.description,
     )
 
 

@@ -214,6 +214,7 @@ class Service:
             vocab_size=model.vocab_size,
             context_length=self._config.context_length,
             max_context=model.max_context,
+            compute=model.compute,
             page_size=page_size,
             capacity_tokens=min(paged) * page_size if paged else 0,
             units={pool.name: pool.capacity for pool in pools},
@@ -229,7 +230,7 @@ class Service:
 
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
     """Load a model and serve it. Raises `ModelError` or `ConfigError`."""
-    model = load_model(settings.model, settings.device, settings.dtype, settings.page_size)
+    model = load_model(settings.model, settings.device, settings.dtype, settings.page_size, settings.kernels)
     config = engine_config(settings.config, model.max_context)
     memory = settings.memory_bytes if settings.memory_bytes is not None else server_budget(model, config)
     return Service(model, config, memory, send)

@@ -1,0 +1,127 @@
+"""`python -m bench.kernels`: steps of the default model by every kind of kernels this machine can run.
+
+A decode step cannot be faster than the memory is read: its weights once, and the keys and values of all its sequences.
+That limit is measured in the same run, as PyTorch reads as many bytes with as many threads. Figures are medians, and in
+brackets the fastest and the slowest; quiet machines give narrow brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from tenuto.base.config import cache_dir
+from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
+from tenuto.base.sampling import GREEDY
+from tenuto.exec.load import load_executor
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.native_forward import NativeForward
+from tenuto.kernels.native.build import Machine
+from tenuto.models.store import DEFAULT_MODEL, resolve
+
+PAGE = 16
+NO_INTS = np.zeros(0, np.int32)
+
+
+class Steps:
+    """Rows of one executor, each with `context` token slots of its own."""
+
+    def __init__(self, executor: ModelExecutor, rows: int, context: int) -> None:
+        self.executor = executor
+        pages = -(-context // PAGE)
+        executor.prepare((rows * pages,), rows)
+        table = np.arange(rows * pages, dtype=np.int32)
+        self._table = TableChanges(table // pages, table % pages, table)
+        self._sampling = tuple((row, RowSampling(GREEDY)) for row in range(rows))
+        self._tokens = np.random.default_rng(0).integers(0, 40_000, 10_000).astype(np.int32)
+
+    def run(self, rows: int, start: int, count: int) -> float:
+        """Seconds of a step in which `rows` rows compute `count` tokens from position `start` on and sample one."""
+
+        def each(value: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+            return np.full(rows, value, np.int32)
+
+        copies = PageCopies(NO_INTS, NO_INTS, NO_INTS)
+        ids = np.arange(rows, dtype=np.int32)
+        plan = Plan(
+            step=1,
+            rows=ids,
+            starts=each(start),
+            counts=each(count),
+            tokens=self._tokens[: rows * count],
+            samples=each(1),
+            tables=(self._table,),
+            copies=(copies,),
+            states=(),
+            sampling=self._sampling,
+        )
+        self._table, self._sampling = TableChanges(NO_INTS, NO_INTS, NO_INTS), ()
+        began = time.perf_counter()
+        self.executor.submit(plan)
+        self.executor.collect()
+        return time.perf_counter() - began
+
+
+@contextmanager
+def executor_of(kernels: str) -> Iterator[ModelExecutor]:
+    """The default model, computed by `kernels`."""
+    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, kernels=kernels, cache=cache_dir(), say=print)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def spread(measure: Callable[[], float], times: int, scale: float = 1e3) -> tuple[float, str]:
+    """The median of several, and all as text, after one that does not count."""
+    measure()
+    found = sorted(scale * measure() for _ in range(times))
+    return statistics.median(found), f"{statistics.median(found):7.2f} ({found[0]:.2f}-{found[-1]:.2f})"
+
+
+def read_seconds(size: int) -> float:
+    """How long reading `size` bytes takes, at best."""
+    block = torch.ones(size // 4)
+    best = float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        block.sum()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def measure(kernels: str, times: int) -> None:
+    """Print the figures of `kernels`."""
+    with executor_of(kernels) as executor:
+        forward = executor.forward
+        steps = Steps(executor, rows=32, context=3200)
+        token_bytes = executor.spec.groups[0].bytes_per_unit // PAGE
+        weights = forward.weight_bytes if isinstance(forward, NativeForward) else 0
+        print(f"\n{forward.description}; weights {weights / 1e6:.0f} MB, {token_bytes} bytes a token")
+        print(f"prefill of 512  {512 / spread(lambda: steps.run(1, 0, 512), times, 1)[0]:8.0f} tokens/s")
+        print(f"48 after 3,072  {spread(lambda: steps.run(1, 3072, 48), times)[1]} ms")
+        for rows, context in ((1, 0), (1, 512), (1, 3072), (4, 512), (16, 512), (32, 512)):
+            median, text = spread(lambda rows=rows, context=context: steps.run(rows, context, 1), times)  # type: ignore[misc]
+            limit = 1e3 * read_seconds(weights + rows * context * token_bytes) if weights else 0.0
+            ratio = f"  {median / limit:5.2f} times the limit, {limit:.2f}" if limit else ""
+            print(f"decode {rows:2} at {context:4}  {text} ms{ratio}")
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
+    parser.add_argument("kernels", nargs="*", help="by default all that this machine can run, and torch")
+    parser.add_argument("--times", type=int, default=15, help="measurements of each figure")
+    arguments = parser.parse_args()
+    for kernels in arguments.kernels or [*Machine.this().variants(), "torch"]:
+        measure(kernels, arguments.times)
+
+
+if __name__ == "__main__":
+    main()

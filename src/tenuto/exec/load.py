@@ -1,0 +1,82 @@
+"""From a model's files to an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tenuto.base.errors import ConfigError
+from tenuto.exec.forward import Forward
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.native_forward import NativeForward
+from tenuto.exec.torch_forward import TorchForward
+from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
+from tenuto.kernels.native.library import Library, loaded
+from tenuto.models.checkpoint import Checkpoint, open_checkpoint
+from tenuto.models.llama import Llama
+from tenuto.models.native_llama import NativeLlama, obstacle
+from tenuto.models.store import ModelFiles
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KERNELS = ("auto", *VARIANTS, "torch")
+"""What may compute: the best there is, one variant of the native kernels, or plain PyTorch."""
+
+
+def load_executor(
+    files: ModelFiles,
+    page_size: int,
+    device: str = "cpu",
+    dtype: str | None = None,
+    *,
+    kernels: str = "auto",
+    cache: Path | None = None,
+    machine: Machine | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> ModelExecutor:
+    """Read a model and make an executor for it, not yet prepared.
+
+    `dtype` is one of `DTYPES`. `None` is, on a CPU, what is stored by the native kernels, or float32 without them;
+    elsewhere bfloat16. `kernels` is one of `KERNELS`; native ones are compiled into `cache`; without it there are none.
+    `say` is told before kernels are compiled, which takes some seconds, and why plain PyTorch computes if it was not
+    asked for. Raises `ModelError` for the files and `ConfigError`
+    for what cannot be used together.
+    """
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {device!r} cannot be used: {error}") from error
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+    if kernels not in KERNELS:
+        raise ConfigError(f"kernels are {kernels!r}; allowed: {', '.join(KERNELS)}")
+    checkpoint = open_checkpoint(files)
+    wanted = kernels != "torch" and place.type == "cpu" and dtype in (None, "bfloat16") and cache is not None
+    if kernels in VARIANTS and not wanted:
+        raise ConfigError(f"kernels {kernels!r} are for the CPU and dtype bfloat16; here: {device}, {dtype}")
+    forward: Forward | None = None
+    if wanted and cache is not None:
+        try:
+            found = _native(checkpoint, cache, machine or Machine.this(), kernels, say)
+            forward = NativeForward(found, _packed(checkpoint, page_size, dtype))
+        except Unavailable as reason:
+            if kernels != "auto":
+                raise ConfigError(f"kernels {kernels!r} cannot be used: {reason}") from reason
+            say(f"Plain PyTorch computes: {reason}")
+    if forward is None:
+        name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+        forward = TorchForward(Llama(checkpoint.config, checkpoint.weights(), place, DTYPES[name]), page_size)
+    return ModelExecutor(forward)
+
+
+def _native(checkpoint: Checkpoint, cache: Path, machine: Machine, kernels: str, say: Callable[[str], None]) -> Library:
+    reason = obstacle(checkpoint.config)
+    if reason is not None:
+        raise Unavailable(f"the native kernels cannot run this model: {reason}")
+    return loaded(library(cache, machine, None if kernels == "auto" else kernels, say))
+
+
+def _packed(checkpoint: Checkpoint, page_size: int, dtype: str | None) -> NativeLlama:
+    return NativeLlama(checkpoint.config, checkpoint.weights(), page_size, plain=dtype is not None)

@@ -1,0 +1,140 @@
+"""Carries out plans with a model."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from tenuto.base.errors import InvariantError, StepFailed
+from tenuto.base.groups import MemorySpec
+from tenuto.base.plan import InputScores, Logprobs, Plan, StepResult
+from tenuto.exec.forward import Forward, Outputs
+from tenuto.exec.row_options import RowOptions
+from tenuto.kernels.paged import ragged_arange
+from tenuto.kernels.sampling import logprobs, sample
+
+
+class ModelExecutor:
+    """An `Executor` that runs a model's forward pass and samples.
+
+    A step runs in one worker thread, so that the next can be planned while it computes; all that a step changes is
+    written by that thread alone. The executor is not for use by several threads at once.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenuto-step")
+        self._in_flight: deque[Future[StepResult]] = deque()
+
+    @property
+    def spec(self) -> MemorySpec:
+        """The memory groups of the model."""
+        return self.forward.spec
+
+    def prepare(self, units: tuple[int, ...], rows: int) -> None:
+        """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
+        self.forward.prepare(units, rows)
+        self._last_sampled = torch.zeros(rows, device=self.forward.device, dtype=torch.int64)
+        self._options = RowOptions(rows, self.forward.config.vocab, self.forward.device)
+
+    def submit(self, plan: Plan) -> None:
+        """See `Executor.submit`. Raises `InvariantError` if two steps are in flight."""
+        if len(self._in_flight) > 1:
+            raise InvariantError(f"step {plan.step} was submitted while two others are in flight")
+        self._in_flight.append(self._worker.submit(self._step, plan))
+
+    def collect(self) -> StepResult:
+        """See `Executor.collect`. What a device or an allocator can cause is `StepFailed`; all else is our bug and
+        comes out as it is. Raises `InvariantError` if no step is in flight."""
+        if not self._in_flight:
+            raise InvariantError("collect was called with no step in flight")
+        try:
+            return self._in_flight.popleft().result()
+        except (NotImplementedError, RecursionError):  # runtime errors too, but no device's
+            raise
+        except (RuntimeError, MemoryError) as error:  # PyTorch's device and out-of-memory errors are runtime errors
+            raise StepFailed(f"{type(error).__name__}: {error}") from error
+
+    def logits(self, plan: Plan) -> torch.Tensor:
+        """Carry out `plan` but sample nothing: float32 [sum(plan.samples), vocab] on the device. For tests and
+        measurements, with no step in flight."""
+        return self._worker.submit(self._compute, plan).result().logits
+
+    def close(self) -> None:
+        """Wait for the step in flight, end the worker thread and release the model."""
+        self._worker.shutdown()
+        self.forward.close()
+
+    @torch.inference_mode()
+    def _step(self, plan: Plan) -> StepResult:
+        computed, scored = self._compute(plan), None
+        if plan.scores is not None:
+            sampled_from = len(computed.logits) - len(plan.scores.offsets)
+            scored = self._score(computed.logits[sampled_from:], plan.scores)
+            best = computed.best[:sampled_from] if computed.best is not None else None
+            computed = Outputs(computed.logits[:sampled_from], best)
+        tokens, sampled = self._sample(plan, computed)
+        sampling = plan.samples > 0
+        rows, last = plan.rows[sampling], np.cumsum(plan.samples)[sampling] - 1
+        self._last_sampled[self._indices(rows)] = tokens[self._indices(last)]
+        return StepResult(tokens.cpu().numpy().astype(np.int32), sampled, scored)
+
+    @torch.inference_mode()
+    def _compute(self, plan: Plan) -> Outputs:
+        """Apply the plan, compute its tokens, return the logits it samples from and then those it scores by. What
+        outlasts the step comes first: it is applied even if the step fails."""
+        self.forward.apply(plan)
+        for row, new in plan.sampling:
+            self._options.start(row, new)
+        outputs = np.repeat(np.cumsum(plan.counts) - plan.samples, plan.samples) + ragged_arange(plan.samples)
+        if plan.scores is not None:
+            outputs = np.concatenate((outputs, plan.scores.offsets))
+        return self.forward.run(plan, self._tokens(plan), outputs)
+
+    def _tokens(self, plan: Plan) -> torch.Tensor:
+        """Input ids, int64 [tokens], with references to earlier samples resolved on the device."""
+        tokens = self._indices(plan.tokens)
+        unknown = np.flatnonzero(plan.tokens < 0)
+        if len(unknown):
+            rows = np.repeat(plan.rows, plan.counts)[unknown]
+            tokens[self._indices(unknown)] = self._last_sampled[self._indices(rows)]
+        return tokens
+
+    def _sample(self, plan: Plan, computed: Outputs) -> tuple[torch.Tensor, Logprobs | None]:
+        """Tokens int64 [sum(plan.samples)], each drawn by its row's options and its own position, and how likely they
+        were, if any row asks. May change the logits."""
+        options, sampled, logits = self._options, None, computed.logits
+        rows = np.repeat(plan.rows, plan.samples).astype(np.int64)
+        positions = np.repeat(plan.starts + plan.counts - plan.samples, plan.samples) + ragged_arange(plan.samples) + 1
+        if options.plain:
+            if computed.best is not None and not options.draws(rows):
+                return computed.best, None
+            return sample(logits, options.choice(rows, positions), computed.best), None
+        wanted, most = options.wanted_logprobs(rows)
+        places = self._indices(wanted)
+        raw = logits.index_select(0, places) if len(wanted) else logits
+        options.edit(logits, rows, positions)
+        tokens = sample(logits, options.choice(rows, positions))
+        options.counts.add(rows, tokens)
+        if len(wanted):
+            sampled = _logprobs(wanted, raw, tokens[places], most)
+        return tokens, sampled
+
+    def _score(self, logits: torch.Tensor, scores: InputScores) -> Logprobs:
+        """How likely the targets of `scores` were by their logits, float32 [scores, vocab]."""
+        return _logprobs(np.arange(len(logits)), logits, self._indices(scores.targets), scores.top)
+
+    def _indices(self, values: np.ndarray[tuple[int], np.dtype[np.integer]]) -> torch.Tensor:
+        """Host indices as int64 on the device."""
+        return torch.from_numpy(values.astype(np.int64)).to(self.forward.device)
+
+
+def _logprobs(
+    places: np.ndarray[tuple[int], np.dtype[np.integer]], logits: torch.Tensor, tokens: torch.Tensor, most: int
+) -> Logprobs:
+    """Log-probabilities of `tokens`, int64 [n], by `logits`, float32 [n, vocab], on the host."""
+    chosen, ids, top = (part.cpu().numpy() for part in logprobs(logits, tokens, most))
+    return Logprobs(places.astype(np.int32), chosen, ids.astype(np.int32), top)

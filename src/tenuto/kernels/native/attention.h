@@ -1,0 +1,232 @@
+// The paged cache of keys and values, and attention over it.
+#pragma once
+
+#include <type_traits>
+
+#include "matrix.h"
+
+// Keys and values as bfloat16, in pages of `page_size` token slots: for each
+// layer and head of a page blocks of 16 slots. A block holds the keys of
+// one head as [head_dim / 2][16 slots][2] and its values as [8 pairs of slots][head_dim][2], so that a vector has a
+// pair for each of 16 slots, or for each of 16 dimensions. All values are finite: what is masked counts as 0 times
+// them.
+struct Cache {
+  uint16_t *data = nullptr;
+  int page_size, blocks, layers, kv_heads, head_dim; // blocks a page and head
+
+  int64_t block_values() const { return 2 * LANES * head_dim; }
+  int64_t page_values() const { return (int64_t)layers * kv_heads * blocks * block_values(); }
+  uint16_t *block(int layer, int page, int head, int index) const {
+    return data + page * page_values() + (((int64_t)layer * kv_heads + head) * blocks + index) * block_values();
+  }
+
+  void write_key(uint16_t *block, int lane, const float *key) const {
+    uint32_t *to = (uint32_t *)block + lane;
+    for (int d = 0; d < head_dim; d += LANES, to += LANES * LANES / 2) {
+      uint32_t pairs[LANES / 2];
+      store(pairs, to_bf16(load<f32x16>(key + d)));
+#pragma GCC unroll 8
+      for (int i = 0; i < LANES / 2; i++)
+        to[i * LANES] = pairs[i];
+    }
+  }
+  void write_value(uint16_t *block, int lane, const float *value) const {
+    uint16_t *to = block + LANES * head_dim + (int64_t)(lane / 2) * head_dim * 2;
+    const uint32_t kept = lane % 2 ? 0x0000FFFFu : 0xFFFF0000u;
+    for (int d = 0; d < head_dim; d += LANES, to += 2 * LANES) {
+      u32x16 half = to_bf16_bits(load<f32x16>(value + d)) << (lane % 2 ? 16 : 0);
+      store(to, (load<u32x16>(to) & kept) | half);
+    }
+  }
+};
+
+// What one query row has attended to so far: the highest score, the sum of exp(score - highest), and the values
+// weighted so. `Partial` is followed by head_dim floats.
+struct Partial {
+  float highest, sum;
+};
+INLINE float *weighted(Partial *p) { return (float *)(p + 8); } // 64 bytes on, for alignment
+INLINE int64_t partial_bytes(int head_dim) { return 64 + 4 * (int64_t)head_dim; }
+
+constexpr int CHUNK = 8; // blocks whose scores are taken together
+
+// One query row: its values in pairs of bfloat16, how many tokens of its sequence it sees, and its result.
+struct QueryRow {
+  const uint32_t *pairs;
+  int visible;
+  Partial *result;
+};
+
+// Turn the scores of `count` blocks into shares of their values, exp(score - highest), `step` vectors apart, and bring
+// what a row has attended to so far up to date. Returns what its weighted values so far are to be multiplied with.
+INLINE float weigh(const float *scores, uint16_t *shares, int count, int step, Partial &row) {
+  f32x16 top = splat(row.highest);
+  for (int i = 0; i < count; i++)
+    top = max16(top, load<f32x16>(scores + i * step * LANES));
+  const float highest = highest16(top);
+  if (highest == -INFINITY) { // nothing to see here, nor before
+    for (int i = 0; i < count; i++)
+      store(shares + i * step * LANES, u16x16{});
+    return 0.0f;
+  }
+  const float shrink = expf(row.highest - highest);
+  f32x16 sum = {};
+  for (int i = 0; i < count; i++) {
+    f32x16 share = exp_nonpositive(load<f32x16>(scores + i * step * LANES) - highest);
+    sum += share;
+    store(shares + i * step * LANES, to_bf16(share));
+  }
+  row = {highest, row.sum * shrink + sum16(sum)};
+  return shrink;
+}
+
+// The blocks of one head of one sequence, and the token slots of each that are in use.
+struct Blocks {
+  const Cache &cache;
+  int layer, head;
+  const int32_t *pages;
+
+  const uint16_t *at(int i) const { return cache.block(layer, pages[i / cache.blocks], head, i % cache.blocks); }
+  int first(int i) const { return i / cache.blocks * cache.page_size + i % cache.blocks * LANES; }
+  int end(int i) const {
+    return i / cache.blocks * cache.page_size + std::min(cache.page_size, (i % cache.blocks + 1) * LANES);
+  }
+  // `scores`, of the slots of block i, with those that a row does not see set to minus infinity.
+  f32x16 masked(f32x16 scores, int i, int visible) const {
+    const int seen = std::min(visible, end(i)) - first(i);
+    return lane_numbers() < seen ? scores : splat(-INFINITY);
+  }
+  // A block is too short for the CPU to foresee the next: ask for it.
+  void prefetch(int i) const {
+    const char *block = (const char *)at(i);
+    for (int64_t b = 0; b < 2 * cache.block_values(); b += 64)
+      __builtin_prefetch(block + b);
+  }
+};
+
+INLINE void begin(const QueryRow &row, int dim) {
+  *row.result = {-INFINITY, 0.0f};
+  memset(weighted(row.result), 0, sizeof(float) * dim);
+}
+
+// ROWS query rows attend to blocks `from` up to `to` of one sequence's cache, a head of it.
+template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, float scale) {
+  const int dim = blocks.cache.head_dim;
+  alignas(64) float scores[ROWS][CHUNK * LANES];
+  alignas(64) uint16_t shares[ROWS][CHUNK * LANES];
+  for (int r = 0; r < ROWS; r++)
+    begin(rows[r], dim);
+  for (int start = from; start < to; start += CHUNK) {
+    const int count = std::min(CHUNK, to - start);
+    for (int i = 0; i < count; i++) {
+      const uint16_t *block = blocks.at(start + i);
+      if (start + i + 1 < to)
+        blocks.prefetch(start + i + 1);
+      f32x16 even[ROWS] = {}, odd[ROWS] = {};
+      for (int j = 0; j < dim / 2; j += 2) {
+        u32x16 a = load<u32x16>(block + j * 2 * LANES), b = load<u32x16>(block + (j + 1) * 2 * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+          even[r] = dot_pair(even[r], a, rows[r].pairs[j]);
+          odd[r] = dot_pair(odd[r], b, rows[r].pairs[j + 1]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++)
+        store(&scores[r][i * LANES], blocks.masked((even[r] + odd[r]) * scale, start + i, rows[r].visible));
+    }
+    float shrink[ROWS];
+    for (int r = 0; r < ROWS; r++)
+      shrink[r] = weigh(scores[r], shares[r], count, 1, *rows[r].result);
+    for (int d = 0; d < dim; d += 4 * LANES) {
+      const int vectors = std::min(4, (dim - d) / LANES);
+      auto add_values = [&](auto width) {
+        constexpr int WIDTH = decltype(width)::value;
+        f32x16 acc[ROWS][WIDTH];
+        for (int r = 0; r < ROWS; r++)
+          for (int v = 0; v < WIDTH; v++)
+            acc[r][v] = load<f32x16>(weighted(rows[r].result) + d + v * LANES) * shrink[r];
+        for (int i = 0; i < count; i++) {
+          const uint16_t *values = blocks.at(start + i) + LANES * dim + 2 * d;
+          for (int pair = 0; pair < LANES / 2; pair++, values += 2 * dim) {
+            u32x16 both[WIDTH];
+            for (int v = 0; v < WIDTH; v++)
+              both[v] = load<u32x16>(values + v * 2 * LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+              uint32_t share;
+              memcpy(&share, &shares[r][i * LANES + 2 * pair], 4);
+              for (int v = 0; v < WIDTH; v++)
+                acc[r][v] = dot_pair(acc[r][v], both[v], share);
+            }
+          }
+        }
+        for (int r = 0; r < ROWS; r++)
+          for (int v = 0; v < WIDTH; v++)
+            store(weighted(rows[r].result) + d + v * LANES, acc[r][v]);
+      };
+      if (vectors == 4)
+        add_values(std::integral_constant<int, 4>());
+      else if (vectors == 2)
+        add_values(std::integral_constant<int, 2>());
+      else
+        for (int left = vectors; left > 0; left--, d += LANES)
+          add_values(std::integral_constant<int, 1>());
+    }
+  }
+}
+
+#if TENUTO_AMX
+#include "attention_tiles.h"
+#endif
+
+constexpr int PART = 2 * CHUNK; // blocks that are attended to in one go, whoever does it: results do not depend on that
+
+// Query rows attend to blocks `from` up to `to`, at most `PART`, of one sequence's cache.
+static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, float scale) {
+#if TENUTO_AMX
+  if (blocks.cache.head_dim % BLOCK == 0) {
+    for (; count > 0; rows += LANES, count -= LANES)
+      tiles::attend(blocks, rows, std::min(count, LANES), from, to, scale);
+    return;
+  }
+#endif
+  while (count > 0) {
+    int now = count >= 6 ? 6 : count >= 4 ? 4 : count;
+    switch (now) {
+    case 6:
+      attend<6>(blocks, rows, from, to, scale);
+      break;
+    case 4:
+      attend<4>(blocks, rows, from, to, scale);
+      break;
+    case 3:
+      attend<3>(blocks, rows, from, to, scale);
+      break;
+    case 2:
+      attend<2>(blocks, rows, from, to, scale);
+      break;
+    default:
+      attend<1>(blocks, rows, from, to, scale);
+    }
+    rows += now, count -= now;
+  }
+}
+
+// Join what a query row has attended to in `parts` ranges, `step` bytes apart; the result is in the first.
+static void join(Partial *first, int parts, int64_t step, int head_dim) {
+  float highest = first->highest;
+  auto part = [&](int i) { return (Partial *)((char *)first + i * step); };
+  for (int i = 1; i < parts; i++)
+    highest = std::max(highest, part(i)->highest);
+  float sum = 0.0f;
+  for (int i = 0; i < parts; i++) {
+    float share = part(i)->highest == -INFINITY ? 0.0f : expf(part(i)->highest - highest);
+    sum += part(i)->sum * share;
+    for (int d = 0; d < head_dim; d += LANES) {
+      f32x16 values = load<f32x16>(weighted(part(i)) + d) * share;
+      store(weighted(first) + d, i ? load<f32x16>(weighted(first) + d) + values : values);
+    }
+  }
+  first->highest = highest, first->sum = sum;
+}

@@ -1,0 +1,60 @@
+// Memory of a forward pass.
+#pragma once
+
+#include <new>
+#include <sys/mman.h>
+
+#include "matrix.h"
+
+// Memory in large pages where the system has them, zero at first.
+class Memory {
+public:
+  Memory() = default;
+  Memory(const Memory &) = delete;
+  Memory &operator=(const Memory &) = delete;
+  ~Memory() { release(); }
+
+  // Raises std::bad_alloc. What was here is gone.
+  void resize(int64_t bytes) {
+    release();
+    void *got = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (got == MAP_FAILED)
+      throw std::bad_alloc();
+    madvise(got, (size_t)bytes, MADV_HUGEPAGE);
+    data_ = got, bytes_ = bytes;
+  }
+  template <class T> T *as() const { return (T *)data_; }
+
+private:
+  void release() {
+    if (data_)
+      munmap(data_, (size_t)bytes_);
+    data_ = nullptr, bytes_ = 0;
+  }
+  void *data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+// An input of products with its own memory.
+class OwnInput {
+public:
+  void resize(int tokens, int columns) {
+    int64_t cells = (int64_t)round_up(tokens, 2 * LANES) * round_up(columns, BLOCK), blocks = cells / BLOCK;
+    values_.resize(cells * 2 + 64), fine_.resize(cells + 64);
+    scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64);
+  }
+  Input view(int columns, bool quantized) const {
+    return {round_up(columns, BLOCK) / BLOCK,
+            quantized,
+            values_.as<int8_t>(),
+            fine_.as<int8_t>(),
+            scales_.as<float>(),
+            sums_.as<float>(),
+            values_.as<uint16_t>()};
+  }
+
+private:
+  Memory values_, fine_, scales_, sums_;
+};

@@ -1,0 +1,112 @@
+// A team of threads that carries out one step after another. Within a step its members meet at barriers and share out
+// tasks by counting; between steps they spin briefly and then sleep, so that an idle server costs nothing.
+#pragma once
+
+#include <atomic>
+#include <climits>
+#include <functional>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <thread>
+#include <time.h>
+#include <unistd.h>
+#include <vector>
+
+#include "simd.h"
+
+class Team {
+public:
+  explicit Team(int size) : size_(size) {
+    for (int i = 1; i < size; i++)
+      members_.emplace_back([this, i] { serve(i); });
+  }
+
+  ~Team() {
+    stop_ = true;
+    wake();
+    for (auto &member : members_)
+      member.join();
+  }
+
+  int size() const { return size_; }
+
+  // Have every member, the caller as number 0, call `work(member)`; return when all have.
+  void run(const std::function<void(int)> &work) {
+    work_ = &work;
+    if (size_ > 1)
+      wake();
+    work(0);
+    barrier();
+  }
+
+  // The next of the tasks that the members share out since the last barrier, from 0.
+  int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+  // Wait for all members. What each has written before is seen by all after; tasks count from 0 again.
+  void barrier() {
+    unsigned phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      next_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
+      _mm_pause();
+      if (spins > 300)
+        sched_yield(); // another process may have the core that the last one needs
+    }
+  }
+
+private:
+  static constexpr long SPIN_NANOSECONDS = 100'000;
+
+  void wake() {
+    generation_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleeping_.load(std::memory_order_seq_cst) > 0)
+      syscall(SYS_futex, (int *)&generation_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+  }
+
+  void serve(int member) {
+    int seen = 0;
+    for (;;) {
+      await(seen);
+      seen++;
+      if (stop_)
+        return;
+      (*work_)(member);
+      barrier();
+    }
+  }
+
+  // Wait until the generation is no longer `seen`.
+  void await(int seen) {
+    long until = now() + SPIN_NANOSECONDS;
+    for (int spins = 0; generation_.load(std::memory_order_acquire) == seen; spins++) {
+      _mm_pause();
+      if (spins % 64 == 63 && now() > until) {
+        sleeping_.fetch_add(1, std::memory_order_seq_cst);
+        while (generation_.load(std::memory_order_seq_cst) == seen)
+          syscall(SYS_futex, (int *)&generation_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+        sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+      }
+    }
+  }
+
+  static long now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1'000'000'000L + t.tv_nsec;
+  }
+
+  int size_;
+  std::vector<std::thread> members_;
+  const std::function<void(int)> *work_ = nullptr;
+  std::atomic<bool> stop_{false};
+  alignas(64) std::atomic<int> generation_{0};
+  alignas(64) std::atomic<int> sleeping_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> next_{0};
+  alignas(64) std::atomic<unsigned> phase_{0};
+};

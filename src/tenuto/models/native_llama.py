@@ -1,0 +1,138 @@
+"""Llama models as operations of the native kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from tenuto.base.errors import ModelError
+from tenuto.kernels.native.library import Matrix, Model, Op, OpKind
+from tenuto.kernels.native.pack import LANES, QUANTIZED, Arena, PanelKind, pack_bfloat16, pack_quantized
+from tenuto.models.config import ModelConfig
+from tenuto.models.rope import frequencies
+from tenuto.models.weights import StoredWeight
+
+
+MAX_HEAD_DIM = 1024
+"""What `forward.cpp` has room for."""
+
+
+def obstacle(config: ModelConfig) -> str | None:
+    """Why the native kernels cannot run a model of this shape, if they cannot."""
+    sizes = {"head_dim": config.head_dim, "hidden": config.hidden, "ffn": config.ffn}
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % LANES]
+    if odd:
+        return f"its {', '.join(odd)} is no multiple of {LANES}"
+    if config.head_dim > MAX_HEAD_DIM:
+        return f"its head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
+    return None
+
+
+class NativeLlama:
+    """A model's weights in panels, and the operations of its forward pass. Quantized weights stay as they are stored;
+    others are bfloat16, as all are with `plain`."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Iterable[tuple[str, StoredWeight]], page_size: int, *, plain: bool = False
+    ) -> None:
+        """`weights` as `Checkpoint.weights` says. Raises `ModelError` if one is missing, of a wrong shape, or
+        unknown."""
+        self.config = config
+        self._plain = plain
+        self._arena = Arena()
+        self._weights = dict(weights)
+        self.ops = _array(self._operations())
+        if self._weights:
+            raise ModelError(
+                f"the model's files hold a tensor {min(self._weights)!r} that its configuration has no place for"
+            )
+        widest = max(config.hidden, config.heads * config.head_dim, config.ffn)
+        self.model = Model(
+            config.hidden,
+            widest,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            config.layers,
+            config.vocab,
+            page_size,
+            self._arena.floats(frequencies(config).numpy()),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory taken by the weights, in bytes."""
+        return self._arena.size
+
+    def _operations(self) -> list[Op]:
+        c = self.config
+        (embedding,) = self._matrices({"model.embed_tokens.weight": c.vocab}, c.hidden)
+        ops = [Op(OpKind.EMBED, first=embedding)]
+        for layer in range(c.layers):
+            ops += self._layer(layer, f"model.layers.{layer}.")
+        head = embedding if c.tied else self._matrices({"lm_head.weight": c.vocab}, c.hidden)[0]
+        return [*ops, self._norm(OpKind.SELECT, 0, "model.norm.weight", head), Op(OpKind.LOGITS, first=head)]
+
+    def _layer(self, layer: int, prefix: str) -> list[Op]:
+        c = self.config
+        heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
+        projections = {f"{prefix}self_attn.{name}_proj.weight": n * c.head_dim for name, n in heads.items()}
+        q, k, v = self._matrices(projections, c.hidden)
+        (output,) = self._matrices({f"{prefix}self_attn.o_proj.weight": c.hidden}, c.heads * c.head_dim)
+        if c.attention_bias:
+            for name, matrix in zip("qkvo", (q, k, v, output), strict=True):
+                matrix.bias = self._vector(f"{prefix}self_attn.{name}_proj.bias", matrix.outputs)
+        gate, up = self._matrices({f"{prefix}mlp.{name}_proj.weight": c.ffn for name in ("gate", "up")}, c.hidden)
+        (down,) = self._matrices({f"{prefix}mlp.down_proj.weight": c.hidden}, c.ffn)
+        return [
+            self._norm(OpKind.NORM, layer, f"{prefix}input_layernorm.weight", q),
+            Op(OpKind.QKV, layer, first=q, second=k, third=v),
+            Op(OpKind.ATTEND, layer, _quantized(output)),
+            Op(OpKind.ADD, layer, first=output),
+            self._norm(OpKind.NORM, layer, f"{prefix}post_attention_layernorm.weight", gate),
+            Op(OpKind.GATED, layer, _quantized(down), first=gate, second=up),
+            Op(OpKind.ADD, layer, first=down),
+        ]
+
+    def _norm(self, kind: OpKind, layer: int, name: str, reader: Matrix) -> Op:
+        weights = self._vector(name, self.config.hidden)
+        return Op(kind, layer, _quantized(reader), epsilon=self.config.norm_eps, norm=weights)
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        if name not in self._weights:
+            raise ModelError(f"the model's files lack the tensor {name!r}")
+        stored = self._weights.pop(name)
+        if stored.shape != shape:
+            raise ModelError(f"tensor {name!r} is of shape {list(stored.shape)}; expected: {list(shape)}")
+        return stored
+
+    def _vector(self, name: str, length: int) -> int:
+        """The address of a vector of floats."""
+        return self._arena.floats(self._take(name, (length,)).decode().float().numpy())
+
+    def _matrices(self, outputs: dict[str, int], inputs: int) -> list[Matrix]:
+        """Matrices that are multiplied with the same input, so that all are quantized or none is."""
+        stored = [self._take(name, (n, inputs)) for name, n in outputs.items()]
+        if not self._plain and all(weight.kind.name in QUANTIZED for weight in stored):
+            return [self._quantized(weight) for weight in stored]
+        return [self._bfloat16(weight) for weight in stored]
+
+    def _quantized(self, stored: StoredWeight) -> Matrix:
+        kind = QUANTIZED[stored.kind.name]
+        blocks = stored.data.view(stored.shape[0], stored.shape[1] // 32, -1).numpy()
+        return pack_quantized(blocks, kind, self._arena)
+
+    def _bfloat16(self, stored: StoredWeight) -> Matrix:
+        bits = stored.decode().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        return pack_bfloat16(bits, self._arena)
+
+
+def _array(ops: list[Op]) -> ctypes.Array[Op]:
+    return (Op * len(ops))(*ops)
+
+
+def _quantized(matrix: Matrix) -> int:
+    return int(matrix.kind != PanelKind.PAIRS)

@@ -1,0 +1,83 @@
+"""Weights as files store them, and what they decode to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from gguf import GGMLQuantizationType
+
+from tenuto.base.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A tensor of GGML type `kind` and `shape`, (outputs, inputs) for a matrix. `data` is uint8, the raw little-endian
+    bytes: [outputs, bytes an output] for a matrix, [1, bytes] for a vector."""
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    data: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StoredWeight:
+        """A tensor of floats. Raises `ModelError` for other element types."""
+        if tensor.dtype not in _KINDS:
+            raise ModelError(f"tensors of {tensor.dtype} are not supported; supported: {', '.join(map(str, _KINDS))}")
+        rows = tensor.contiguous().view(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
+        return cls(_KINDS[tensor.dtype], tuple(tensor.shape), rows.view(torch.uint8))
+
+    def decode(self) -> torch.Tensor:
+        """In the stored element type, or as float32 if that is quantized. Raises `ModelError` as `dequantize`."""
+        return dequantize(self.data.reshape(-1), self.kind, self.shape)
+
+
+def _halves(blocks: torch.Tensor) -> torch.Tensor:
+    """Nibbles of uint8 [blocks, 16] as float32 [blocks, 32]: all low ones, then all high ones."""
+    return torch.cat((blocks & 0x0F, blocks >> 4), dim=1).float()
+
+
+def _scale(blocks: torch.Tensor, first: int) -> torch.Tensor:
+    """The float16 at bytes `first`, `first + 1` of each block, as float32 [blocks, 1]."""
+    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _scale(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _scale(blocks, 0) * (_halves(blocks[:, 2:]) - 8)
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _scale(blocks, 0) * _halves(blocks[:, 4:]) + _scale(blocks, 2)
+
+
+_QUANTISED: dict[GGMLQuantizationType, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    GGMLQuantizationType.Q4_0: (18, _q4_0),
+    GGMLQuantizationType.Q4_1: (20, _q4_1),
+    GGMLQuantizationType.Q8_0: (34, _q8_0),
+}
+_PLAIN = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+_KINDS = {dtype: kind for kind, dtype in _PLAIN.items()}
+
+
+def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:
+    """Decode a tensor of GGML type `kind`: float32 of `shape`, or, of a plain type, as it is.
+
+    `data` is uint8 [bytes], the raw little-endian bytes. Equals `gguf.quants.dequantize` bit for bit. Raises
+    `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1. Layout of the blocks: `ggml-common.h`.
+    """
+    if kind in _PLAIN:
+        return data.view(_PLAIN[kind]).view(shape)
+    if kind not in _QUANTISED:
+        names = ", ".join(k.name for k in (*_PLAIN, *_QUANTISED))
+        raise ModelError(f"GGUF tensors of type {kind.name} are not supported; supported: {names}")
+    size, decode_blocks = _QUANTISED[kind]
+    return decode_blocks(data.view(-1, size)).view(shape)

@@ -1,0 +1,203 @@
+"""The native kernels compute what transformers computes, whatever the model's shape and however its weights are stored;
+and what they compute for a sequence does not depend, in a single bit, on how steps are cut and batched."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from tenuto.base.config import cache_dir
+from tenuto.base.errors import ConfigError, ModelError
+from tenuto.exec.load import load_executor
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.native_forward import NativeForward
+from tenuto.exec.torch_forward import TorchForward
+from tenuto.kernels.native.build import VARIANTS, Machine
+from tenuto.models.store import resolve
+from tests.exec.driver import Driver
+from tests.models.tiny import save_gguf, save_hf, tiny_llama
+
+HERE = Machine.this()
+MODEL = tiny_llama(head_dim=32, max_position_embeddings=1024)
+LENGTH = 70
+
+every_variant = pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(
+            name, marks=[] if HERE.compiler and name in HERE.variants() else pytest.mark.skip(f"{name} cannot run here")
+        )
+        for name in VARIANTS
+    ],
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "heads of 16": {},
+    "heads of 32": {"head_dim": 32},
+    "heads of 64, each with its own keys": {"head_dim": 64, "num_key_value_heads": 6},
+    "heads of 80": {"head_dim": 80},
+    "heads of 128, one key head for 8": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
+    "sizes that are odd multiples of 16": {"hidden_size": 48, "intermediate_size": 80, "vocab_size": 33},
+    "biases, own head": {"attention_bias": True, "tie_word_embeddings": False},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+def text(length: int, seed: int = 0, vocab: int = 101) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
+
+
+def native(path: Path, variant: str = "auto", page_size: int = 16, **options: Any) -> ModelExecutor:
+    return load_executor(resolve(str(path), path), page_size, kernels=variant, cache=cache_dir(), **options)
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).abs().mean() / theirs.abs().mean()).item()
+
+
+@every_variant
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_bfloat16_models_of_any_shape_match_transformers(variant: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_llama(**shape).bfloat16()
+    path = save_hf(tmp_path, model)
+    tokens = text(LENGTH, vocab=model.config.vocab_size)
+    with torch.inference_mode():
+        exact = model.float()(torch.tensor([tokens])).logits[0]
+    errors = []
+    for executor in (native(path, variant), native(path, "torch", dtype="bfloat16")):
+        ours = executor.logits(Driver(executor, 40, 2).plan([(0, tokens, LENGTH)]))
+        errors.append(relative_error(ours, exact))
+        executor.close()
+    assert errors[0] < errors[1], "further from float32 than PyTorch in bfloat16"
+
+
+@every_variant
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.F16, Kind.BF16, Kind.F32], ids=lambda k: k.name)
+def test_weights_of_each_kind_match_the_reference_from_the_same_file(variant: str, kind: Kind, tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "m.gguf", tiny_llama(), kind)
+    ours, theirs = native(path, variant), native(path, "torch")
+    results = [e.logits(Driver(e, 40, 2).plan([(0, text(LENGTH), LENGTH)])) for e in (ours, theirs)]
+    assert relative_error(*results) < 0.06  # activations are rounded to 8 bits, and the weights are wild
+    for executor in (ours, theirs):
+        executor.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return save_gguf(tmp_path / "m.gguf", MODEL, Kind.Q4_1)
+
+
+@every_variant
+@pytest.mark.parametrize("page_size", [5, 16])
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.BF16], ids=lambda kind: kind.name)
+def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
+    variant: str, page_size: int, kind: Kind, tmp_path: Path
+) -> None:
+    """So a session that was preempted, forked or cut anew says what it would have said, and a replay what it said. Only
+    with tiles, quantized weights and fewer than four tokens in a step are computed by another kernel."""
+    executor = native(save_gguf(tmp_path / "m.gguf", MODEL, kind), variant, page_size)
+    driver = Driver(executor, 600, 12)
+    texts = [text(length, seed) for seed, length in enumerate((700, 90, 330, 20))]
+    whole = [executor.logits(driver.plan([(row, tokens, len(tokens))])).clone() for row, tokens in enumerate(texts)]
+    rng = np.random.default_rng(3)
+    while left := [row for row in range(4) if driver.lengths[4 + row] < len(texts[row])]:
+        rows = rng.permutation(left)[: rng.integers(1, 5)].tolist()
+        places = [driver.lengths[4 + row] for row in rows]
+        counts = rng.choice([1, 2, 5, 16, 40, 200], len(rows)).tolist()
+        if variant == "amx" and kind is Kind.Q4_1:
+            counts[0] = max(4, counts[0])
+            if len(texts[rows[0]]) - places[0] < 4:
+                break
+        ends = [min(a + count, len(texts[row])) for row, a, count in zip(rows, places, counts, strict=True)]
+        work = [(4 + row, texts[row][a:b], b - a) for row, a, b in zip(rows, places, ends, strict=True)]
+        theirs = torch.cat([whole[row][a:b] for row, a, b in zip(rows, places, ends, strict=True)])
+        assert torch.equal(executor.logits(driver.plan(work)), theirs)
+    assert driver.steps > 12
+    executor.close()
+
+
+@every_variant
+def test_few_tokens_are_computed_as_exactly_as_many(variant: str, tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "m.gguf", MODEL, Kind.Q4_1)
+    executor, reference = native(path, variant), native(path, "torch")
+    driver, tokens = Driver(executor, 60, 4), text(LENGTH)
+    exact = reference.logits(Driver(reference, 60, 1).plan([(0, tokens, LENGTH)]))
+    many = executor.logits(driver.plan([(0, tokens, LENGTH)])).clone()
+    single = torch.cat([executor.logits(driver.plan([(1, [token], 1)])).clone() for token in tokens])
+    assert relative_error(single, exact) < 1.1 * relative_error(many, exact)
+    for each in (executor, reference):
+        each.close()
+
+
+def test_one_thread_computes_what_two_do(path: Path) -> None:
+    executor = native(path)
+    forward = executor.forward
+    assert isinstance(forward, NativeForward)
+    alone = ModelExecutor(NativeForward(forward._library, forward._model, threads=1))
+    results = [e.logits(Driver(e, 60, 2).plan([(0, text(500), 500)])) for e in (executor, alone)]
+    assert torch.equal(*results)
+    for each in (executor, alone):
+        each.close()
+
+
+def test_what_is_not_finite_stays_with_the_turn_that_made_it(tmp_path: Path) -> None:
+    """A token whose state overflows gives some token, and later owners of its pages are not touched by it."""
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.inf
+    executor = native(save_hf(tmp_path, model.bfloat16()))
+    driver = Driver(executor, 3, 3)
+    expected = executor.logits(driver.plan([(0, text(20, vocab=7), 20)])).clone()
+    driver.free, driver.pages = [2, 1, 0], [[], [], []]
+    assert len(driver.step([(1, [7] * 48, 1)])) == 1
+    driver.free = [2, 1, 0]
+    assert torch.equal(executor.logits(driver.plan([(2, text(20, vocab=7), 20)])), expected)
+    executor.close()
+
+
+def test_without_a_compiler_or_for_other_devices_plain_pytorch_computes_and_says_why(
+    path: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    bare = Machine(HERE.features, None)
+    executor = load_executor(resolve(str(path), path), 16, cache=tmp_path, machine=bare, say=said.append)
+    assert isinstance(executor.forward, TorchForward)
+    assert "no C++ compiler" in said[-1]
+    executor.close()
+    bare = Machine(frozenset(_flags("avx2")), None)
+    with pytest.raises(ConfigError, match="kernels 'avx2' cannot be used: there is no C"):
+        load_executor(resolve(str(path), path), 16, kernels="avx2", cache=tmp_path, machine=bare)
+    with pytest.raises(ConfigError, match="are for the CPU"):
+        load_executor(resolve(str(path), path), 16, dtype="float32", kernels="avx2", cache=cache_dir())
+    with pytest.raises(ConfigError, match="kernels are 'cuda'; allowed: auto, amx"):
+        load_executor(resolve(str(path), path), 16, kernels="cuda")
+
+
+def _flags(variant: str) -> list[str]:
+    return [flag.replace("-", "_") for flag in VARIANTS[variant]]
+
+
+def test_a_model_the_kernels_cannot_run_is_run_by_pytorch(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = save_hf(tmp_path, tiny_llama(hidden_size=40, num_attention_heads=4, head_dim=10))
+    executor = load_executor(resolve(str(path), path), 16, cache=cache_dir(), say=said.append)
+    assert isinstance(executor.forward, TorchForward)
+    assert "head_dim 10, hidden 40 is no multiple of 16" in said[-1]
+    executor.close()
+
+
+def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama(tie_word_embeddings=False)
+    path = save_hf(tmp_path, model)
+    config = (path / "config.json").read_text()
+    (path / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    with pytest.raises(ModelError, match=r"lack the tensor 'model.layers.3"):
+        native(path)
+    (path / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2'))
+    with pytest.raises(ModelError, match=r"'model.layers.2.*no place for"):
+        native(path)
+    (path / "config.json").write_text(config.replace('"intermediate_size": 128', '"intermediate_size": 64'))
+    with pytest.raises(ModelError, match=r"is of shape \[128, 96\]; expected: \[64, 96\]"):
+        native(path)
