@@ -15,7 +15,6 @@ from tenuto.models.config import ModelConfig
 from tenuto.models.rope import frequencies
 from tenuto.models.weights import StoredWeight
 
-
 MAX_HEAD_DIM = 1024
 """What `forward.cpp` has room for."""
 
