@@ -87,6 +87,18 @@ def test_the_text_is_all_up_to_the_first_stop_string(ids: list[int], stop: tuple
         assert text == whole
 
 
+@given(ids=outputs, stop=stop_strings)
+def test_the_text_may_keep_the_stop_string_that_ended_it(ids: list[int], stop: tuple[str, ...]) -> None:
+    texts = []
+    for include_stop in (False, True):
+        stream = TextStream(byte_tokenizer(), stop, include_stop=include_stop)
+        for token in ids:
+            stream.push(token)
+        stream.finish()
+        texts.append(stream.take_text())
+    assert texts[1] == texts[0] + (stream.stop or "")
+
+
 @given(ids=outputs)
 def test_without_stop_strings_finish_delivers_every_token(ids: list[int]) -> None:
     stream = TextStream(byte_tokenizer())

@@ -164,6 +164,9 @@ def test_an_answer_stops_at_a_stop_string(client: OpenAI) -> None:
     stop = text[3:6]
     stopped = client.completions.create(prompt="hello", max_tokens=12, stop=[stop, "\x00"], **GREEDY).choices[0]
     assert (stopped.text, stopped.finish_reason) == (text[: text.index(stop)], "stop")
+    options: dict[str, Any] = {"max_tokens": 12, "stop": [stop], "extra_body": {"include_stop_str_in_output": True}}
+    kept = client.completions.create(prompt="hello", **options, **GREEDY).choices[0]
+    assert (kept.text, kept.finish_reason) == (text[: text.index(stop)] + stop, "stop")
 
 
 def test_a_biased_token_is_sampled(real: OpenAI) -> None:

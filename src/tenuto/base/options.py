@@ -33,6 +33,7 @@ class TurnParams:
     sampling: Sampling = GREEDY
     stop_ids: tuple[int, ...] = option((), "Token ids that end the turn.")
     stop: tuple[str, ...] = option((), "Strings that end the turn.")
+    include_stop: bool = option(default=False, description="The text keeps the stop string that ended the turn.")
     ignore_eos: bool = option(default=False, description="Do not stop at the model's own end tokens.")
     priority: int | None = option(None, "Higher runs first.", PRIORITIES)
     queue_timeout: float | None = option(None, "Seconds within which it must have started.", SECONDS)
@@ -51,8 +52,10 @@ class TurnParams:
             )
         stop_ids = tuple(whole("a stop id", token, 0, MAX_TOKEN_ID) for token in self.stop_ids)
         object.__setattr__(self, "stop_ids", stop_ids)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos is {shown(self.ignore_eos)}; allowed: true or false", param="ignore_eos")
+        for name in ("include_stop", "ignore_eos"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"{name} is {shown(value)}; allowed: true or false", param=name)
 
 
 OPTIONS: dict[str, Field[Any]] = {
@@ -91,10 +94,11 @@ class TurnOptions(TypedDict, total=False):
     `max_new_tokens`: as many as fit if not given. `temperature` 0 (the default) is greedy; `top_k` 0, `top_p` 1 and
     `min_p` 0 keep every token; the penalties default to 1, 0 and 0, `logit_bias` (token id to number) to none. `seed`:
     turns with the same seed draw the same at the same position. `base.sampling.Sampling` describes each. `stop`:
-    strings that end the turn; `stop_ids`: token ids that do, besides the model's own unless `ignore_eos`; none does
-    before there are `min_new_tokens`. `logprobs` and `input_logprobs` n: log-probabilities of every output or input
-    token, and of the n likeliest in its place. `priority`: higher runs first; the session's if not given.
-    `queue_timeout` and `timeout`: seconds within which the turn must have started, and ended.
+    strings that end the turn, left out of its text unless `include_stop` is set; `stop_ids`: token ids that do, besides
+    the model's own unless `ignore_eos`; none does before there are `min_new_tokens`. `logprobs` and `input_logprobs` n:
+    log-probabilities of every output or input token, and of the n likeliest in its place. `priority`: higher runs
+    first; the session's if not given. `queue_timeout` and `timeout`: seconds within which the turn must have started,
+    and ended.
     """
 
     max_new_tokens: int | None
@@ -108,6 +112,7 @@ class TurnOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
     stop: str | Sequence[str]
+    include_stop: bool
     stop_ids: Sequence[int]
     ignore_eos: bool
     priority: int | None

@@ -11,7 +11,7 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session
 from tenuto.text.stream import TextStream
 
-TextFactory = Callable[[tuple[str, ...], int], TextStream]
+TextFactory = Callable[[tuple[str, ...], int, bool], TextStream]
 """Makes the text stream of a turn with these stop strings, not looked for in the text of so many first tokens."""
 
 
@@ -46,7 +46,7 @@ class TurnGate:
         if self._queue.submitted >= self._max_queued:
             raise Overloaded(f"{self._max_queued} turns are waiting, the most allowed; try again later")
         if self._text is not None:
-            return self._text(params.stop, params.min_new_tokens)
+            return self._text(params.stop, params.min_new_tokens, params.include_stop)
         if params.stop:
             raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_ids")
         return None

@@ -18,12 +18,16 @@ class TextStream:
     how many characters and how many tokens there are by its end. No turn is cut inside a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0, include_stop: bool = False
+    ) -> None:
         """In the text that the first `min_tokens` tokens bring no stop string is looked for, nor the beginning of one.
-        Raises `InvalidRequest` if `stop` is not a list of stop strings."""
+        The text keeps the stop string that ends it only with `include_stop`. Raises `InvalidRequest` if `stop` is not a
+        list of stop strings."""
         self._decoder = IncrementalDecoder(tokenizer)
         self._matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._ends: deque[tuple[int, int]] = deque()
         self._tokens = 0
         self._decoded = 0  # characters
@@ -64,8 +68,9 @@ class TextStream:
         if self._tokens <= self._min_tokens:
             self._deliver(text)
             return False
+        ended = self.stop is not None
         deliverable, stop = self._matcher.push(text)
-        self._deliver(deliverable)
+        self._deliver(deliverable + stop if stop is not None and self._include_stop and not ended else deliverable)
         return stop is not None
 
     def _deliver(self, text: str) -> None:

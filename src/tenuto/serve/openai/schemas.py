@@ -48,7 +48,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": _NONE,
     "function_call": (None, "none"),
     "functions": _NONE,
-    "include_stop_str_in_output": _NONE,
     "modalities": (None, ["text"]),
     "moderation": _NONE,
     "prediction": _NONE,
@@ -126,6 +125,7 @@ class Generation(OpenAIObject):
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1 and 0 keep all.")
     min_tokens: int | None = field_of("min_new_tokens")
     stop_token_ids: Items[TokenId] | None = field_of("stop_ids")
+    include_stop_str_in_output: bool | None = field_of("include_stop")
     session_id: Id | None = Field(
         None,
         description="The request is a turn of this session, opened if it does not exist: send only what is new."
@@ -174,6 +174,8 @@ class Generation(OpenAIObject):
             given["min_new_tokens"] = self.min_tokens
         if self.stop_token_ids is not None:
             given["stop_ids"] = self.stop_token_ids
+        if self.include_stop_str_in_output is not None:
+            given["include_stop"] = self.include_stop_str_in_output
         given["top_k"] = max(0, self.top_k or 0)
         if self.seed is not None:
             given["seed"] = self.seed & MAX_SEED
@@ -182,7 +184,12 @@ class Generation(OpenAIObject):
         return given
 
 
-_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
+_FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_ids": "stop_token_ids",
+    "include_stop": "include_stop_str_in_output",
+}
 """Fields by the engine's option names, where the two differ."""
 
 
