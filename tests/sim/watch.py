@@ -307,12 +307,13 @@ class Watch:
     def _check_order(self) -> None:
         """Nobody yields to a turn that does not outrank it, and nobody is overtaken for long."""
         world, preempted = self._world, []
-        for event in world.log.events:
+        for place, event in enumerate(world.log.events):
             turn = event.turn
             if (event.kind, event.why) in (("preempt", "preempted"), ("pause", "paused")):
                 preempted.append(turn)
             elif event.kind == "drop" and event.state in (TurnState.QUEUED, TurnState.PREEMPTED) and event.fitted:
-                if any(e.kind == "start" and e.turn is turn for e in world.log.events) and event.why == "pressure":
+                started = next((e.turn for e in world.log.events[place:] if e.kind == "start"), None)  # whom it was for
+                if started is turn and event.why == "pressure":
                     world.found("dropped", f"{turn!r} fits, and its own session was dropped for it")
             elif event.kind == "start" and turn is not None and turn.state is not TurnState.DRAFTING:
                 for other in preempted:
@@ -359,12 +360,15 @@ class Watch:
             world.found("waits", f"{turn!r} fits and has not started for {patience} steps")
 
     def fits(self, turn: Turn) -> bool:
-        """Whether a waiting turn fits beside those in rows and what they know they will need, if all others yield."""
+        """Whether a waiting turn fits beside those in rows and what they know they will need, if all others yield. Units
+        in limbo are not free yet, and each step puts new ones there."""
         engine, config = self._world.engine, self._world.config
         rows = engine.batch.running()
         if sum(t.state is not TurnState.DRAFTING for t in rows) >= config.running:
             return False
-        need = internals.essential_units(engine, turn)
+        need = [
+            n + pool.limbo for n, pool in zip(internals.essential_units(engine, turn), engine.memory.pools, strict=True)
+        ]
         for group, worst in enumerate(self._worst(turn.length + 1)):
             need[group] += worst + 1
         for running in rows:
