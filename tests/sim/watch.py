@@ -360,8 +360,8 @@ class Watch:
             world.found("waits", f"{turn!r} fits and has not started for {patience} steps")
 
     def fits(self, turn: Turn) -> bool:
-        """Whether a waiting turn fits beside those in rows and what they know they will need, if all others yield. Units
-        in limbo are not free yet, and each step puts new ones there."""
+        """Whether a waiting turn fits beside those in rows and what they know they will need, if all others yield.
+        Units in limbo are not free yet, and each step puts new ones there."""
         engine, config = self._world.engine, self._world.config
         rows = engine.batch.running()
         if sum(t.state is not TurnState.DRAFTING for t in rows) >= config.running:
