@@ -1,6 +1,9 @@
 """The native kernels compute what transformers computes, whatever the model's shape and however its weights are stored;
 and what they compute for a sequence does not depend, in a single bit, on how steps are cut and batched."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, ModelError
+from tenuto.exec.device import usable_cores
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
@@ -140,6 +144,51 @@ def test_one_thread_computes_what_two_do(path: Path) -> None:
     assert torch.equal(*results)
     for each in (executor, alone):
         each.close()
+
+
+def test_no_more_threads_compute_than_the_control_group_pays_for(tmp_path: Path) -> None:
+    cores, quota = usable_cores(tmp_path / "missing"), tmp_path / "cpu.max"
+    for written, expected in (
+        ("max 100000", cores),
+        ("150000 100000", 1),
+        ("50000 100000", 1),
+        ("9900000 100000", cores),
+    ):
+        quota.write_text(written)
+        assert usable_cores(quota) == expected
+
+
+def test_a_step_that_had_no_memory_is_followed_by_one_that_works(path: Path) -> None:
+    """Once, room that could not be had counted as there, and the next step was a crash."""
+    script = f"""
+import resource, sys
+import torch
+from tenuto.base.errors import StepFailed
+from tests.exec.test_native_forward import native, text
+from tests.exec.driver import Driver
+from pathlib import Path
+executor = native(Path({str(path)!r}), "auto")
+driver = Driver(executor, 3000, 3)
+expected = driver.step([(0, text(20), 1)])
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+plan = driver.plan([(1, text(40_000), 1)])
+resource.setrlimit(resource.RLIMIT_AS, (now + 2**22, hard))
+executor.submit(plan)
+try:
+    executor.collect()
+    sys.exit("it had memory")
+except StepFailed as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+sys.exit(driver.step([(2, text(20), 1)]) != expected)
+"""
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # PyTorch's threads need memory, too
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, env=alone
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "no memory for a step of 40000 tokens" in done.stdout
 
 
 def test_what_is_not_finite_stays_with_the_turn_that_made_it(tmp_path: Path) -> None:

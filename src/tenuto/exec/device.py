@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -28,6 +29,17 @@ def total_bytes(device: str) -> int:
     except (RuntimeError, AssertionError) as error:  # how PyTorch says that it has no such device
         raise ConfigError(f"there is no device {device!r} whose memory could be shared: {error}") from None
     return _machine_bytes()
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: those it may run on, and no more than its control group's `quota` pays for
+    (format: "max period" or "microseconds period", the kernel's `cgroup-v2.rst`)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        paid, period = quota.read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if paid == "max" else max(1, min(cores, int(paid) // int(period)))
 
 
 def _machine_bytes() -> int:

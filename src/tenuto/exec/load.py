@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tenuto.base.errors import ConfigError
+from tenuto.exec.device import usable_cores
 from tenuto.exec.forward import Forward
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
@@ -37,10 +38,10 @@ def load_executor(
 ) -> ModelExecutor:
     """Read a model and make an executor for it, not yet prepared.
 
-    `dtype` is one of `DTYPES`. `None` is, on a CPU, what is stored by the native kernels, or float32 without them;
-    elsewhere bfloat16. `kernels` is one of `KERNELS`; native ones are compiled into `cache`; without it there are none.
-    `say` is told before kernels are compiled, which takes some seconds, and why plain PyTorch computes if it was not
-    asked for. Raises `ModelError` for the files and `ConfigError`
+    `dtype` is one of `DTYPES`. `None` is, with native kernels, quantized weights as they are stored and bfloat16 for
+    others; without them float32 on a CPU, and elsewhere bfloat16. `kernels` is one of `KERNELS`; native ones are
+    compiled into `cache`; without it there are none. `say` is told before kernels are compiled, which takes some
+    seconds, and why plain PyTorch computes if it was not asked for. Raises `ModelError` for the files and `ConfigError`
     for what cannot be used together.
     """
     try:
@@ -55,12 +56,15 @@ def load_executor(
     checkpoint = open_checkpoint(files)
     wanted = kernels != "torch" and place.type == "cpu" and dtype in (None, "bfloat16") and cache is not None
     if kernels in VARIANTS and not wanted:
-        raise ConfigError(f"kernels {kernels!r} are for the CPU and dtype bfloat16; here: {device}, {dtype}")
+        raise ConfigError(
+            f"kernels {kernels!r} need a cache to be compiled into, and are for the CPU and dtype bfloat16; "
+            f"here: {device}, {dtype}"
+        )
     forward: Forward | None = None
     if wanted and cache is not None:
         try:
             found = _native(checkpoint, cache, machine or Machine.this(), kernels, say)
-            forward = NativeForward(found, _packed(checkpoint, page_size, dtype))
+            forward = NativeForward(found, _packed(checkpoint, page_size, dtype), threads=usable_cores())
         except Unavailable as reason:
             if kernels != "auto":
                 raise ConfigError(f"kernels {kernels!r} cannot be used: {reason}") from reason
@@ -75,8 +79,19 @@ def _native(checkpoint: Checkpoint, cache: Path, machine: Machine, kernels: str,
     reason = obstacle(checkpoint.config)
     if reason is not None:
         raise Unavailable(f"the native kernels cannot run this model: {reason}")
-    return loaded(library(cache, machine, None if kernels == "auto" else kernels, say))
+    if kernels != "auto":
+        return loaded(library(cache, machine, kernels, say))
+    failed = Unavailable("this CPU lacks AVX2")
+    for variant in machine.variants():  # the compiler may not know the best, or the system not permit it
+        try:
+            return loaded(library(cache, machine, variant, say))
+        except Unavailable as error:
+            failed = error
+    raise failed
 
 
 def _packed(checkpoint: Checkpoint, page_size: int, dtype: str | None) -> NativeLlama:
-    return NativeLlama(checkpoint.config, checkpoint.weights(), page_size, plain=dtype is not None)
+    try:
+        return NativeLlama(checkpoint.config, checkpoint.weights(), page_size, plain=dtype is not None)
+    except OSError as error:
+        raise ConfigError(f"there is no memory for the model's weights: {error}") from error

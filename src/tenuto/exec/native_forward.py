@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import weakref
 from ctypes import byref
 
 import numpy as np
@@ -27,18 +27,19 @@ class NativeForward:
     Invariant: `_model` lives as long as `_handle`, which points into it.
     """
 
-    def __init__(self, library: Library, model: NativeLlama, threads: int | None = None) -> None:
-        """`threads`: how many compute; `None`: one a core that this process may use."""
+    def __init__(self, library: Library, model: NativeLlama, threads: int) -> None:
+        """`threads`: how many compute. Raises `ConfigError` if there can be no more, or there is no memory."""
         c = model.config
         self._library, self._model = library, model
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads
         page_size = model.model.page_size
         slots = -(-page_size // LANES) * LANES  # a page is kept in whole blocks of 16 slots
         token_bytes = c.layers * 2 * c.kv_heads * c.head_dim * BFLOAT16_BYTES
         self._spec = MemorySpec(page_size, (GroupSpec(Kind.FULL, slots * token_bytes),))
         self._handle = library.open(byref(model.model), model.ops, len(model.ops), self.threads)
         if not self._handle:
-            raise ConfigError("there is no memory for the model's work space")
+            raise ConfigError(f"there can be no {self.threads} threads, or there is no memory for their work")
+        self._close = weakref.finalize(self, library.close, self._handle)
         self._logits, self._best = self._room_for(16)
 
     @property
@@ -105,9 +106,7 @@ class NativeForward:
 
     def close(self) -> None:
         """End its threads and release its memory."""
-        if self._handle:
-            self._library.close(self._handle)
-            self._handle = None
+        self._close()
 
 
 def _address(values: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> int:

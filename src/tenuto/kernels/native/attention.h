@@ -213,20 +213,13 @@ static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, i
   }
 }
 
-// Join what a query row has attended to in `parts` ranges, `step` bytes apart; the result is in the first.
-static void join(Partial *first, int parts, int64_t step, int head_dim) {
-  float highest = first->highest;
-  auto part = [&](int i) { return (Partial *)((char *)first + i * step); };
-  for (int i = 1; i < parts; i++)
-    highest = std::max(highest, part(i)->highest);
-  float sum = 0.0f;
-  for (int i = 0; i < parts; i++) {
-    float share = part(i)->highest == -INFINITY ? 0.0f : expf(part(i)->highest - highest);
-    sum += part(i)->sum * share;
-    for (int d = 0; d < head_dim; d += LANES) {
-      f32x16 values = load<f32x16>(weighted(part(i)) + d) * share;
-      store(weighted(first) + d, i ? load<f32x16>(weighted(first) + d) + values : values);
-    }
-  }
-  first->highest = highest, first->sum = sum;
+// Add what a query row has attended to in the next part of its sequence.
+static void add_part(Partial *total, const Partial *part, int head_dim) {
+  const float highest = std::max(total->highest, part->highest);
+  const float kept = total->highest == -INFINITY ? 0.0f : expf(total->highest - highest);
+  const float added = part->highest == -INFINITY ? 0.0f : expf(part->highest - highest);
+  for (int d = 0; d < head_dim; d += LANES)
+    store(weighted(total) + d,
+          load<f32x16>(weighted(total) + d) * kept + load<f32x16>(weighted((Partial *)part) + d) * added);
+  *total = {highest, total->sum * kept + part->sum * added};
 }

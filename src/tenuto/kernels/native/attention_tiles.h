@@ -20,6 +20,7 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
       const uint16_t *block = blocks.at(start + i);
       if (start + i + 1 < to)
         blocks.prefetch(start + i + 1);
+      written();
       _tile_zero(0);
       for (int d = 0; d < dim; d += BLOCK) {
         _tile_loadd(4, queries + d * LANES, 64);
@@ -35,6 +36,7 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
     }
     for (int d = 0; d < dim; d += 4 * LANES) {
       const bool all = dim - d >= 4 * LANES; // else two tiles of 16
+      written();
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);

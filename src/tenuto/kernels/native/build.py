@@ -62,23 +62,19 @@ def _features() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
 
 
-def library(cache: Path, machine: Machine, variant: str | None, say: Callable[[str], None]) -> Path:
-    """The compiled kernels: of `variant`, or of the best this CPU can run. They are made if the cache has none of these
-    sources and flags; two processes at once make them once. `say` is told before a compilation.
+def library(cache: Path, machine: Machine, variant: str, say: Callable[[str], None]) -> Path:
+    """The compiled kernels of `variant`. They are made if the cache has none of these sources and flags; two processes
+    at once make them once. `say` is told before a compilation.
 
-    Raises `ConfigError` if this CPU cannot run `variant`, and `Unavailable` if there are no kernels for it, no
-    compiler, or if that fails.
+    Raises `ConfigError` if this CPU cannot run `variant`, and `Unavailable` if there is no compiler, or if it fails.
     """
     possible = machine.variants()
-    if variant is not None and variant not in possible:
+    if variant not in possible:
         raise ConfigError(f"kernels are {variant!r}; allowed on this CPU: {', '.join(['auto', *possible, 'torch'])}")
-    if not possible:
-        raise Unavailable("this CPU lacks AVX2")
-    chosen = variant or possible[0]
-    flags = [*_FLAGS, *(f"-m{feature}" for feature in VARIANTS[chosen])]
-    if "avx512f" in VARIANTS[chosen]:
+    flags = [*_FLAGS, *(f"-m{feature}" for feature in VARIANTS[variant])]
+    if "avx512f" in VARIANTS[variant]:
         flags.append("-mprefer-vector-width=512")
-    path = cache / "kernels" / f"{chosen}-{_key(flags)}.so"
+    path = cache / "kernels" / f"{variant}-{_key(flags)}.so"
     if path.exists():
         return path
     if machine.compiler is None:

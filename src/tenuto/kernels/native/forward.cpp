@@ -59,7 +59,8 @@ struct AttentionTask {
   int row, head, query, queries; // the row's tokens from `query` on
   int from, to, parts;           // parts of the sequence, each `PART` blocks, of how many
   int group;                     // of tasks that together have all parts: whoever is last joins them
-  int64_t slot;                  // of the group's first partial result: [parts][query rows]
+  int64_t slot;                  // of the group's partial results: [parts][query rows], or of one task for all parts
+                                 // [2][query rows], the first the sum so far
 };
 
 struct Best {
@@ -80,6 +81,7 @@ public:
     for (auto &member : members_) {
       member.products.resize((int64_t)panels * ROWS_AT_ONCE * LANES * 4);
       member.buffer.resize(buffer_bytes(round_up(model.widest, BLOCK) / BLOCK));
+      member.rows.reserve(LANES * (model.heads / model.kv_heads));
     }
     reserve(64);
   }
@@ -96,7 +98,7 @@ public:
 
   void step(const TenutoStep &step) {
     step_ = &step;
-    reserve(step.tokens_count);
+    reserve(std::max(step.tokens_count, step.outputs_count));
     lay_out();
     team_.run([this](int member) {
       for (const auto &op : ops_) {
@@ -122,18 +124,21 @@ private:
   struct Member {
     Memory products, buffer;
     std::vector<Best> best;
+    std::vector<QueryRow> rows; // of a task; with room for all that one can have
   };
 
   // Room for a step of so many tokens.
   void reserve(int tokens) {
     if (tokens <= room_)
       return;
-    room_ = std::max(tokens, 2 * room_);
-    x_.resize((int64_t)room_ * hidden_ * 4);
-    queries_.resize((int64_t)room_ * model_.heads * model_.head_dim * 2);
-    attended_.resize((int64_t)room_ * model_.heads * model_.head_dim * 4);
-    rotation_.resize((int64_t)room_ * model_.head_dim * 4);
-    a_.resize(room_, model_.widest), b_.resize(room_, model_.widest);
+    const int64_t room = std::max(tokens, 2 * room_);
+    room_ = 0; // until all of it is there
+    x_.resize(room * hidden_ * 4);
+    queries_.resize(room * model_.heads * model_.head_dim * 2);
+    attended_.resize(room * model_.heads * model_.head_dim * 4);
+    rotation_.resize(room * model_.head_dim * 4);
+    a_.resize((int)room, model_.widest), b_.resize((int)room, model_.widest);
+    room_ = (int)room;
   }
 
   // Which token is whose, and who attends to what.
@@ -144,24 +149,29 @@ private:
     tasks_.clear();
     int group_size = model_.heads / model_.kv_heads, groups = 0;
     int64_t slots = 0;
-    const bool few = step.rows * model_.kv_heads < 8 * team_.size();
+    int64_t undivided = 0;
+    for (int row = 0; row < step.rows; row++)
+      undivided += (int64_t)model_.kv_heads * round_up(step.counts[row], tokens_at_once(row)) / tokens_at_once(row);
+    const bool few = undivided < 8 * team_.size();
     for (int row = 0, token = 0; row < step.rows; row++) {
       firsts_[row] = token;
       for (int i = 0; i < step.counts[row]; i++)
         token_row_[token++] = row;
-      const int per_task = step.counts[row] < 4 ? 1 : LANES;
+      const int per_task = tokens_at_once(row);
       for (int head = 0; head < model_.kv_heads; head++)
         for (int query = 0; query < step.counts[row]; query += per_task) {
           int queries = std::min(per_task, step.counts[row] - query);
           int parts = block_of(step.starts[row] + query + queries - 1) / PART + 1, at_once = few ? 1 : parts;
           for (int part = 0; part < parts; part += at_once)
             tasks_.push_back({row, head, query, queries, part, part + at_once, parts, groups, slots});
-          slots += (int64_t)queries * group_size * parts, groups++;
+          slots += (int64_t)queries * group_size * (few ? parts : 2), groups++;
         }
     }
     if (slots > partial_room_) {
-      partial_room_ = 2 * slots;
-      partials_.resize(partial_room_ * partial_bytes(model_.head_dim));
+      const int64_t room = slots + slots / 4;
+      partial_room_ = 0; // until it is there
+      partials_.resize(room * partial_bytes(model_.head_dim));
+      partial_room_ = room;
     }
     if (groups > (int)joined_.size())
       joined_ = std::vector<std::atomic<int>>(2 * groups);
@@ -170,6 +180,9 @@ private:
     for (auto &member : members_)
       member.best.assign(step.outputs_count, {-INFINITY, 0});
   }
+
+  // How many of a row's tokens one task attends for.
+  int tokens_at_once(int row) const { return step_->counts[row] < 4 ? 1 : LANES; }
 
   Partial *partial(int64_t slot) const {
     return (Partial *)(partials_.as<char>() + slot * partial_bytes(model_.head_dim));
@@ -202,7 +215,7 @@ private:
       project(op, members_[member]);
       break;
     case ATTEND:
-      attend_all(op);
+      attend_all(op, members_[member]);
       break;
     case ADD:
       add(op, members_[member]);
@@ -348,14 +361,14 @@ private:
     }
   }
 
-  void attend_all(const TenutoOp &op) {
+  void attend_all(const TenutoOp &op, Member &member) {
     const TenutoStep &step = *step_;
     const int dim = model_.head_dim, group = model_.heads / model_.kv_heads;
     const float scale = 1.0f / sqrtf((float)dim);
     Input to = b_.view(attention_width(), will_be_quantized(op));
     for (int i; (i = team_.take()) < (int)tasks_.size();) {
       const AttentionTask &task = tasks_[i];
-      std::vector<QueryRow> &rows = scratch_rows();
+      std::vector<QueryRow> &rows = member.rows;
       rows.clear();
       for (int q = task.query; q < task.query + task.queries; q++)
         for (int g = 0; g < group; g++) {
@@ -367,19 +380,23 @@ private:
       const int count = (int)rows.size();
       const Blocks blocks = {cache_, op.layer, task.head, pages_of(task.row)};
       const int end = block_of(rows.back().visible - 1) + 1;
-      for (int part = task.from; part < task.to; part++) {
-        for (int r = 0; r < count; r++)
-          rows[r].result = partial(task.slot + (int64_t)part * count + r);
-        attend_rows(blocks, rows.data(), count, part * PART, std::min((part + 1) * PART, end), scale);
-      }
       const int own = task.to - task.from;
+      for (int part = task.from; part < task.to; part++) {
+        const int64_t place = own < task.parts ? part : std::min(part, 1);
+        for (int r = 0; r < count; r++)
+          rows[r].result = partial(task.slot + place * count + r);
+        attend_rows(blocks, rows.data(), count, part * PART, std::min((part + 1) * PART, end), scale);
+        if (own == task.parts && part > 0)
+          for (int r = 0; r < count; r++)
+            add_part(partial(task.slot + r), rows[r].result, dim);
+      }
       if (joined_[task.group].fetch_add(own, std::memory_order_acq_rel) + own < task.parts)
         continue;
       joined_[task.group].store(0, std::memory_order_relaxed);
       for (int r = 0; r < count; r++) {
         Partial *result = partial(task.slot + r);
-        if (task.parts > 1)
-          join(result, task.parts, count * partial_bytes(dim), dim);
+        for (int part = 1; part < task.parts && own < task.parts; part++)
+          add_part(result, partial(task.slot + (int64_t)part * count + r), dim);
         deliver(to, firsts_[task.row] + task.query + r / group, task.head * group + r % group, result);
       }
     }
@@ -430,11 +447,6 @@ private:
     });
   }
 
-  static std::vector<QueryRow> &scratch_rows() {
-    static thread_local std::vector<QueryRow> rows;
-    return rows;
-  }
-
   TenutoModel model_;
   std::vector<TenutoOp> ops_;
   std::vector<float> frequencies_;
@@ -455,7 +467,7 @@ template <class Work> int guarded(Work work) {
   try {
     work();
     return 0;
-  } catch (const std::bad_alloc &) {
+  } catch (const std::exception &) { // memory, or threads
     return 1;
   }
 }

@@ -17,17 +17,18 @@
 
 class Team {
 public:
+  // Raises std::system_error if there can be no more threads.
   explicit Team(int size) : size_(size) {
-    for (int i = 1; i < size; i++)
-      members_.emplace_back([this, i] { serve(i); });
+    try {
+      for (int i = 1; i < size; i++)
+        members_.emplace_back([this, i] { serve(i); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
 
-  ~Team() {
-    stop_ = true;
-    wake();
-    for (auto &member : members_)
-      member.join();
-  }
+  ~Team() { end(); }
 
   int size() const { return size_; }
 
@@ -61,6 +62,13 @@ public:
 
 private:
   static constexpr long SPIN_NANOSECONDS = 100'000;
+
+  void end() {
+    stop_ = true;
+    wake();
+    for (auto &member : members_)
+      member.join();
+  }
 
   void wake() {
     generation_.fetch_add(1, std::memory_order_seq_cst);

@@ -9,6 +9,9 @@ struct alignas(64) Config {
   uint8_t rows[16] = {};
 };
 
+// Tile loads are not declared as reading memory: stores before this are done, and those after it are not.
+INLINE void written() { asm volatile("" : : : "memory"); }
+
 // What the tiles are for: products, or attention of some query rows.
 enum Layout { NONE, HALVES, ATTENTION };
 static thread_local Layout configured = NONE;
@@ -107,6 +110,7 @@ static const uint8_t *unpack(const Matrix &w, const uint8_t *panel, int blocks, 
 INLINE void multiply(const uint8_t *a, const uint8_t *b, const Input &x, int tile, bool two, int from, int to) {
   const uint16_t *first = x.halves + (int64_t)tile * x.blocks * LANES * BLOCK,
                  *second = first + (int64_t)x.blocks * LANES * BLOCK;
+  written();
   for (int k = from; k < to; k++, a += 1024, b += 1024) {
     _tile_loadd(4, first + (int64_t)k * LANES * BLOCK, 64);
     _tile_loadd(6, a, 64);
@@ -119,6 +123,7 @@ INLINE void multiply(const uint8_t *a, const uint8_t *b, const Input &x, int til
       _tile_dpbf16ps(3, 5, 7);
     }
   }
+  written();
 }
 
 INLINE void clear() {
