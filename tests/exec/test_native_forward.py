@@ -100,7 +100,7 @@ def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
     variant: str, page_size: int, kind: Kind, tmp_path: Path
 ) -> None:
     """So a session that was preempted, forked or cut anew says what it would have said, and a replay what it said. Only
-    with tiles, quantized weights and fewer than four tokens in a step are computed by another kernel."""
+    with tiles, quantized weights and fewer than four rows at once are computed by another kernel."""
     executor = native(save_gguf(tmp_path / "m.gguf", MODEL, kind), variant, page_size)
     driver = Driver(executor, 600, 12)
     texts = [text(length, seed) for seed, length in enumerate((700, 90, 330, 20))]

@@ -181,6 +181,21 @@ def test_a_family_that_shares_what_is_needed_yields_together_and_nobody_else_doe
     assert list(turn.output) == continuation(count_from(77, 200), 5)
 
 
+def test_of_a_family_only_those_yield_who_have_what_the_fewest_share() -> None:
+    """Known fault: they yielded in order until a page came free, and one that held none of those lost its memory for
+    nothing."""
+    stage = Stage(units=30)
+    stage.told("p", tokens=80, output=1)
+    short = stage.engine.fork("p", child="short", position=40)
+    stage.engine.fork("p", child="whole")
+    stage.open("n")
+    turn = stage.say("n", count_from(77, 50), 5)
+    stage.play()
+    assert sorted(dropped(stage)) == ["p", "whole"]
+    assert short.memory.computed > 0
+    assert list(turn.output) == continuation(count_from(77, 50), 5)
+
+
 def test_a_family_of_which_one_is_running_keeps_what_it_shares() -> None:
     stage = Stage(units=150, context_length=600, token_budget=64)
     stage.told("p", tokens=400, output=1)

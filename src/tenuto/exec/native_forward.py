@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from ctypes import byref
 
@@ -112,4 +111,4 @@ class NativeForward:
 def _address(values: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> int:
     if values.dtype != np.int32 or not values.flags.c_contiguous:
         raise TypeError(f"the native kernels are given {values.dtype}, contiguous {values.flags.c_contiguous}")
-    return ctypes.c_void_p(values.ctypes.data).value or 0
+    return values.ctypes.data

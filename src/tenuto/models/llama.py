@@ -16,7 +16,7 @@ from tenuto.base.errors import ModelError
 from tenuto.kernels.linear import linear
 from tenuto.models.config import ModelConfig
 from tenuto.models.rope import frequencies
-from tenuto.models.weights import StoredWeight
+from tenuto.models.weights import StoredWeight, without_place, wrong_shape
 
 
 class Attention(Protocol):
@@ -114,9 +114,9 @@ class Llama:
         for name, weight in weights:
             place = places.pop(name, None)
             if place is None:
-                raise ModelError(f"the model's files hold a tensor {name!r} that its configuration has no place for")
+                raise without_place(name)
             if place.shape != weight.shape:
-                raise ModelError(f"tensor {name!r} is of shape {list(weight.shape)}; expected: {list(place.shape)}")
+                raise wrong_shape(name, weight.shape, place.shape)
             place.copy_(weight.decode())
         if places:
             raise ModelError(f"the model's files lack {len(places)} tensors, among them {min(places)!r}")

@@ -13,7 +13,7 @@ from tenuto.kernels.native.library import Matrix, Model, Op, OpKind
 from tenuto.kernels.native.pack import LANES, QUANTIZED, Arena, PanelKind, pack_bfloat16, pack_quantized
 from tenuto.models.config import ModelConfig
 from tenuto.models.rope import frequencies
-from tenuto.models.weights import StoredWeight
+from tenuto.models.weights import StoredWeight, without_place, wrong_shape
 
 MAX_HEAD_DIM = 1024
 """What `forward.cpp` has room for."""
@@ -45,9 +45,7 @@ class NativeLlama:
         self._weights = dict(weights)
         self.ops = _array(self._operations())
         if self._weights:
-            raise ModelError(
-                f"the model's files hold a tensor {min(self._weights)!r} that its configuration has no place for"
-            )
+            raise without_place(min(self._weights))
         widest = max(config.hidden, config.heads * config.head_dim, config.ffn)
         self.model = Model(
             config.hidden,
@@ -105,7 +103,7 @@ class NativeLlama:
             raise ModelError(f"the model's files lack the tensor {name!r}")
         stored = self._weights.pop(name)
         if stored.shape != shape:
-            raise ModelError(f"tensor {name!r} is of shape {list(stored.shape)}; expected: {list(shape)}")
+            raise wrong_shape(name, stored.shape, shape)
         return stored
 
     def _vector(self, name: str, length: int) -> int:

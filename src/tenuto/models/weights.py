@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,16 @@ def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
     return _scale(blocks, 0) * _halves(blocks[:, 4:]) + _scale(blocks, 2)
+
+
+def wrong_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> ModelError:
+    """What to raise for a tensor of another shape than the configuration says."""
+    return ModelError(f"tensor {name!r} is of shape {list(found)}; expected: {list(expected)}")
+
+
+def without_place(name: str) -> ModelError:
+    """What to raise for a tensor that the configuration does not know."""
+    return ModelError(f"the model's files hold a tensor {name!r} that its configuration has no place for")
 
 
 _QUANTISED: dict[GGMLQuantizationType, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -33,6 +33,21 @@ INLINE bool quantized(const Matrix &w) { return w.kind != PAIRS; }
 INLINE bool takes_quants(int rows) { return !TENUTO_AMX || rows < 4; }
 constexpr bool of_nibbles(int kind) { return kind == NIBBLES || kind == NIBBLES_MIN; }
 constexpr bool with_minima(int kind) { return kind == NIBBLES_MIN || kind == BYTES_MIN; }
+// Call `use` with the kind as a constant.
+template <class Use> INLINE void by_kind(int kind, Use use) {
+  switch (kind) {
+  case NIBBLES:
+    return use(std::integral_constant<int, NIBBLES>());
+  case NIBBLES_MIN:
+    return use(std::integral_constant<int, NIBBLES_MIN>());
+  case BYTES:
+    return use(std::integral_constant<int, BYTES>());
+  case BYTES_MIN:
+    return use(std::integral_constant<int, BYTES_MIN>());
+  default:
+    return use(std::integral_constant<int, PAIRS>());
+  }
+}
 constexpr int block_bytes(int kind) { return kind == PAIRS ? 1024 : of_nibbles(kind) ? 256 : 512; }
 
 // Quants of the input of 8 bits, or, where few rows are computed by quants and the memory is slower than that, of 15
@@ -114,7 +129,7 @@ template <int KIND> INLINE i32x16 dot(i32x16 acc, u8x64 w, const int8_t *x) {
 
 // ROWS rows of one tile of the input, from row `from` of it, times a panel.
 template <int KIND, int ROWS>
-static void quantized_rows(const Matrix &w, const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
   int blocks = x.blocks;
   const uint8_t *behind = panel + (int64_t)blocks * block_bytes(KIND);
   int64_t at = (int64_t)tile * blocks * LANES + from;
@@ -170,27 +185,26 @@ template <int ROWS> static void pair_rows(const uint8_t *panel, const Input &x, 
 }
 
 template <int KIND, int ROWS>
-INLINE void some_rows(const Matrix &w, const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+INLINE void some_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
   if constexpr (KIND == PAIRS)
     pair_rows<ROWS>(panel, x, tile, from, out);
   else
-    quantized_rows<KIND, ROWS>(w, panel, x, tile, from, out);
+    quantized_rows<KIND, ROWS>(panel, x, tile, from, out);
 }
 
 // Rows `first` up to `last` of the input, `first` a multiple of 16, times a panel: float [last - first][16].
-template <int KIND>
-static void panel_product(const Matrix &w, const uint8_t *panel, const Input &x, int first, int last, float *out) {
+template <int KIND> static void panel_product(const uint8_t *panel, const Input &x, int first, int last, float *out) {
   for (int row = first; row < last;) {
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
     if (left >= 8)
-      some_rows<KIND, 8>(w, panel, x, tile, from, to), row += 8;
+      some_rows<KIND, 8>(panel, x, tile, from, to), row += 8;
     else if (left >= 4)
-      some_rows<KIND, 4>(w, panel, x, tile, from, to), row += 4;
+      some_rows<KIND, 4>(panel, x, tile, from, to), row += 4;
     else if (left >= 2)
-      some_rows<KIND, 2>(w, panel, x, tile, from, to), row += 2;
+      some_rows<KIND, 2>(panel, x, tile, from, to), row += 2;
     else
-      some_rows<KIND, 1>(w, panel, x, tile, from, to), row += 1;
+      some_rows<KIND, 1>(panel, x, tile, from, to), row += 1;
   }
 }
 
@@ -210,22 +224,7 @@ static void product(const Matrix &w, int panel, int count, const Input &x, int f
 #endif
   for (int i = 0; i < count; i++, out += (int64_t)(last - first) * LANES) {
     const uint8_t *data = w.data + (panel + i) * w.stride;
-    switch (w.kind) {
-    case NIBBLES:
-      panel_product<NIBBLES>(w, data, x, first, last, out);
-      break;
-    case NIBBLES_MIN:
-      panel_product<NIBBLES_MIN>(w, data, x, first, last, out);
-      break;
-    case BYTES:
-      panel_product<BYTES>(w, data, x, first, last, out);
-      break;
-    case BYTES_MIN:
-      panel_product<BYTES_MIN>(w, data, x, first, last, out);
-      break;
-    default:
-      panel_product<PAIRS>(w, data, x, first, last, out);
-    }
+    by_kind(w.kind, [&](auto kind) { panel_product<decltype(kind)::value>(data, x, first, last, out); });
   }
 }
 

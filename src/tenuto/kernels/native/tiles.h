@@ -1,6 +1,6 @@
-// Products by tiles (AMX), of bfloat16: quantized weights are unpacked first. That is as fast as the memory for one
-// row, faster than products of quants for more, and rounds inputs to 8 bits of mantissa instead of 8 bits a block. A
-// tile of inputs is 16 rows, one of weights 16 outputs.
+// Products by tiles (AMX), of bfloat16: quantized weights are unpacked first. For a few rows that takes longer than
+// reading them, and `takes_quants` leaves those to products of quants. A tile of inputs is 16 rows, one of weights 16
+// outputs.
 namespace tiles {
 
 struct alignas(64) Config {
@@ -84,24 +84,15 @@ static void unpack_panel(const uint8_t *panel, int blocks, int from, int to, uin
   }
 }
 
+// Where blocks `from` up to `to` of a panel are as PAIRS: in `out`, unless they are stored so.
 static const uint8_t *unpack(const Matrix &w, const uint8_t *panel, int blocks, int from, int to, uint8_t *out,
                              const uint8_t *next) {
-  switch (w.kind) {
-  case NIBBLES:
-    unpack_panel<NIBBLES>(panel, blocks, from, to, out, next);
-    break;
-  case NIBBLES_MIN:
-    unpack_panel<NIBBLES_MIN>(panel, blocks, from, to, out, next);
-    break;
-  case BYTES:
-    unpack_panel<BYTES>(panel, blocks, from, to, out, next);
-    break;
-  case BYTES_MIN:
-    unpack_panel<BYTES_MIN>(panel, blocks, from, to, out, next);
-    break;
-  default:
+  if (!quantized(w))
     return panel + (int64_t)from * 1024;
-  }
+  by_kind(w.kind, [&](auto kind) {
+    if constexpr (kind != PAIRS)
+      unpack_panel<decltype(kind)::value>(panel, blocks, from, to, out, next);
+  });
   return out;
 }
 
