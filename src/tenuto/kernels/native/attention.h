@@ -50,23 +50,23 @@ INLINE int64_t partial_bytes(int head_dim) { return 64 + 4 * (int64_t)head_dim; 
 
 constexpr int CHUNK = 8; // blocks whose scores are taken together
 
-// One query row: its values in pairs of bfloat16, how many tokens of its sequence it sees, and its result.
+// One query row: its values, how many tokens of its sequence it sees, and its result.
 struct QueryRow {
-  const uint32_t *pairs;
+  const Half *query;
   int visible;
   Partial *result;
 };
 
 // Turn the scores of `count` blocks into shares of their values, exp(score - highest), `step` vectors apart, and bring
 // what a row has attended to so far up to date. Returns what its weighted values so far are to be multiplied with.
-INLINE float weigh(const float *scores, uint16_t *shares, int count, int step, Partial &row) {
+INLINE float weigh(const float *scores, Half *shares, int count, int step, Partial &row) {
   f32x16 top = splat(row.highest);
   for (int i = 0; i < count; i++)
     top = max16(top, load<f32x16>(scores + i * step * LANES));
   const float highest = highest16(top);
   if (highest == -INFINITY) { // nothing to see here, nor before
     for (int i = 0; i < count; i++)
-      store(shares + i * step * LANES, u16x16{});
+      store_halves(shares + i * step * LANES, f32x16{});
     return 0.0f;
   }
   const float shrink = expf(row.highest - highest);
@@ -74,7 +74,7 @@ INLINE float weigh(const float *scores, uint16_t *shares, int count, int step, P
   for (int i = 0; i < count; i++) {
     f32x16 share = exp_nonpositive(load<f32x16>(scores + i * step * LANES) - highest);
     sum += share;
-    store(shares + i * step * LANES, to_bf16(share));
+    store_halves(shares + i * step * LANES, share);
   }
   row = {highest, row.sum * shrink + sum16(sum)};
   return shrink;
@@ -113,7 +113,7 @@ INLINE void begin(const QueryRow &row, int dim) {
 template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, float scale) {
   const int dim = blocks.cache.head_dim;
   alignas(64) float scores[ROWS][CHUNK * LANES];
-  alignas(64) uint16_t shares[ROWS][CHUNK * LANES];
+  alignas(64) Half shares[ROWS][CHUNK * LANES];
   for (int r = 0; r < ROWS; r++)
     begin(rows[r], dim);
   for (int start = from; start < to; start += CHUNK) {
@@ -124,11 +124,11 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
         blocks.prefetch(start + i + 1);
       f32x16 even[ROWS] = {}, odd[ROWS] = {};
       for (int j = 0; j < dim / 2; j += 2) {
-        u32x16 a = load<u32x16>(block + j * 2 * LANES), b = load<u32x16>(block + (j + 1) * 2 * LANES);
+        const Pairs a = load_pairs(block + j * 2 * LANES), b = load_pairs(block + (j + 1) * 2 * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-          even[r] = dot_pair(even[r], a, rows[r].pairs[j]);
-          odd[r] = dot_pair(odd[r], b, rows[r].pairs[j + 1]);
+          even[r] = dot_pair(even[r], a, pair_at(rows[r].query + 2 * j));
+          odd[r] = dot_pair(odd[r], b, pair_at(rows[r].query + 2 * j + 2));
         }
       }
 #pragma GCC unroll 8
@@ -149,13 +149,12 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
         for (int i = 0; i < count; i++) {
           const uint16_t *values = blocks.at(start + i) + LANES * dim + 2 * d;
           for (int pair = 0; pair < LANES / 2; pair++, values += 2 * dim) {
-            u32x16 both[WIDTH];
+            Pairs both[WIDTH];
             for (int v = 0; v < WIDTH; v++)
-              both[v] = load<u32x16>(values + v * 2 * LANES);
+              both[v] = load_pairs(values + v * 2 * LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
-              uint32_t share;
-              memcpy(&share, &shares[r][i * LANES + 2 * pair], 4);
+              const Pair share = pair_at(&shares[r][i * LANES + 2 * pair]);
               for (int v = 0; v < WIDTH; v++)
                 acc[r][v] = dot_pair(acc[r][v], both[v], share);
             }

@@ -4,14 +4,14 @@ namespace tiles {
 // As `::attend`, for head dimensions that are multiples of 32.
 static void attend(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, float scale) {
   const int dim = blocks.cache.head_dim;
-  alignas(64) uint16_t queries[LANES * 1024]; // [dim / 32][16][32]
+  alignas(64) Half queries[LANES * 1024]; // [dim / 32][16][32]
   alignas(64) float scores[CHUNK][LANES][LANES], values[4][LANES][LANES];
-  alignas(64) uint16_t shares[CHUNK][LANES][LANES];
+  alignas(64) Half shares[CHUNK][LANES][LANES];
   float shrink[LANES];
   for (int r = 0; r < count; r++) {
     begin(rows[r], dim);
     for (int d = 0; d < dim; d += BLOCK)
-      memcpy(queries + d * LANES + r * BLOCK, rows[r].pairs + d / 2, 2 * BLOCK);
+      memcpy(queries + d * LANES + r * BLOCK, rows[r].query + d, 2 * BLOCK);
   }
   configure(ATTENTION, count);
   for (int start = from; start < to; start += CHUNK) {

@@ -78,7 +78,9 @@ public:
     cache_.page_size = model.page_size, cache_.blocks = round_up(model.page_size, LANES) / LANES;
     cache_.layers = model.layers, cache_.kv_heads = model.kv_heads, cache_.head_dim = model.head_dim;
     int panels = std::max(8, model.head_dim / LANES);
-    for (auto &member : members_) {
+    for (int i = 0; i < threads; i++) {
+      Member &member = members_[i];
+      member.number = i;
       member.products.resize((int64_t)panels * ROWS_AT_ONCE * LANES * 4);
       member.buffer.resize(buffer_bytes(round_up(model.widest, BLOCK) / BLOCK));
       member.rows.reserve(LANES * (model.heads / model.kv_heads));
@@ -122,6 +124,7 @@ public:
 
 private:
   struct Member {
+    int number;
     Memory products, buffer;
     std::vector<Best> best;
     std::vector<QueryRow> rows; // of a task; with room for all that one can have
@@ -134,7 +137,7 @@ private:
     const int64_t room = std::max(tokens, 2 * room_);
     room_ = 0; // until all of it is there
     x_.resize(room * hidden_ * 4);
-    queries_.resize(room * model_.heads * model_.head_dim * 2);
+    queries_.resize(room * model_.heads * model_.head_dim * sizeof(Half));
     attended_.resize(room * model_.heads * model_.head_dim * 4);
     rotation_.resize(room * model_.head_dim * 4);
     a_.resize((int)room, model_.widest), b_.resize((int)room, model_.widest);
@@ -206,10 +209,10 @@ private:
   void carry_out(const TenutoOp &op, int member) {
     switch (op.kind) {
     case EMBED:
-      embed(op);
+      embed(op, members_[member]);
       break;
     case NORM:
-      norm(op, step_->tokens_count, nullptr);
+      norm(op, members_[member], step_->tokens_count, nullptr);
       break;
     case QKV:
       project(op, members_[member]);
@@ -224,7 +227,7 @@ private:
       gated(op, members_[member]);
       break;
     case SELECT:
-      norm(op, step_->outputs_count, step_->outputs);
+      norm(op, members_[member], step_->outputs_count, step_->outputs);
       break;
     case LOGITS:
       logits(op, members_[member]);
@@ -232,8 +235,8 @@ private:
     }
   }
 
-  void embed(const TenutoOp &op) {
-    for (int token; (token = team_.take()) < step_->tokens_count;) {
+  void embed(const TenutoOp &op, const Member &member) {
+    for (int token; (token = team_.take(member.number, step_->tokens_count)) >= 0;) {
       float *to = x(token);
       weight_row(op.first, step_->tokens[token], to);
       int half = model_.head_dim / 2;
@@ -244,9 +247,9 @@ private:
     }
   }
 
-  void norm(const TenutoOp &op, int count, const int32_t *which) {
+  void norm(const TenutoOp &op, const Member &member, int count, const int32_t *which) {
     Input to = a_.view(model_.hidden, op.quantize && takes_quants(count));
-    for (int i; (i = team_.take()) < count;) {
+    for (int i; (i = team_.take(member.number, count)) >= 0;) {
       const float *from = x(which ? which[i] : i);
       f32x16 squares = {};
       for (int k = 0; k < hidden_; k += LANES) {
@@ -265,7 +268,8 @@ private:
   // Share out the panels of `w`, `at_once` together; `use(panel, count, first, last)` finds the products in
   // `member.products`.
   template <class Use> void share(const Matrix &w, int at_once, const Input &x, int rows, Member &member, Use use) {
-    for (int task; (task = team_.take()) * at_once < w.panels;) {
+    const int tasks = (w.panels + at_once - 1) / at_once;
+    for (int task; (task = team_.take(member.number, tasks)) >= 0;) {
       int panel = task * at_once, count = std::min(at_once, w.panels - panel);
       for (int first = 0; first < rows; first += ROWS_AT_ONCE) {
         int last = std::min(rows, first + ROWS_AT_ONCE);
@@ -291,7 +295,7 @@ private:
 
   void gated(const TenutoOp &op, Member &member) {
     Input from = a_.view(model_.hidden, is_quantized(op.first)), to = b_.view(op.first.outputs, will_be_quantized(op));
-    for (int block; (block = team_.take()) < to.blocks;) {
+    for (int block; (block = team_.take(member.number, to.blocks)) >= 0;) {
       int panels = std::min(2, op.first.panels - 2 * block);
       for (int first = 0; first < step_->tokens_count; first += ROWS_AT_ONCE) {
         int last = std::min(step_->tokens_count, first + ROWS_AT_ONCE);
@@ -314,7 +318,7 @@ private:
   void project(const TenutoOp &op, Member &member) {
     int dim = model_.head_dim, panels = dim / LANES, keys = model_.heads, values = keys + model_.kv_heads;
     Input from = a_.view(model_.hidden, is_quantized(op.first));
-    for (int head; (head = team_.take()) < values + model_.kv_heads;) {
+    for (int head; (head = team_.take(member.number, values + model_.kv_heads)) >= 0;) {
       const Matrix &w = head < keys ? op.first : head < values ? op.second : op.third;
       int own = head < keys ? head : head < values ? head - keys : head - values;
       for (int first = 0; first < step_->tokens_count; first += ROWS_AT_ONCE) {
@@ -334,9 +338,9 @@ private:
           for (int d = 0; d < dim; d += LANES)
             store(vector + d, storable(load<f32x16>(vector + d)));
           if (head < keys) {
-            uint16_t *to = queries_.as<uint16_t>() + ((int64_t)token * model_.heads + own) * dim;
+            Half *to = queries_.as<Half>() + ((int64_t)token * model_.heads + own) * dim;
             for (int d = 0; d < dim; d += LANES)
-              store(to + d, to_bf16(load<f32x16>(vector + d)));
+              store_halves(to + d, load<f32x16>(vector + d));
             continue;
           }
           int at = position(token), slot = at % cache_.page_size,
@@ -366,16 +370,15 @@ private:
     const int dim = model_.head_dim, group = model_.heads / model_.kv_heads;
     const float scale = 1.0f / sqrtf((float)dim);
     Input to = b_.view(attention_width(), will_be_quantized(op));
-    for (int i; (i = team_.take()) < (int)tasks_.size();) {
+    for (int i; (i = team_.take(member.number, (int)tasks_.size())) >= 0;) {
       const AttentionTask &task = tasks_[i];
       std::vector<QueryRow> &rows = member.rows;
       rows.clear();
       for (int q = task.query; q < task.query + task.queries; q++)
         for (int g = 0; g < group; g++) {
           int token = firsts_[task.row] + q;
-          auto *pairs = (const uint32_t *)(queries_.as<uint16_t>() +
-                                           ((int64_t)token * model_.heads + task.head * group + g) * dim);
-          rows.push_back({pairs, step.starts[task.row] + q + 1, nullptr});
+          const Half *query = queries_.as<Half>() + ((int64_t)token * model_.heads + task.head * group + g) * dim;
+          rows.push_back({query, step.starts[task.row] + q + 1, nullptr});
         }
       const int count = (int)rows.size();
       const Blocks blocks = {cache_, op.layer, task.head, pages_of(task.row)};
@@ -403,7 +406,7 @@ private:
     if (dim % BLOCK == 0)
       return;
     team_.barrier(); // heads share blocks
-    for (int token; (token = team_.take()) < step.tokens_count;) {
+    for (int token; (token = team_.take(member.number, step.tokens_count)) >= 0;) {
       const float *from = attended_.as<float>() + (int64_t)token * attention_width();
       for (int b = 0; b < to.blocks; b++) {
         f32x16 low = load<f32x16>(from + b * BLOCK);

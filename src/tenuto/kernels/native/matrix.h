@@ -8,7 +8,7 @@
 
 constexpr int LANES = 16;         // outputs a panel, and rows a tile of inputs
 constexpr int BLOCK = 32;         // inputs that share a scale
-constexpr int PREFETCHED = 6144;  // bytes; the scales behind a panel's weights and the next panel follow without a gap
+constexpr int PREFETCHED = 24576; // bytes, into the second cache; scales and the next panel follow without a gap
 constexpr int ROWS_AT_ONCE = 256; // of the input in one product
 
 // How a matrix is stored. The quantized kinds hold w = scale * q + minimum, a scale a block of 32 inputs:
@@ -56,13 +56,13 @@ constexpr bool FINE = TENUTO_AMX;
 
 // Rows that matrices are multiplied with, in tiles of 16 rows and blocks of 32 columns: `quants` and `fine` int8
 // [rows / 16][blocks][16][32] with float `scales` and `sums` (scale times the sum of the block's quants)
-// [rows / 16][blocks][16]; or `halves` bfloat16 [rows / 16][blocks][16][32].
+// [rows / 16][blocks][16]; or `halves` [rows / 16][blocks][16][32].
 struct Input {
   int blocks;
   bool quantized;
   int8_t *quants, *fine;
   float *scales, *sums;
-  uint16_t *halves;
+  Half *halves;
 
   int64_t place(int row, int block) const { return ((int64_t)(row / LANES) * blocks + block) * LANES + row % LANES; }
 
@@ -71,8 +71,8 @@ struct Input {
   void set(int row, int block, f32x16 a, f32x16 b) const {
     int64_t at = place(row, block);
     if (!quantized) {
-      store(halves + at * BLOCK, to_bf16(a));
-      store(halves + at * BLOCK + 16, to_bf16(b));
+      store_halves(halves + at * BLOCK, a);
+      store_halves(halves + at * BLOCK + LANES, b);
       return;
     }
     float highest = highest16(max16(max16(a, -a), max16(b, -b)));
@@ -139,23 +139,20 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
     u8x64 quads[8];
     unpack<KIND>(panel + (int64_t)b * block_bytes(KIND), quads);
     for (int i = 0; i < block_bytes(KIND) + 64; i += 64, ahead += 64)
-      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead, 0, 2);
     Scales s = scales_of<KIND>(behind, blocks, b);
+    i32x16 sums[ROWS] = {}, rest[ROWS] = {};
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++)
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        sums[r] = dot<KIND>(sums[r], quads[j], x.quants + (at + r) * BLOCK + 4 * j);
+        if (FINE)
+          rest[r] = dot<KIND>(rest[r], quads[j], x.fine + (at + r) * BLOCK + 4 * j);
+      }
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-      const int8_t *q = x.quants + (at + r) * BLOCK;
-      i32x16 sum = {};
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; j++)
-        sum = dot<KIND>(sum, quads[j], q + 4 * j);
-      if (FINE) {
-        const int8_t *f = x.fine + (at + r) * BLOCK;
-        i32x16 rest = {};
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++)
-          rest = dot<KIND>(rest, quads[j], f + 4 * j);
-        sum = (sum << 7) + rest;
-      }
+      const i32x16 sum = FINE ? (sums[r] << 7) + rest[r] : sums[r];
       acc[r] = add_block(acc[r], sum, s, x.scales[at + r], x.sums[at + r]);
     }
   }
@@ -164,24 +161,26 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
     store(out + r * LANES, acc[r]);
 }
 
-// The same with bfloat16 weights.
+// The same with bfloat16 weights; two sums, so that one need not wait for the other.
 template <int ROWS> static void pair_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
   int64_t at = (int64_t)tile * x.blocks * LANES + from;
-  f32x16 acc[ROWS] = {};
+  f32x16 even[ROWS] = {}, odd[ROWS] = {};
   for (int b = 0; b < x.blocks; b++, at += LANES) {
-    for (int j = 0; j < BLOCK / 2; j++) {
-      u32x16 pairs = load<u32x16>(panel + ((int64_t)b * 16 + j) * 64);
+    for (int j = 0; j < BLOCK / 2; j += 2, panel += 128) {
+      __builtin_prefetch(panel + PREFETCHED, 0, 2);
+      __builtin_prefetch(panel + PREFETCHED + 64, 0, 2);
+      const Pairs first = load_pairs(panel), second = load_pairs(panel + 64);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
-        uint32_t pair;
-        memcpy(&pair, x.halves + (at + r) * BLOCK + 2 * j, 4);
-        acc[r] = dot_pair(acc[r], pairs, pair);
+        const Half *values = x.halves + (at + r) * BLOCK + 2 * j;
+        even[r] = dot_pair(even[r], first, pair_at(values));
+        odd[r] = dot_pair(odd[r], second, pair_at(values + 2));
       }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
-    store(out + r * LANES, acc[r]);
+    store(out + r * LANES, even[r] + odd[r]);
 }
 
 template <int KIND, int ROWS>

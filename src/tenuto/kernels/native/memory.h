@@ -42,7 +42,7 @@ class OwnInput {
 public:
   void resize(int tokens, int columns) {
     int64_t cells = (int64_t)round_up(tokens, 2 * LANES) * round_up(columns, BLOCK), blocks = cells / BLOCK;
-    values_.resize(cells * 2 + 64), fine_.resize(cells + 64);
+    values_.resize(cells * sizeof(Half) + 64), fine_.resize(cells + 64);
     scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64);
   }
   Input view(int columns, bool quantized) const {
@@ -52,7 +52,7 @@ public:
             fine_.as<int8_t>(),
             scales_.as<float>(),
             sums_.as<float>(),
-            values_.as<uint16_t>()};
+            values_.as<Half>()};
   }
 
 private:

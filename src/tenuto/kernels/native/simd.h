@@ -115,18 +115,37 @@ INLINE float float_of(uint16_t bf16) {
   return x;
 }
 
-// Lane n: acc + a[n][0] b[0] + a[n][1] b[1]. Pairs of bfloat16, the first in the low half; `pair` is the same for all.
-INLINE f32x16 dot_pair(f32x16 acc, u32x16 pairs, uint32_t pair) {
+// What vectors of pairs of bfloat16 are multiplied with: such pairs themselves, or floats where there is no instruction
+// for bfloat16. A vector of pairs has the first of each in the low half of its lane; dot_pair is, in lane n, acc +
+// a[n][0] b[0] + a[n][1] b[1].
 #if TENUTO_BF16
-  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int)pair));
+typedef uint16_t Half;
+typedef u32x16 Pairs;
+typedef uint32_t Pair;
+INLINE void store_halves(Half *to, f32x16 v) { store(to, to_bf16(v)); }
+INLINE Pairs load_pairs(const void *p) { return load<u32x16>(p); }
+INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) {
+  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
+}
 #else
-  uint32_t low = pair << 16, high = pair & 0xFFFF0000u;
+typedef float Half;
+struct Pairs {
+  f32x16 first, second;
+};
+struct Pair {
   float first, second;
-  memcpy(&first, &low, 4);
-  memcpy(&second, &high, 4);
-  acc += (f32x16)(pairs << 16) * first;
-  return acc + (f32x16)(pairs & 0xFFFF0000u) * second;
+};
+INLINE void store_halves(Half *to, f32x16 v) { store(to, v); }
+INLINE Pairs load_pairs(const void *p) {
+  u32x16 v = load<u32x16>(p);
+  return {(f32x16)(v << 16), (f32x16)(v & 0xFFFF0000u)};
+}
+INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) { return acc + a.first * b.first + a.second * b.second; }
 #endif
+INLINE Pair pair_at(const Half *p) {
+  Pair pair;
+  memcpy(&pair, p, sizeof pair);
+  return pair;
 }
 
 // Lane n: acc + the products of the four unsigned bytes w[4 n ...] and the four signed bytes at `x`. `x` is above -128.

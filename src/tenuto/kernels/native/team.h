@@ -18,7 +18,7 @@
 class Team {
 public:
   // Raises std::system_error if there can be no more threads.
-  explicit Team(int size) : size_(size) {
+  explicit Team(int size) : size_(size), shares_(size) {
     try {
       for (int i = 1; i < size; i++)
         members_.emplace_back([this, i] { serve(i); });
@@ -41,15 +41,29 @@ public:
     barrier();
   }
 
-  // The next of the tasks that the members share out since the last barrier, from 0.
-  int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+  // The next of `tasks`, shared out since the last barrier, that `member` does, or -1. It has a run of them of its own,
+  // so that it reads memory in order, and does what is left of the others' when that is done.
+  int take(int member, int tasks) {
+    for (int i = 0; i < size_; i++) {
+      const int owner = (member + i) % size_;
+      const int first = (int)((int64_t)tasks * owner / size_), last = (int)((int64_t)tasks * (owner + 1) / size_);
+      std::atomic<int> &taken = shares_[owner].taken;
+      if (taken.load(std::memory_order_relaxed) >= last - first)
+        continue;
+      const int task = first + taken.fetch_add(1, std::memory_order_relaxed);
+      if (task < last)
+        return task;
+    }
+    return -1;
+  }
 
-  // Wait for all members. What each has written before is seen by all after; tasks count from 0 again.
+  // Wait for all members. What each has written before is seen by all after; tasks are shared out anew.
   void barrier() {
     unsigned phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
-      next_.store(0, std::memory_order_relaxed);
+      for (auto &share : shares_)
+        share.taken.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
       return;
     }
@@ -62,6 +76,10 @@ public:
 
 private:
   static constexpr long SPIN_NANOSECONDS = 100'000;
+
+  struct alignas(64) Share {
+    std::atomic<int> taken{0};
+  };
 
   void end() {
     stop_ = true;
@@ -109,12 +127,12 @@ private:
   }
 
   int size_;
+  std::vector<Share> shares_;
   std::vector<std::thread> members_;
   const std::function<void(int)> *work_ = nullptr;
   std::atomic<bool> stop_{false};
   alignas(64) std::atomic<int> generation_{0};
   alignas(64) std::atomic<int> sleeping_{0};
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> next_{0};
   alignas(64) std::atomic<unsigned> phase_{0};
 };

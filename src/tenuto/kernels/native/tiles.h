@@ -99,8 +99,8 @@ static const uint8_t *unpack(const Matrix &w, const uint8_t *panel, int blocks, 
 // Add the products of up to two tiles of the input, blocks `from` up to `to`, and two panels, unpacked from there on,
 // to tiles 0 to 3.
 INLINE void multiply(const uint8_t *a, const uint8_t *b, const Input &x, int tile, bool two, int from, int to) {
-  const uint16_t *first = x.halves + (int64_t)tile * x.blocks * LANES * BLOCK,
-                 *second = first + (int64_t)x.blocks * LANES * BLOCK;
+  const Half *first = x.halves + (int64_t)tile * x.blocks * LANES * BLOCK,
+             *second = first + (int64_t)x.blocks * LANES * BLOCK;
   written();
   for (int k = from; k < to; k++, a += 1024, b += 1024) {
     _tile_loadd(4, first + (int64_t)k * LANES * BLOCK, 64);
