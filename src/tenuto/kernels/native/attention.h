@@ -94,7 +94,7 @@ struct Blocks {
   // `scores`, of the slots of block i, with those that a row does not see set to minus infinity.
   f32x16 masked(f32x16 scores, int i, int visible) const {
     const int seen = std::min(visible, end(i)) - first(i);
-    return lane_numbers() < seen ? scores : splat(-INFINITY);
+    return select(lane_numbers() < seen, scores, splat(-INFINITY));
   }
   // A block is too short for the CPU to foresee the next: ask for it.
   void prefetch(int i) const {
@@ -138,8 +138,8 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
     float shrink[ROWS];
     for (int r = 0; r < ROWS; r++)
       shrink[r] = weigh(scores[r], shares[r], count, 1, *rows[r].result);
-    for (int d = 0; d < dim; d += 4 * LANES) {
-      const int vectors = std::min(4, (dim - d) / LANES);
+    for (int d = 0; d < dim; d += VECTORS_OF_VALUES * LANES) {
+      const int vectors = std::min(VECTORS_OF_VALUES, (dim - d) / LANES);
       auto add_values = [&](auto width) {
         constexpr int WIDTH = decltype(width)::value;
         f32x16 acc[ROWS][WIDTH];
@@ -164,7 +164,7 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
           for (int v = 0; v < WIDTH; v++)
             store(weighted(rows[r].result) + d + v * LANES, acc[r][v]);
       };
-      if (vectors == 4)
+      if (vectors == 4 && VECTORS_OF_VALUES >= 4)
         add_values(std::integral_constant<int, 4>());
       else if (vectors == 2)
         add_values(std::integral_constant<int, 2>());
@@ -191,10 +191,13 @@ static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, i
   }
 #endif
   while (count > 0) {
-    int now = count >= 6 ? 6 : count >= 4 ? 4 : count;
+    const int now = std::min(count, ROWS_AN_ATTENTION);
     switch (now) {
     case 6:
       attend<6>(blocks, rows, from, to, scale);
+      break;
+    case 5:
+      attend<5>(blocks, rows, from, to, scale);
       break;
     case 4:
       attend<4>(blocks, rows, from, to, scale);

@@ -79,15 +79,14 @@ struct Input {
     constexpr float most = FINE ? 127.0f * 128.0f : 127.0f;
     float scale = highest / most, inverse = highest > 0.0f ? most / highest : 0.0f;
     const i32x16 qa = nearest(a * inverse), qb = nearest(b * inverse);
-    typedef int8_t i8x16 __attribute__((vector_size(16)));
     i32x16 coarse_a = qa, coarse_b = qb;
     if (FINE) {
       coarse_a = (qa + 64) >> 7, coarse_b = (qb + 64) >> 7;
-      store(fine + at * BLOCK, __builtin_convertvector(qa - (coarse_a << 7), i8x16));
-      store(fine + at * BLOCK + 16, __builtin_convertvector(qb - (coarse_b << 7), i8x16));
+      store(fine + at * BLOCK, to_bytes(qa - (coarse_a << 7)));
+      store(fine + at * BLOCK + 16, to_bytes(qb - (coarse_b << 7)));
     }
-    store(quants + at * BLOCK, __builtin_convertvector(coarse_a, i8x16));
-    store(quants + at * BLOCK + 16, __builtin_convertvector(coarse_b, i8x16));
+    store(quants + at * BLOCK, to_bytes(coarse_a));
+    store(quants + at * BLOCK + 16, to_bytes(coarse_b));
     scales[at] = scale;
     sums[at] = scale * sum16(to_float(qa + qb));
   }
@@ -96,24 +95,21 @@ struct Input {
 struct Scales {
   f32x16 scale, minimum;
 };
+// For the quants as `Dot` takes them.
 template <int KIND> INLINE Scales scales_of(const uint8_t *behind, int blocks, int block) {
-  f32x16 scale = half_to_float(behind + (int64_t)block * 32);
+  constexpr float offset = of_nibbles(KIND) ? 0 : OFFSET, zero = of_nibbles(KIND) ? 8 : 128;
+  const f32x16 scale = half_to_float(behind + (int64_t)block * 32);
   if (with_minima(KIND))
-    return {scale, half_to_float(behind + (int64_t)(blocks + block) * 32)};
-  return {scale, scale * (of_nibbles(KIND) ? -8.0f : -128.0f)};
+    return {scale, half_to_float(behind + (int64_t)(blocks + block) * 32) + scale * offset};
+  return {scale, scale * (offset - zero)};
 }
 
-template <int KIND> INLINE void unpack(const uint8_t *block, u8x64 quads[8]) {
-  if (of_nibbles(KIND)) {
-    for (int j = 0; j < 4; j++) {
-      u8x64 both = load<u8x64>(block + 64 * j);
-      quads[j] = both & 15;
-      quads[j + 4] = (u8x64)(((u32x16)both >> 4) & 0x0F0F0F0Fu);
-    }
-  } else {
-    for (int j = 0; j < 8; j++)
-      quads[j] = load<u8x64>(block + 64 * j);
-  }
+// Quants 4 j, 4 j + 1, ... of a block of each output, in bytes.
+template <int KIND> INLINE u32x16 quads(const uint8_t *block, int j) {
+  if (!of_nibbles(KIND))
+    return load<u32x16>(block + 64 * j);
+  const u32x16 both = load<u32x16>(block + 64 * (j % 4));
+  return (j < 4 ? both : both >> 4) & 0x0F0F0F0Fu;
 }
 
 // acc + the product of a block of a quantized panel with one input row's block. Every kernel below sums in this order,
@@ -123,37 +119,36 @@ INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float qua
   return acc + w.minimum * quant_sum;
 }
 
-template <int KIND> INLINE i32x16 dot(i32x16 acc, u8x64 w, const int8_t *x) {
-  return of_nibbles(KIND) ? dot_quad_small(acc, w, x) : dot_quad(acc, w, x);
-}
-
 // ROWS rows of one tile of the input, from row `from` of it, times a panel.
 template <int KIND, int ROWS>
 static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
-  int blocks = x.blocks;
+  constexpr bool SMALL = of_nibbles(KIND);
+  const int blocks = x.blocks;
   const uint8_t *behind = panel + (int64_t)blocks * block_bytes(KIND);
   int64_t at = (int64_t)tile * blocks * LANES + from;
   f32x16 acc[ROWS] = {};
   const uint8_t *ahead = panel + PREFETCHED;
   for (int b = 0; b < blocks; b++, at += LANES) {
-    u8x64 quads[8];
-    unpack<KIND>(panel + (int64_t)b * block_bytes(KIND), quads);
+    const uint8_t *block = panel + (int64_t)b * block_bytes(KIND);
     for (int i = 0; i < block_bytes(KIND) + 64; i += 64, ahead += 64)
       __builtin_prefetch(ahead, 0, 2);
-    Scales s = scales_of<KIND>(behind, blocks, b);
-    i32x16 sums[ROWS] = {}, rest[ROWS] = {};
+    Dot dots[ROWS], fine[ROWS];
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++)
+    for (int j = 0; j < 8; j++) {
+      const u32x16 w = quads<KIND>(block, j);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
-        sums[r] = dot<KIND>(sums[r], quads[j], x.quants + (at + r) * BLOCK + 4 * j);
+        dots[r].template add<SMALL>(w, x.quants + (at + r) * BLOCK + 4 * j);
         if (FINE)
-          rest[r] = dot<KIND>(rest[r], quads[j], x.fine + (at + r) * BLOCK + 4 * j);
+          fine[r].template add<SMALL>(w, x.fine + (at + r) * BLOCK + 4 * j);
       }
+    }
+    const Scales s = scales_of<KIND>(behind, blocks, b);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-      const i32x16 sum = FINE ? (sums[r] << 7) + rest[r] : sums[r];
-      acc[r] = add_block(acc[r], sum, s, x.scales[at + r], x.sums[at + r]);
+      const i32x16 sum = dots[r].template total<SMALL>();
+      acc[r] = add_block(acc[r], FINE ? (sum << 7) + fine[r].template total<SMALL>() : sum, s, x.scales[at + r],
+                         x.sums[at + r]);
     }
   }
 #pragma GCC unroll 16
@@ -196,7 +191,7 @@ template <int KIND> static void panel_product(const uint8_t *panel, const Input 
   for (int row = first; row < last;) {
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
-    if (left >= 8)
+    if (left >= 8 && ROWS_A_PRODUCT >= 8)
       some_rows<KIND, 8>(panel, x, tile, from, to), row += 8;
     else if (left >= 4)
       some_rows<KIND, 4>(panel, x, tile, from, to), row += 4;
@@ -237,8 +232,8 @@ static void weight_row(const Matrix &w, int output, float *to) {
     const uint8_t *at = panel + (int64_t)b * block_bytes(w.kind) + lane * 4;
     float scale = 0, minimum = 0;
     if (quantized(w)) {
-      scale = half_to_float(behind + (int64_t)b * 32)[lane];
-      minimum = with_minima(w.kind) ? half_to_float(behind + (int64_t)(blocks + b) * 32)[lane]
+      scale = lane_of(half_to_float(behind + (int64_t)b * 32), lane);
+      minimum = with_minima(w.kind) ? lane_of(half_to_float(behind + (int64_t)(blocks + b) * 32), lane)
                                     : scale * (of_nibbles(w.kind) ? -8.0f : -128.0f);
     }
     for (int k = 0; k < BLOCK && b * BLOCK + k < w.inputs; k++) {

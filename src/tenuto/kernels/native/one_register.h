@@ -1,0 +1,44 @@
+// Vectors of 16 lanes in one register of 64 bytes (AVX-512).
+#pragma once
+
+typedef float f32x16 __attribute__((vector_size(64), aligned(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64), aligned(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(64)));
+
+template <class V> INLINE V load(const void *p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V> INLINE void store(void *p, V v) { memcpy(p, &v, sizeof v); }
+
+template <class To, class From> INLINE To as(From v) { return (To)v; } // the same bits
+template <class Mask, class V> INLINE V select(Mask mask, V yes, V no) { return mask ? yes : no; }
+INLINE i32x16 lane_numbers() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+INLINE f32x16 max16(f32x16 a, f32x16 b) { return (f32x16)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE i32x16 nearest(f32x16 x) { return (i32x16)_mm512_cvtps_epi32((__m512)x); }
+INLINE f32x16 half_to_float(const void *p) { // 16 float16
+  return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE float sum16(f32x16 v) { return _mm512_reduce_add_ps((__m512)v); }
+INLINE float highest16(f32x16 v) { return _mm512_reduce_max_ps((__m512)v); }
+INLINE i8x16 to_bytes(i32x16 v) { return (i8x16)_mm512_cvtepi32_epi8((__m512i)v); }
+INLINE u16x16 to_words(u32x16 v) { return (u16x16)_mm512_cvtepi32_epi16((__m512i)v); }
+
+// The products of a block of unsigned weights with signed inputs. A vector has 4 weights, of neighbouring inputs, for
+// each of 16 outputs.
+struct Dot {
+  i32x16 sum = {};
+
+  // Lane n: + the products of the four bytes w[4 n ...] and the four at `x`.
+  template <bool SMALL> void add(u32x16 w, const int8_t *x) {
+    int32_t quad;
+    memcpy(&quad, x, 4);
+    sum = (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(quad));
+  }
+  template <bool SMALL> i32x16 total() const { return sum; }
+};
+constexpr int OFFSET = 0; // of weights that are not SMALL: what `add` takes off them
+
+constexpr int ROWS_A_PRODUCT = 8, ROWS_AN_ATTENTION = 6, VECTORS_OF_VALUES = 4; // that registers have room for

@@ -1,0 +1,133 @@
+// Vectors of 16 lanes in two registers of 32 bytes (AVX2). The compiler would keep vectors of 64 bytes in memory.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+template <class V> struct Twice {
+  V low, high;
+
+  Twice &operator+=(Twice o) { return low += o.low, high += o.high, *this; }
+};
+
+template <class V> using Lane = std::remove_reference_t<decltype(std::declval<V &>()[0])>;
+
+#define TENUTO_OPERATOR(op)                                                                                            \
+  template <class V> INLINE auto operator op(Twice<V> a, Twice<V> b)->Twice<decltype(a.low op b.low)> {                \
+    return {a.low op b.low, a.high op b.high};                                                                         \
+  }                                                                                                                    \
+  template <class V> INLINE auto operator op(Twice<V> a, Lane<V> b)->Twice<decltype(a.low op b)> {                     \
+    return {a.low op b, a.high op b};                                                                                  \
+  }
+TENUTO_OPERATOR(+)
+TENUTO_OPERATOR(-)
+TENUTO_OPERATOR(*)
+TENUTO_OPERATOR(/)
+TENUTO_OPERATOR(&)
+TENUTO_OPERATOR(|)
+TENUTO_OPERATOR(<<)
+TENUTO_OPERATOR(>>)
+TENUTO_OPERATOR(<)
+TENUTO_OPERATOR(>)
+TENUTO_OPERATOR(!=)
+#undef TENUTO_OPERATOR
+template <class V> INLINE Twice<V> operator-(Twice<V> a) { return {-a.low, -a.high}; }
+template <class V> INLINE Twice<V> operator+(Lane<V> a, Twice<V> b) { return {a + b.low, a + b.high}; }
+
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+typedef Twice<f32x8> f32x16;
+typedef Twice<i32x8> i32x16;
+typedef Twice<u32x8> u32x16;
+
+template <class V> struct Moves {
+  static V load(const void *p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+  }
+  static void store(void *p, V v) { memcpy(p, &v, sizeof v); }
+};
+template <class V> struct Moves<Twice<V>> {
+  static Twice<V> load(const void *p) { return {Moves<V>::load(p), Moves<V>::load((const char *)p + 32)}; }
+  static void store(void *p, Twice<V> v) { Moves<V>::store(p, v.low), Moves<V>::store((char *)p + 32, v.high); }
+};
+template <class V> INLINE V load(const void *p) { return Moves<V>::load(p); }
+template <class V> INLINE void store(void *p, V v) { Moves<V>::store(p, v); }
+
+template <class To, class V> INLINE To as(Twice<V> v) { // the same bits
+  return {(decltype(To::low))v.low, (decltype(To::high))v.high};
+}
+template <class Mask, class V> INLINE Twice<V> select(Mask mask, Twice<V> yes, Twice<V> no) {
+  return {mask.low ? yes.low : no.low, mask.high ? yes.high : no.high};
+}
+INLINE i32x16 lane_numbers() { return {i32x8{0, 1, 2, 3, 4, 5, 6, 7}, i32x8{8, 9, 10, 11, 12, 13, 14, 15}}; }
+INLINE f32x16 to_float(i32x16 v) {
+  return {__builtin_convertvector(v.low, f32x8), __builtin_convertvector(v.high, f32x8)};
+}
+INLINE f32x16 max16(f32x16 a, f32x16 b) {
+  return {(f32x8)_mm256_max_ps((__m256)a.low, (__m256)b.low), (f32x8)_mm256_max_ps((__m256)a.high, (__m256)b.high)};
+}
+INLINE i32x16 nearest(f32x16 x) {
+  return {(i32x8)_mm256_cvtps_epi32((__m256)x.low), (i32x8)_mm256_cvtps_epi32((__m256)x.high)};
+}
+INLINE f32x16 half_to_float(const void *p) { // 16 float16
+  return {(f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+          (f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
+}
+INLINE float sum16(f32x16 v) {
+  const __m256 both = (__m256)(v.low + v.high);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+INLINE float highest16(f32x16 v) {
+  const __m256 both = _mm256_max_ps((__m256)v.low, (__m256)v.high);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+INLINE u16x16 to_words(u32x16 v) { // within 16 bits
+  const __m256i packed = _mm256_packus_epi32((__m256i)v.low, (__m256i)v.high);
+  return (u16x16)_mm256_permute4x64_epi64(packed, 0xD8); // the instruction works on halves
+}
+INLINE i8x16 to_bytes(i32x16 v) { // within 8 bits
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0xD8);
+  return (i8x16)_mm_packs_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
+}
+
+constexpr int OFFSET = 128; // of weights that are not SMALL: what `add` takes off them
+
+// The products of a block of unsigned weights, of at most 4 bits if SMALL, with signed inputs above -128. A vector has
+// 4 weights, of neighbouring inputs, for each of 16 outputs. There is an instruction for sums of two products, of 16
+// bits: those of SMALL weights have room for a whole block; other weights become signed, and lend their sign to the
+// inputs.
+struct Dot {
+  __m256i low = {}, high = {};
+
+  // Lane n: + the products of the four bytes w[4 n ...] and the four at `x`.
+  template <bool SMALL> void add(u32x16 w, const int8_t *x) {
+    int32_t quad;
+    memcpy(&quad, x, 4);
+    const __m256i inputs = _mm256_set1_epi32(quad);
+    low = with<SMALL>(low, (__m256i)w.low, inputs), high = with<SMALL>(high, (__m256i)w.high, inputs);
+  }
+  template <bool SMALL> i32x16 total() const {
+    if (!SMALL)
+      return {(i32x8)low, (i32x8)high};
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {(i32x8)_mm256_madd_epi16(low, ones), (i32x8)_mm256_madd_epi16(high, ones)};
+  }
+
+private:
+  template <bool SMALL> static __m256i with(__m256i sum, __m256i w, __m256i x) {
+    if (SMALL)
+      return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
+    const __m256i q = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+    const __m256i two = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(two, _mm256_set1_epi16(1)));
+  }
+};
+
+constexpr int ROWS_A_PRODUCT = 4, ROWS_AN_ATTENTION = 2, VECTORS_OF_VALUES = 2; // that registers have room for
