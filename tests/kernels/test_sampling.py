@@ -1,6 +1,9 @@
 """Sampling draws from the distribution its options describe, by numbers that depend on seed and position alone."""
 
+from collections.abc import Callable
+from ctypes import byref
 from dataclasses import fields
+from functools import cache
 
 import numpy as np
 import pytest
@@ -8,9 +11,41 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tenuto.base.config import cache_dir
 from tenuto.base.sampling import LEAST_LOGPROB
-from tenuto.kernels.sampling import Choice, add_biases, kept_probabilities, logprobs, penalise, sample, uniforms
+from tenuto.kernels import sampling
+from tenuto.kernels.native.build import VARIANTS, Machine, library
+from tenuto.kernels.native.library import Model, Op, loaded
+from tenuto.kernels.native.sampling import sample as native_sample
+from tenuto.kernels.sampling import Choice, add_biases, kept_probabilities, logprobs, penalise, uniforms
 from tests.kernels.reference import Row, reference_kept, reference_logits
+
+Sample = Callable[[torch.Tensor, Choice], torch.Tensor]
+HERE = Machine.this()
+
+
+@cache
+def native(variant: str) -> Sample:
+    """Samples with two threads of the native kernels, for logits of any vocabulary."""
+    kernels = loaded(library(cache_dir(), HERE, variant, print))
+    frequencies = np.zeros(8, np.float32)
+
+    @cache
+    def forward(vocab: int) -> int:
+        model = Model(16, 16, 1, 1, 16, 1, vocab, 16, frequencies.ctypes.data)
+        opened: int = kernels.open(byref(model), (Op * 0)(), 0, 2)
+        return opened
+
+    return lambda logits, choice: native_sample(kernels, forward(logits.shape[1]), logits, choice)
+
+
+@pytest.fixture(scope="module", params=["torch", *VARIANTS])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    if request.param == "torch":
+        return sampling.sample
+    if HERE.compiler is None or request.param not in HERE.variants():
+        pytest.skip(f"{request.param} cannot run here")
+    return native(request.param)
 
 
 def choice(rows: list[tuple[float, int, float]], uniform: np.ndarray) -> Choice:
@@ -37,7 +72,9 @@ def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
     [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.8), (1.5, 20, 0.6), (1.0, 0, 0.999), (2.0, 2000, 0.99)],
     ids=str,
 )
-def test_draws_follow_the_distribution_the_options_describe(vocab: int, options: tuple[float, int, float]) -> None:
+def test_draws_follow_the_distribution_the_options_describe(
+    sample: Sample, vocab: int, options: tuple[float, int, float]
+) -> None:
     logits = np.random.default_rng(4).normal(0, 2, vocab).astype(np.float32)
     expected = distribution(logits, *options)
     # Evenly spread numbers through the inverse distribution give each token its share, to within one number.
@@ -45,11 +82,11 @@ def test_draws_follow_the_distribution_the_options_describe(vocab: int, options:
     rows = torch.from_numpy(logits).expand(n, vocab)
     tokens = sample(rows, choice([options] * n, (np.arange(n) + 0.5) / n)).numpy()
     share = np.bincount(tokens, minlength=vocab) / n
-    assert np.abs(share - expected).max() <= 1.01 / n
+    assert np.abs(share - expected).max() <= 1.05 / n
     assert (expected[tokens] > 0).all()
 
 
-def test_greedy_rows_take_the_first_of_the_highest_logits() -> None:
+def test_greedy_rows_take_the_first_of_the_highest_logits(sample: Sample) -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
     assert sample(logits, choice([(0, 0, 1.0)] * 2, np.array([0.9, 0.9]))).tolist() == [1, 0]
 
@@ -65,7 +102,9 @@ def test_greedy_rows_take_the_first_of_the_highest_logits() -> None:
     ),
     seed=st.integers(0, 1000),
 )
-def test_a_rows_token_does_not_depend_on_its_batch(rows: list[tuple[float, int, float]], seed: int) -> None:
+def test_a_rows_token_does_not_depend_on_its_batch(
+    sample: Sample, rows: list[tuple[float, int, float]], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), 2000, generator=generator)
     uniform = uniforms(np.full(len(rows), seed), np.arange(len(rows)))
@@ -74,19 +113,19 @@ def test_a_rows_token_does_not_depend_on_its_batch(rows: list[tuple[float, int, 
     assert together.tolist() == alone
 
 
-def test_top_k_of_one_and_a_tiny_temperature_and_a_tiny_top_p_are_greedy() -> None:
+def test_top_k_of_one_and_a_tiny_temperature_and_a_tiny_top_p_are_greedy(sample: Sample) -> None:
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1))
     tokens = sample(logits, choice([(1.0, 1, 1.0), (1e-300, 0, 1.0), (1.0, 0, 1e-9)], np.full(3, 0.999)))
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
-def test_excluded_tokens_are_never_drawn_however_extreme_the_number() -> None:
+def test_excluded_tokens_are_never_drawn_however_extreme_the_number(sample: Sample) -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     ends = np.array([0.0, 1 - 2.0**-52])
     assert sample(logits.expand(2, 5), choice([(1.0, 0, 1.0)] * 2, ends)).tolist() == [1, 3]
 
 
-def test_logits_that_are_not_numbers_give_some_token_and_leave_other_rows_alone() -> None:
+def test_logits_that_are_not_numbers_give_some_token_and_leave_other_rows_alone(sample: Sample) -> None:
     good = torch.randn(1, 2000, generator=torch.Generator().manual_seed(1))
     options, uniform = [(1.0, 0, 0.9)] * 3, np.full(3, 0.5)
     logits = torch.cat((torch.full((1, 2000), torch.nan), good, torch.full((1, 2000), torch.inf)))
@@ -95,7 +134,7 @@ def test_logits_that_are_not_numbers_give_some_token_and_leave_other_rows_alone(
     assert tokens[1] == sample(good, choice(options[:1], uniform[:1]))[0]
 
 
-def test_an_empty_batch_samples_nothing() -> None:
+def test_an_empty_batch_samples_nothing(sample: Sample) -> None:
     assert sample(torch.empty(0, 10), choice_of([], np.empty(0))).shape == (0,)
 
 
@@ -169,7 +208,9 @@ def random_logits(rows: int, seed: int) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(rows=asked_rows, seed=st.integers(0, 10**6))
-def test_what_a_row_may_draw_and_how_likely_follows_the_definitions_in_float64(rows: list[Row], seed: int) -> None:
+def test_what_a_row_may_draw_and_how_likely_follows_the_definitions_in_float64(
+    sample: Sample, rows: list[Row], seed: int
+) -> None:
     logits = random_logits(len(rows), seed)
     uniform = uniforms(np.full(len(rows), seed), np.arange(len(rows)))
     edited = edited_logits(logits, rows)
@@ -183,16 +224,19 @@ def test_what_a_row_may_draw_and_how_likely_follows_the_definitions_in_float64(r
             continue
         ours = kept_probabilities(edited[i : i + 1], choice_of([row], uniform[i : i + 1]))[0].numpy()
         kept, nearest = reference_kept(expected[i], row)
-        assume(nearest > 1e-9)
+        exact = sample is sampling.sample  # in float64; the others are in float32
+        assume(nearest > (1e-9 if exact else 1e-5))
         np.testing.assert_allclose(ours / ours.sum(), kept, rtol=1e-9, atol=1e-15)
         ends = np.cumsum(kept)
-        assume(np.abs(ends - uniform[i]).min() > 1e-9)
+        assume(np.abs(ends - uniform[i]).min() > (1e-9 if exact else 1e-5))
         assert drawn[i] == np.searchsorted(ends, uniform[i], side="right")
 
 
 @settings(deadline=None, max_examples=30)
 @given(rows=asked_rows, seed=st.integers(0, 10**6))
-def test_a_row_that_asks_for_everything_does_not_depend_on_its_batch(rows: list[Row], seed: int) -> None:
+def test_a_row_that_asks_for_everything_does_not_depend_on_its_batch(
+    sample: Sample, rows: list[Row], seed: int
+) -> None:
     logits = random_logits(len(rows), seed)
     uniform = uniforms(np.full(len(rows), seed), np.arange(len(rows)))
     together = edited_logits(logits, rows)
@@ -251,7 +295,7 @@ def test_a_logprob_that_json_cannot_say_is_the_least_there_is() -> None:
     assert torch.isfinite(top).all()
 
 
-def test_a_masked_token_is_never_drawn_however_it_is_favoured() -> None:
+def test_a_masked_token_is_never_drawn_however_it_is_favoured(sample: Sample) -> None:
     logits = torch.zeros(1, 4)
     add_biases(logits, np.zeros(2, np.int64), np.array([2, 2]), np.array([100, -np.inf], np.float32))
     one = torch.ones(1)

@@ -11,6 +11,7 @@ import torch
 
 from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Plan
+from tenuto.kernels.sampling import Choice
 from tenuto.models.config import ModelConfig
 
 Longs = npt.NDArray[np.int64]
@@ -59,6 +60,10 @@ class Forward(Protocol):
     def run(self, plan: Plan, tokens: torch.Tensor, outputs: Longs) -> Outputs:
         """Compute `tokens`, int64 [sum(plan.counts)], on the device. `outputs`, int64 [outputs], are the places in
         `tokens` after which logits are wanted."""
+        ...
+
+    def sample(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """As `kernels.sampling.sample`, the reference."""
         ...
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from tenuto.base.plan import InputScores, Logprobs, Plan, StepResult
 from tenuto.exec.forward import Forward, Outputs
 from tenuto.exec.row_options import RowOptions
 from tenuto.kernels.paged import ragged_arange
-from tenuto.kernels.sampling import logprobs, sample
+from tenuto.kernels.sampling import logprobs
 
 
 class ModelExecutor:
@@ -112,12 +112,12 @@ class ModelExecutor:
         if options.plain:
             if computed.best is not None and not options.draws(rows):
                 return computed.best, None
-            return sample(logits, options.choice(rows, positions), computed.best), None
+            return self.forward.sample(logits, options.choice(rows, positions)), None
         wanted, most = options.wanted_logprobs(rows)
         places = self._indices(wanted)
         raw = logits.index_select(0, places) if len(wanted) else logits
         options.edit(logits, rows, positions)
-        tokens = sample(logits, options.choice(rows, positions))
+        tokens = self.forward.sample(logits, options.choice(rows, positions))
         options.counts.add(rows, tokens)
         if len(wanted):
             sampled = _logprobs(wanted, raw, tokens[places], most)

@@ -14,6 +14,8 @@ from tenuto.base.plan import Plan
 from tenuto.exec.forward import Longs, Outputs
 from tenuto.kernels.native.library import Library, Step
 from tenuto.kernels.native.pack import LANES
+from tenuto.kernels.native.sampling import sample
+from tenuto.kernels.sampling import Choice
 from tenuto.models.config import ModelConfig
 from tenuto.models.native_llama import NativeLlama
 
@@ -98,6 +100,9 @@ class NativeForward:
         if self._library.step(self._handle, byref(step)):
             raise MemoryError(f"there is no memory for a step of {len(inputs)} tokens")
         return Outputs(self._logits[: len(wanted)], self._best[: len(wanted)].long())
+
+    def sample(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+        return sample(self._library, self._handle, logits, choice)
 
     def _room_for(self, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """For logits and likeliest tokens after so many tokens."""

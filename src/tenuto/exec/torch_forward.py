@@ -10,6 +10,7 @@ from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import Plan, TableChanges
 from tenuto.exec.forward import Longs, Outputs
 from tenuto.kernels.paged import PagedAttention, PagedKV
+from tenuto.kernels.sampling import Choice, sample
 from tenuto.models.config import ModelConfig
 from tenuto.models.llama import Llama
 
@@ -71,6 +72,9 @@ class TorchForward:
         group = self.config.heads // self.config.kv_heads
         attention = PagedAttention(self._kv, self._table, plan.rows, plan.starts, plan.counts, group=group)
         return Outputs(self._model.forward(tokens, attention.positions, self._indices(outputs), attention))
+
+    def sample(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+        return sample(logits, choice)
 
     def close(self) -> None:
         """Nothing to do: PyTorch owns it all."""

@@ -60,9 +60,8 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def sample(logits: torch.Tensor, choice: Choice, best: torch.Tensor | None = None) -> torch.Tensor:
-    """One token a row. `logits` is float32 [rows, vocab]; `best`, int64 [rows], is their first likeliest, if it is
-    known. Returns int64 [rows] on the same device.
+def sample(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """One token a row. `logits` is float32 [rows, vocab]. Returns int64 [rows] on the same device.
 
     Of tokens with equal logits a greedy row takes the first; which of several equally likely ones at the very edge of
     top-k or top-p is kept is unspecified but always the same for the same logits. Logits that are not numbers give
@@ -71,7 +70,7 @@ def sample(logits: torch.Tensor, choice: Choice, best: torch.Tensor | None = Non
     drawn = np.flatnonzero(choice.temperature > 0)
     if len(drawn) == len(logits) > 0:
         return _draw(logits, choice)
-    tokens = best if best is not None else logits.argmax(dim=-1)
+    tokens = logits.argmax(dim=-1)
     if len(drawn) == 0:
         return tokens
     places = torch.from_numpy(drawn).to(logits.device)

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "memory.h"
+#include "sampling.h"
 #include "team.h"
 
 #if TENUTO_AMX
@@ -51,6 +52,14 @@ struct TenutoStep {
   float *logits;
   int32_t *best;
 };
+
+// `rows` tokens to choose: `logits` float [rows][vocab], `options` [rows], `tokens` int32 [rows].
+struct TenutoDraws {
+  int32_t rows;
+  const float *logits;
+  const SamplingOptions *options;
+  int32_t *tokens;
+};
 }
 
 namespace {
@@ -80,7 +89,7 @@ public:
     int panels = std::max(8, model.head_dim / LANES);
     for (int i = 0; i < threads; i++) {
       Member &member = members_[i];
-      member.number = i;
+      member.number = i, member.sampler = std::make_unique<Sampler>(model.vocab);
       member.products.resize((int64_t)panels * ROWS_AT_ONCE * LANES * 4);
       member.buffer.resize(buffer_bytes(round_up(model.widest, BLOCK) / BLOCK));
       member.rows.reserve(LANES * (model.heads / model.kv_heads));
@@ -122,11 +131,20 @@ public:
     }
   }
 
+  void sample(const TenutoDraws &draws) {
+    team_.run([&](int member) {
+      for (int row; (row = team_.take(member, draws.rows)) >= 0;)
+        draws.tokens[row] =
+            members_[member].sampler->choose(draws.logits + (int64_t)row * model_.vocab, draws.options[row]);
+    });
+  }
+
 private:
   struct Member {
     int number;
     Memory products, buffer;
     std::vector<Best> best;
+    std::unique_ptr<Sampler> sampler;
     std::vector<QueryRow> rows; // of a task; with room for all that one can have
   };
 
@@ -522,6 +540,9 @@ void tenuto_copy(void *forward, int count, const int32_t *sources, const int32_t
 int tenuto_step(void *forward, const TenutoStep *step) {
   return guarded([&] { ((Forward *)forward)->step(*step); });
 }
+
+// Choose tokens.
+void tenuto_sample(void *forward, const TenutoDraws *draws) { ((Forward *)forward)->sample(*draws); }
 
 void tenuto_close(void *forward) { delete (Forward *)forward; }
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -88,6 +88,24 @@ class Step(ctypes.Structure):
     )
 
 
+class SamplingOptions(ctypes.Structure):
+    """How one token is chosen."""
+
+    _fields_ = (
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("uniform", c_double),
+        ("top_k", c_int64),
+    )
+
+
+class Draws(ctypes.Structure):
+    """Tokens to choose."""
+
+    _fields_ = (("rows", c_int32), ("logits", c_void_p), ("options", c_void_p), ("tokens", c_void_p))
+
+
 class Library:
     """A loaded library. Calls let other Python threads run."""
 
@@ -109,6 +127,8 @@ class Library:
         self.copy.argtypes, self.copy.restype = (c_void_p, c_int, c_void_p, c_void_p), None
         self.step = loaded.tenuto_step
         self.step.argtypes = (c_void_p, POINTER(Step))
+        self.sample = loaded.tenuto_sample
+        self.sample.argtypes, self.sample.restype = (c_void_p, POINTER(Draws)), None
         self.close = loaded.tenuto_close
         self.close.argtypes, self.close.restype = (c_void_p,), None
 

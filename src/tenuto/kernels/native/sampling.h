@@ -1,0 +1,194 @@
+// Choosing a token from logits. `kernels/sampling.py` does the same with PyTorch, and says what the options mean.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "simd.h"
+
+// `uniform` in [0, 1); `top_k` 0 for all; `temperature` 0 for the first of the likeliest.
+struct SamplingOptions {
+  double temperature, top_p, min_p, uniform;
+  int64_t top_k;
+};
+
+// The first of the likeliest tokens.
+static int likeliest(const float *logits, int vocab) {
+  int best = 0;
+  float highest = -INFINITY;
+  for (int i = 0; i < vocab; i += 16) {
+    const int width = std::min(16, vocab - i);
+    if (width == 16 && !(highest16(load<f32x16>(logits + i)) > highest))
+      continue;
+    for (int k = i; k < i + width; k++)
+      if (logits[k] > highest)
+        highest = logits[k], best = k;
+  }
+  return best;
+}
+
+// Chooses tokens, one after another, with work space of its own.
+class Sampler {
+public:
+  explicit Sampler(int vocab) : vocab_(vocab), weights_((vocab + STRIP - 1) / STRIP * STRIP) {
+    within_.reserve(vocab);
+    strips_.reserve(weights_.size() / STRIP);
+  }
+
+  int choose(const float *logits, const SamplingOptions &options) {
+    const int best = likeliest(logits, vocab_);
+    if (options.temperature == 0)
+      return best;
+    weigh(logits, logits[best], (float)std::max(options.temperature, 1e-30));
+    limit(options);
+    return draw(options.uniform, best);
+  }
+
+private:
+  static constexpr int STRIP = 1024; // tokens whose weights are added up before the search for one
+  static constexpr int BINS = 1024;  // of weights from 0 to 1, by their first bits: eight for each power of two
+
+  // The least weight that is kept, and how many tokens of just that weight, the first.
+  struct Edge {
+    float least = 0.0f;
+    int64_t equals = INT64_MAX;
+  };
+
+  // Weights relative to the likeliest token; 0 behind the vocabulary.
+  void weigh(const float *logits, float highest, float temperature) {
+    for (int i = 0; i < (int)weights_.size(); i += 16) {
+      f32x16 logit = splat(-INFINITY);
+      if (i + 16 <= vocab_)
+        logit = load<f32x16>(logits + i);
+      else if (i < vocab_)
+        memcpy(&logit, logits + i, sizeof(float) * (vocab_ - i));
+      store(&weights_[i], exp_nonpositive((logit - highest) / temperature));
+    }
+  }
+
+  static int bin_of(float weight) {
+    uint32_t bits;
+    memcpy(&bits, &weight, 4);
+    return std::min((int)(bits >> 20), BINS - 1);
+  }
+
+  // Set to zero what the options exclude. Most weights are tiny and seldom matter: they are looked at if they do.
+  void limit(const SamplingOptions &options) {
+    Edge edge;
+    const bool by_count = options.top_k > 0 && options.top_k < vocab_;
+    const int64_t count = by_count ? options.top_k : vocab_;
+    if (by_count || options.top_p < 1) {
+      const double all = by_count ? 0.0 : sum(0, weights_.size());
+      for (const float least : {1.0f / 1024, 0.0f}) {
+        sort_into_bins(least);
+        double total = all;
+        if ((!by_count || find_edge(count, INFINITY, edge, total)) &&
+            (options.top_p >= 1 || find_edge(count, options.top_p * total, edge, total)))
+          break;
+      }
+    }
+    if (options.min_p > edge.least)
+      edge = {(float)options.min_p, INT64_MAX};
+    if (edge.least > 0)
+      cut(edge);
+  }
+
+  double sum(size_t from, size_t to) const {
+    f32x16 sums = {};
+    for (size_t i = from; i < to; i += 16)
+      sums += load<f32x16>(&weights_[i]);
+    return sum16(sums);
+  }
+
+  // Weights of at least `least`.
+  void sort_into_bins(float least) {
+    std::fill(counts_, counts_ + BINS, 0);
+    std::fill(sums_, sums_ + BINS, 0.0);
+    for (int i = 0; i < vocab_; i += 16) {
+      if (highest16(load<f32x16>(&weights_[i])) < least)
+        continue;
+      for (int k = i; k < std::min(i + 16, vocab_); k++)
+        if (weights_[k] >= least) {
+          const int bin = bin_of(weights_[k]);
+          counts_[bin]++, sums_[bin] += weights_[k];
+        }
+    }
+  }
+
+  // Where the likeliest tokens end that are `count`, or have `share` of the weight, whichever is less; at least one.
+  // `total` becomes their weight. False if the bins do not hold so many.
+  bool find_edge(int64_t count, double share, Edge &edge, double &total) {
+    total = 0;
+    for (int bin = BINS - 1; bin >= 0; bin--) {
+      if (counts_[bin] == 0)
+        continue;
+      if (counts_[bin] < count && total + sums_[bin] < share) {
+        count -= counts_[bin], total += sums_[bin];
+        continue;
+      }
+      edge = {-1.0f, 0};
+      for (float weight : sorted(bin)) {
+        edge.equals = weight == edge.least ? edge.equals + 1 : 1, edge.least = weight;
+        total += weight;
+        if (--count == 0 || total >= share)
+          break;
+      }
+      return true;
+    }
+    return false;
+  }
+
+  // The weights in a bin, the highest first.
+  const std::vector<float> &sorted(int bin) {
+    within_.clear();
+    const float least = float_of((uint16_t)(bin << 4));
+    for (int i = 0; i < vocab_; i += 16) {
+      if (highest16(load<f32x16>(&weights_[i])) < least)
+        continue;
+      for (int k = i; k < std::min(i + 16, vocab_); k++)
+        if (bin_of(weights_[k]) == bin)
+          within_.push_back(weights_[k]);
+    }
+    std::sort(within_.begin(), within_.end(), std::greater<float>());
+    return within_;
+  }
+
+  void cut(Edge edge) {
+    int64_t equals = 0;
+    for (int i = 0; i < vocab_; i += 16) {
+      const f32x16 w = load<f32x16>(&weights_[i]);
+      store(&weights_[i], select(w < edge.least, f32x16{}, w));
+    }
+    for (int i = 0; i < vocab_ && edge.equals < vocab_; i++)
+      if (weights_[i] == edge.least && ++equals > edge.equals)
+        weights_[i] = 0.0f;
+  }
+
+  // The token at `uniform` of the weight, in order of ids; `best` if there is none.
+  int draw(double uniform, int best) {
+    strips_.clear();
+    double total = 0;
+    for (size_t i = 0; i < weights_.size(); i += STRIP)
+      strips_.push_back(total += sum(i, i + STRIP));
+    const double target = uniform * total;
+    const size_t strip = std::upper_bound(strips_.begin(), strips_.end(), target) - strips_.begin();
+    if (strip == strips_.size())
+      return best;
+    double below = strip > 0 ? strips_[strip - 1] : 0.0;
+    int token = -1;
+    for (int i = (int)strip * STRIP; i < vocab_ && i < (int)(strip + 1) * STRIP; i++) {
+      if (weights_[i] <= 0)
+        continue;
+      token = i; // the last with a weight, should rounding let none reach the target
+      if ((below += weights_[i]) > target)
+        break;
+    }
+    return token < 0 ? best : token;
+  }
+
+  int vocab_;
+  std::vector<float> weights_, within_;
+  std::vector<double> strips_; // weight up to the end of each
+  int64_t counts_[BINS];
+  double sums_[BINS];
+};
