@@ -19,10 +19,12 @@ import torch
 from tenuto.base.config import cache_dir
 from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import GREEDY
+from tenuto.exec.forward import Forward
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.kernels.native.build import Machine
+from tenuto.kernels.native.library import OpKind
 from tenuto.models.store import DEFAULT_MODEL, resolve
 
 PAGE = 16
@@ -96,6 +98,16 @@ def read_seconds(size: int) -> float:
     return best
 
 
+def shares(forward: Forward) -> str:
+    """How the time in native operations since the last call was spent, in per cent."""
+    if not isinstance(forward, NativeForward):
+        return "unknown"
+    spent = [(seconds, kind.name.lower()) for kind, seconds in zip(OpKind, forward.op_seconds, strict=True)]
+    total = sum(seconds for seconds, _ in spent)
+    forward.op_seconds[:] = 0
+    return ", ".join(f"{name} {100 * seconds / total:.0f}" for seconds, name in sorted(spent, reverse=True)[:6])
+
+
 def measure(kernels: str, times: int) -> None:
     """Print the figures of `kernels`."""
     with executor_of(kernels) as executor:
@@ -105,12 +117,14 @@ def measure(kernels: str, times: int) -> None:
         weights = forward.weight_bytes if isinstance(forward, NativeForward) else 0
         print(f"\n{forward.description}; weights {weights / 1e6:.0f} MB, {token_bytes} bytes a token")
         print(f"prefill of 512  {512 / spread(lambda: steps.run(1, 0, 512), times, 1)[0]:8.0f} tokens/s")
+        print(f"  of it  {shares(forward)}")
         print(f"48 after 3,072  {spread(lambda: steps.run(1, 3072, 48), times)[1]} ms")
+        print(f"  of it  {shares(forward)}")
         for rows, context in ((1, 0), (1, 512), (1, 3072), (4, 512), (16, 512), (32, 512)):
             median, text = spread(lambda rows=rows, context=context: steps.run(rows, context, 1), times)  # type: ignore[misc]
             limit = 1e3 * read_seconds(weights + rows * context * token_bytes) if weights else 0.0
             ratio = f"  {median / limit:5.2f} times the limit, {limit:.2f}" if limit else ""
-            print(f"decode {rows:2} at {context:4}  {text} ms{ratio}")
+            print(f"decode {rows:2} at {context:4}  {text} ms{ratio}\n  of it  {shares(forward)}")
 
 
 def main() -> None:

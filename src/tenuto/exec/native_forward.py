@@ -12,7 +12,7 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import Plan
 from tenuto.exec.forward import Longs, Outputs
-from tenuto.kernels.native.library import Library, Step
+from tenuto.kernels.native.library import Library, OpKind, Step
 from tenuto.kernels.native.pack import LANES
 from tenuto.kernels.native.sampling import sample
 from tenuto.kernels.sampling import Choice
@@ -24,6 +24,8 @@ BFLOAT16_BYTES = 2
 
 class NativeForward:
     """A `Forward` for models with one full-attention group. Keys and values are bfloat16.
+
+    `op_seconds`, float64 [len(OpKind)], is how long steps have spent in operations of each kind so far.
 
     Invariant: `_model` lives as long as `_handle`, which points into it.
     """
@@ -42,6 +44,7 @@ class NativeForward:
             raise ConfigError(f"there can be no {self.threads} threads, or there is no memory for their work")
         self._close = weakref.finalize(self, library.close, self._handle)
         self._logits, self._best = self._room_for(16)
+        self.op_seconds = np.zeros(len(OpKind))
 
     @property
     def config(self) -> ModelConfig:
@@ -96,6 +99,7 @@ class NativeForward:
             _address(wanted),
             self._logits.data_ptr(),
             self._best.data_ptr(),
+            self.op_seconds.ctypes.data,
         )
         if self._library.step(self._handle, byref(step)):
             raise MemoryError(f"there is no memory for a step of {len(inputs)} tokens")

@@ -43,7 +43,8 @@ struct TenutoModel {
 
 // A plan's arrays, all int32: `row_ids`, `starts`, `counts` [rows]; `tokens` [sum(counts)]; `table`, page tables by row
 // id, `table_width` entries apart; `outputs` [outputs], after which tokens logits are wanted. Results: `logits` float
-// [outputs][vocab], and `best` int32 [outputs], the first of the likeliest tokens.
+// [outputs][vocab], and `best` int32 [outputs], the first of the likeliest tokens. How long operations took is added to
+// `op_seconds`, by kind.
 struct TenutoStep {
   int32_t rows, tokens_count, outputs_count;
   const int32_t *row_ids, *starts, *counts, *tokens, *table;
@@ -51,6 +52,7 @@ struct TenutoStep {
   const int32_t *outputs;
   float *logits;
   int32_t *best;
+  double *op_seconds;
 };
 
 // `rows` tokens to choose: `logits` float [rows][vocab], `options` [rows], `tokens` int32 [rows].
@@ -112,9 +114,15 @@ public:
     reserve(std::max(step.tokens_count, step.outputs_count));
     lay_out();
     team_.run([this](int member) {
+      double began = Team::seconds();
       for (const auto &op : ops_) {
         carry_out(op, member);
         team_.barrier();
+        if (member == 0) {
+          const double ended = Team::seconds();
+          step_->op_seconds[op.kind] += ended - began;
+          began = ended;
+        }
       }
 #if TENUTO_AMX
       tiles::release();

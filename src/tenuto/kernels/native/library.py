@@ -85,6 +85,7 @@ class Step(ctypes.Structure):
         ("outputs", c_void_p),
         ("logits", c_void_p),
         ("best", c_void_p),
+        ("op_seconds", c_void_p),
     )
 
 

@@ -32,6 +32,13 @@ public:
 
   int size() const { return size_; }
 
+  // From some moment on.
+  static double seconds() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+  }
+
   // Have every member, the caller as number 0, call `work(member)`; return when all have.
   void run(const std::function<void(int)> &work) {
     work_ = &work;
@@ -75,7 +82,7 @@ public:
   }
 
 private:
-  static constexpr long SPIN_NANOSECONDS = 100'000;
+  static constexpr double SPIN_SECONDS = 100e-6;
 
   struct alignas(64) Share {
     std::atomic<int> taken{0};
@@ -108,22 +115,16 @@ private:
 
   // Wait until the generation is no longer `seen`.
   void await(int seen) {
-    long until = now() + SPIN_NANOSECONDS;
+    const double until = seconds() + SPIN_SECONDS;
     for (int spins = 0; generation_.load(std::memory_order_acquire) == seen; spins++) {
       _mm_pause();
-      if (spins % 64 == 63 && now() > until) {
+      if (spins % 64 == 63 && seconds() > until) {
         sleeping_.fetch_add(1, std::memory_order_seq_cst);
         while (generation_.load(std::memory_order_seq_cst) == seen)
           syscall(SYS_futex, (int *)&generation_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
         sleeping_.fetch_sub(1, std::memory_order_seq_cst);
       }
     }
-  }
-
-  static long now() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1'000'000'000L + t.tv_nsec;
   }
 
   int size_;
