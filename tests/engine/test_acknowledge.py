@@ -14,8 +14,8 @@ from tenuto.base.errors import EngineStopped, NotAcknowledged, TenutoError
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import Delta, EndReason, TurnResult
 from tenuto.engine.engine import Engine
-from tenuto.engine.lifecycle import Change
 from tenuto.engine.loop import EngineLoop
+from tenuto.session.changes import Change
 from tenuto.session.session import Turn
 from tests.engine import loops
 from tests.engine.test_loop import LONG, eventually, make_engine

@@ -31,9 +31,9 @@ from tenuto.base.messages import (
 )
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.views import Stats, Transition
-from tenuto.engine.lifecycle import Change
 from tenuto.runtime.models import load_model
 from tenuto.runtime.service import Service
+from tenuto.session.changes import Change
 
 TURN = StartTurn(kind="turn", tenant="t", session="s", input=[1, 2], params=TurnParams(max_new_tokens=3))
 

@@ -19,7 +19,8 @@ class ModelOptions(EngineOptions, total=False):
     default the first on a CPU, else the second. `memory_bytes` are for model state; by default what two turns of the
     whole context need. `page_size`: token slots a page of memory. `kernels`: `auto`, the default, takes the best there
     are for the device; `amx`, `avx512_bf16`, `avx512` and `avx2` are variants of the native ones for CPUs, `torch` is
-    plain PyTorch.
+    plain PyTorch. `journal`: a file in which committed sessions survive the process; an engine that is given it later
+    goes on with them.
     """
 
     device: str
@@ -27,6 +28,7 @@ class ModelOptions(EngineOptions, total=False):
     memory_bytes: int | None
     page_size: int
     kernels: str
+    journal: str | None
 
 
 def _settings(model: str, options: ModelOptions) -> WorkerSettings:

@@ -26,7 +26,7 @@ from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import Ticket
 from tenuto.client.transport import Deliver, Options, RunningTurn
 from tenuto.runtime.models import load_model
-from tenuto.runtime.service import Service
+from tenuto.runtime.service import Service, open_journal
 
 T = TypeVar("T")
 
@@ -47,7 +47,8 @@ class LocalTransport(Calls):
         self._requests: SimpleQueue[Request[Any] | LocalTurn | None] = SimpleQueue()
         self._closed: Stopped | None = None  # to new requests, and why; set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
-        self._service = Service(model, config, settings.memory_bytes, self.take)
+        journal = open_journal(settings, model)
+        self._service = Service(model, config, settings.memory_bytes, self.take, journal=journal)
         self._thread = threading.Thread(target=self._run, name="tenuto-requests", daemon=True)
         self._thread.start()
 

@@ -38,7 +38,7 @@ class WireMessage(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_onl
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to make an engine; the first message to an engine process, which logs at `log_level`, as the edge does.
-    Raises `ConfigError` if `config` is wrong for any model."""
+    `journal`: the path of its journal, if it has one. Raises `ConfigError` if `config` is wrong for any model."""
 
     model: str
     device: str = "cpu"
@@ -46,6 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     page_size: int = 16
     kernels: str = "auto"
+    journal: str | None = None
     config: EngineOptions = {}
     log_level: str = "info"
 

@@ -183,6 +183,14 @@ def serve(
         int, typer.Option(min=1, max=3600, help="How long a connection may be idle between requests.")
     ] = 5,
     public_metrics: Annotated[bool, typer.Option(help="Show /metrics without an admin key.")] = False,
+    journal: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="A file in which committed sessions survive the server; one that starts with it goes on with them."
+            " none: they end with it.",
+        ),
+    ] = "none",
     overlap: Annotated[int, typer.Option(help="1: plan a step while the previous one is computed.")] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for users of SGLang
@@ -224,6 +232,7 @@ def serve(
         memory_bytes=memory_bytes,
         page_size=page_size,
         kernels=kernels,
+        journal=None if journal == "none" else journal,
         config=config,
         log_level=log_level,
     )

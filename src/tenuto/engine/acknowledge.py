@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tenuto.base.errors import InvariantError, NotAcknowledged, TenutoError
 from tenuto.base.messages import Stopped
-from tenuto.engine.lifecycle import Change
+from tenuto.session.changes import Change
 
 Tell = Callable[[TenutoError | None], None]
 """Tells what has been held back, or that it cannot be told, and why."""

@@ -25,7 +25,7 @@ from tenuto.engine.auditor import Auditor
 from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
-from tenuto.engine.lifecycle import Change, Lifecycle
+from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
 from tenuto.sched.admission import Admission
@@ -35,6 +35,7 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import Suspects
+from tenuto.session.changes import Change
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
@@ -176,7 +177,7 @@ class Engine:
         self.sessions.note_length(forked)
         self.pressure.note(forked)
         self.lifecycle.count("fork", TurnState.RUNNING if parent.has_running_turn else None)
-        self.lifecycle.note("fork", forked)
+        self.lifecycle.note("fork", forked, kept=at, parent=parent)
         return forked
 
     @guarded
@@ -193,7 +194,7 @@ class Engine:
         self.sessions.note_length(session)
         self.pressure.note(session)
         self.lifecycle.count("rewind")
-        self.lifecycle.note("rewind", session)
+        self.lifecycle.note("rewind", session, kept=len(session.history))
         return session
 
     @guarded
@@ -214,11 +215,12 @@ class Engine:
         session = self.sessions.get(session_id, tenant)
         session.require_idle("add a turn to")
         self._gate.allowed(session, len(session.history) + len(given) + len(answer), 0)
+        before = len(session.history)
         session.adopt(given, answer, self._clock.now(), conversation, cut)
         self.sessions.note_length(session)
         self.sessions.watch(session)
         self.lifecycle.count("adopt")
-        self.lifecycle.note("adopt", session)
+        self.lifecycle.note("adopt", session, kept=before)
         return session
 
     @guarded

@@ -5,10 +5,9 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from itertools import count
-from typing import Literal
 
 from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
@@ -19,6 +18,7 @@ from tenuto.memory.pool import Lease
 from tenuto.sched.batch import Batch, continues_from, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
+from tenuto.session.changes import Change, ChangeKind
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
 
@@ -33,23 +33,6 @@ class Timer(Enum):
     DRAFT = 0  # time since the draft changed
     QUEUE = 1  # time until it first runs
     TOTAL = 2  # time until it ends
-
-
-ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "close"]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Something that happened to a session and must last. `version` and `length` (in tokens): the session's
-    afterwards. `turn`: the one that committed.
-
-    A fork or a restored session is opened first; turns taken over from elsewhere are adopted."""
-
-    kind: ChangeKind
-    session: Session
-    version: int
-    length: int
-    turn: Turn | None = None
 
 
 class Lifecycle:
@@ -82,9 +65,17 @@ class Lifecycle:
         changes, self._changes = self._changes, []
         return changes
 
-    def note(self, kind: ChangeKind, session: Session, turn: Turn | None = None) -> None:
-        """A change has just happened."""
-        self._changes.append(Change(kind, session, session.version, len(session.history), turn))
+    def note(
+        self,
+        kind: ChangeKind,
+        session: Session,
+        *,
+        kept: int = 0,
+        turn: Turn | None = None,
+        parent: Session | None = None,
+    ) -> None:
+        """A change has just happened; see `Change`."""
+        self._changes.append(Change.of(kind, session, kept, turn, parent))
 
     def count(self, operation: str, state: str | None = None) -> None:
         """An operation or a transition happens; `state`: see `Transition`."""
@@ -263,7 +254,7 @@ class Lifecycle:
         barge_in = reason is EndReason.ABORT
         self.count("barge-in" if barge_in else "commit", turn.state if barge_in else None)
         turn.commit(reason, self._clock.now(), keep)
-        self.note("commit", turn.session, turn)
+        self.note("commit", turn.session, kept=turn.base_length, turn=turn)
         self._turn_ended(turn)
 
     def abort(self, turn: Turn, reason: EndReason) -> None:
@@ -293,7 +284,7 @@ class Lifecycle:
         self._sessions.close(session)
         self.pressure.note(session)
         self.count("close")
-        self.note("close", session)
+        self.note("close", session, kept=len(session.history))
 
     def expire(self) -> None:
         """End turns past a deadline, drafts nobody changed, and sessions nobody used."""

@@ -18,7 +18,7 @@ from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport
 from tenuto.engine.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.engine import Engine
-from tenuto.engine.lifecycle import Change
+from tenuto.session.changes import Change
 from tenuto.session.session import Turn
 
 log = logging.getLogger("tenuto.engine")

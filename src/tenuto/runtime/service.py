@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tenuto.base.config import EngineConfig, engine_config
-from tenuto.base.errors import TenutoError
+from tenuto.base.errors import ConfigError, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
     AnyReply,
@@ -32,6 +33,7 @@ from tenuto.base.views import ModelView, RecordPage, SessionInfo, Ticket
 from tenuto.engine.acknowledge import Acknowledger
 from tenuto.engine.dispatcher import Dispatcher
 from tenuto.engine.engine import Engine
+from tenuto.engine.journaling import JournalWriter
 from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Renderer
 from tenuto.runtime.intake import Input, Intake
@@ -40,6 +42,7 @@ from tenuto.runtime.models import Model, build_engine, load_model, server_budget
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer
 from tenuto.runtime.texts import Texts
+from tenuto.session.journal import Journal
 
 log = logging.getLogger("tenuto.runtime")
 
@@ -62,11 +65,16 @@ class Service:
         memory_bytes: int | None,
         send: Callable[[AnyReply], None],
         acknowledger: Acknowledger | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        """Raises `ConfigError`."""
+        """With a `journal`, its sessions are restored, and what happens from now on is written to it before it is told.
+        Raises `ConfigError`."""
         self._model = model
         self._config = config
         engine = build_engine(model, config, memory_bytes)
+        self._writer = JournalWriter(journal) if journal is not None else None
+        if journal is not None:
+            _restore(journal, engine)
         self._describe = self._describe_model(engine)
         self._renderer = Renderer(model.chat, model.tokenizer)
         self._texts = Texts(model.tokenizer)
@@ -74,12 +82,16 @@ class Service:
         self._outbox = Outbox(send, self._texts)
         self._lanes = Lanes()
         self._updates: list[tuple[int, Delta]] = []  # of the round; the engine's thread alone
-        self._loop = EngineLoop(engine, self._stopped, self._flush, acknowledger)
+        self._loop = EngineLoop(engine, self._stopped, self._flush, self._writer or acknowledger)
+        if self._writer is not None:
+            self._writer.start(self._loop.wake)
         self._intake = Intake(self._dispatcher, Preparer(self._renderer, model.tokenizer), self._loop, self._lanes)
 
     def close(self) -> None:
         """Stop after the step in progress; turns that are open end with `EngineStopped`."""
         self._loop.close()
+        if self._writer is not None:
+            self._writer.close()
         self._lanes.close()
         self._outbox.close()
 
@@ -233,4 +245,29 @@ def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> 
     model = load_model(settings.model, settings.device, settings.dtype, settings.page_size, settings.kernels)
     config = engine_config(settings.config, model.max_context)
     memory = settings.memory_bytes if settings.memory_bytes is not None else server_budget(model, config)
-    return Service(model, config, memory, send)
+    return Service(model, config, memory, send, journal=open_journal(settings, model))
+
+
+def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:
+    """The journal that the settings ask for. Raises `ConfigError`."""
+    if settings.journal is None:
+        return None
+    tokens = model.tokenizer.fingerprint if model.tokenizer is not None else f"{model.vocab_size} tokens"
+    return Journal(Path(settings.journal).expanduser(), tokens)
+
+
+def _restore(journal: Journal, engine: Engine) -> None:
+    count = 0
+    try:
+        for saved in journal.sessions():
+            try:
+                engine.restore(saved)
+            except TenutoError as error:
+                raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
+            count += 1
+    except ConfigError:
+        journal.close()  # whoever tries again finds it free
+        raise
+    engine.lifecycle.take_changes()  # they are in the journal
+    if count:
+        log.info("sessions restored", extra={"sessions": count, "journal": str(journal.path)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 
@@ -63,6 +64,14 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the highest token id. A model may have more rows, which stand for nothing."""
         return max(self._bytes) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers in which every token means the same."""
+        digest = hashlib.sha256()
+        for token, text in sorted((self._bytes | {i: t.encode() for i, t in self._control.items()}).items()):
+            digest.update(token.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text)
+        return digest.hexdigest()
 
     @property
     def control_texts(self) -> frozenset[str]:

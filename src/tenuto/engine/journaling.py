@@ -1,0 +1,99 @@
+"""Changes become durable in a thread of its own: one flush serves all that wait."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from tenuto.base.errors import NotAcknowledged
+from tenuto.session.changes import Change
+from tenuto.session.journal import Journal
+
+log = logging.getLogger("tenuto.journal")
+
+RETRY_SECONDS = 1.0
+
+
+class JournalWriter:
+    """An `Acknowledger` that has every change written to a journal. While writing fails nothing is acknowledged, and
+    what has not been written is tried again every `RETRY_SECONDS`."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._wake: Callable[[], None] | None = None
+        self._changed = threading.Condition()
+        # All under the lock of `_changed`:
+        self._waiting: list[Change] = []
+        self._durable = 0
+        self._failure: str | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tenuto-journal", daemon=True)
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin to write; `wake` is called whenever more is durable, or writing fails, or no longer does."""
+        self._wake = wake
+        self._thread.start()
+
+    def acknowledge(self, changes: Sequence[Change]) -> int:
+        """See `Acknowledger`."""
+        with self._changed:
+            if changes:
+                self._waiting.extend(changes)
+                self._changed.notify()
+            if self._failure is not None:
+                raise NotAcknowledged(self._failure)
+            return self._durable
+
+    def close(self) -> None:
+        """Write what waits, as far as that is possible, and close the journal."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        self._journal.close()
+
+    def _run(self) -> None:
+        while changes := self._next():
+            try:
+                self._journal.write(changes)
+            except sqlite3.Error as error:
+                if not self._failed(error):
+                    return
+            else:
+                self._written(len(changes))
+
+    def _next(self) -> list[Change]:
+        """Wait for changes; none when there are no more to come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            return self._waiting[:]
+
+    def _written(self, count: int) -> None:
+        with self._changed:
+            del self._waiting[:count]
+            self._durable += count
+            if self._failure is not None:
+                log.warning("the journal can be written again")
+            self._failure = None
+        self._tell()
+
+    def _failed(self, error: sqlite3.Error) -> bool:
+        """Whether to try again."""
+        reason = f"the journal {self._journal.path} cannot be written: {error}"
+        with self._changed:
+            if self._failure is None:
+                log.error("%s; nothing is acknowledged until it can", reason)
+            self._failure = reason
+        self._tell()
+        until = monotonic() + RETRY_SECONDS
+        with self._changed:
+            while not self._closed and (left := until - monotonic()) > 0:
+                self._changed.wait(left)
+            return not self._closed
+
+    def _tell(self) -> None:
+        if self._wake is not None:
+            self._wake()

@@ -1,0 +1,44 @@
+"""A server that is killed and started again with its journal has every acknowledged change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.killing import kill_often
+from tests.serve.server import Server, serving
+
+
+def test_what_was_acknowledged_survives_kills_at_random_moments(tmp_path: Path) -> None:
+    known = kill_often(tmp_path / "journal", 4, seed=1)
+    assert known.operations > 20
+
+
+def test_a_conversation_goes_on_after_the_server_was_stopped_as_if_it_had_not_been(tmp_path: Path) -> None:
+    def say(server: Server, text: str) -> str:
+        body = {"input": [{"role": "user", "content": text}], "max_new_tokens": 8, "stream": False}
+        answer = httpx.post(f"{server.url}/v1/sessions/s/turns", json=body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["text"])
+
+    texts = ["hello", "and again", "and at last"]
+    with serving("--model", "witness") as server:
+        httpx.post(f"{server.url}/v1/sessions", json={"id": "s", "system": "Be brief."})
+        whole = [say(server, text) for text in texts]
+    parts = []
+    for number, text in enumerate(texts):
+        with serving("--model", "witness", "--journal", str(tmp_path / "journal")) as server:
+            if number == 0:
+                httpx.post(f"{server.url}/v1/sessions", json={"id": "s", "system": "Be brief."})
+            parts.append(say(server, text))
+            assert server.stop() == 0
+    assert parts == whole
+
+
+def test_a_journal_that_cannot_be_used_is_said_and_the_server_does_not_start(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("no journal " * 100)
+    with pytest.raises(RuntimeError, match=f"the journal {path} cannot be used: file is not a database"):
+        Server("--model", "witness", "--journal", str(path))

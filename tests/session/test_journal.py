@@ -1,0 +1,208 @@
+"""What is in the journal is what was committed: whatever happens to sessions, they come back from it as they were."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.base.errors import ConfigError, TenutoError
+from tenuto.base.options import Policy
+from tenuto.engine.engine import StepReport
+from tenuto.session.changes import Change
+from tenuto.session.journal import Journal
+from tenuto.session.records import SavedSession
+from tests.engine.test_saved_sessions import STEPS, Talk, take
+
+ENDINGS = ("close", "ephemeral", "branch")
+
+
+class Journaled(Talk):
+    """A talk whose changes are kept for a journal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changes: list[Change] = []
+        self._step = self.engine.step
+        self.engine.step = self._step_and_note  # type: ignore[method-assign] # stories step, too
+
+    def _step_and_note(self) -> StepReport:
+        report = self._step()
+        self._changes += report.changes
+        return report
+
+    def new_changes(self) -> list[Change]:
+        changes = self._changes + self.engine.lifecycle.take_changes()
+        self._changes = []
+        return changes
+
+    def saved(self) -> list[SavedSession]:
+        return [session.saved() for session in self.engine.sessions if not session.policy.ephemeral]
+
+
+def reopened(path: Path) -> list[SavedSession]:
+    journal = Journal(path, "tokens")
+    try:
+        return list(journal.sessions())
+    finally:
+        journal.close()
+
+
+def end(talk: Journaled, ending: str, n: int) -> None:
+    """Something that happens to sessions besides the one that a story is about."""
+    sessions = list(talk.engine.sessions)
+    if ending == "close" and len(sessions) > 1:
+        talk.engine.close(sessions[n % (len(sessions) - 1) + 1].id)
+    elif ending == "ephemeral":
+        talk.begin(talk.engine.open(None, Policy(ephemeral=True)), [1, 2], n)
+    elif ending == "branch":
+        passing = talk.engine.open(None, Policy(ephemeral=True))
+        talk.engine.adopt(passing.id, [1, 2, 3], [4])
+        talk.engine.fork(passing.id, position=n % 5)
+        talk.engine.close(passing.id)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from((*STEPS, *ENDINGS)), st.integers(0, 9)), max_size=14),
+    together=st.integers(1, 5),
+)
+def test_sessions_come_back_as_they_were_committed(steps: list[tuple[str, int]], together: int) -> None:
+    talk = Journaled()
+    session = talk.open("Be brief.")
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "journal"
+        journal = Journal(path, "tokens")
+        for number, (step, n) in enumerate([("chat", 3), *steps]):
+            try:
+                if step in ENDINGS:
+                    end(talk, step, n)
+                else:
+                    session = take(talk, session, step, n, f"message {number}")
+            except TenutoError:  # not possible here; nothing has changed then
+                continue
+            finally:
+                talk.play()
+            if session.id not in {one.id for one in talk.engine.sessions}:
+                session = next(iter(talk.engine.sessions))
+            if number % together == 0:
+                journal.write(talk.new_changes())
+                assert list(journal.sessions()) == talk.saved()
+        journal.write(talk.new_changes())
+        journal.close()
+        assert reopened(path) == talk.saved()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+@pytest.fixture
+def talk() -> Journaled:
+    return Journaled()
+
+
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    opened = Journal(path, "tokens")
+    yield opened
+    opened.close()
+
+
+def counts(journal: Journal) -> dict[str, int]:
+    """Rows of each table."""
+    tables = ("sessions", "pieces", "history", "records")
+    return {table: journal._db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
+
+
+def test_a_fork_stores_no_token_again_and_nothing_is_left_of_closed_sessions(talk: Journaled, journal: Journal) -> None:
+    session = talk.open()
+    for _ in range(10):
+        talk.begin(session, [1] * 50, 5)
+        talk.play()
+    journal.write(talk.new_changes())
+    before = counts(journal)
+    talk.engine.fork("s", child="t")
+    talk.engine.rewind("s", turn=4)
+    journal.write(talk.new_changes())
+    assert counts(journal)["pieces"] == before["pieces"] == 10
+    talk.engine.close("t")
+    journal.write(talk.new_changes())
+    assert counts(journal)["pieces"] == 4
+    talk.engine.close("s")
+    journal.write(talk.new_changes())
+    assert counts(journal) == dict.fromkeys(before, 0)
+
+
+def test_changes_that_cannot_all_be_written_leave_the_journal_as_it_was(talk: Journaled, journal: Journal) -> None:
+    session = talk.open()
+    journal.write(talk.new_changes())
+    committed = talk.saved()
+    (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")  # as a full disk
+    for _ in range(3):
+        talk.begin(session, [7] * 600, 3)
+        talk.play()
+    changes = talk.new_changes()
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        journal.write(changes)
+    assert list(journal.sessions()) == committed
+    journal._db.execute("PRAGMA max_page_count = 1000000")
+    journal.write(changes)
+    assert list(journal.sessions()) == talk.saved()
+
+
+def test_a_journal_is_used_by_one_process_at_a_time(
+    journal: Journal, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenuto.session.journal._LOCK_SECONDS", 0.01)
+    with pytest.raises(ConfigError, match="is locked"):
+        Journal(path, "tokens")
+    assert list(journal.sessions()) == []
+
+
+def test_a_journal_of_other_tokens_of_a_later_format_or_of_no_format_is_refused(path: Path) -> None:
+    Journal(path, "tokens").close()
+    with pytest.raises(ConfigError, match="tokens mean something else"):
+        Journal(path, "others")
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 2")
+    db.close()
+    with pytest.raises(ConfigError, match="format 2; supported: 1"):
+        Journal(path, "tokens")
+    other = path.with_name("notes.txt")
+    other.write_text("These are notes and no journal. " * 100)
+    with pytest.raises(ConfigError, match="not a database"):
+        Journal(other, "tokens")
+    assert other.read_text().startswith("These are notes")
+    with pytest.raises(ConfigError, match="unable to open"):
+        Journal(path / "below" / "a file", "tokens")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM history WHERE position = 0",
+        "DELETE FROM records",
+        "UPDATE pieces SET tokens = x'00'",
+        "UPDATE sessions SET policy = '{'",
+        "UPDATE history SET length = length + 1",
+    ],
+)
+def test_a_damaged_journal_is_refused_as_a_whole(talk: Journaled, path: Path, damage: str) -> None:
+    journal = Journal(path, "tokens")
+    session = talk.open()
+    for _ in range(2):
+        talk.begin(session, [1, 2, 3], 2)
+        talk.play()
+    journal.write(talk.new_changes())
+    journal._db.execute(damage)
+    journal.close()
+    with pytest.raises(ConfigError, match="is damaged"):
+        reopened(path)
