@@ -131,9 +131,7 @@ class Lifecycle:
                 turn.cached = min(continues_from(turn), turn.prompt_length)
                 turn.computed_before = turn.computed_tokens
                 self._note_recomputed(turn)
-        if is_computed(turn):
-            for lease in slots:
-                lease.release(unused=True)
+        if is_computed(turn):  # it needs no units, so its `slots` are empty
             if not turn.drafting:
                 self.commit(turn, EndReason.APPENDED)
             return
