@@ -1,4 +1,4 @@
-"""What long input costs everyone else: `python -m bench.long_input [MODEL]`.
+"""What long input costs everyone else: `python -m bench.long_input [MODEL [CONTEXT]]`.
 
 A server runs as a process of its own. While 16 turns stream, a long chat message is sent, and the longest time between
 two pieces of any of the streams is taken, beside the longest of a quiet stretch. Memory is that of the engine process.
@@ -24,7 +24,7 @@ from bench.server import resident, server
 STREAMS = 16
 STEP_SECONDS = 0.004
 CONTEXT = {"witness": 8192, "smollm2": 2048}
-"""The context length, by the model's name."""
+"""The context length, by the model's name, unless another is asked for."""
 LONGEST_TOKEN = {"witness": 12, "smollm2": 81}
 """Bytes per token: a text with fewer per token of the context may fit, as far as is known without encoding it."""
 QUIET_SECONDS = 3.0
@@ -108,10 +108,10 @@ def fitting(url: str, context: int) -> str:
     return WORDS * int((context - 64) / each)
 
 
-async def run(model: str) -> None:
+async def run(model: str, context: int) -> None:
     """Measure every length."""
     name = model.partition(":")[0]
-    context = CONTEXT.get(name, 2048)
+    context = context or CONTEXT.get(name, 2048)
     with server(model, context) as running:
         url, pid = running.url, running.engine
         cases = [("fits, and is accepted", fitting(url, context))]
@@ -131,10 +131,10 @@ async def run(model: str) -> None:
                 print(f"{label:<38}{1000 * gap:>16.0f}{took:>19.2f}{resident(pid):>12.0f}   {said}", flush=True)
 
 
-def main(model: str = f"witness:{STEP_SECONDS}") -> None:
-    """Print the table."""
-    asyncio.run(run(model))
+def main(model: str = f"witness:{STEP_SECONDS}", context: str = "0") -> None:
+    """Print the table. `context` is the context length, 0 for the model's of `CONTEXT`."""
+    asyncio.run(run(model, int(context)))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:3])

@@ -23,6 +23,7 @@ from tenuto.base.plan import (
     TableChanges,
 )
 from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, Candidate, Sampling, TokenLogprob
+from tenuto.exec import witness as module
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token, next_unmasked, seeded
 from tests.present import present
 
@@ -286,6 +287,35 @@ def test_a_window_of_one_token_cannot_be_witnessed() -> None:
     bench.run((0, 0, [1, 2], 0))
     with pytest.raises(InvariantError, match="use at least two"):
         bench.run((0, 2, [3], 1))
+
+
+@paged
+def test_a_row_reads_its_own_history_and_none_for_the_longest_beside_it(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, shorts = 500, 16
+    long = pages * PAGE - 2
+    witness = WitnessExecutor(PAGE, [GroupSpec(kind, 1, 2 * long if kind is SLIDING else 0)], VOCABULARY)
+    witness.prepare((pages + 2 * shorts,), 1 + shorts)
+    bench = Bench(kind)
+    bench.witness = witness
+    tables = [(0, range(pages)), *((row, (pages + 2 * row - 2, pages + 2 * row - 1)) for row in range(1, 1 + shorts))]
+    histories = [[7] * long, *([row] * 5 for row in range(1, 1 + shorts))]
+    bench.run(*((row, 0, tokens, 0) for row, tokens in enumerate(histories)), tables=tables)
+    read: list[int] = []
+
+    def advance_and_count(states, tokens, real=module._advance):
+        read.append(states.size)
+        return real(states, tokens)
+
+    monkeypatch.setattr(module, "_advance", advance_and_count)
+    found = bench.run(*((row, len(tokens), [3], 1) for row, tokens in enumerate(histories)), tables=())
+    assert found == [said(*tokens, 3) for tokens in histories]
+    new = 1 + shorts
+    assert sum(read) == pages * PAGE + shorts * 2 * PAGE + new, "whole pages of each history, and the new tokens"
+    bench.witness._slots[0][0][(pages + 1) * PAGE - 3] ^= np.uint64(1)
+    with pytest.raises(InvariantError, match="row 1 computing from 6 reads at position 1 what does not follow"):
+        bench.run((0, long + 1, [3], 0), (1, 6, [3], 0), tables=())
 
 
 # -- the protocol

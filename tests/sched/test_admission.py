@@ -254,3 +254,21 @@ def test_a_turn_without_room_starts_when_a_window_has_passed_though_nobody_leave
     assert waiting.state is TurnState.QUEUED
     stage.until(lambda: waiting.result is not None)
     assert long.state is TurnState.RUNNING
+
+
+def test_room_that_nobody_could_make_is_made_once_a_window_has_passed_though_nobody_leaves_a_row() -> None:
+    """An idle session yields only to a turn that can start then, and that is asked again while the other turn runs."""
+    stage = Stage((SLIDING,), units=16, context_length=400)
+    stage.told("idle", 20, 2)
+    stage.open("long")
+    long = stage.say("long", count_from(1, 100), 80)
+    stage.step()
+    stage.step()
+    stage.open("waiting")
+    waiting = stage.say("waiting", [1] * 40, 3)
+    stage.step()
+    assert waiting.state is TurnState.QUEUED
+    assert not stage.engine.transitions[Transition("drop", "idle")], "there was too little even without it"
+    stage.until(lambda: waiting.result is not None)
+    assert long.state is TurnState.RUNNING
+    assert stage.engine.transitions[Transition("drop", "idle")] == 1

@@ -66,7 +66,7 @@ def preemption_does_not_ask_for_a_higher_priority() -> Any:
 
 def the_purge_of_timers_drops_live_ones() -> Any:
     """When there are too many timers, those that still count go too."""
-    return replaced(Lifecycle, "_counts", lambda original: lambda self, *entry: False)
+    return replaced(Lifecycle, "_is_live", lambda original: lambda self, *entry: False)
 
 
 def keep_delivered_keeps_everything() -> Any:

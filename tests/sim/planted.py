@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import multiprocessing
 import os
@@ -13,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+
+import pytest
 
 from tests.sim.mutants import Mutant
 from tests.sim.mutants import plant as plant_mutant
@@ -29,6 +33,8 @@ WORLD_SECONDS = 4
 MAX_MEMORY = 3 << 30
 """Bytes: what does not end may also grow."""
 
+STORY_FAILED = "story failed"
+
 FORKSERVER = multiprocessing.get_context("forkserver")
 _FAULTS: list[object] = []
 
@@ -39,16 +45,19 @@ class EndlessStepError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What to plant, for how many steps to look for it, in which seeds' worlds first, and rules that may be broken."""
+    """What to plant, for how many steps to look for it, in which seeds' worlds first, and rules that may be broken.
+    With a `story`, a test's id, that is run instead of worlds."""
 
     planted: Planted
     most_steps: int
     first: Sequence[int] = ()
     past: Collection[str] = ()
+    story: str | None = None
 
 
 def look_for_all(jobs: Iterable[Job]) -> Iterator[str]:
-    """What comes of each job, in order: seed, steps and the rule that was broken, "survived", or what went wrong.
+    """What comes of each job, in order: seed, steps and the rule that was broken, "story failed", "survived", or what
+    went wrong.
 
     Each has a process of its own. It is forked from one that has loaded all modules: to start Python anew would take
     longer than most of the worlds.
@@ -56,6 +65,11 @@ def look_for_all(jobs: Iterable[Job]) -> Iterator[str]:
     FORKSERVER.set_forkserver_preload(["tests.sim.proof", "tests.sim.run"])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(_look, jobs)
+
+
+def is_caught(outcome: str) -> bool:
+    """Whether what was planted has been noticed."""
+    return outcome[:1].isdigit() or outcome == STORY_FAILED
 
 
 def _look(job: Job) -> str:
@@ -86,6 +100,8 @@ def _plant_and_look(job: Job) -> str:
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGVTALRM, _give_up)
+    if job.story is not None:
+        return _tell_story(job.story)
     from tests.sim.run import any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
 
     steps, first, others = 0, iter(job.first), iter(range(10**9))
@@ -98,6 +114,14 @@ def _plant_and_look(job: Job) -> str:
         for report in summary.failures.values():
             return f"{seed} {steps} {report.split(' after ', 1)[0]}"
     return "survived"
+
+
+def _tell_story(story: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        ended = pytest.main(["-q", "-p", "no:cacheprovider", story])
+    if ended == pytest.ExitCode.OK:
+        return "survived"
+    return STORY_FAILED if ended == pytest.ExitCode.TESTS_FAILED else output.getvalue()[-2000:]
 
 
 def _plant(planted: Planted) -> None:

@@ -1,4 +1,4 @@
-"""Proves the simulator: with each planted fault, each slip and each removed call some world has to fail.
+"""Proves the simulator: with each planted fault, each slip and each removed call some world, or a story, has to fail.
 
 `python -m tests.sim.proof` looks for all of them and prints what caught each, after how many steps; `--write` notes the
 seeds in `seeds.json`, so that the tests find them at once; `--only REGEX` takes those in whose names it is found."""
@@ -15,7 +15,7 @@ from tests.sim.faults import FAULTS
 from tests.sim.faults_of_schedule import FAULTS_OF_SCHEDULE
 from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
 from tests.sim.mutants import find_mutants
-from tests.sim.planted import Job, Planted, look_for_all
+from tests.sim.planted import Job, Planted, is_caught, look_for_all
 from tests.sim.slips import SLIPS
 
 SEEDS = Path(__file__).with_name("seeds.json")
@@ -33,6 +33,17 @@ JUSTIFIED: dict[str, str] = {
     "session.registry: and session.key not in self._watched": "the later entry takes the place of the earlier",
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""
+STORIES: dict[str, str] = {
+    "call tenuto.memory.turn_memory self.checkpoints.relax()": "tests/sched/test_admission.py::"
+    "test_a_checkpoint_that_only_saves_work_keeps_nobody_from_starting",
+    "slip sched.admission: self._passes // RECONSIDERED_AFTER  ->  0": "tests/sched/test_admission.py::"
+    "test_room_that_nobody_could_make_is_made_once_a_window_has_passed_though_nobody_leaves_a_row",
+    "slip sched.pressure: units[~held[group][units]]  ->  units": "tests/sched/test_pressure.py::"
+    "test_those_who_share_with_a_running_turn_alone_are_passed_over",
+    "slip sched.suspects: failures += int(alone)  ->  failures += 1": "tests/engine/test_failed_steps.py::"
+    "test_a_step_that_failed_with_turns_that_have_left_says_little_of_the_one_that_is_left",
+}
+"""What random worlds have not shown, by name, and the test that does."""
 
 
 def everything() -> dict[str, Planted]:
@@ -72,15 +83,15 @@ def main() -> int:
     every, seeds = everything(), known_seeds()
     chosen = [name for name in every if re.search(arguments.only, name) and not is_justified(name)]
     if arguments.unknown:
-        chosen = [name for name in chosen if name not in seeds]
+        chosen = [name for name in chosen if name not in seeds and name not in STORIES]
     known = {name: [seeds[name]] if name in seeds else [] for name in chosen}
-    jobs = [Job(every[name], arguments.steps, known[name], arguments.past) for name in chosen]
+    jobs = [Job(every[name], arguments.steps, known[name], arguments.past, STORIES.get(name)) for name in chosen]
     survivors = 0
     for name, outcome in zip(chosen, look_for_all(jobs), strict=True):
         print(f"{outcome:<40}  {name}", flush=True)
-        if not outcome[:1].isdigit():
+        if not is_caught(outcome):
             survivors += 1
-        elif arguments.write:
+        elif arguments.write and name not in STORIES:
             seeds[name] = int(outcome.split()[0])
             SEEDS.write_text(json.dumps(dict(sorted(seeds.items())), indent=0) + "\n")
     print(f"{len(chosen) - survivors} of {len(chosen)} were caught")

@@ -1,4 +1,4 @@
-"""Engines in this process: both faces of the client, with a model."""
+"""Engines in this process: the synchronous and the asynchronous client, with a model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 class ModelOptions(EngineOptions, total=False):
-    """How a model is run, besides the options of its engine, which are fields of `tenuto.base.config.EngineConfig`.
+    """How to run a model, besides the engine's options, which are the fields of `tenuto.base.config.EngineConfig`.
 
-    `device`: `cpu`, the default, `cuda` or another name of PyTorch's. `dtype`: `float32`, `bfloat16` or `float16`; by
-    default the first on a CPU, else the second. `memory_bytes` are for model state; by default what two turns of the
-    whole context need. `page_size`: token slots a page of memory. `kernels`: `auto`, the default, takes the best there
-    are for the device; `amx`, `avx512_bf16`, `avx512` and `avx2` are variants of the native ones for CPUs, `torch` is
-    plain PyTorch. `journal`: a file in which committed sessions survive the process; an engine that is given it later
-    goes on with them.
+    `device` is `cpu` (the default), `cuda` or another PyTorch device. `dtype` is `float32` (the default on a CPU),
+    `bfloat16` (the default elsewhere) or `float16`. `memory_bytes` is the memory for model state, by default enough for
+    two turns of the whole context. `page_size` is the number of token slots per page. `kernels` is `auto` (the
+    default), which takes the best available for the device; `amx`, `avx512_bf16`, `avx512` or `avx2`, the native
+    kernels for CPUs; or `torch`, plain PyTorch. `journal` is a file in which committed sessions survive the process; an
+    engine that is given it later goes on with them.
     """
 
     device: str
@@ -39,10 +39,10 @@ def _settings(model: str, options: ModelOptions) -> WorkerSettings:
 
 
 class Engine(Client[Session]):
-    """A model, ready for sessions. Close it, or use it as a context manager.
+    """A loaded model, ready for sessions. Close it, or use it as a context manager.
 
-    `model`: `smollm2`, a `.gguf` file, a Hugging Face directory or a hub id. `ModelOptions` says what else may be
-    given. Raises `ModelError` or `ConfigError`.
+    `model` is `smollm2`, the path of a `.gguf` file or Hugging Face directory, or a hub id. For the options see
+    `ModelOptions`. Raises `ModelError` or `ConfigError`.
     """
 
     session_type = Session
@@ -57,8 +57,8 @@ class Engine(Client[Session]):
 
 
 class AsyncEngine(AsyncClient[AsyncSession]):
-    """As `tenuto.Engine`. Making one loads the model and blocks meanwhile; `asyncio.to_thread(AsyncEngine, ...)` does
-    it in the background."""
+    """The asynchronous `tenuto.Engine`. The constructor blocks while it loads the model; to load it in the background,
+    use `await asyncio.to_thread(AsyncEngine, ...)`."""
 
     session_type = AsyncSession
 

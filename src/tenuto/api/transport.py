@@ -32,20 +32,20 @@ T = TypeVar("T")
 
 
 class LocalTransport(Calls):
-    """Messages to an engine in threads of this process. One thread hands it all requests, in the order in which they
-    came, so that no caller prepares input or holds a lock of the service."""
+    """Sends messages to an engine in this process. One thread passes on all requests in order, so that callers neither
+    prepare input nor hold the service's locks."""
 
     options: frozenset[str] = frozenset()
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Loads the model and blocks meanwhile. Raises `ModelError` or `ConfigError`."""
+        """Load the model, which blocks. Raises `ModelError` or `ConfigError`."""
         super().__init__()
         model = load_model(settings.model, settings.device, settings.dtype, settings.page_size, settings.kernels)
         config = engine_config(settings.config, model.max_context)
         self.tokenizer = model.tokenizer
         self.context_length = config.context_length
         self._requests: SimpleQueue[Request[Any] | LocalTurn | None] = SimpleQueue()
-        self._closed: Stopped | None = None  # to new requests, and why; set once, under the lock
+        self._closed: Stopped | None = None  # why new requests are refused; set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
         journal = open_journal(settings, model)
         self._service = Service(model, config, settings.memory_bytes, self.take, journal=journal)
@@ -74,8 +74,8 @@ class LocalTransport(Calls):
         return turn
 
     def post(self, request: Request[Any] | LocalTurn) -> None:
-        """Send a request whose answer, if it comes under no call, is for nobody, or a turn whose reader has left before
-        it began. Raises `EngineStopped`."""
+        """Send a request, whose answer is discarded if nobody waits for its call; or withdraw a turn whose reader left
+        before it started. Raises `EngineStopped`."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed.error()
@@ -98,14 +98,14 @@ class LocalTransport(Calls):
             waiting = self._waiting.get(request.call)
             if waiting is None or waiting.future.set_running_or_notify_cancel():
                 self._service.handle(request)
-            else:  # nobody waits any more
+            else:  # its future was cancelled
                 self._waiting.pop(request.call, None)
-            del request, waiting  # the next may be long in coming
+            del request, waiting  # do not keep them alive until the next
         self._service.close()
 
     def _withdraw(self, turn: LocalTurn) -> None:
-        """Whatever is asked of its session from now on finds no trace of the turn. If it is about to begin, that takes
-        until the engine's next step."""
+        """Withdraw a turn whose reader has left, so that later requests do not see it. If it is just starting, this
+        waits for the engine's next step."""
         call, withdrawn = next(self._numbers), Future[bool]()
         self._waiting[call] = Waiting(bool, withdrawn)
         self._service.handle(Withdraw(call=call, name=turn.name))
@@ -115,7 +115,7 @@ class LocalTransport(Calls):
             if turn.ticket is not None:
                 self._service.handle(_abort(turn.ticket))
 
-    # -- in whatever thread has news
+    # -- in the thread that brings the news
 
     def stop(self, stopped: Stopped) -> None:
         with self._lock:
@@ -124,17 +124,17 @@ class LocalTransport(Calls):
 
 
 class LocalTurn(RunningTurn):
-    """A turn on an engine in this process. `name`: by which its input can be withdrawn."""
+    """A turn on an engine in this process. Its input can be withdrawn by `name`."""
 
     def __init__(self, transport: LocalTransport, name: str, deliver: Deliver) -> None:
         super().__init__(deliver)
         self.name = name
         self._transport = transport
         self.ticket: Ticket | None = None
-        self._left = False  # nobody reads any more
+        self._left = False  # its reader is gone
 
     def hear(self, news: TurnNews) -> None:
-        """What the engine says of it, in order."""
+        """Handle the engine's news of the turn, in order."""
         match news:
             case Ticket():
                 self.ticket = news
@@ -149,7 +149,7 @@ class LocalTurn(RunningTurn):
     def disconnect(self) -> None:
         self._left = True
         if not self.ended.done():
-            ticket = self.ticket  # if it comes from now on, `hear` sees that nobody reads
+            ticket = self.ticket  # if it comes later, `hear` sees that the reader is gone
             with suppress(EngineStopped):
                 self._transport.post(self if ticket is None else _abort(ticket))
 

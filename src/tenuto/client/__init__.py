@@ -1,4 +1,4 @@
-"""The client: one synchronous and one asynchronous face over a transport, and the transport to a server."""
+"""Synchronous and asynchronous clients over an exchangeable transport, and the transport to a server."""
 
 from tenuto.base import errors
 from tenuto.base.errors import TenutoError

@@ -1,4 +1,4 @@
-"""The asynchronous face: the same operations as `client.sync`, to be awaited."""
+"""The asynchronous client: the operations of `client.sync`, awaitable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def _answer(future: Future[T]) -> T:
 
 
 async def _opened(future: Future[SessionCore]) -> SessionCore:
-    """A session that is being opened. If the caller is cancelled, it is closed as soon as it is there."""
+    """Wait for a session to open. If the caller is cancelled meanwhile, the session is closed once it is open."""
     try:
         return await asyncio.shield(asyncio.wrap_future(future))
     except asyncio.CancelledError:
@@ -87,7 +87,7 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
 
 
 class AsyncTurnStream(TurnStreamBase):
-    """As `TurnStream`. Cancelling a task that waits for it closes it."""
+    """As `TurnStream`. Cancelling a task that waits for the stream closes it."""
 
     def __init__(self, engine: ClientBase, start: Callable[[Deliver], TurnReader]) -> None:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
@@ -110,13 +110,13 @@ class AsyncTurnStream(TurnStreamBase):
         self.close()
 
     async def tokens(self) -> AsyncIterator[int]:
-        """Output token ids as they come, instead of text."""
+        """Iterate over output token ids as they arrive, instead of text."""
         while (event := await self._next()) is not None:
             for token in event.tokens:
                 yield token
 
     async def result(self) -> TurnResult:
-        """Wait for the end."""
+        """Wait for the turn to end."""
         while await self._next() is not None:
             pass
         result = self._reader.result
@@ -124,7 +124,7 @@ class AsyncTurnStream(TurnStreamBase):
         return result
 
     async def abort(self, keep: Keep = None) -> TurnResult:
-        """See `TurnStream.abort`. The turn ends also if the caller is cancelled."""
+        """See `TurnStream.abort`. The turn is aborted even if the caller is cancelled."""
         return await asyncio.shield(asyncio.wrap_future(self._reader.abort(keep)))
 
     async def _next(self) -> Delta | None:
@@ -154,19 +154,19 @@ class AsyncSession(SessionBase):
         await self.close()
 
     async def info(self) -> SessionInfo:
-        """It as it is now."""
+        """The session's current state."""
         return await _answer(self._core.info())
 
     async def history(self) -> list[int]:
-        """Its committed tokens."""
+        """The session's committed tokens."""
         return await _answer(self._core.history())
 
     def turn(self, input: Input = (), **options: Unpack[TurnOptions]) -> AsyncTurnStream:  # noqa: A002 - as above
-        """See `Session.turn`. It starts at once; an error of the engine's is raised where the stream is first read."""
+        """See `Session.turn`. The turn starts at once; the engine's errors are raised when the stream is first read."""
         return self._start("turn", input, options)
 
     def chat(self, text: str, **options: Unpack[TurnOptions]) -> AsyncTurnStream:
-        """A turn of one user message."""
+        """Run a turn with one user message."""
         return self._start("turn", [{"role": "user", "content": text}], options)
 
     async def append(self, input: Input, **options: Unpack[TurnOptions]) -> TurnResult:  # noqa: A002 - as above

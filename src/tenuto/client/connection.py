@@ -1,4 +1,4 @@
-"""HTTP to one server, on an event loop in a thread of its own."""
+"""HTTP requests to one server, on an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 2.0
-"""How long a connection is kept for the next request: less than servers keep it, so that none is found closed."""
+"""How long an idle connection is kept: less than servers do, so that requests do not meet a closed one."""
 END_SECONDS = 5.0
-"""How long requests may take to end when the connection is closed, and how long what it leaves to be deleted."""
+"""On closing, how long to wait for requests to end, and again for the leftovers to be deleted."""
 MAX_DELETIONS = 32
-"""Of them, at the same time."""
+"""How many leftovers are deleted concurrently."""
 
 
 class Connection:
-    """Requests to the server at `url`. Its coroutines are for its own thread; `call` brings them there."""
+    """Sends requests to the server at `url`. Its coroutines run in its own thread; `call` takes them there."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Raises `InvalidRequest` if that is no address."""
+        """Raises `InvalidRequest` if `url` is not a valid address."""
         self._http = httpx.AsyncClient(
             base_url=checked_url(url),
             headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # turns take as long as they take
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # turns may take any time
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS),
         )
-        self.leftovers: set[str] = set()  # paths that are deleted at the end; for its own thread
+        self.leftovers: set[str] = set()  # paths to delete on closing; used only in its own thread
         self._loop = asyncio.new_event_loop()
         self._stopped = False
         self._lock = threading.RLock()  # reentrant: a finalizer may stop it in the middle of anything
@@ -47,7 +47,7 @@ class Connection:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Have `work` done in the connection's thread. Raises `EngineStopped` if it was closed."""
+        """Run `work` in the connection's thread. Raises `EngineStopped` if the connection was closed."""
         with self._lock:
             if self._stopped:
                 work.close()
@@ -55,21 +55,21 @@ class Connection:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def request_stop(self) -> None:
-        """End what is under way, and the thread; do not wait."""
+        """Cancel requests in progress and end the thread, without waiting."""
         with self._lock:
             if not self._stopped:
                 self._stopped = True
-                self._loop.call_soon_threadsafe(self._loop.stop)  # after all that `call` has let in
+                self._loop.call_soon_threadsafe(self._loop.stop)  # after everything that `call` has accepted
 
     def close(self) -> None:
-        """As `request_stop`, and wait."""
+        """As `request_stop`, and wait for the thread."""
         self.request_stop()
         self._thread.join()
 
     async def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **query: Any
     ) -> Any:
-        """The server's answer, from JSON. Raises the error it answers with, `Unreachable` or `Disconnected`."""
+        """Send a request and decode the JSON answer. Raises the server's error, `Unreachable` or `Disconnected`."""
         async with self.stream(method, path, body, headers, **query) as response:
             content = await response.aread()
         if not content:
@@ -83,7 +83,7 @@ class Connection:
     async def stream(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **query: Any
     ) -> AsyncIterator[httpx.Response]:
-        """As `ask`, with an answer still to be read: within the block a broken connection raises `Disconnected`."""
+        """As `ask`, but leave the answer to be read in the block, where a broken connection raises `Disconnected`."""
         content = None if body is None else encode(body)
         headers = {"content-type": "application/json", **(headers or {})} if content is not None else headers
         with typed_errors():
@@ -95,7 +95,7 @@ class Connection:
 
 
 def checked_url(url: object) -> httpx.URL:
-    """Raises `InvalidRequest` if that is no address of a server."""
+    """Parse the address of a server. Raises `InvalidRequest` if it is not valid."""
     try:
         checked = httpx.URL(url)  # type: ignore[arg-type] # whatever the caller gave
     except (httpx.InvalidURL, TypeError) as error:
@@ -107,7 +107,7 @@ def checked_url(url: object) -> httpx.URL:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """What goes wrong between here and a server is `Unreachable` or `Disconnected`."""
+    """Turn errors of the network into `Unreachable` and `Disconnected`."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -139,7 +139,7 @@ async def _end(http: httpx.AsyncClient, leftovers: set[str]) -> None:
 
 
 async def _delete(http: httpx.AsyncClient, paths: set[str]) -> None:
-    """Each path, as far as the server can be reached."""
+    """Delete each path, ignoring failures."""
 
     async def work() -> None:
         while paths:

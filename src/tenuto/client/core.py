@@ -1,4 +1,4 @@
-"""What both faces of the client do: every operation, as requests to a transport."""
+"""The operations of both clients, synchronous and asynchronous, as requests to a transport."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ from tenuto.client.futures import Steps, chained
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
 
 PAGE = 1000
-"""How many sessions or turns one request lists."""
+"""How many sessions or turns one request lists at most."""
 
 
 class TurnReader(Transcript):
-    """Adds up what a running turn brings. How events come to the reader, and how it waits for them, is its user's
-    business."""
+    """Collects the output of a running turn. Its user passes it the events and decides how to wait for them."""
 
     def __init__(self, running: RunningTurn) -> None:
         super().__init__()
         self.running = running
 
     def abort(self, keep: Keep) -> Future[TurnResult]:
-        """End the turn, keeping what `keep` says. Raises `InvalidRequest`."""
+        """End the turn; see `TurnStream.abort` for `keep`. Raises `InvalidRequest`."""
         kept = self.tokens_to_keep(keep)
         if self.result is not None:
             return self.running.ended
@@ -52,7 +51,7 @@ class TurnReader(Transcript):
 
 
 class EngineCore:
-    """An engine, by way of `transport`. Methods may be called from any thread."""
+    """An engine behind `transport`. Methods may be called from any thread."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -66,7 +65,7 @@ class EngineCore:
         return self.session(GetSession(tenant="", session=session_id))
 
     def session(self, request: Request[SessionInfo]) -> Future[SessionCore]:
-        """The session that the answer to `request` shows."""
+        """Send `request` and return the session that the answer describes."""
 
         def steps() -> Steps[SessionCore]:
             info: SessionInfo = yield self.transport.call(request)
@@ -77,7 +76,7 @@ class EngineCore:
     def start(
         self, session: str | None, kind: TurnKind, given: Input, options: Options, deliver: Deliver
     ) -> TurnReader:
-        """A turn of a session, or (`None`) the only one of a session of its own."""
+        """Start a turn on a session, or (`None`) on an ephemeral one of its own."""
         parsed = turn_input(given)
         if session is None and not parsed:
             raise InvalidRequest("the input is empty, and there is nothing to continue")
@@ -146,7 +145,7 @@ class SessionCore:
         return chained(self._history())
 
     def _history(self) -> Steps[list[int]]:
-        """Its committed tokens at one moment, however many requests they take."""
+        """The committed tokens at one moment, even if several requests are needed to list them."""
         page: RecordPage = yield self._turns_from(1)
         while page.more:
             before: SessionInfo = yield self.info()

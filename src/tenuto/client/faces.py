@@ -1,4 +1,4 @@
-"""What the synchronous and the asynchronous face have in common."""
+"""What the synchronous and the asynchronous client have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenuto.client.transport import Deliver, Transport
 
 
 class ClientBase:
-    """An engine, by way of a transport that is closed when nobody has this any more."""
+    """An engine behind a transport, which is stopped when this object is garbage-collected."""
 
     def __init__(self, transport: Transport) -> None:
         self._core = EngineCore(transport)
@@ -22,7 +22,7 @@ class SessionBase:
     """A conversation that owns its model state. Made by an engine, `fork` and `trim`."""
 
     def __init__(self, engine: ClientBase, core: SessionCore) -> None:
-        self._engine = engine  # stays open while there are sessions of it
+        self._engine = engine  # keeps the engine open while the session is in use
         self._core = core
 
     @property
@@ -31,13 +31,13 @@ class SessionBase:
 
 
 class TurnStreamBase:
-    """A turn in progress, of which `_reader` has read some."""
+    """A turn in progress, read through `_reader`."""
 
     def __init__(self, engine: ClientBase, start: Callable[[Deliver], TurnReader], deliver: Deliver) -> None:
-        self._engine = engine  # stays open while a turn of it is read
+        self._engine = engine  # keeps the engine open while the turn is read
         self._reader = start(deliver)
         self._closer: finalize[[], Any] = finalize(self, self._reader.running.disconnect)
-        self._closer.atexit = False  # the engine's own end sees to that
+        self._closer.atexit = False  # the engine's finalizer takes care of it
 
     @property
     def text(self) -> str:
@@ -51,9 +51,9 @@ class TurnStreamBase:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from the call that opened the turn to its first token's arrival, once that is there."""
+        """Seconds from starting the turn to the arrival of its first token; `None` until then."""
         return self._reader.running.time_to_first_token
 
     def close(self) -> None:
-        """Read no more. The turn is aborted if it has not ended, unless a server was told to continue without."""
+        """Stop reading. An open turn is aborted, unless a server was told to let it continue."""
         self._closer()

@@ -1,4 +1,4 @@
-"""One turn's events as they come from the server, over as many connections as it takes."""
+"""The events of one turn from a server, reconnecting as needed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tenuto.client.transport import Deliver, RunningTurn
 from tenuto.client.wire import error_from, session_path, turn_result
 
 PATIENCE_SECONDS = 30.0
-"""How long a broken stream is tried again without anything new."""
+"""How long to keep reconnecting without receiving anything new."""
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 2.0
 ONE_SHOT_TTL = 60.0
-"""The session of a one-shot turn closes itself after so many seconds, should its client be gone."""
+"""TTL, in seconds, of a one-shot turn's session, in case the client disappears."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a turn comes from. `session` `None`: it is one-shot, in a session of its own. `body` `None`: it runs
-    already, as `turn_id`."""
+    """How to reach a turn. If `session` is `None`, it is a one-shot turn in a session of its own. If `body` is `None`,
+    the turn `turn_id` is running already."""
 
     session: str | None
     action: str = "turns"
@@ -39,12 +39,12 @@ class Source:
 
     @property
     def continues(self) -> bool:
-        """Whether the turn outlives its connection."""
+        """Whether the turn continues when its connection breaks."""
         return self.body is None or self.body.get("on_disconnect") == "continue"
 
 
 class Feed(RunningTurn):
-    """A turn on a server. Coroutines are for the connection's thread."""
+    """A turn on a server. Its coroutines run in the connection's thread."""
 
     def __init__(self, connection: Connection, source: Source, deliver: Deliver) -> None:
         super().__init__(deliver)
@@ -55,12 +55,12 @@ class Feed(RunningTurn):
         self._position = 0  # the number of the last event
         self._received = (0, 0)  # tokens, and characters of text
         self._delivered = 0
-        self._key = secrets.token_hex(16)  # with it a start whose answer is lost can be tried again
+        self._key = secrets.token_hex(16)  # lets a start be retried when its answer is lost
         self._running: Future[None] | None = None
         self._running = connection.call(self._run())
 
     def disconnect(self) -> None:
-        """The server sees it, and does what the turn's options say."""
+        """Drop the connection. The server then does what the turn's options say."""
         if self._running is not None:
             self._running.cancel()
 
@@ -69,7 +69,7 @@ class Feed(RunningTurn):
         return self._connection.call(self._connection.ask("POST", f"{self._path}/abort", body))
 
     async def _run(self) -> None:
-        """Deliver every event, the last with the result or an error."""
+        """Deliver all events, the last of which has the result or an error."""
         try:
             last = await (self._one_shot() if self._source.session is None else self._whole())
         except TenutoError as error:
@@ -77,7 +77,7 @@ class Feed(RunningTurn):
         except asyncio.CancelledError:
             self.fail(EngineStopped("the connection to the server was closed"))
             raise
-        except Exception as error:  # noqa: BLE001 - its reader waits, and has to hear of it
+        except Exception as error:  # noqa: BLE001 - the waiting reader must be told
             self.fail(TenutoError(f"the server's answer is not understood: {error!r}"))
         else:
             self.take(last)
@@ -92,7 +92,7 @@ class Feed(RunningTurn):
                 await self._connection.ask("DELETE", self._path)
 
     async def _whole(self) -> Delta:
-        """The last event; an append has no others."""
+        """Run the turn up to its last event; an append has no others."""
         if self._source.action != "append":
             return await self._follow()
         turn = await self._connection.ask("POST", f"{self._path}/append", self._source.body)
@@ -100,7 +100,7 @@ class Feed(RunningTurn):
         return Delta(result=turn_result(turn))
 
     async def _follow(self) -> Delta:
-        """Until the last event. A turn that outlives its connection is found again on the next."""
+        """Deliver events up to the last, which is returned. A turn that continues is resumed on a new connection."""
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
         while True:
             position = self._position
@@ -122,7 +122,7 @@ class Feed(RunningTurn):
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _read(self) -> Delta:
-        """Events of one connection, until the last."""
+        """Deliver the events of one connection, and return the last."""
         if self.turn_id is None:
             headers = {"idempotency-key": self._key} if self._source.continues else None
             request = ("POST", f"{self._path}/{self._source.action}", self._source.body, headers)
@@ -141,7 +141,7 @@ class Feed(RunningTurn):
         return last or await self._look_up()
 
     def _read_event(self, event: ServerEvent) -> Delta | None:
-        """The last update, if that is it."""
+        """Deliver an event, unless it is the last, which is returned."""
         if event.name == "error":
             raise error_from(500, event.data.encode())
         body = msgspec.json.decode(event.data)
@@ -158,7 +158,7 @@ class Feed(RunningTurn):
         return None
 
     async def _look_up(self) -> Delta:
-        """A stream has ended without its last event. If that is all that is missing, it is not sent again."""
+        """The last event, looked up, of a stream that lacked only that. Raises `Disconnected` if more is missing."""
         if self.turn_id is not None and self._source.continues:
             turn = await self._connection.ask("GET", f"{self._path}/turns/{self.turn_id}")
             if turn["usage"] is not None and (len(turn["tokens"]), len(turn["text"])) == self._received:

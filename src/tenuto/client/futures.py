@@ -1,4 +1,4 @@
-"""Operations of several steps, each of which waits for a future, for callers that wait and for those that await."""
+"""Operations that wait for several futures in turn, as one future for synchronous and asynchronous callers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Steps = Generator[Future[Any], Any, T]
-"""Yields futures, is sent their results, or has their errors raised in it, and returns a `T`."""
+"""A generator that yields futures, receives their results or errors, and returns a `T`."""
 
 
 def chained(steps: Steps[T]) -> Future[T]:
-    """What `steps` will return. They go on in the threads in which their futures are done. Whoever cancels the result
+    """A future for the return value of `steps`, which continue in whichever thread completes each future. Cancelling it
     cancels the future that they wait for."""
     outcome: Future[T] = Future()
     awaited: Future[Any] | None = None
@@ -28,7 +28,7 @@ def chained(steps: Steps[T]) -> Future[T]:
         except StopIteration as end:
             if outcome.set_running_or_notify_cancel():
                 outcome.set_result(end.value)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the outcome gets it
+        except BaseException as error:  # noqa: BLE001 - passed on to the outcome
             if outcome.set_running_or_notify_cancel():
                 outcome.set_exception(error)
         else:

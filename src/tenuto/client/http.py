@@ -18,12 +18,12 @@ _ACTIONS = {"turn": "turns", "append": "append", "regenerate": "regenerate"}
 
 
 class HttpTransport:
-    """HTTP to the server at `url`. Closing it closes the sessions that were opened by it without a name."""
+    """HTTP to the server at `url`. Closing it closes the sessions that it opened without an id."""
 
     options = SERVER_OPTIONS
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Raises `InvalidRequest` if that is no address."""
+        """Raises `InvalidRequest` if `url` is not a valid address."""
         self.connection = Connection(url, api_key)
 
     def call(self, request: Request[T]) -> Future[T]:
@@ -32,7 +32,7 @@ class HttpTransport:
     async def _ask(self, request: Request[T]) -> T:
         method, path, body, query = exchange_of(request)
         answer = answer_from(request, await self.connection.ask(method, path, body, **(query or {})))
-        if isinstance(answer, SessionInfo) and body is not None and body.get("id", "") is None:  # not named
+        if isinstance(answer, SessionInfo) and body is not None and body.get("id", "") is None:  # opened without an id
             self.connection.leftovers.add(session_path(answer.session_id))
         if isinstance(request, CloseSession):
             self.connection.leftovers.discard(path)
@@ -45,7 +45,7 @@ class HttpTransport:
         return Feed(self.connection, Source(request.session, _ACTIONS[request.kind], body), deliver)
 
     def follow(self, session: str, turn_id: str, deliver: Deliver) -> RunningTurn:
-        """The events of a turn that was started before, from its beginning."""
+        """Read the events of a turn that was started earlier, from the first."""
         return Feed(self.connection, Source(session, turn_id=str(turn_id)), deliver)
 
     def request_stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Engines on servers: both faces over HTTP, with the operations that only a server has."""
+"""Engines on servers: both clients over HTTP, with the operations that only a server offers."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from tenuto.client.transport import Deliver
 
 
 def connect(url: str, api_key: str | None = None) -> RemoteEngine:
-    """The sessions of the server at `url`, as those of a `tenuto.Engine`. Nothing is asked of the server before the
-    first operation; each may raise `Unreachable`, `Disconnected` or `Unauthorized` besides its own errors."""
+    """A client of the server at `url`, used like a `tenuto.Engine`. No request is sent before the first operation.
+    Every operation may raise `Unreachable`, `Disconnected` or `Unauthorized`, besides its own errors."""
     return RemoteEngine(url, api_key)
 
 
 def connect_async(url: str, api_key: str | None = None) -> AsyncRemoteEngine:
-    """See `connect`. There is nothing to await yet: `async with tenuto.connect_async(url) as engine`."""
+    """See `connect`. It is not awaited: `async with tenuto.connect_async(url) as engine`."""
     return AsyncRemoteEngine(url, api_key)
 
 
 class RemoteTurnStream(TurnStream):
-    """As `TurnStream`, of a turn on a server."""
+    """As `TurnStream`, for a turn on a server."""
 
     @property
     def turn_id(self) -> str | None:
-        """What the server calls the turn; `RemoteSession.follow` finds it by that."""
+        """The turn's id on the server, for `RemoteSession.follow`."""
         return self._reader.running.turn_id
 
 
 class RemoteSession(Session):
-    """As `Session`, on a server. `RemoteOptions` says what a broken connection does to its turns."""
+    """As `Session`, on a server. `RemoteOptions` decide what becomes of a turn when its connection breaks."""
 
     stream_type: ClassVar[type[TurnStream]] = RemoteTurnStream
     _engine: RemoteEngine
 
     def follow(self, turn_id: str) -> RemoteTurnStream:
-        """The stream of a turn that runs or ended lately, from its beginning. Dropping it leaves the turn running, if
-        that has other readers or is to continue without. Raises `NotFound`."""
+        """Stream a running or recently ended turn from its beginning. When the stream is dropped, the turn goes on if
+        it has other readers or was started to continue without any. Raises `NotFound`."""
         return RemoteTurnStream(self._engine, partial(_follow, self._engine.transport, self.id, turn_id))
 
     if TYPE_CHECKING:  # as those of `Session`, with the options that a server takes
@@ -55,8 +55,8 @@ class RemoteSession(Session):
 
 
 class RemoteEngine(Client[RemoteSession]):
-    """A server's engine. Made by `tenuto.connect`; close it, or use it as a context manager. Forks and trims, too,
-    close with it if they have no name."""
+    """An engine on a server, made by `tenuto.connect`. Close it, or use it as a context manager; that also closes
+    sessions, forks and trims that were opened without an id."""
 
     session_type = RemoteSession
 
@@ -70,7 +70,7 @@ class RemoteEngine(Client[RemoteSession]):
 
 
 class AsyncRemoteTurnStream(AsyncTurnStream):
-    """As `RemoteTurnStream`, to be awaited."""
+    """The asynchronous `RemoteTurnStream`."""
 
     @property
     def turn_id(self) -> str | None:
@@ -79,7 +79,7 @@ class AsyncRemoteTurnStream(AsyncTurnStream):
 
 
 class AsyncRemoteSession(AsyncSession):
-    """As `RemoteSession`, to be awaited."""
+    """The asynchronous `RemoteSession`."""
 
     stream_type: ClassVar[type[AsyncTurnStream]] = AsyncRemoteTurnStream
     _engine: AsyncRemoteEngine
@@ -97,7 +97,7 @@ class AsyncRemoteSession(AsyncSession):
 
 
 class AsyncRemoteEngine(AsyncClient[AsyncRemoteSession]):
-    """As `RemoteEngine`, to be awaited. Made by `tenuto.connect_async`."""
+    """The asynchronous `RemoteEngine`, made by `tenuto.connect_async`."""
 
     session_type = AsyncRemoteSession
 

@@ -1,4 +1,4 @@
-"""Server-sent events, as they arrive in pieces (HTML standard, section 9.2.6)."""
+"""An incremental parser of server-sent events (HTML standard, section 9.2.6)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
-    """One event. `name` is "message" if it has none; `id` is the last that the stream has named."""
+    """One event. `name` defaults to "message"; `id` is the last id in the stream so far."""
 
     name: str
     data: str
@@ -19,18 +19,18 @@ class ServerEvent:
 
 
 class EventParser:
-    """Takes a stream in pieces, cut anywhere, and gives its events. One that is cut off is not given."""
+    """Parses a stream in pieces, however it is cut. An incomplete event at the end is discarded."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of the last line, which has not ended
-        self._after_cr = False  # a newline that comes now belongs to the line end before
+        self._rest = b""  # the incomplete last line
+        self._after_cr = False  # a newline that comes next belongs to this line end
         self._begun = False
         self._name = ""
         self._data: list[str] = []
         self._id = ""
 
     def feed(self, piece: bytes) -> list[ServerEvent]:
-        """Events that are complete with `piece`."""
+        """The events that `piece` completes."""
         if not piece:
             return []
         if self._after_cr:
@@ -46,7 +46,7 @@ class EventParser:
             return self._dispatch()
         field, _, value = line.decode(errors="replace").partition(":")
         value = value.removeprefix(" ")
-        match field:  # a comment has an empty one
+        match field:  # the field of a comment is empty
             case "event":
                 self._name = value
             case "data":

@@ -1,4 +1,4 @@
-"""The synchronous face: calls wait for the engine's answer, and a turn is an iterator."""
+"""The synchronous client: calls wait for the engine's answer, and a turn is an iterator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SessionT = TypeVar("SessionT", bound="Session")
 
 
 class Closing(ABC):
-    """Closes itself at the end of a `with` block."""
+    """A context manager that closes itself."""
 
     def __enter__(self) -> Self:
         return self
@@ -29,11 +29,11 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Nobody uses it any more."""
+        """Release what this holds."""
 
 
 class Client(Closing, ClientBase, Generic[SessionT]):
-    """The sessions of one engine, wherever that runs. Close it, or use it as a context manager."""
+    """A client of one engine, in this process or on a server. Close it, or use it as a context manager."""
 
     session_type: type[SessionT]
 
@@ -51,49 +51,49 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         priority: int = 0,
         max_tokens: int | None = None,
     ) -> SessionT:
-        """Open a session. `system` is put before the first messages. After `ttl` seconds without a turn it closes
-        itself. `max_tokens` caps its history. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`.
+        """Open a session. `system` is the system message. The session is closed after `ttl` seconds without a turn;
+        `max_tokens` limits its history. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`.
 
-        On a server its own TTL counts if there is none here, and a session with a name stays open when the client is
-        closed: `attach` finds it again. Raises `LimitReached`, too."""
+        A server applies its own TTL if none is given, and may raise `LimitReached`. A session that was given an id
+        stays open there when the client is closed, and can be found again with `attach`."""
         policy = Policy(priority, ttl, max_tokens)
         return self.session_type(self, self._core.open(session_id, system, policy).result())
 
     def attach(self, session_id: str) -> SessionT:
-        """A session that is open. Raises `NotFound`."""
+        """Find an open session by its id. Raises `NotFound`."""
         return self.session_type(self, self._core.attach(session_id).result())
 
     def generate(self, input: Input, **options: Unpack[TurnOptions]) -> TurnStream:  # noqa: A002 - the natural name
-        """One turn without a session to go back to."""
+        """Run one turn in a session of its own, which is closed when the turn ends."""
         return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
 
     def sessions(self) -> list[SessionInfo]:
-        """All open sessions, by id; on a server, those of the key's owner."""
+        """List all open sessions by id; on a server, those of the API key's tenant."""
         return self._core.sessions().result()
 
     def audit(self) -> AuditReport:
-        """Recount every unit of memory from its holders. Raises `EngineStopped` if anything is amiss. A server may want
-        an admin key."""
+        """Recount every unit of memory from its holders. Raises `EngineStopped` if anything is wrong. Servers may
+        require an admin key."""
         return self._core.audit().result()
 
     def close(self) -> None:
-        """Stop the engine in this process; of a server, close what was opened here without a name. Turns still open
-        raise `EngineStopped` at their readers."""
+        """Stop an engine in this process; on a server, close the sessions that this client opened without an id.
+        Readers of open turns get `EngineStopped`."""
         self._closer.detach()
         self._core.transport.close()
 
 
 class TurnStream(TurnStreamBase, Closing):
-    """A turn in progress. Iterating yields text as it is delivered; it can be left and taken up again.
+    """A turn in progress. Iterating yields text as it is delivered; iteration can be stopped and resumed.
 
-    A stream that is dropped or closed before its turn has ended aborts the turn, unless a server was told to continue
-    without. One thread may read it; any may abort it.
+    Dropping or closing the stream before the turn has ended aborts the turn, unless a server was told to let it
+    continue. Only one thread may read the stream; any thread may abort it.
     """
 
     def __init__(self, engine: ClientBase, start: Callable[[Deliver], TurnReader]) -> None:
         self._events: SimpleQueue[Event] = SimpleQueue()
         super().__init__(engine, start, self._events.put)
-        self._reader.running.started.result()  # or its error
+        self._reader.running.started.result()  # raises the error if it was refused
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -105,12 +105,12 @@ class TurnStream(TurnStreamBase, Closing):
         raise StopIteration
 
     def tokens(self) -> Iterator[int]:
-        """Output token ids as they come, instead of text."""
+        """Iterate over output token ids as they arrive, instead of text."""
         while (event := self._next()) is not None:
             yield from event.tokens
 
     def result(self) -> TurnResult:
-        """Wait for the end."""
+        """Wait for the turn to end."""
         while self._next() is not None:
             pass
         result = self._reader.result
@@ -118,10 +118,10 @@ class TurnStream(TurnStreamBase, Closing):
         return result
 
     def abort(self, keep: Keep = None) -> TurnResult:
-        """End the turn now. By default the session is as it was before; with `keep` this is a barge-in, which commits
-        the input and that many output tokens, or all whose text was read from this stream ("delivered"). Tokens kept
-        beyond those read are still read from the stream, with their text unless that of tokens not kept came with it.
-        If the turn has ended already, its result is returned."""
+        """End the turn now. By default it is rolled back. With `keep` this is a barge-in: the input is committed with
+        that many output tokens, or with all whose text was read from this stream ("delivered"). Kept tokens that were
+        not read yet can still be read, with their text unless it is joined to that of tokens not kept. If the turn has
+        already ended, its result is returned."""
         return self._reader.abort(keep).result()
 
     def _next(self) -> Delta | None:
@@ -135,21 +135,21 @@ class Session(Closing, SessionBase):
 
     @property
     def info(self) -> SessionInfo:
-        """It as it is now."""
+        """The session's current state."""
         return self._core.info().result()
 
     @property
     def history(self) -> list[int]:
-        """Its committed tokens."""
+        """The session's committed tokens."""
         return self._core.history().result()
 
     def turn(self, input: Input = (), **options: Unpack[TurnOptions]) -> TurnStream:  # noqa: A002 - as above
-        """Append `input` and generate; without input, continue. Raises `SessionBusy`, `ContextExceeded`,
-        `InvalidRequest`, `IllegalTransition` or `Overloaded`, having changed nothing."""
+        """Append `input` and generate; without input, continue from the history. Raises `SessionBusy`,
+        `ContextExceeded`, `InvalidRequest`, `IllegalTransition` or `Overloaded`; then nothing has changed."""
         return self._start("turn", input, options)
 
     def chat(self, text: str, **options: Unpack[TurnOptions]) -> TurnStream:
-        """A turn of one user message."""
+        """Run a turn with one user message."""
         return self._start("turn", [{"role": "user", "content": text}], options)
 
     def append(self, input: Input, **options: Unpack[TurnOptions]) -> TurnResult:  # noqa: A002 - as above
@@ -164,8 +164,8 @@ class Session(Closing, SessionBase):
         return self.stream_type(self._engine, partial(self._core.start, kind, given, options))
 
     def draft(self, input: Input) -> None:  # noqa: A002 - as above
-        """Give the whole input so far of a turn to come, again with every change: it is computed meanwhile. `turn` with
-        the final input continues from what they have in common."""
+        """Compute input ahead of its turn. Call it with the whole input so far, again whenever that changes. `turn`
+        then continues from the prefix that its input shares with the draft."""
         self._core.draft(input).result()
 
     def abort(self) -> None:
@@ -173,13 +173,13 @@ class Session(Closing, SessionBase):
         self._core.abort().result()
 
     def fork(self, turn: int | None = None, position: int | None = None, *, session_id: str | None = None) -> Self:
-        """A new session with the first `turn` turns, the first `position` tokens, or all of this one's history. They
-        share memory."""
+        """Open a session with the first `turn` turns, the first `position` tokens, or all of this session's history.
+        The two share memory."""
         return type(self)(self._engine, self._core.fork(turn, position, session_id).result())
 
     def trim(self, turns: Sequence[int], *, session_id: str | None = None) -> Self:
-        """A new session with those turns of this one, by number, ascending; 1 is the oldest. They share the memory of
-        what stands at its start."""
+        """Open a session with only the given turns of this one, by number in ascending order; 1 is the oldest. The two
+        share the memory of their common prefix."""
         return type(self)(self._engine, self._core.trim(turns, session_id).result())
 
     def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
@@ -187,5 +187,5 @@ class Session(Closing, SessionBase):
         return self._core.rewind(turn, position).result()
 
     def close(self, *, finish: bool = False) -> None:
-        """Close it. An open turn is aborted, or with `finish` may end first."""
+        """Close the session. An open turn is aborted, or with `finish` allowed to end first."""
         self._core.close(finish=finish).result()

@@ -1,4 +1,4 @@
-"""What the client asks of a way to an engine, wherever that runs."""
+"""The interface between the client and the ways to reach an engine."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ T = TypeVar("T")
 
 Event = Delta | TenutoError
 Deliver = Callable[[Event], None]
-"""Brings an event from the transport's thread to the reader's: a delta, of which the last has the turn's result, or the
-error that the turn ends with. It must not block. If it raises, nobody reads any more."""
+"""Passes an event from the transport's thread to the reader: a delta, the last of which has the turn's result, or the
+error that ends the turn. It must not block. If it raises, the reader is taken to be gone."""
 
 
 Options = Mapping[str, object]
-"""Options of a turn by name, as the caller gave them."""
+"""A turn's options by name, as given by the caller."""
 
 
 class Transport(Protocol):
-    """A way to an engine. Any thread may call its methods, and a finalizer in the middle of anything; none waits but
-    `close`. Requests have no tenant: that is the transport's business."""
+    """A way to reach an engine. Methods may be called from any thread, and from finalizers at any moment; only `close`
+    blocks. Requests leave the tenant empty."""
 
     @property
     def options(self) -> frozenset[str]:
-        """Options of a turn that it takes besides those of `TurnOptions`."""
+        """The names of a turn's options that it supports besides those of `TurnOptions`."""
         ...
 
     def call(self, request: Request[T]) -> Future[T]:
-        """Ask the engine. The future has its answer or what it refuses with. Raises `EngineStopped` if this is
+        """Send a request. The future gets the engine's answer or error. Raises `EngineStopped` if the transport is
         closed."""
         ...
 
     def start(self, request: StartTurn, options: Options, deliver: Deliver) -> RunningTurn:
-        """Start a turn. Of `options`, what is not given is as a server has it. Raises `EngineStopped` if this is
-        closed."""
+        """Start a turn. A server uses its own defaults for what is not in `options`. Raises `EngineStopped` if the
+        transport is closed."""
         ...
 
     def request_stop(self) -> None:
-        """Stop, and do not wait for that."""
+        """Stop without waiting."""
         ...
 
     def close(self) -> None:
-        """Stop and wait for that: what is under way ends with `EngineStopped`."""
+        """Stop and wait until that is done. Calls and turns in progress end with `EngineStopped`."""
         ...
 
 
 class RunningTurn(ABC):
-    """A turn that a transport was asked to start. The transport says how it goes by `accept`, `take` and `fail`, one
-    at a time."""
+    """A turn that a transport was asked to start. The transport reports its progress by calling `accept`, `take` and
+    `fail`, never two at a time."""
 
     def __init__(self, deliver: Deliver) -> None:
-        self.turn_id: str | None = None  # what a server calls it
-        self.started = _pending(Future[None]())  # when the engine has accepted it; or its refusal
+        self.turn_id: str | None = None  # its id on a server
+        self.started = _pending(Future[None]())  # done when the engine accepts or refuses it
         self.ended = _pending(Future[TurnResult]())
         self.time_to_first_token: float | None = None  # seconds
         self._deliver = deliver
         self._asked = time.perf_counter()
 
     def accept(self) -> None:
-        """The engine has it."""
+        """The engine has accepted the turn."""
         if not self.started.done():
             self.started.set_result(None)
 
     def take(self, delta: Delta) -> None:
-        """It has gone on; with a result, it has ended."""
+        """Pass on a delta. If it has a result, the turn has ended."""
         if self.time_to_first_token is None and delta.tokens:
             self.time_to_first_token = time.perf_counter() - self._asked
         if delta.result is not None:
@@ -80,7 +80,7 @@ class RunningTurn(ABC):
         self._tell(delta)
 
     def fail(self, error: TenutoError) -> None:
-        """It was refused, or nothing more comes of it."""
+        """The turn was refused, or has ended with an error."""
         if not self.started.done():
             self.started.set_exception(error)
         self.ended.set_exception(error)
@@ -89,15 +89,15 @@ class RunningTurn(ABC):
     def _tell(self, event: Event) -> None:
         try:
             self._deliver(event)
-        except Exception:  # noqa: BLE001 - however it fails, nobody reads any more
+        except Exception:  # noqa: BLE001 - any failure means the reader is gone
             self.disconnect()
 
     def abort(self, keep: Keep) -> Future[TurnResult]:
-        """End it, if it has not ended. The future has its result, or the error that it ended with."""
+        """End the turn unless it has ended. The future gets its result, or the error that it ended with."""
 
         def steps() -> Steps[TurnResult]:
             yield self.started
-            with suppress(IllegalTransition, NotFound, EngineStopped):  # then it has ended, and how is known
+            with suppress(IllegalTransition, NotFound, EngineStopped):  # it has ended already
                 yield self._end(keep)
             result: TurnResult = yield self.ended
             return result
@@ -106,14 +106,14 @@ class RunningTurn(ABC):
 
     @abstractmethod
     def _end(self, keep: Keep) -> Future[Any]:
-        """Ask that the turn, which has started, be ended. May raise what `suppress` above names."""
+        """Ask the engine to end the turn, which has started. May raise the errors that `abort` suppresses."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Nobody reads any more: unless it has ended, or is to continue without, it is rolled back. Does not wait."""
+        """Stop reading: an open turn is rolled back, unless it is to continue without a reader. Does not wait."""
 
 
 def _pending(future: Future[T]) -> Future[T]:
-    """One that those who wait for it cannot cancel."""
+    """Mark a future as running, so that waiting callers cannot cancel it."""
     future.set_running_or_notify_cancel()
     return future

@@ -1,4 +1,4 @@
-"""Requests as the HTTP interface writes them, and what it answers."""
+"""Translates requests to the native HTTP interface, and its answers back."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from tenuto.client.transport import Options
 T = TypeVar("T")
 
 SERVER_OPTIONS = frozenset({"if_busy", "on_disconnect"})
-"""Of `RemoteOptions`, those that are not in `TurnOptions`."""
+"""The options in `RemoteOptions` that are not in `TurnOptions`."""
 
 
 class Exchange(NamedTuple):
-    """What to send for a request."""
+    """An HTTP request."""
 
     method: str
     path: str
@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(request: Request[Any]) -> Exchange:
-    """What to send for one of the requests that the client makes. Raises `NotFound` for what no session is called."""
+    """The HTTP request for a request of the client's. Raises `NotFound` if its session id is impossible."""
     return _EXCHANGES[type(request)](request)
 
 
@@ -75,7 +75,7 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     GetSession: lambda r: _of_session("GET", r),
     ListTurns: lambda r: _of_session("GET", r, "/turns", first=r.first, limit=r.limit),
     Draft: lambda r: _of_session("PUT", r, "/draft", {"input": input_body(r.input)}),
-    AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # of whichever turn is open
+    AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # aborts whichever turn is open
     Fork: lambda r: _of_session("POST", r, "/fork", {**_place(r), "id": r.child}),
     Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
     Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
@@ -84,7 +84,7 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
 
 
 def answer_from(request: Request[T], body: Any) -> T:
-    """The answer to `request`, from what came for it. Raises `TenutoError` if that is something else."""
+    """Convert the JSON answer to `request`. Raises `TenutoError` if it has another form."""
     kind = answer_of(type(request))
     try:
         answer: T = msgspec.convert(_answer(kind, body), kind)
@@ -94,7 +94,7 @@ def answer_from(request: Request[T], body: Any) -> T:
 
 
 def _answer(kind: type, body: Any) -> Any:
-    """What converts to a `kind`."""
+    """Rearrange an answer so that it converts to `kind`."""
     if kind is SessionInfo:
         return session_info(body)
     if kind is SessionPage:
@@ -105,14 +105,14 @@ def _answer(kind: type, body: Any) -> Any:
 
 
 def session_path(session_id: str) -> str:
-    """Of a session. Raises `NotFound` for what no session is called."""
-    if session_id in ("", ".", ".."):  # in a URL these would be something else
+    """The path of a session. Raises `NotFound` for ids that no session can have."""
+    if session_id in ("", ".", ".."):  # in a URL these mean other paths
         raise NotFound(f"there is no session {session_id!r}")
     return f"/v1/sessions/{quote(session_id, safe='')}"
 
 
 def encode(body: Any) -> bytes:
-    """As JSON. Raises `InvalidRequest`."""
+    """Encode a body as JSON. Raises `InvalidRequest`."""
     try:
         return msgspec.json.encode(body, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError) as error:
@@ -120,7 +120,7 @@ def encode(body: Any) -> bytes:
 
 
 def _plain(value: object) -> int | float:
-    """Numbers of NumPy's, for one."""
+    """Convert numbers of other types, such as NumPy's."""
     if isinstance(value, SupportsIndex):
         return index(value)
     if isinstance(value, SupportsFloat):
@@ -129,14 +129,14 @@ def _plain(value: object) -> int | float:
 
 
 def input_body(given: TurnInput) -> str | list[Any]:
-    """As it is written in JSON."""
+    """A turn's input as JSON values."""
     if isinstance(given, str):
         return given
     return [{"role": one.role, "content": one.content} if isinstance(one, Message) else one for one in given]
 
 
 def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str, Any]:
-    """The options that were given, as far as that kind of turn takes them."""
+    """The given options that apply to this kind of turn, as a JSON body."""
     body: dict[str, Any] = {}
     for name in options:
         if name in SERVER_OPTIONS:
@@ -149,12 +149,12 @@ def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str,
 
 
 def session_info(body: dict[str, Any]) -> SessionInfo:
-    """From a session."""
+    """Convert a session's JSON."""
     return msgspec.convert({**body, "session_id": body["id"], "limit": body["max_tokens"]}, SessionInfo)
 
 
 def turn_result(body: dict[str, Any]) -> TurnResult:
-    """From a turn that has ended."""
+    """Convert the JSON of an ended turn."""
     usage = body["usage"]
     return TurnResult(
         EndReason(body["reason"]),
@@ -169,7 +169,7 @@ def turn_result(body: dict[str, Any]) -> TurnResult:
 
 
 def error_from(status: int, content: bytes) -> TenutoError:
-    """From an answer that is an error, or an event that says one: of the class that the server raised, if it says."""
+    """Convert an error answer or error event, to the class that the server raised if the answer names one."""
     try:
         refused = msgspec.json.decode(content, type=_Refused).error
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""How turns move: from queue to row, to yielding, to their end, and what that means for their sessions."""
+"""The transitions of turns, from the queue to their end, and what they mean for sessions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
 
 MAX_IDLE_TIMERS = 1024
-"""Timers of ended turns that may wait for their time, besides a few a session."""
+"""How many timers of ended turns may remain in the heap, besides a few per session."""
 USAGE = tuple(field.name for field in fields(Usage))
 
 
 class Timer(Enum):
     """What a turn's timer limits."""
 
-    DRAFT = 0  # time since the draft changed
+    DRAFT = 0  # time since the draft last changed
     QUEUE = 1  # time until it first runs
     TOTAL = 2  # time until it ends
 
@@ -49,8 +49,10 @@ class Lifecycle:
         self.pressure = Pressure(memory, batch, self.preempt, self.drop)
         self.transitions: Counter[Transition] = Counter()
         self.totals: Counter[str] = Counter()  # tokens of all ended turns, by field of `Usage`
-        self.recomputed: Counter[str] = Counter()  # tokens that were computed and have to be again, by why
-        self._timers: list[tuple[float, int, Timer, SessionKey, int]] = []  # a heap; ended turns can go
+        self.recomputed: Counter[str] = Counter()  # tokens that must be computed again, by reason
+        self._timers: list[
+            tuple[float, int, Timer, SessionKey, int]
+        ] = []  # a heap, cleared of ended turns when it grows
         self._entries = count()
         self._ended: list[Turn] = []
         self._changes: list[Change] = []
@@ -61,7 +63,7 @@ class Lifecycle:
         return ended
 
     def take_changes(self) -> list[Change]:
-        """What has happened to sessions since the last call, in order."""
+        """Changes of sessions since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -74,15 +76,15 @@ class Lifecycle:
         turn: Turn | None = None,
         parent: Session | None = None,
     ) -> None:
-        """A change has just happened; see `Change`."""
+        """Record a change that has just happened; see `Change`."""
         self._changes.append(Change.of(kind, session, kept, turn, parent))
 
     def count(self, operation: str, state: str | None = None) -> None:
-        """An operation or a transition happens; `state`: see `Transition`."""
+        """Count an operation or a transition; for `state` see `Transition`."""
         self.transitions[Transition(operation, state)] += 1
 
     def enqueue(self, turn: Turn, event: str) -> None:
-        """A submitted turn waits for its row; `event` is how it came."""
+        """Queue a submitted turn. `event` names the operation that submitted it."""
         self.count(event)
         turn.session.turn = turn
         if turn.params.queue_timeout is not None:
@@ -94,12 +96,12 @@ class Lifecycle:
 
     def _set_timer(self, turn: Turn, when: float, timer: Timer) -> None:
         heapq.heappush(self._timers, (when, next(self._entries), timer, turn.session.key, turn.number))
-        if len(self._timers) > MAX_IDLE_TIMERS + 8 * len(self._sessions):  # at most three a session still count
-            self._timers = [entry for entry in self._timers if self._counts(*entry)]
+        if len(self._timers) > MAX_IDLE_TIMERS + 8 * len(self._sessions):  # at most three per session are live
+            self._timers = [entry for entry in self._timers if self._is_live(*entry)]
             heapq.heapify(self._timers)
 
-    def _counts(self, when: float, _: int, timer: Timer, key: SessionKey, number: int) -> bool:
-        """Whether a timer may still end a turn: an ended turn's, and all but a draft's last, do not."""
+    def _is_live(self, when: float, _: int, timer: Timer, key: SessionKey, number: int) -> bool:
+        """Whether a timer can still end its turn. It cannot if the turn has ended, or the draft has changed since."""
         turn = self._open_turn(key)
         return (
             turn is not None
@@ -113,7 +115,7 @@ class Lifecycle:
         return session.turn if session is not None else None
 
     def start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """A waiting turn gets its row."""
+        """Give a waiting turn its row."""
         if not turn.drafting:
             self.count("start" if turn.state is TurnState.QUEUED else "resume")
             turn.go("start")
@@ -122,9 +124,7 @@ class Lifecycle:
                 turn.cached = min(continues_from(turn), turn.prompt_length)
                 turn.computed_before = turn.computed_tokens
                 self._note_recomputed(turn)
-        if is_computed(turn):
-            for lease in slots:
-                lease.release(unused=True)
+        if is_computed(turn):  # it needs no units, so its `slots` are empty
             if not turn.drafting:
                 self.commit(turn, EndReason.APPENDED)
             return
@@ -132,19 +132,19 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def _note_recomputed(self, turn: Turn) -> None:
-        """The turn starts: which tokens of the history it has to compute again, and why."""
+        """Count the tokens of the history that a starting turn has to compute again, by reason."""
         memory, wanted = turn.session.memory, min(start_target(turn), max(0, turn.base_length - 1))
         if (missing := wanted - continues_from(turn)) > 0:
             self.recomputed["no checkpoint" if memory.computed >= wanted else memory.lost] += missing
 
     def _leave_row(self, turn: Turn) -> None:
-        """Call before anything that detaches the turn's memory: the batch forgets it."""
+        """Take the turn out of the batch. To be called before its memory is detached."""
         memory = turn.session.memory.turn
         if memory is not None and memory.row >= 0:
             self.batch.remove(turn, memory.row)
 
     def preempt(self, turn: Turn, why: str = "preempted") -> None:
-        """A running turn, or a draft or waiting turn that has memory, loses what it acquired."""
+        """Release what a turn has acquired: of a running turn, or of a draft or waiting turn that has memory."""
         memory = turn.session.memory.turn
         if memory is not None:
             self.recomputed[why] += memory.computed - memory.start
@@ -158,8 +158,7 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def retry(self, turn: Turn) -> None:
-        """A step failed that was computing the turn: it goes on from what is settled, in a row of its own if it has
-        one."""
+        """Continue a turn whose step has failed from what is settled. If it had a row, it gets one again."""
         memory = turn.session.memory.turn
         running = memory is not None and memory.row >= 0
         if not self._keep_settled(turn, "step failed", "step failed"):
@@ -170,8 +169,8 @@ class Lifecycle:
             self._queue.push(turn)
 
     def _keep_settled(self, turn: Turn, why: str, why_preempted: str) -> bool:
-        """The turn leaves its row, if it has one, and keeps its memory as far as that is settled. False if it relied on
-        a checkpoint that a step in flight, or the one that failed, was to fill: then it is preempted."""
+        """Take the turn out of its row, if it has one, and cut its memory back to what is settled. Returns False if the
+        turn relied on a checkpoint that the failed step, or one in flight, was to fill; then it is preempted."""
         memory = turn.session.memory.turn
         if memory is None:
             raise InvariantError(f"{turn.name} has no memory to be cut")
@@ -185,8 +184,8 @@ class Lifecycle:
         return True
 
     def pause(self, turn: Turn) -> None:
-        """A running turn, or a draft in a row, leaves its row to another and keeps its memory, a turn as far as that is
-        settled."""
+        """Free the row of a running turn or a draft for another turn. A draft keeps its memory, a running turn keeps
+        what is settled of it."""
         if turn.drafting:
             self.rest(turn)
             self._queue.push(turn)
@@ -198,8 +197,8 @@ class Lifecycle:
             self.pressure.note(turn.session)
 
     def drop(self, session: Session, why: str = "pressure") -> None:
-        """The last rung of pressure: a draft keeps only its text, a paused turn its tokens, and then a session without
-        a running turn likewise."""
+        """Release memory, as the last resort of pressure: that of the open turn if it has any, else the session's. The
+        tokens are kept and computed again later. The turn must not be running."""
         turn = session.turn
         if turn is not None and session.memory.turn is not None:
             self._leave_row(turn)
@@ -213,7 +212,7 @@ class Lifecycle:
         self.pressure.note(session)
 
     def rest(self, turn: Turn) -> None:
-        """A draft is computed as far as it goes: it gives its row to others and keeps its memory."""
+        """Free the row of a draft that is fully computed. The draft keeps its memory."""
         self._leave_row(turn)
         memory = turn.session.memory.turn
         if memory is None:
@@ -222,7 +221,7 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def redraft(self, turn: Turn, new: array[int]) -> None:
-        """The draft now reads `new`: keep what was computed of the common beginning."""
+        """Replace the draft's input with `new`, keeping what was computed of their common prefix."""
         old = turn.input
         common = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         self._queue.remove(turn)
@@ -239,7 +238,7 @@ class Lifecycle:
         turn.input = new
 
     def queue_draft(self, turn: Turn) -> None:
-        """The draft has changed: let it be computed, and start its timeout anew."""
+        """Queue a draft that has changed, and restart its timeout."""
         turn.changed = self._clock.now()
         self._set_timer(turn, turn.changed + self._draft_timeout, Timer.DRAFT)
         if continues_from(turn) < turn.last_position:
@@ -247,7 +246,7 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def commit(self, turn: Turn, reason: EndReason, keep: int | None = None) -> None:
-        """The turn ends, and its input and first `keep` (`None`: all) output tokens are history."""
+        """End the turn and append its input and first `keep` (`None`: all) output tokens to the history."""
         if turn.text is not None and reason is not EndReason.ABORT:
             turn.text.finish()
         self._leave_row(turn)
@@ -258,7 +257,7 @@ class Lifecycle:
         self._turn_ended(turn)
 
     def abort(self, turn: Turn, reason: EndReason) -> None:
-        """The turn ends, and its session is what it was."""
+        """End the turn and leave its session as it was before."""
         self._leave_row(turn)
         self.count(reason.value, turn.state)
         turn.abort(reason, self._clock.now())
@@ -287,7 +286,7 @@ class Lifecycle:
         self.note("close", session, kept=len(session.history))
 
     def expire(self) -> None:
-        """End turns past a deadline, drafts nobody changed, and sessions nobody used."""
+        """End turns past their deadlines and drafts left unchanged for too long, and close expired sessions."""
         now = self._clock.now()
         while self._timers and self._timers[0][0] <= now:
             _, _, timer, key, number = heapq.heappop(self._timers)
@@ -300,6 +299,6 @@ class Lifecycle:
 
     def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:
         drafting = turn.drafting
-        if timer is Timer.DRAFT:  # every change of the draft sets another
+        if timer is Timer.DRAFT:  # every change of the draft sets a new one
             return drafting and turn.changed + self._draft_timeout <= now
         return timer is Timer.TOTAL or not turn.started

@@ -1,4 +1,4 @@
-"""Runs an engine in a thread of its own: commands go in and are answered by futures, turns report to subscribers."""
+"""Runs an engine in a thread of its own. Commands are answered by futures; turns report to subscribers."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ log = logging.getLogger("tenuto.engine")
 T = TypeVar("T")
 
 IDLE_SECONDS = 0.1
-"""With nothing to compute, how often the clock is looked at: deadlines and idle timeouts are this exact."""
+"""How often an idle engine looks at the clock, and so the precision of deadlines and idle timeouts."""
 
 
 Subscriber = Callable[[Delta | TenutoError], None]
-"""Called in the engine's thread with every delta of a turn; the last has its result. Or with the error that kept the
-turn from starting or stopped the engine. It must not block. If it raises, nobody is there, and the turn is aborted."""
+"""Called in the engine's thread with every delta of a turn, the last of which has its result, or with the error that
+prevented the turn from starting or stopped the engine. It must not block. If it raises, its reader is taken to be gone,
+and the turn is aborted."""
 
 
 class EngineLoop:
-    """Owns `engine`, which no other thread may touch from now on. In the engine's thread `after_round` is called when
-    commands have been obeyed and when a step's events have been published, and `on_stop` once, when the last step is
-    done and everyone has been told.
+    """Owns `engine`, which no other thread may touch from now on. The engine's thread calls `after_round` after each
+    batch of commands and after each step's events are published. It calls `on_stop` once, after the last step, when all
+    waiting callers have been answered.
 
-    What happens to a session is told once `acknowledger` says so, and in its order: the last delta of a turn that has
-    committed, and what `execute` has done, or found after it. A turn that starts after it tells nothing before. While
-    changes cannot be acknowledged, those who wait for one get `NotAcknowledged`, and nothing new is carried out that
-    may not be."""
+    A change of a session is reported only when `acknowledger` confirms it, in the order of changes. This holds for a
+    committed turn's last delta, and for every `execute` that made the change or ran after it; a turn started since then
+    reports nothing before that. While changes cannot be acknowledged, callers that wait for one get `NotAcknowledged`,
+    and `execute` refuses work that does not end something."""
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class EngineLoop:
         self._thread.start()
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
-        """Have `work` done in the engine's thread, between two steps. The future also takes its error, at once: `work`
-        shows nothing of what sessions are. Raises `EngineStopped`."""
+        """Run `work` in the engine's thread, between two steps. The future gets its result or its error at once, so
+        `work` must not show the state of sessions. Raises `EngineStopped`."""
         future: Future[T] = Future()
         self._post(_Command(work, future))
         return future
@@ -74,9 +75,9 @@ class EngineLoop:
     def execute(
         self, work: Callable[[Engine], T], then: Callable[[Future[T]], None] | None = None, *, ends: bool = False
     ) -> Future[T]:
-        """As `call`, with work that changes sessions or shows what they are: the future has the result once every
-        change up to it has been acknowledged. While changes cannot be, it is not carried out, unless it `ends`
-        something. `then` gets the future as soon as it is done, before anything that `work` has begun is told."""
+        """As `call`, for work that changes sessions or shows their state. The future gets the result once all earlier
+        changes and its own are acknowledged. While changes cannot be acknowledged, the work is refused unless it `ends`
+        something. `then` is called with the future when that is done, before turns that `work` started report."""
         future: Future[T] = Future()
         if then is not None:
             future.add_done_callback(then)
@@ -84,19 +85,19 @@ class EngineLoop:
         return future
 
     def subscribe(self, turn: Turn, subscriber: Subscriber) -> None:
-        """Have `subscriber` told what a turn brings, once the work that has opened it is answered. In the engine's
-        thread, as part of that work."""
+        """Report the turn's deltas to `subscriber`, after the command that opened the turn is answered. To be called in
+        the engine's thread, by that command."""
         self._subscriptions[turn.number] = _Subscription(turn, subscriber)
         self._opened.append(turn)
 
     def wake(self) -> None:
-        """More changes are safe, or can be made safe again. From any thread."""
+        """Tell the loop that more changes are durable, or can be made durable again. Any thread may call it."""
         with suppress(EngineStopped):
             self.call(lambda _: None)
 
     def audit(self) -> Future[AuditReport]:
-        """A recount as `Engine.audit`, spread over the steps to come so that it holds up none of them. Raises
-        `EngineStopped`, as does the future if the engine stops before."""
+        """Recount as `Engine.audit` does, but spread over the coming steps so that none is delayed. Raises
+        `EngineStopped`, as does the future if the engine stops first."""
         asked: Future[AuditReport] = Future()
         asked.set_running_or_notify_cancel()
 
@@ -116,14 +117,15 @@ class EngineLoop:
         return asked
 
     def close(self) -> None:
-        """Stop after the step in progress and wait for that. Whoever waits for something gets `EngineStopped`."""
+        """Stop after the step in progress, and wait until it has ended. Pending futures and subscribers get
+        `EngineStopped`."""
         self.request_stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def request_stop(self) -> None:
-        """Stop after the step in progress, and do not wait: a finalizer may run in any thread, also in one that the
-        step needs."""
+        """Stop after the step in progress, without waiting for it: finalizers call this, and may run in a thread that
+        the step needs."""
         with self._lock:
             if self.stopped is None:
                 self._commands.put(None)
@@ -132,7 +134,7 @@ class EngineLoop:
         with self._lock:
             if self.stopped is not None:
                 raise self.stopped.error()
-            self._commands.put(command)  # type: ignore[arg-type] # a queue is invariant, what it carries is not
+            self._commands.put(command)  # type: ignore[arg-type] # queues are invariant, commands are not
 
     # -- in the engine's thread
 
@@ -150,16 +152,16 @@ class EngineLoop:
                 self._after_round()
                 busy = report.worked or report.ended or self._engine.auditor.awaited
                 wait = 0.0 if busy else IDLE_SECONDS
-        except Exception as error:  # whatever escapes leaves the engine in doubt
+        except Exception as error:  # the engine's state is unknown
             stopped = Stopped(reason="the engine stopped", detail=f"{type(error).__name__}: {error}")
             log.exception("the engine stopped; this is a bug, and here is the report")
         self._stop(stopped)
 
     def _obey(self, wait: float) -> bool:
-        """Do the commands there are by now, waiting up to `wait` seconds for the first. False if one was to close."""
+        """Run the commands queued so far, waiting up to `wait` seconds for the first. Returns False to stop."""
         try:
             command = self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
-            waiting = self._commands.qsize()  # those that come meanwhile wait for the next step
+            waiting = self._commands.qsize()  # later ones wait for the next step
             while command is not None:
                 self._carry_out(command)
                 if waiting == 0:
@@ -171,7 +173,7 @@ class EngineLoop:
         return False
 
     def _carry_out(self, command: _Command[object]) -> None:
-        """What the command has ended is told before its answer, and what it has begun after that."""
+        """Run a command. Turns that it ended report before it is answered, turns that it started after."""
         try:
             answer = command.run(self._engine)
         finally:
@@ -190,7 +192,7 @@ class EngineLoop:
         self._announcer.advance()
 
     def _open(self, turn: Turn, refusal: TenutoError | None) -> None:
-        """Whoever has started the turn has been answered."""
+        """Let a turn report, now that the command that started it is answered."""
         subscription = self._subscriptions.get(turn.number)
         if subscription is None:
             return
@@ -203,7 +205,7 @@ class EngineLoop:
             self._publish(turn)
 
     def _end(self, turns: Iterable[Turn], changes: Iterable[Change]) -> None:
-        """These turns have ended, and these changes happened, in this order."""
+        """Report ended turns, and announce changes in order: turns that committed report when acknowledged."""
         for turn in turns:
             if turn.result is None or not turn.result.committed:
                 self._publish(turn)
@@ -219,7 +221,7 @@ class EngineLoop:
             subscription.refuse(refusal)
 
     def _publish(self, turn: Turn) -> None:
-        """Tell the turn's subscriber what is new. If nobody is there any more, an open turn is aborted."""
+        """Send the turn's news to its subscriber. If the subscriber is gone, an open turn is aborted."""
         subscription = self._subscriptions.get(turn.number)
         if subscription is None or not subscription.open:
             return
@@ -227,7 +229,7 @@ class EngineLoop:
             del self._subscriptions[turn.number]
         try:
             subscription.publish()
-        except Exception:  # noqa: BLE001 - however it fails, nobody listens
+        except Exception:  # noqa: BLE001 - any failure means the reader is gone
             self._subscriptions.pop(turn.number, None)
             self._give_up(turn)
 
@@ -255,7 +257,7 @@ class EngineLoop:
 
 
 class _Subscription:
-    """Who listens to a turn, and how much of it they have been told."""
+    """A turn's subscriber, and how much of the turn it has received."""
 
     __slots__ = ("_input_sent", "_sent", "_subscriber", "_turn", "open")
 
@@ -264,7 +266,7 @@ class _Subscription:
         self._subscriber = subscriber
         self._sent = 0
         self._input_sent = False
-        self.open = False  # whoever has started the turn has been answered
+        self.open = False  # set once the command that started the turn is answered
 
     def publish(self) -> None:
         turn = self._turn
@@ -278,13 +280,13 @@ class _Subscription:
         self._subscriber(Delta(tokens, text, turn.delivered, turn.result, logprobs, scores))
 
     def refuse(self, error: TenutoError) -> None:
-        with suppress(Exception):  # if nobody is there, nobody is told
+        with suppress(Exception):  # the reader is gone
             self._subscriber(error)
 
 
 class _Command(Generic[T]):
-    """Work for the engine's thread, and where its result goes. With an `announcer` it shows what sessions are, and is
-    not carried out while changes cannot be acknowledged, unless it `ends` something."""
+    """Work for the engine's thread, and the future for its result. With an `announcer` it shows the state of sessions,
+    and is refused while changes cannot be acknowledged, unless it `ends` something."""
 
     def __init__(
         self,
@@ -304,10 +306,10 @@ class _Command(Generic[T]):
         return self._announcer is not None
 
     def run(self, engine: Engine) -> Tell:
-        """Do the work; what is returned tells what came of it. Raises `InvariantError` if the engine is broken, before
-        or by this."""
+        """Run the work. Calling what this returns sets the future. Raises `InvariantError` if the engine is, or has
+        become, inconsistent."""
         if not self._future.set_running_or_notify_cancel():
-            return _nobody_asks
+            return _nothing_to_tell
         if self._announcer is not None and self._announcer.failure is not None and not self._ends:
             return partial(self._tell, None, NotAcknowledged(str(self._announcer.failure)))
         try:
@@ -317,10 +319,10 @@ class _Command(Generic[T]):
         except InvariantError as error:
             self._future.set_exception(EngineStopped("the engine stopped", detail=str(error)))
             raise
-        except Exception as error:  # noqa: BLE001 - a mistake in the work; go on if memory is sound
+        except Exception as error:  # noqa: BLE001 - a bug in the work; continue if memory is sound
             self._future.set_exception(error)
             engine.audit()
-            return _nobody_asks
+            return _nothing_to_tell
 
     def _tell(self, result: T | None, error: TenutoError | None, refusal: TenutoError | None) -> None:
         failure = refusal or error
@@ -334,5 +336,5 @@ class _Command(Generic[T]):
             self._future.set_exception(error)
 
 
-def _nobody_asks(_: TenutoError | None) -> None:
-    """There is nothing to tell any more, or never was."""
+def _nothing_to_tell(_: TenutoError | None) -> None:
+    """The future is cancelled or already set."""

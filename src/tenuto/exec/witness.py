@@ -69,9 +69,18 @@ def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
     return token
 
 
-def _advance(states: Hashes, tokens: npt.NDArray[np.int64]) -> Hashes:
+def _advance(states: Hashes, tokens: Longs) -> Hashes:
     mixed = (states ^ (tokens + 1).astype(np.uint64)) * np.uint64(MULTIPLIER)
     return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
+
+
+def _follows(hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Where in pages, [pages, page_size] read one after the other, a slot's hash follows from the one before and its
+    token. Pages at `beginnings` begin a history."""
+    before = np.empty_like(hashes)
+    before.reshape(-1)[1:] = hashes.reshape(-1)[:-1]
+    before[beginnings, 0] = START
+    return np.asarray(_advance(before, tokens) == hashes, np.bool_)
 
 
 @dataclass(slots=True)
@@ -225,8 +234,7 @@ class WitnessExecutor:
             if new.masked or new.logprobs is not None:
                 self._asking[row] = new
         starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
-        rows = plan.rows.astype(np.int64)
-        tokens = plan.tokens.astype(np.int64)
+        rows, tokens = plan.rows.astype(np.int64), plan.tokens.astype(np.int64)
         by_reference = tokens == PREVIOUS_SAMPLE
         tokens[by_reference] = self._last[np.repeat(rows, counts)[by_reference]]
         states = self._read(plan, rows, starts)
@@ -263,9 +271,7 @@ class WitnessExecutor:
 
     def _read(self, plan: Plan, rows: Longs, starts: Longs) -> Hashes:
         """The hash of each row's history before its first token, read and verified in every group."""
-        found: list[Hashes] = []
-        for i, group in enumerate(self._paged):
-            found.append(self._read_pages(i, self._spec.groups[group], rows, starts))
+        found = [self._read_pages(i, self._spec.groups[g], rows, starts) for i, g in enumerate(self._paged)]
         for moves, group in zip(plan.states, self._states, strict=True):
             found.append(self._read_states(group, moves.reads.astype(np.int64), starts))
         for other in found[1:]:
@@ -276,44 +282,43 @@ class WitnessExecutor:
         return found[0].copy()
 
     def _read_pages(self, index: int, group: GroupSpec, rows: Longs, starts: Longs) -> Hashes:
-        size, table = self._spec.page_size, self._tables[index]
-        hashes, tokens = self._slots[self._paged[index]]
-        first = np.zeros_like(starts) if group.kind is Kind.FULL else np.maximum(0, starts - group.window + 1)
-        if not self._verify:
-            first = np.maximum(first, starts - 1)
-        width = int((starts - first).max())
-        result = np.full(len(rows), START, np.uint64)
-        if width == 0:
-            if group.kind is Kind.SLIDING and (starts > 0).any():
-                raise InvariantError("a window of one token says nothing about the history; use at least two")
+        """As `_read`, in one group. Every row reads the pages of its own history or window, however long those of
+        others are."""
+        kind, reach = group.kind.value, group.window - 1 if group.kind is Kind.SLIDING else starts
+        first = np.maximum(0, starts - (reach if self._verify else np.minimum(reach, 1)))
+        if ((first == starts) & (starts > 0)).any():
+            raise InvariantError("a window of one token says nothing about the history; use at least two")
+        result, reading = np.full(len(rows), START, np.uint64), np.flatnonzero(starts > 0)
+        if not len(reading):
             return result
-        positions = starts[:, None] - width + np.arange(width)  # right-aligned: the last column is the token before
-        valid = positions >= first[:, None]
-        inside = np.maximum(positions, 0)
-        pages = table[rows[:, None], inside // size]
-        if (valid & (pages == LOST)).any():
-            raise InvariantError(
-                f"{group.kind.value}: a row's page table was lost in a failed step, and not told again"
-            )
-        slots = np.maximum(pages, 0) * size + inside % size
-        seen, read = hashes[slots], tokens[slots]
-        if self._trusting:
-            return np.where(starts > 0, seen[:, -1], np.uint64(START))
-        if (valid & (read == NEVER)).any():
-            raise InvariantError(f"{group.kind.value}: a row reads a slot that was never written")
-        before = np.concatenate([np.full((len(rows), 1), START, np.uint64), seen[:, :-1]], axis=1)
-        before[positions == 0] = START
-        follows = _advance(before, read) == seen
-        linked = valid & (np.arange(width) > 0) & (positions > first[:, None])
-        linked |= valid & (positions == 0)
-        if (linked & ~follows).any():
-            row, column = np.argwhere(linked & ~follows)[0]
-            raise InvariantError(
-                f"{group.kind.value}: row {rows[row]} computing from {starts[row]} reads at position "
-                f"{positions[row, column]} what does not follow from the position before"
-            )
-        has_history = starts > 0
-        result[has_history] = seen[has_history, -1]
+        rows, starts, first = rows[reading], starts[reading], first[reading]
+        size = self._spec.page_size
+        leading = first // size
+        counts = (starts - 1) // size + 1 - leading  # pages
+        ends = np.cumsum(counts)
+        owner = np.repeat(np.arange(len(rows)), counts)
+        numbers = np.arange(ends[-1]) - np.repeat(ends - counts - leading, counts)
+        pages = self._tables[index][rows[owner], numbers]
+        if (pages == LOST).any():
+            raise InvariantError(f"{kind}: a row's page table was lost in a failed step, and not told again")
+        hashes, tokens = (stored.reshape(-1, size)[pages] for stored in self._slots[self._paged[index]])
+        if not self._trusting:
+            columns = np.arange(size)
+            skipped = np.zeros(hashes.shape, bool)  # before or behind what the row reads
+            skipped[ends - counts] = columns < (first % size)[:, None]
+            skipped[ends - 1] |= columns > ((starts - 1) % size)[:, None]
+            if ((tokens == NEVER) & ~skipped).any():
+                raise InvariantError(f"{kind}: a row reads a slot that was never written")
+            skipped[ends - counts, first % size] |= first > 0  # a window begins here: what came before is not read
+            wrong = ~skipped & ~_follows(hashes, tokens, beginnings=numbers == 0)
+            if wrong.any():
+                page, column = np.argwhere(wrong)[0]
+                row = owner[page]
+                raise InvariantError(
+                    f"{kind}: row {rows[row]} computing from {starts[row]} reads at position "
+                    f"{numbers[page] * size + column} what does not follow from the position before"
+                )
+        result[reading] = hashes[ends - 1, (starts - 1) % size]
         return result
 
     def _read_states(self, group: int, reads: Longs, starts: Longs) -> Hashes:
