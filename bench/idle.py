@@ -1,0 +1,79 @@
+"""What a server costs that nobody talks to: `python -m bench.idle [SESSIONS]`.
+
+From the start of the process to the first token of a first turn, with kernels compiled before; then `SESSIONS` sessions
+take a turn each and rest, and the CPU time of both processes is measured over some seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from bench.server import Processes, resident, server
+
+SESSIONS = 1000
+SETTLE_SECONDS = 3.0
+SECONDS = 20.0
+AT_ONCE = 32
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far, in the kernel's unit of a hundredth or so."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def fill(url: str, sessions: int) -> None:
+    """Open sessions, each with a turn."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(http: httpx.AsyncClient, number: int) -> None:
+        async with places:
+            session = (await http.post("/v1/sessions", json={})).json()["id"]
+            body = {"input": [number % 1000] * 8, "max_new_tokens": 1, "stream": False}
+            (await http.post(f"/v1/sessions/{session}/turns", json=body)).raise_for_status()
+
+    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+        await asyncio.gather(*(one(http, number) for number in range(sessions)))
+
+
+def first_token(url: str) -> None:
+    """A turn of one token."""
+    session = httpx.post(f"{url}/v1/sessions", json={}).json()["id"]
+    body = {"input": [1, 2, 3], "max_new_tokens": 1, "stream": False}
+    httpx.post(f"{url}/v1/sessions/{session}/turns", json=body, timeout=60).raise_for_status()
+
+
+def idle_cost(processes: Processes) -> None:
+    """Measure both processes while nothing happens."""
+    time.sleep(SETTLE_SECONDS)
+    pids = {"edge": processes.edge, "engine": processes.engine}
+    before, began = {name: cpu_seconds(pid) for name, pid in pids.items()}, time.monotonic()
+    time.sleep(SECONDS)
+    passed = time.monotonic() - began
+    for name, pid in pids.items():
+        share = (cpu_seconds(pid) - before[name]) / passed
+        print(f"  {name:6}  {100 * share:.2f} % of a core, {resident(pid):.0f} MB")
+
+
+def main() -> None:
+    """Run from the command line."""
+    sessions = int(sys.argv[1]) if len(sys.argv) > 1 else SESSIONS
+    began = time.monotonic()
+    with server("smollm2", 2048) as processes:
+        first_token(processes.url)
+        print(f"start to first token: {time.monotonic() - began:.2f} s")
+        print("idle without sessions")
+        idle_cost(processes)
+        asyncio.run(fill(processes.url, sessions))
+        print(f"idle with {sessions} sessions")
+        idle_cost(processes)
+
+
+if __name__ == "__main__":
+    main()
