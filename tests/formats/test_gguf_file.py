@@ -68,6 +68,17 @@ def test_a_file_cut_short_anywhere_is_refused(whole: Path) -> None:
             GgufFile(cut)
 
 
+def test_a_tensor_without_elements_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("none", np.zeros((0, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"tensor 'none' of type F32 has shape \(0, 32\)"):
+        GgufFile(tmp_path / "m.gguf")
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_file_is_read_or_refused_but_never_crashes(whole: Path, damage: list[tuple[int, int]]) -> None:

@@ -92,7 +92,7 @@ class GgufFile:
         start = -(-self._at // alignment) * alignment
         for name, kind, shape, offset in headers:
             elements, size = GGML_QUANT_SIZES[kind]
-            if not shape or shape[-1] % elements:
+            if not shape or 0 in shape or shape[-1] % elements:
                 raise ValueError(f"tensor {name!r} of type {kind.name} has shape {shape}")
             count = math.prod(shape) // elements * size
             data = self._bytes[start + offset : start + offset + count]

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from tenuto.base.errors import ModelError
-from tenuto.kernels.native.library import Matrix, Model, Op, OpKind
-from tenuto.kernels.native.pack import LANES, QUANTIZED, Arena, PanelKind, pack_bfloat16, pack_quantized
+from tenuto.kernels.native.blocks import FORMATS
+from tenuto.kernels.native.library import Matrix, Model, Op, OpKind, PanelKind
+from tenuto.kernels.native.pack import LANES, Arena, pack_bfloat16, pack_quantized
 from tenuto.models.config import ModelConfig
 from tenuto.models.rope import frequencies
 from tenuto.models.weights import StoredWeight, without_place, wrong_shape
@@ -113,14 +114,9 @@ class NativeLlama:
     def _matrices(self, outputs: dict[str, int], inputs: int) -> list[Matrix]:
         """Matrices that are multiplied with the same input, so that all are quantized or none is."""
         stored = [self._take(name, (n, inputs)) for name, n in outputs.items()]
-        if not self._plain and all(weight.kind.name in QUANTIZED for weight in stored):
-            return [self._quantized(weight) for weight in stored]
+        if not self._plain and all(weight.kind in FORMATS for weight in stored):
+            return [pack_quantized(weight.data.numpy(), weight.kind, self._arena) for weight in stored]
         return [self._bfloat16(weight) for weight in stored]
-
-    def _quantized(self, stored: StoredWeight) -> Matrix:
-        kind = QUANTIZED[stored.kind.name]
-        blocks = stored.data.view(stored.shape[0], stored.shape[1] // 32, -1).numpy()
-        return pack_quantized(blocks, kind, self._arena)
 
     def _bfloat16(self, stored: StoredWeight) -> Matrix:
         bits = stored.decode().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)

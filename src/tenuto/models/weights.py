@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
@@ -70,6 +72,7 @@ _QUANTISED: dict[GGMLQuantizationType, tuple[int, Callable[[torch.Tensor], torch
     GGMLQuantizationType.Q4_1: (20, _q4_1),
     GGMLQuantizationType.Q8_0: (34, _q8_0),
 }
+_BY_THE_PACKAGE = tuple(getattr(GGMLQuantizationType, name) for name in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -82,12 +85,16 @@ def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int,
     """Decode a tensor of GGML type `kind`: float32 of `shape`, or, of a plain type, as it is.
 
     `data` is uint8 [bytes], the raw little-endian bytes. Equals `gguf.quants.dequantize` bit for bit. Raises
-    `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1. Layout of the blocks: `ggml-common.h`.
+    `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K. Layout of the
+    blocks: `ggml-common.h`.
     """
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).view(shape)
+    if kind in _BY_THE_PACKAGE:
+        with np.errstate(all="ignore"):  # scales may be anything in a damaged file
+            return torch.from_numpy(gguf.quants.dequantize(data.numpy().reshape(shape[0], -1), kind)).view(shape)
     if kind not in _QUANTISED:
-        names = ", ".join(k.name for k in (*_PLAIN, *_QUANTISED))
+        names = ", ".join(k.name for k in (*_PLAIN, *_QUANTISED, *_BY_THE_PACKAGE))
         raise ModelError(f"GGUF tensors of type {kind.name} are not supported; supported: {names}")
     size, decode_blocks = _QUANTISED[kind]
     return decode_blocks(data.view(-1, size)).view(shape)

@@ -24,6 +24,17 @@ class OpKind(IntEnum):
     LOGITS = 7
 
 
+class PanelKind(IntEnum):
+    """How a panel's weights are stored."""
+
+    NIBBLES = 0
+    NIBBLES_MIN = 1
+    BYTES = 2
+    FIVES_MIN = 3
+    PAIRS = 4
+    SIXES = 5
+
+
 class Matrix(ctypes.Structure):
     """A weight matrix in panels."""
 

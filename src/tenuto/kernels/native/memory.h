@@ -43,7 +43,7 @@ public:
   void resize(int tokens, int columns) {
     int64_t cells = (int64_t)round_up(tokens, 2 * LANES) * round_up(columns, BLOCK), blocks = cells / BLOCK;
     values_.resize(cells * sizeof(Half) + 64), fine_.resize(cells + 64);
-    scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64);
+    scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64), low_sums_.resize(blocks * 4 + 64);
   }
   Input view(int columns, bool quantized) const {
     return {round_up(columns, BLOCK) / BLOCK,
@@ -52,9 +52,10 @@ public:
             fine_.as<int8_t>(),
             scales_.as<float>(),
             sums_.as<float>(),
+            low_sums_.as<float>(),
             values_.as<Half>()};
   }
 
 private:
-  Memory values_, fine_, scales_, sums_;
+  Memory values_, fine_, scales_, sums_, low_sums_;
 };
