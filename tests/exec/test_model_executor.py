@@ -35,7 +35,7 @@ def files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(params=["torch", "auto"])
 def kernels(request: pytest.FixtureRequest) -> str:
-    """What computes: plain PyTorch in float32, or the best native kernels of this machine, with bfloat16 weights."""
+    """What computes: plain PyTorch in float32, or the best native kernels here, with bfloat16 keys and values."""
     return request.param
 
 

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from tenuto.kernels.native.blocks import FORMATS
 from tenuto.kernels.native.build import SOURCES, VARIANTS, Machine
 from tenuto.kernels.native.library import Matrix, PanelKind
-from tenuto.kernels.native.pack import Arena, pack_quantized
+from tenuto.kernels.native.pack import Arena, pack_floats, pack_quantized
 from tests.models.quantize import quantize
 
 HERE = Machine.this()
@@ -28,6 +28,9 @@ LAYOUTS: dict[PanelKind, tuple[int, int | None]] = {
 """Vectors of a block, and what its minimum is in scales, unless it has one of its own."""
 EXACT = {Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0}
 
+needs_avx512 = pytest.mark.skipif(
+    HERE.compiler is None or "avx512_bf16" not in HERE.variants(), reason="no compiler, or no AVX-512 with bfloat16"
+)
 every_kind = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
 
 
@@ -112,17 +115,28 @@ def unpack_all(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
     return ctypes.CDLL(str(made)).unpack_all
 
 
-@every_kind
-@pytest.mark.skipif(HERE.compiler is None or "avx512_bf16" not in HERE.variants(), reason="AVX-512 or a compiler lacks")
-def test_what_tiles_are_given_are_the_panels_weights_as_bfloat16(unpack_all: Callable[..., int], kind: Kind) -> None:
-    data, arena = encoded(kind), Arena()
-    matrix = pack_quantized(data, kind, arena)
+def unpacked(unpack_all: Callable[..., int], matrix: Matrix, arena: Arena) -> np.ndarray:
     out = arena.array((matrix.panels * BLOCKS * 1024,))
     unpack_all(ctypes.byref(matrix), ctypes.c_void_p(out.ctypes.data))
     pairs = out.view(np.uint16).reshape(matrix.panels, INPUTS // 2, 16, 2).astype(np.uint32) << 16
-    found = pairs.view(np.float32).transpose(0, 2, 1, 3).reshape(-1, INPUTS)[:OUTPUTS]
-    exact = weights_of(matrix)
+    return pairs.view(np.float32).transpose(0, 2, 1, 3).reshape(-1, INPUTS)[:OUTPUTS]
+
+
+@every_kind
+@needs_avx512
+def test_what_tiles_are_given_are_the_panels_weights_as_bfloat16(unpack_all: Callable[..., int], kind: Kind) -> None:
+    data, arena = encoded(kind), Arena()
+    matrix = pack_quantized(data, kind, arena)
+    found, exact = unpacked(unpack_all, matrix, arena), weights_of(matrix)
     assert (np.abs(found - exact) <= np.abs(exact) * 2**-8 + np.abs(exact).max(axis=1, keepdims=True) * 2**-16).all()
+
+
+@needs_avx512
+def test_so_are_those_of_float16(unpack_all: Callable[..., int]) -> None:
+    values, arena = np.random.default_rng(1).standard_normal((OUTPUTS, INPUTS)).astype(np.float16), Arena()
+    matrix = pack_floats([values.view(np.uint16)], OUTPUTS, INPUTS, PanelKind.FLOAT16, arena)
+    found = unpacked(unpack_all, matrix, arena)
+    assert (np.abs(found - values) <= np.abs(values) * 2**-8).all()
 
 
 def test_a_damaged_block_gives_some_weights_but_no_error() -> None:

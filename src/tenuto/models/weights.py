@@ -30,6 +30,11 @@ class StoredWeight:
         rows = tensor.contiguous().view(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
         return cls(_KINDS[tensor.dtype], tuple(tensor.shape), rows.view(torch.uint8))
 
+    def rows(self, first: int, last: int) -> StoredWeight:
+        """Outputs `first` up to `last`, or to the end, of a matrix."""
+        data = self.data[first:last]
+        return StoredWeight(self.kind, (len(data), *self.shape[1:]), data)
+
     def decode(self) -> torch.Tensor:
         """In the stored element type, or as float32 if that is quantized. Raises `ModelError` as `dequantize`."""
         return dequantize(self.data.reshape(-1), self.kind, self.shape)

@@ -33,6 +33,8 @@ class PanelKind(IntEnum):
     FIVES_MIN = 3
     PAIRS = 4
     SIXES = 5
+    FLOAT32 = 6
+    FLOAT16 = 7
 
 
 class Matrix(ctypes.Structure):
@@ -55,7 +57,7 @@ class Op(ctypes.Structure):
     _fields_ = (
         ("kind", c_int32),
         ("layer", c_int32),
-        ("quantize", c_int32),
+        ("reader", c_int32),
         ("epsilon", c_float),
         ("norm", c_void_p),
         ("first", Matrix),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from tenuto.kernels.native.blocks import FORMATS, Blocks
 from tenuto.kernels.native.library import Matrix, PanelKind
 
 Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 LANES = 16
 BLOCK = 32
@@ -104,16 +106,21 @@ def _fill(panels: Bytes, blocks: Blocks) -> None:
             np.copyto(place.reshape(-1, count, LANES), halves.reshape(-1, LANES, count).transpose(0, 2, 1))
 
 
-def pack_bfloat16(weights: npt.NDArray[np.uint16], arena: Arena) -> Matrix:
-    """`weights` is [outputs, inputs], each the bits of a bfloat16."""
-    outputs, inputs = weights.shape
-    panels, blocks = -(-outputs // LANES), -(-inputs // BLOCK)
-    padded = np.zeros((panels * LANES, blocks * BLOCK), np.uint16)
-    padded[:outputs, :inputs] = weights
-    packed = arena.array((panels, blocks * BLOCK * LANES * 2))
-    target = packed.view(np.uint16).reshape(panels, blocks * BLOCK // 2, LANES, 2)
-    np.copyto(target, padded.reshape(panels, LANES, -1, 2).transpose(0, 2, 1, 3))
-    return _matrix(PanelKind.PAIRS, outputs, inputs, packed)
+def pack_floats(rows: Iterable[Words], outputs: int, inputs: int, kind: PanelKind, arena: Arena) -> Matrix:
+    """`rows` are the bits of the matrix, in pieces of some outputs, [some, inputs] each: a multiple of 16 of them, but
+    for the last piece. They are uint32 for `FLOAT32` and uint16 for the other kinds of floats."""
+    item, together = (4, 1) if kind is PanelKind.FLOAT32 else (2, 2 if kind is PanelKind.PAIRS else 1)
+    panels, columns = -(-outputs // LANES), -(-inputs // BLOCK) * BLOCK
+    packed = arena.array((panels, columns * LANES * item))
+    lanes = packed.view(np.dtype(f"u{item}")).reshape(panels, columns // together, LANES, together)
+    done = 0
+    for piece in rows:
+        count = -(-len(piece) // LANES)
+        padded = np.zeros((count * LANES, columns), piece.dtype)
+        padded[: len(piece), :inputs] = piece
+        np.copyto(lanes[done : done + count], padded.reshape(count, LANES, -1, together).transpose(0, 2, 1, 3))
+        done += count
+    return _matrix(kind, outputs, inputs, packed)
 
 
 def _matrix(kind: PanelKind, outputs: int, inputs: int, packed: Bytes) -> Matrix:

@@ -1,5 +1,5 @@
 // Products by tiles (AMX), of bfloat16: quantized weights are unpacked first. For a few rows that takes longer than
-// reading them, and `takes_quants` leaves those to products of quants. A tile of inputs is 16 rows, one of weights 16
+// reading them, and `form_for` leaves those to the other products. A tile of inputs is 16 rows, one of weights 16
 // outputs.
 namespace tiles {
 
@@ -87,13 +87,23 @@ static void unpack_panel(const uint8_t *panel, int blocks, int from, int to, uin
   }
 }
 
+// The same with a panel of FLOAT16.
+static void unpack_halves(const uint8_t *panel, int from, int to, uint8_t *out, const uint8_t *next) {
+  for (const uint8_t *p = panel + from * 1024; p < panel + to * 1024; p += 64, out += 64, next += 64) {
+    __builtin_prefetch(next);
+    _mm512_store_si512(out, rounded_pair((__m512)half_to_float(p), (__m512)half_to_float(p + 32)));
+  }
+}
+
 // Where blocks `from` up to `to` of a panel are as PAIRS: in `out`, unless they are stored so.
 static const uint8_t *unpack(const Matrix &w, const uint8_t *panel, int blocks, int from, int to, uint8_t *out,
                              const uint8_t *next) {
-  if (!quantized(w))
+  if (w.kind == PAIRS)
     return panel + (int64_t)from * 1024;
   by_kind(w.kind, [&](auto kind) {
-    if constexpr (kind != PAIRS)
+    if constexpr (kind == FLOAT16)
+      unpack_halves(panel, from, to, out, next);
+    else if constexpr (kind != PAIRS && kind != FLOAT32)
       unpack_panel<decltype(kind)::value>(panel, blocks, from, to, out, next);
   });
   return out;
