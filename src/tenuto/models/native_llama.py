@@ -126,7 +126,7 @@ class NativeLlama:
         if self._plain:
             return [self._floats(weight, PanelKind.PAIRS) for weight in stored]
         if kinds <= FORMATS.keys():
-            return [pack_quantized(weight.data.numpy(), weight.kind, self._arena) for weight in stored]
+            return [pack_quantized(weight.read().numpy(), weight.kind, self._arena) for weight in stored]
         kind = _PANELS.get(stored[0].kind, PanelKind.FLOAT32) if len(kinds) == 1 else PanelKind.FLOAT32
         return [self._floats(weight, kind) for weight in stored]
 
@@ -134,7 +134,7 @@ class NativeLlama:
         dtype, bits = _DTYPES[kind]
         outputs, inputs = stored.shape
         step = max(1, _AT_ONCE // (LANES * inputs)) * LANES
-        pieces = (stored.rows(first, first + step).decode().to(dtype) for first in range(0, outputs, step))
+        pieces = (piece.to(dtype) for piece in stored.decode_rows(step))
         return pack_floats((piece.view(bits).numpy() for piece in pieces), outputs, inputs, kind, self._arena)
 
 

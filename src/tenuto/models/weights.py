@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import gguf
@@ -15,29 +15,32 @@ from tenuto.base.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A tensor of GGML type `kind` and `shape`, (outputs, inputs) for a matrix. `data` is uint8, the raw little-endian
-    bytes: [outputs, bytes an output] for a matrix, [1, bytes] for a vector."""
+    """A tensor of GGML type `kind` and `shape`, (outputs, inputs) for a matrix.
+
+    `read` returns its raw little-endian bytes, uint8: [outputs, bytes an output] for a matrix, [1, bytes] for a vector.
+    They are mapped from the file each time, so that they take memory only as long as they are used. It raises
+    `ModelError`.
+    """
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
-    data: torch.Tensor
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> StoredWeight:
-        """A tensor of floats. Raises `ModelError` for other element types."""
-        if tensor.dtype not in _KINDS:
-            raise ModelError(f"tensors of {tensor.dtype} are not supported; supported: {', '.join(map(str, _KINDS))}")
-        rows = tensor.contiguous().view(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
-        return cls(_KINDS[tensor.dtype], tuple(tensor.shape), rows.view(torch.uint8))
-
-    def rows(self, first: int, last: int) -> StoredWeight:
-        """Outputs `first` up to `last`, or to the end, of a matrix."""
-        data = self.data[first:last]
-        return StoredWeight(self.kind, (len(data), *self.shape[1:]), data)
+    read: Callable[[], torch.Tensor]
 
     def decode(self) -> torch.Tensor:
         """In the stored element type, or as float32 if that is quantized. Raises `ModelError` as `dequantize`."""
-        return dequantize(self.data.reshape(-1), self.kind, self.shape)
+        return dequantize(self.read().reshape(-1), self.kind, self.shape)
+
+    def decode_rows(self, count: int) -> Iterator[torch.Tensor]:
+        """The same in pieces of `count` outputs."""
+        data = self.read()
+        for first in range(0, len(data), count):
+            rows = data[first : first + count]
+            yield dequantize(rows.reshape(-1), self.kind, (len(rows), *self.shape[1:]))
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """What `StoredWeight.read` returns of a tensor."""
+    return tensor.contiguous().view(tensor.shape[0] if tensor.dim() > 1 else 1, -1).view(torch.uint8)
 
 
 def _halves(blocks: torch.Tensor) -> torch.Tensor:
@@ -83,7 +86,8 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_KINDS = {dtype: kind for kind, dtype in _PLAIN.items()}
+FLOATS = {kind.name: kind for kind in _PLAIN}
+"""The types that are not quantized, by names that safetensors files use, too."""
 
 
 def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:
