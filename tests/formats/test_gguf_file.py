@@ -79,6 +79,14 @@ def test_a_tensor_without_elements_is_refused(tmp_path: Path) -> None:
         GgufFile(tmp_path / "m.gguf")
 
 
+def test_a_tensor_of_a_file_that_was_cut_meanwhile_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    tensor = GgufFile(path).tensor("two")
+    path.write_bytes(path.read_bytes()[: tensor.start])
+    with pytest.raises(ModelError, match="can no longer be read"):
+        tensor.data()
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_file_is_read_or_refused_but_never_crashes(whole: Path, damage: list[tuple[int, int]]) -> None:

@@ -46,10 +46,8 @@ def _q4_1(blocks: Bytes) -> Blocks:
 
 
 def _q5_0(blocks: Bytes) -> Blocks:
-    scales = _half(blocks, 0)
-    return Blocks(
-        np.concatenate((blocks[..., 6:], _fifths(blocks[..., 2:6])), axis=-1), scales, scales * np.float16(-16)
-    )
+    quants, scales = np.concatenate((blocks[..., 6:], _fifths(blocks[..., 2:6])), axis=-1), _half(blocks, 0)
+    return Blocks(quants, scales, scales * np.float16(-16))
 
 
 def _q5_1(blocks: Bytes) -> Blocks:

@@ -19,8 +19,6 @@ LANES = 16
 BLOCK = 32
 _CHUNK_BYTES = 2**25
 _AT_ONCE = 2**20  # bytes of a file that are packed at once, so that all on the way stays in the cache
-
-
 _BLOCK_BYTES = {
     PanelKind.NIBBLES: 16 + 2,
     PanelKind.NIBBLES_MIN: 16 + 4,
