@@ -35,7 +35,7 @@ def files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(params=["torch", "auto"])
 def kernels(request: pytest.FixtureRequest) -> str:
-    """What computes: plain PyTorch in float32, or the best native kernels of this machine, with bfloat16 weights."""
+    """What computes: plain PyTorch in float32, or the best native kernels here, with bfloat16 keys and values."""
     return request.param
 
 
@@ -73,7 +73,7 @@ def test_the_memory_spec_counts_all_layers_keys_and_values(executor: ModelExecut
 def test_random_mixed_batches_give_the_logits_of_each_sequence_alone(
     model: LlamaForCausalLM, driver: Driver, kernels: str
 ) -> None:
-    tolerance = 2e-4 if kernels == "torch" else 2.0  # logits reach 40; bfloat16 has 8 bits
+    tolerance = 2e-4 if kernels == "torch" else 1.0  # logits reach 40; bfloat16 has 8 bits
     rng = np.random.default_rng(5)
     texts = [text(70, seed) for seed in range(5)]
     with torch.inference_mode():

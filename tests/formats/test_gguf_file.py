@@ -45,7 +45,7 @@ def test_metadata_and_tensors_read_as_in_the_gguf_package(whole: Path) -> None:
     named = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
     assert ours.metadata == named
     for tensor in theirs.tensors:
-        assert np.array_equal(ours.tensors[tensor.name].data, tensor.data.reshape(-1).view(np.uint8))
+        assert np.array_equal(ours.tensors[tensor.name].data(), tensor.data.reshape(-1).view(np.uint8))
         assert ours.tensors[tensor.name].shape == tensor.data.shape
 
 
@@ -66,6 +66,25 @@ def test_a_file_cut_short_anywhere_is_refused(whole: Path) -> None:
         cut.write_bytes(data[:size])
         with pytest.raises(ModelError, match="not a readable GGUF file"):
             GgufFile(cut)
+
+
+def test_a_tensor_without_elements_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("none", np.zeros((0, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"tensor 'none' of type F32 has shape \(0, 32\)"):
+        GgufFile(tmp_path / "m.gguf")
+
+
+def test_a_tensor_of_a_file_that_was_cut_meanwhile_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    tensor = GgufFile(path).tensor("two")
+    path.write_bytes(path.read_bytes()[: tensor.start])
+    with pytest.raises(ModelError, match="can no longer be read"):
+        tensor.data()
 
 
 @settings(max_examples=300, deadline=None)

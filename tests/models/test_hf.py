@@ -114,6 +114,13 @@ def test_missing_unknown_and_misshapen_tensors_are_named(directory: Path) -> Non
         load(directory)
 
 
+def test_tensors_of_other_types_are_refused(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {"model.norm.weight": torch.zeros(96, dtype=torch.float64)}, file)
+    with pytest.raises(ModelError, match=r"'model\.norm\.weight'.*is of type F64; supported: F32, F16, BF16"):
+        load(directory)
+
+
 def test_tensors_that_repeat_the_configuration_are_skipped(directory: Path) -> None:
     file = directory / "model.safetensors"
     repeated = {

@@ -1,12 +1,17 @@
 """Small random Llama models, made with transformers, as Hugging Face directories and as GGUF files."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.models.quantize import quantize
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -63,11 +68,12 @@ def save_hf(directory: Path, model: LlamaForCausalLM, shard_bytes: int = 10**9) 
 def save_gguf(
     path: Path,
     model: LlamaForCausalLM,
-    stored: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    stored: Kind = Kind.F32,
+    others: Mapping[str, Kind] = MappingProxyType({}),
     **metadata: tuple[str, Any],
 ) -> Path:
-    """Write the model as llama.cpp's converter does, matrices as `stored`. `metadata` values are (key, value) pairs to
-    add."""
+    """Write the model as llama.cpp's converter does, matrices as `stored`, or as `others` says for parts such as
+    `ffn_down`. `metadata` values are (key, value) pairs to add."""
     c: Any = model.config  # its fields may be missing in other models
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(c.num_hidden_layers)
@@ -91,10 +97,9 @@ def save_gguf(
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         values = _interleaved(name, tensor.numpy(), c)
-        if values.ndim == 2 and stored is not gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
-        else:
-            writer.add_tensor(_gguf_name(name), values)
+        own = _gguf_name(name)
+        kind = others.get(own.split(".")[-2], stored) if values.ndim == 2 else Kind.F32
+        writer.add_tensor(own, values if kind is Kind.F32 else quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,12 +15,13 @@ from tenuto.text.tokenizer import Tokenizer
 class ModelOptions(EngineOptions, total=False):
     """How to run a model, besides the engine's options, which are the fields of `tenuto.base.config.EngineConfig`.
 
-    `device` is `cpu` (the default), `cuda` or another PyTorch device. `dtype` is `float32` (the default on a CPU),
-    `bfloat16` (the default elsewhere) or `float16`. `memory_bytes` is the memory for model state, by default enough for
-    two turns of the whole context. `page_size` is the number of token slots per page. `kernels` is `auto` (the
-    default), which takes the best available for the device; `amx`, `avx512_bf16`, `avx512` or `avx2`, the native
-    kernels for CPUs; or `torch`, plain PyTorch. `journal` is a file in which committed sessions survive the process; an
-    engine that is given it later goes on with them.
+    `device` is `cpu` (the default), `cuda` or another PyTorch device. `dtype` is `float32`, `bfloat16` or `float16`; by
+    default native kernels take weights as they are stored, and PyTorch computes in float32 on a CPU and in bfloat16
+    elsewhere. `memory_bytes` is the memory for model state, by default enough for two turns of the whole context.
+    `page_size` is the number of token slots per page. `kernels` is `auto` (the default), which takes the best available
+    for the device; `amx`, `avx512_bf16`, `avx512` or `avx2`, the native kernels for CPUs; or `torch`, plain PyTorch.
+    `journal` is a file in which committed sessions survive the process; an engine that is given it later goes on with
+    them.
     """
 
     device: str

@@ -20,7 +20,10 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 MODELS = "smollm2, a .gguf file, a Hugging Face directory or a hub id."
 Model = Annotated[str, typer.Option(help=MODELS)]
 ServedModel = Annotated[str, typer.Option("--model", "--model-path", help=MODELS)]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; native kernels take weights as they are stored if not given."),
+]
 ContextLength = Annotated[int | None, typer.Option(help="In tokens; the model's if not given.")]
 Kernels = Annotated[
     str, typer.Option(help="What computes: auto, amx, avx512_bf16, avx512, avx2 (all for CPUs) or torch.")

@@ -38,8 +38,8 @@ def load_executor(
 ) -> ModelExecutor:
     """Read a model and make an executor for it, not yet prepared.
 
-    `dtype` is one of `DTYPES`. `None` is, with native kernels, quantized weights as they are stored and bfloat16 for
-    others; without them float32 on a CPU, and elsewhere bfloat16. `kernels` is one of `KERNELS`; native ones are
+    `dtype` is one of `DTYPES`. `None` is, with native kernels, weights as they are stored; without them float32 on a
+    CPU, and elsewhere bfloat16. `kernels` is one of `KERNELS`; native ones are
     compiled into `cache`; without it there are none. `say` is told before kernels are compiled, which takes some
     seconds, and why plain PyTorch computes if it was not asked for. Raises `ModelError` for the files and `ConfigError`
     for what cannot be used together.

@@ -37,12 +37,26 @@ _SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """An encoded tensor. `shape` is slowest first, so (outputs, inputs) for a matrix; the file has the opposite order.
-    `data` is uint8 [bytes], mapped from the file."""
+    """An encoded tensor, `size` bytes from byte `start` of a file. `shape` is slowest first, so (outputs, inputs) for a
+    matrix; the file has the opposite order."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
-    data: npt.NDArray[np.uint8]
+    path: Path
+    start: int
+    size: int
+
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The bytes, uint8 [size], mapped from the file until the array is dropped. Raises `ModelError`."""
+        try:
+            return _mapped(self.path, self.start, self.size)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.path} can no longer be read ({error}); fetch it again") from error
+
+
+def _mapped(path: Path, start: int = 0, size: int | None = None) -> npt.NDArray[np.uint8]:
+    # Copy-on-write, so that torch may look at the bytes without a copy; the file is never written.
+    return np.memmap(path, dtype=np.uint8, mode="c", offset=start, shape=size)
 
 
 class GgufFile:
@@ -54,9 +68,7 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
-            # Copy-on-write, so that torch may look at the bytes without a copy; the file is never written.
-            self._bytes = np.memmap(path, dtype=np.uint8, mode="c")
-            self._view = self._bytes.data
+            self._view = _mapped(path).data
             self._at = 0
             self._read()
         except (OSError, ValueError, struct.error, KeyError) as error:
@@ -92,13 +104,12 @@ class GgufFile:
         start = -(-self._at // alignment) * alignment
         for name, kind, shape, offset in headers:
             elements, size = GGML_QUANT_SIZES[kind]
-            if not shape or shape[-1] % elements:
+            if not shape or 0 in shape or shape[-1] % elements:
                 raise ValueError(f"tensor {name!r} of type {kind.name} has shape {shape}")
             count = math.prod(shape) // elements * size
-            data = self._bytes[start + offset : start + offset + count]
-            if len(data) != count:
+            if start + offset + count > len(self._view):
                 raise ValueError(f"it ends within tensor {name!r}")
-            self.tensors[name] = GgufTensor(kind, shape, data)
+            self.tensors[name] = GgufTensor(kind, shape, self.path, start + offset, count)
 
     def _tensor_header(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         """Name, type, shape and offset in the data section."""

@@ -19,8 +19,8 @@ def _decode(tensor: GgufTensor) -> torch.Tensor:
 
 
 def _stored(tensor: GgufTensor) -> StoredWeight:
-    data = torch.from_numpy(tensor.data).view(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
-    return StoredWeight(tensor.kind, tensor.shape, data)
+    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+    return StoredWeight(tensor.kind, tensor.shape, lambda: torch.from_numpy(tensor.data()).view(rows, -1))
 
 
 _TOP = {
@@ -80,8 +80,12 @@ def _halves_layout(stored: StoredWeight, heads: int) -> StoredWeight:
     rows = stored.shape[0]
     if rows % (2 * heads):
         raise ModelError(f"a projection of {rows} rows does not divide among {heads} heads; fetch the file again")
-    pairs = stored.data.view(heads, rows // heads // 2, 2, -1)
-    return replace(stored, data=pairs.transpose(1, 2).reshape(stored.data.shape))
+
+    def read() -> torch.Tensor:
+        data = stored.read()
+        return data.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(data.shape)
+
+    return replace(stored, read=read)
 
 
 def _config(file: GgufFile) -> ModelConfig:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from tenuto.base.errors import ModelError
 from tenuto.models.config import SUPPORTED, ModelConfig, linear_divisors, llama3_divisors
-from tenuto.models.weights import StoredWeight
+from tenuto.models.weights import FLOATS, StoredWeight, raw
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 _SINGLE = "model.safetensors"
@@ -29,13 +31,10 @@ class HfCheckpoint:
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """See `Checkpoint.weights`."""
         for file in self._files():
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118 - not a mapping: it cannot be iterated itself
-                        if not self._derived(name):
-                            yield name, StoredWeight.of(opened.get_tensor(name))
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{file} is missing or damaged ({error}); fetch the model again") from error
+            with _opened(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping: it cannot be iterated itself
+                    if not self._derived(name):
+                        yield name, _stored(file, name, opened.get_slice(name))
 
     def _files(self) -> list[Path]:
         index = self._directory / _INDEX
@@ -47,6 +46,26 @@ class HfCheckpoint:
     def _derived(self, name: str) -> bool:
         """Whether a tensor repeats what the configuration says: old files store frequencies, some a tied head."""
         return name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} is missing or damaged ({error}); fetch the model again") from error
+
+
+def _stored(file: Path, name: str, described: Any) -> StoredWeight:
+    def read() -> torch.Tensor:
+        with _opened(file) as opened:
+            return raw(opened.get_tensor(name))
+
+    kind = described.get_dtype()
+    if kind not in FLOATS:
+        raise ModelError(f"tensor {name!r} of {file} is of type {kind}; supported: {', '.join(FLOATS)}")
+    return StoredWeight(FLOATS[kind], tuple(described.get_shape()), read)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 
-import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from tenuto.base.errors import ModelError
-from tenuto.kernels.native.library import Matrix, Model, Op, OpKind
-from tenuto.kernels.native.pack import LANES, QUANTIZED, Arena, PanelKind, pack_bfloat16, pack_quantized
+from tenuto.kernels.native.blocks import FORMATS
+from tenuto.kernels.native.library import Matrix, Model, Op, OpKind, PanelKind
+from tenuto.kernels.native.pack import LANES, Arena, pack_floats, pack_quantized
 from tenuto.models.config import ModelConfig
 from tenuto.models.rope import frequencies
 from tenuto.models.weights import StoredWeight, without_place, wrong_shape
 
+_PANELS = {Kind.F32: PanelKind.FLOAT32, Kind.F16: PanelKind.FLOAT16, Kind.BF16: PanelKind.PAIRS}
+_DTYPES = {
+    PanelKind.FLOAT32: (torch.float32, torch.uint32),
+    PanelKind.FLOAT16: (torch.float16, torch.uint16),
+    PanelKind.PAIRS: (torch.bfloat16, torch.uint16),
+}
+"""The elements of a panel, and what has their bits."""
+_AT_ONCE = 2**20  # weights that are decoded at once
 MAX_HEAD_DIM = 1024
 """What `forward.cpp` has room for."""
 
@@ -31,8 +40,8 @@ def obstacle(config: ModelConfig) -> str | None:
 
 
 class NativeLlama:
-    """A model's weights in panels, and the operations of its forward pass. Quantized weights stay as they are stored;
-    others are bfloat16, as all are with `plain`."""
+    """A model's weights in panels, and the operations of its forward pass. Weights stay as they are stored, or become
+    bfloat16 with `plain`; matrices that are multiplied together and differ become float32."""
 
     def __init__(
         self, config: ModelConfig, weights: Iterable[tuple[str, StoredWeight]], page_size: int, *, plain: bool = False
@@ -87,16 +96,16 @@ class NativeLlama:
         return [
             self._norm(OpKind.NORM, layer, f"{prefix}input_layernorm.weight", q),
             Op(OpKind.QKV, layer, first=q, second=k, third=v),
-            Op(OpKind.ATTEND, layer, _quantized(output)),
+            Op(OpKind.ATTEND, layer, output.kind),
             Op(OpKind.ADD, layer, first=output),
             self._norm(OpKind.NORM, layer, f"{prefix}post_attention_layernorm.weight", gate),
-            Op(OpKind.GATED, layer, _quantized(down), first=gate, second=up),
+            Op(OpKind.GATED, layer, down.kind, first=gate, second=up),
             Op(OpKind.ADD, layer, first=down),
         ]
 
     def _norm(self, kind: OpKind, layer: int, name: str, reader: Matrix) -> Op:
         weights = self._vector(name, self.config.hidden)
-        return Op(kind, layer, _quantized(reader), epsilon=self.config.norm_eps, norm=weights)
+        return Op(kind, layer, reader.kind, epsilon=self.config.norm_eps, norm=weights)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         if name not in self._weights:
@@ -111,25 +120,23 @@ class NativeLlama:
         return self._arena.floats(self._take(name, (length,)).decode().float().numpy())
 
     def _matrices(self, outputs: dict[str, int], inputs: int) -> list[Matrix]:
-        """Matrices that are multiplied with the same input, so that all are quantized or none is."""
+        """Matrices that are multiplied with the same input, so that all are quantized or all are of the same floats."""
         stored = [self._take(name, (n, inputs)) for name, n in outputs.items()]
-        if not self._plain and all(weight.kind.name in QUANTIZED for weight in stored):
-            return [self._quantized(weight) for weight in stored]
-        return [self._bfloat16(weight) for weight in stored]
+        kinds = {weight.kind for weight in stored}
+        if self._plain:
+            return [self._floats(weight, PanelKind.PAIRS) for weight in stored]
+        if kinds <= FORMATS.keys():
+            return [pack_quantized(weight.read().numpy(), weight.kind, self._arena) for weight in stored]
+        kind = _PANELS.get(stored[0].kind, PanelKind.FLOAT32) if len(kinds) == 1 else PanelKind.FLOAT32
+        return [self._floats(weight, kind) for weight in stored]
 
-    def _quantized(self, stored: StoredWeight) -> Matrix:
-        kind = QUANTIZED[stored.kind.name]
-        blocks = stored.data.view(stored.shape[0], stored.shape[1] // 32, -1).numpy()
-        return pack_quantized(blocks, kind, self._arena)
-
-    def _bfloat16(self, stored: StoredWeight) -> Matrix:
-        bits = stored.decode().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-        return pack_bfloat16(bits, self._arena)
+    def _floats(self, stored: StoredWeight, kind: PanelKind) -> Matrix:
+        dtype, bits = _DTYPES[kind]
+        outputs, inputs = stored.shape
+        step = max(1, _AT_ONCE // (LANES * inputs)) * LANES
+        pieces = (piece.to(dtype) for piece in stored.decode_rows(step))
+        return pack_floats((piece.view(bits).numpy() for piece in pieces), outputs, inputs, kind, self._arena)
 
 
 def _array(ops: list[Op]) -> ctypes.Array[Op]:
     return (Op * len(ops))(*ops)
-
-
-def _quantized(matrix: Matrix) -> int:
-    return int(matrix.kind != PanelKind.PAIRS)

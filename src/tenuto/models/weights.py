@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
@@ -13,24 +15,32 @@ from tenuto.base.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A tensor of GGML type `kind` and `shape`, (outputs, inputs) for a matrix. `data` is uint8, the raw little-endian
-    bytes: [outputs, bytes an output] for a matrix, [1, bytes] for a vector."""
+    """A tensor of GGML type `kind` and `shape`, (outputs, inputs) for a matrix.
+
+    `read` returns its raw little-endian bytes, uint8: [outputs, bytes an output] for a matrix, [1, bytes] for a vector.
+    They are mapped from the file each time, so that they take memory only as long as they are used. It raises
+    `ModelError`.
+    """
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
-    data: torch.Tensor
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> StoredWeight:
-        """A tensor of floats. Raises `ModelError` for other element types."""
-        if tensor.dtype not in _KINDS:
-            raise ModelError(f"tensors of {tensor.dtype} are not supported; supported: {', '.join(map(str, _KINDS))}")
-        rows = tensor.contiguous().view(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
-        return cls(_KINDS[tensor.dtype], tuple(tensor.shape), rows.view(torch.uint8))
+    read: Callable[[], torch.Tensor]
 
     def decode(self) -> torch.Tensor:
         """In the stored element type, or as float32 if that is quantized. Raises `ModelError` as `dequantize`."""
-        return dequantize(self.data.reshape(-1), self.kind, self.shape)
+        return dequantize(self.read().reshape(-1), self.kind, self.shape)
+
+    def decode_rows(self, count: int) -> Iterator[torch.Tensor]:
+        """The same in pieces of `count` outputs."""
+        data = self.read()
+        for first in range(0, len(data), count):
+            rows = data[first : first + count]
+            yield dequantize(rows.reshape(-1), self.kind, (len(rows), *self.shape[1:]))
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """What `StoredWeight.read` returns of a tensor."""
+    return tensor.contiguous().view(tensor.shape[0] if tensor.dim() > 1 else 1, -1).view(torch.uint8)
 
 
 def _halves(blocks: torch.Tensor) -> torch.Tensor:
@@ -70,24 +80,30 @@ _QUANTISED: dict[GGMLQuantizationType, tuple[int, Callable[[torch.Tensor], torch
     GGMLQuantizationType.Q4_1: (20, _q4_1),
     GGMLQuantizationType.Q8_0: (34, _q8_0),
 }
+_BY_THE_PACKAGE = tuple(getattr(GGMLQuantizationType, name) for name in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_KINDS = {dtype: kind for kind, dtype in _PLAIN.items()}
+FLOATS = {kind.name: kind for kind in _PLAIN}
+"""The types that are not quantized, by names that safetensors files use, too."""
 
 
 def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:
     """Decode a tensor of GGML type `kind`: float32 of `shape`, or, of a plain type, as it is.
 
     `data` is uint8 [bytes], the raw little-endian bytes. Equals `gguf.quants.dequantize` bit for bit. Raises
-    `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1. Layout of the blocks: `ggml-common.h`.
+    `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K. Layout of the
+    blocks: `ggml-common.h`.
     """
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).view(shape)
+    if kind in _BY_THE_PACKAGE:
+        with np.errstate(all="ignore"):  # scales may be anything in a damaged file
+            return torch.from_numpy(gguf.quants.dequantize(data.numpy().reshape(shape[0], -1), kind)).view(shape)
     if kind not in _QUANTISED:
-        names = ", ".join(k.name for k in (*_PLAIN, *_QUANTISED))
+        names = ", ".join(k.name for k in (*_PLAIN, *_QUANTISED, *_BY_THE_PACKAGE))
         raise ModelError(f"GGUF tensors of type {kind.name} are not supported; supported: {names}")
     size, decode_blocks = _QUANTISED[kind]
     return decode_blocks(data.view(-1, size)).view(shape)

@@ -27,9 +27,9 @@ extern "C" {
 //   ATTEND: B = attention of the queries.           ADD: x += B times first.
 //   GATED: B = silu(A times first) * (A times second).
 //   SELECT: as NORM, only for tokens whose logits are wanted.    LOGITS: A times first.
-// `quantize` says whether the A or B that an operation makes is for a quantized matrix.
+// `reader` is the kind of the matrices that the A or B that an operation makes is multiplied with.
 struct TenutoOp {
-  int32_t kind, layer, quantize;
+  int32_t kind, layer, reader;
   float epsilon;
   const float *norm;
   Matrix first, second, third;
@@ -228,9 +228,8 @@ private:
     return step_->starts[row] + token - firsts_[row];
   }
 
-  // Whether the input of a product is in quants, and whether what an operation makes for the next is.
-  bool is_quantized(const Matrix &w) const { return quantized(w) && takes_quants(step_->tokens_count); }
-  bool will_be_quantized(const TenutoOp &op) const { return op.quantize && takes_quants(step_->tokens_count); }
+  // What all tokens are for products with a matrix of such a kind.
+  Form form(int kind) const { return form_for(kind, step_->tokens_count); }
 
   void carry_out(const TenutoOp &op, int member) {
     switch (op.kind) {
@@ -274,7 +273,7 @@ private:
   }
 
   void norm(const TenutoOp &op, const Member &member, int count, const int32_t *which) {
-    Input to = a_.view(model_.hidden, op.quantize && takes_quants(count));
+    Input to = a_.view(model_.hidden, form_for(op.reader, count));
     for (int i; (i = team_.take(member.number, count)) >= 0;) {
       const float *from = x(which ? which[i] : i);
       f32x16 squares = {};
@@ -306,7 +305,7 @@ private:
   }
 
   void add(const TenutoOp &op, Member &member) {
-    Input from = b_.view(op.first.inputs, is_quantized(op.first));
+    Input from = b_.view(op.first.inputs, form(op.first.kind));
     share(op.first, 2, from, step_->tokens_count, member, [&](int panel, int count, int first, int last) {
       const float *values = member.products.as<float>();
       for (int p = panel; p < panel + count; p++) {
@@ -320,7 +319,7 @@ private:
   }
 
   void gated(const TenutoOp &op, Member &member) {
-    Input from = a_.view(model_.hidden, is_quantized(op.first)), to = b_.view(op.first.outputs, will_be_quantized(op));
+    Input from = a_.view(model_.hidden, form(op.first.kind)), to = b_.view(op.first.outputs, form(op.reader));
     for (int block; (block = team_.take(member.number, to.blocks)) >= 0;) {
       int panels = std::min(2, op.first.panels - 2 * block);
       for (int first = 0; first < step_->tokens_count; first += ROWS_AT_ONCE) {
@@ -343,7 +342,7 @@ private:
 
   void project(const TenutoOp &op, Member &member) {
     int dim = model_.head_dim, panels = dim / LANES, keys = model_.heads, values = keys + model_.kv_heads;
-    Input from = a_.view(model_.hidden, is_quantized(op.first));
+    Input from = a_.view(model_.hidden, form(op.first.kind));
     for (int head; (head = team_.take(member.number, values + model_.kv_heads)) >= 0;) {
       const Matrix &w = head < keys ? op.first : head < values ? op.second : op.third;
       int own = head < keys ? head : head < values ? head - keys : head - values;
@@ -395,7 +394,7 @@ private:
     const TenutoStep &step = *step_;
     const int dim = model_.head_dim, group = model_.heads / model_.kv_heads;
     const float scale = 1.0f / sqrtf((float)dim);
-    Input to = b_.view(attention_width(), will_be_quantized(op));
+    Input to = b_.view(attention_width(), form(op.reader));
     for (int i; (i = team_.take(member.number, (int)tasks_.size())) >= 0;) {
       const AttentionTask &task = tasks_[i];
       std::vector<QueryRow> &rows = member.rows;
@@ -458,7 +457,7 @@ private:
   }
 
   void logits(const TenutoOp &op, Member &member) {
-    Input from = a_.view(model_.hidden, quantized(op.first) && takes_quants(step_->outputs_count));
+    Input from = a_.view(model_.hidden, form_for(op.first.kind, step_->outputs_count));
     share(op.first, 4, from, step_->outputs_count, member, [&](int panel, int count, int first, int last) {
       const float *values = member.products.as<float>();
       for (int p = panel; p < panel + count; p++)

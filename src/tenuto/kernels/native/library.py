@@ -24,6 +24,19 @@ class OpKind(IntEnum):
     LOGITS = 7
 
 
+class PanelKind(IntEnum):
+    """How a panel's weights are stored."""
+
+    NIBBLES = 0
+    NIBBLES_MIN = 1
+    BYTES = 2
+    FIVES_MIN = 3
+    PAIRS = 4
+    SIXES = 5
+    FLOAT32 = 6
+    FLOAT16 = 7
+
+
 class Matrix(ctypes.Structure):
     """A weight matrix in panels."""
 
@@ -44,7 +57,7 @@ class Op(ctypes.Structure):
     _fields_ = (
         ("kind", c_int32),
         ("layer", c_int32),
-        ("quantize", c_int32),
+        ("reader", c_int32),
         ("epsilon", c_float),
         ("norm", c_void_p),
         ("first", Matrix),

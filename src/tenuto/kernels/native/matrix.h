@@ -12,15 +12,28 @@ constexpr int PREFETCHED = 24576; // bytes, into the second cache; scales and th
 constexpr int ROWS_AT_ONCE = 256; // of the input in one product
 
 // How a matrix is stored. The quantized kinds hold w = scale * q + minimum, a scale a block of 32 inputs:
-//   NIBBLES: q of 4 bits, minimum = -8 scale.      NIBBLES_MIN: with a minimum of its own.
-//   BYTES: q of 8 bits, minimum = -128 scale.      BYTES_MIN: with a minimum of its own.
-//   PAIRS: bfloat16.
-enum Kind : int32_t { NIBBLES = 0, NIBBLES_MIN = 1, BYTES = 2, BYTES_MIN = 3, PAIRS = 4 };
+//   NIBBLES: q of 4 bits, minimum = -8 scale.      NIBBLES_MIN: q of 4 bits, with a minimum of its own.
+//   BYTES: q of 8 bits, minimum = -128 scale.      FIVES_MIN: q of 5 bits, with a minimum of its own.
+//   SIXES: q of 6 bits, minimum = -32 scale, a scale for each half of a block.
+// The others: PAIRS, bfloat16; FLOAT32; FLOAT16.
+enum Kind : int32_t {
+  NIBBLES = 0,
+  NIBBLES_MIN = 1,
+  BYTES = 2,
+  FIVES_MIN = 3,
+  PAIRS = 4,
+  SIXES = 5,
+  FLOAT32 = 6,
+  FLOAT16 = 7
+};
 
 // `outputs` by `inputs`, both padded with zeros to 16 and 32. Panel p, at data + p * stride, holds outputs 16 p ...,
 // block after block of its inputs: NIBBLES 4 vectors (lane n, byte i of vector j: low half q[4 j + i], high half q[16 +
-// 4 j + i] of output n), BYTES 8 vectors (q[4 j + i]), PAIRS 16 vectors (lane n: w[2 j], w[2 j + 1]). Behind them the
-// quantized kinds have float16 scales [blocks][16], and those with minima float16 minima [blocks][16].
+// 4 j + i] of output n), BYTES 8 vectors (q[4 j + i]), PAIRS 16 vectors (lane n: w[2 j], w[2 j + 1]), FLOAT32 and
+// FLOAT16 32 vectors (w[j]). FIVES_MIN and SIXES are NIBBLES and then what is above four bits: one vector (lane n, byte
+// i, bit j: of q[4 j + i]), or two (vector h, bits 2 j and 2 j + 1: of q[16 h + 4 j + i]). Behind all blocks the
+// quantized kinds have float16 scales [blocks][16], of SIXES those of first halves, and then float16 minima, or scales
+// of second halves, [blocks][16].
 struct Matrix {
   int32_t kind, outputs, inputs, panels;
   int64_t stride;
@@ -28,11 +41,11 @@ struct Matrix {
   const float *bias; // [panels * 16], or null
 };
 
-INLINE bool quantized(const Matrix &w) { return w.kind != PAIRS; }
-// Whether so many rows are quantized for products with quantized matrices; with tiles only if they are few.
-INLINE bool takes_quants(int rows) { return !TENUTO_AMX || rows < 4; }
+constexpr bool of_floats(int kind) { return kind == FLOAT32 || kind == FLOAT16; }
 constexpr bool of_nibbles(int kind) { return kind == NIBBLES || kind == NIBBLES_MIN; }
-constexpr bool with_minima(int kind) { return kind == NIBBLES_MIN || kind == BYTES_MIN; }
+constexpr bool with_minima(int kind) { return kind == NIBBLES_MIN || kind == FIVES_MIN; }
+constexpr int bits_of(int kind) { return of_nibbles(kind) ? 4 : kind == FIVES_MIN ? 5 : kind == SIXES ? 6 : 8; }
+constexpr int scales_a_block(int kind) { return kind == SIXES ? 2 : 1; }
 // Call `use` with the kind as a constant.
 template <class Use> INLINE void by_kind(int kind, Use use) {
   switch (kind) {
@@ -42,27 +55,45 @@ template <class Use> INLINE void by_kind(int kind, Use use) {
     return use(std::integral_constant<int, NIBBLES_MIN>());
   case BYTES:
     return use(std::integral_constant<int, BYTES>());
-  case BYTES_MIN:
-    return use(std::integral_constant<int, BYTES_MIN>());
+  case FIVES_MIN:
+    return use(std::integral_constant<int, FIVES_MIN>());
+  case SIXES:
+    return use(std::integral_constant<int, SIXES>());
+  case FLOAT32:
+    return use(std::integral_constant<int, FLOAT32>());
+  case FLOAT16:
+    return use(std::integral_constant<int, FLOAT16>());
   default:
     return use(std::integral_constant<int, PAIRS>());
   }
 }
-constexpr int block_bytes(int kind) { return kind == PAIRS ? 1024 : of_nibbles(kind) ? 256 : 512; }
+constexpr int block_bytes(int kind) {
+  return kind == FLOAT32 ? 2048 : kind == PAIRS || kind == FLOAT16 ? 1024 : 64 * bits_of(kind);
+}
+
+// What rows are for a product: bfloat16 (or `Half`), quants, or float.
+enum class Form { HALVES, QUANTS, FLOATS };
+// For a matrix of such a kind. With tiles many rows are multiplied as bfloat16, except with float.
+constexpr Form form_for(int kind, int rows) {
+  if (kind == PAIRS || (TENUTO_AMX && rows >= 4 && kind != FLOAT32))
+    return Form::HALVES;
+  return of_floats(kind) ? Form::FLOATS : Form::QUANTS;
+}
 
 // Quants of the input of 8 bits, or, where few rows are computed by quants and the memory is slower than that, of 15
 // bits: 128 * quants + fine.
 constexpr bool FINE = TENUTO_AMX;
 
 // Rows that matrices are multiplied with, in tiles of 16 rows and blocks of 32 columns: `quants` and `fine` int8
-// [rows / 16][blocks][16][32] with float `scales` and `sums` (scale times the sum of the block's quants)
-// [rows / 16][blocks][16]; or `halves` [rows / 16][blocks][16][32].
+// [rows / 16][blocks][16][32] with float `scales`, `sums` (scale times the sum of the block's quants) and `low_sums`
+// (of its first 16) [rows / 16][blocks][16]; or `halves` or `floats` [rows / 16][blocks][16][32].
 struct Input {
   int blocks;
-  bool quantized;
+  Form form;
   int8_t *quants, *fine;
-  float *scales, *sums;
+  float *scales, *sums, *low_sums;
   Half *halves;
+  float *floats;
 
   int64_t place(int row, int block) const { return ((int64_t)(row / LANES) * blocks + block) * LANES + row % LANES; }
 
@@ -70,9 +101,14 @@ struct Input {
   // 127 * 128 if they are fine.
   void set(int row, int block, f32x16 a, f32x16 b) const {
     int64_t at = place(row, block);
-    if (!quantized) {
+    if (form == Form::HALVES) {
       store_halves(halves + at * BLOCK, a);
       store_halves(halves + at * BLOCK + LANES, b);
+      return;
+    }
+    if (form == Form::FLOATS) {
+      store(floats + at * BLOCK, a);
+      store(floats + at * BLOCK + LANES, b);
       return;
     }
     float highest = highest16(max16(max16(a, -a), max16(b, -b)));
@@ -89,27 +125,32 @@ struct Input {
     store(quants + at * BLOCK + 16, to_bytes(coarse_b));
     scales[at] = scale;
     sums[at] = scale * sum16(to_float(qa + qb));
+    low_sums[at] = scale * sum16(to_float(qa));
   }
 };
 
 struct Scales {
   f32x16 scale, minimum;
 };
-// For the quants as `Dot` takes them.
-template <int KIND> INLINE Scales scales_of(const uint8_t *behind, int blocks, int block) {
-  constexpr float offset = of_nibbles(KIND) ? 0 : OFFSET, zero = of_nibbles(KIND) ? 8 : 128;
-  const f32x16 scale = half_to_float(behind + (int64_t)block * 32);
+// Of a block, or of one half of it, for the quants as `Dot` takes them.
+template <int KIND> INLINE Scales scales_of(const uint8_t *behind, int blocks, int block, int half = 0) {
+  constexpr float offset = KIND == BYTES ? OFFSET : 0, zero = 1 << (bits_of(KIND) - 1);
+  const f32x16 scale = half_to_float(behind + (int64_t)(half * blocks + block) * 32);
   if (with_minima(KIND))
-    return {scale, half_to_float(behind + (int64_t)(blocks + block) * 32) + scale * offset};
+    return {scale, half_to_float(behind + (int64_t)(blocks + block) * 32)};
   return {scale, scale * (offset - zero)};
 }
 
 // Quants 4 j, 4 j + 1, ... of a block of each output, in bytes.
 template <int KIND> INLINE u32x16 quads(const uint8_t *block, int j) {
-  if (!of_nibbles(KIND))
+  if (KIND == BYTES)
     return load<u32x16>(block + 64 * j);
-  const u32x16 both = load<u32x16>(block + 64 * (j % 4));
-  return (j < 4 ? both : both >> 4) & 0x0F0F0F0Fu;
+  const u32x16 both = load<u32x16>(block + 64 * (j % 4)), low = (j < 4 ? both : both >> 4) & 0x0F0F0F0Fu;
+  if (KIND == FIVES_MIN)
+    return low | (load<u32x16>(block + 256) >> j & 0x01010101u) << 4;
+  if (KIND == SIXES)
+    return low | (load<u32x16>(block + 256 + 64 * (j / 4)) >> 2 * (j % 4) & 0x03030303u) << 4;
+  return low;
 }
 
 // acc + the product of a block of a quantized panel with one input row's block. Every kernel below sums in this order,
@@ -122,7 +163,7 @@ INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float qua
 // ROWS rows of one tile of the input, from row `from` of it, times a panel.
 template <int KIND, int ROWS>
 static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
-  constexpr bool SMALL = of_nibbles(KIND);
+  constexpr int BITS = bits_of(KIND), PARTS = scales_a_block(KIND);
   const int blocks = x.blocks;
   const uint8_t *behind = panel + (int64_t)blocks * block_bytes(KIND);
   int64_t at = (int64_t)tile * blocks * LANES + from;
@@ -132,23 +173,27 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
     const uint8_t *block = panel + (int64_t)b * block_bytes(KIND);
     for (int i = 0; i < block_bytes(KIND) + 64; i += 64, ahead += 64)
       __builtin_prefetch(ahead, 0, 2);
-    Dot dots[ROWS], fine[ROWS];
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+      Dot dots[ROWS], fine[ROWS];
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
-      const u32x16 w = quads<KIND>(block, j);
+      for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j++) {
+        const u32x16 w = quads<KIND>(block, j);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+          dots[r].template add<BITS>(w, x.quants + (at + r) * BLOCK + 4 * j);
+          if (FINE)
+            fine[r].template add<BITS>(w, x.fine + (at + r) * BLOCK + 4 * j);
+        }
+      }
+      const Scales s = scales_of<KIND>(behind, blocks, b, part);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
-        dots[r].template add<SMALL>(w, x.quants + (at + r) * BLOCK + 4 * j);
-        if (FINE)
-          fine[r].template add<SMALL>(w, x.fine + (at + r) * BLOCK + 4 * j);
+        const i32x16 sum = dots[r].template total<BITS>();
+        const float first = PARTS > 1 ? x.low_sums[at + r] : x.sums[at + r];
+        acc[r] = add_block(acc[r], FINE ? (sum << 7) + fine[r].template total<BITS>() : sum, s, x.scales[at + r],
+                           part ? x.sums[at + r] - first : first);
       }
-    }
-    const Scales s = scales_of<KIND>(behind, blocks, b);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) {
-      const i32x16 sum = dots[r].template total<SMALL>();
-      acc[r] = add_block(acc[r], FINE ? (sum << 7) + fine[r].template total<SMALL>() : sum, s, x.scales[at + r],
-                         x.sums[at + r]);
     }
   }
 #pragma GCC unroll 16
@@ -178,10 +223,37 @@ template <int ROWS> static void pair_rows(const uint8_t *panel, const Input &x, 
     store(out + r * LANES, even[r] + odd[r]);
 }
 
+// The same with weights of 32 or 16 bits, each of which becomes a float.
+template <int KIND, int ROWS>
+static void float_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+  constexpr int64_t BYTES_A_VECTOR = block_bytes(KIND) / BLOCK;
+  auto weights = [](const uint8_t *p) { return KIND == FLOAT32 ? load<f32x16>(p) : half_to_float(p); };
+  int64_t at = (int64_t)tile * x.blocks * LANES + from;
+  f32x16 even[ROWS] = {}, odd[ROWS] = {};
+  for (int b = 0; b < x.blocks; b++, at += LANES) {
+    for (int j = 0; j < BLOCK; j += 2, panel += 2 * BYTES_A_VECTOR) {
+      for (int i = 0; i < 2 * BYTES_A_VECTOR; i += 64)
+        __builtin_prefetch(panel + PREFETCHED + i, 0, 2);
+      const f32x16 first = weights(panel), second = weights(panel + BYTES_A_VECTOR);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        const float *values = x.floats + (at + r) * BLOCK + j;
+        even[r] += first * values[0];
+        odd[r] += second * values[1];
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+    store(out + r * LANES, even[r] + odd[r]);
+}
+
 template <int KIND, int ROWS>
 INLINE void some_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
   if constexpr (KIND == PAIRS)
     pair_rows<ROWS>(panel, x, tile, from, out);
+  else if constexpr (of_floats(KIND))
+    float_rows<KIND, ROWS>(panel, x, tile, from, out);
   else
     quantized_rows<KIND, ROWS>(panel, x, tile, from, out);
 }
@@ -211,7 +283,7 @@ template <int KIND> static void panel_product(const uint8_t *panel, const Input 
 static void product(const Matrix &w, int panel, int count, const Input &x, int first, int last, float *out,
                     uint8_t *buffer) {
 #if TENUTO_AMX
-  if (!x.quantized) {
+  if (x.form == Form::HALVES) {
     tiles::product(w, panel, count, x, first, last, out, buffer);
     return;
   }
@@ -225,28 +297,33 @@ static void product(const Matrix &w, int panel, int count, const Input &x, int f
 INLINE int64_t buffer_bytes(int blocks) { return (int64_t)blocks * 2 * 1024; }
 
 // The weights of one output, float [inputs].
-static void weight_row(const Matrix &w, int output, float *to) {
-  int lane = output % LANES, blocks = (w.inputs + BLOCK - 1) / BLOCK;
-  const uint8_t *panel = w.data + (output / LANES) * w.stride, *behind = panel + (int64_t)blocks * block_bytes(w.kind);
-  for (int b = 0; b < blocks; b++) {
-    const uint8_t *at = panel + (int64_t)b * block_bytes(w.kind) + lane * 4;
+template <int KIND> static void weight_row(const uint8_t *panel, int lane, int inputs, float *to) {
+  const int blocks = (inputs + BLOCK - 1) / BLOCK;
+  const uint8_t *behind = panel + (int64_t)blocks * block_bytes(KIND);
+  for (int b = 0; b < blocks; b++, panel += block_bytes(KIND)) {
     float scale = 0, minimum = 0;
-    if (quantized(w)) {
-      scale = lane_of(half_to_float(behind + (int64_t)b * 32), lane);
-      minimum = with_minima(w.kind) ? lane_of(half_to_float(behind + (int64_t)(blocks + b) * 32), lane)
-                                    : scale * (of_nibbles(w.kind) ? -8.0f : -128.0f);
-    }
-    for (int k = 0; k < BLOCK && b * BLOCK + k < w.inputs; k++) {
-      float value;
-      if (w.kind == PAIRS) {
-        uint16_t half;
-        memcpy(&half, at + (k / 2) * 64 + (k % 2) * 2, 2);
-        value = float_of(half);
+    for (int k = 0; k < BLOCK && b * BLOCK + k < inputs; k++, to++) {
+      if (KIND == PAIRS) {
+        *to = float_of(load<uint16_t>(panel + (k / 2) * 64 + lane * 4 + (k % 2) * 2));
+      } else if (KIND == FLOAT32) {
+        *to = load<float>(panel + k * 64 + lane * 4);
+      } else if (KIND == FLOAT16) {
+        *to = lane_of(half_to_float(panel + k * 32), lane);
       } else {
-        int q = of_nibbles(w.kind) ? at[(k % 16 / 4) * 64 + k % 4] >> (k < 16 ? 0 : 4) & 15 : at[(k / 4) * 64 + k % 4];
-        value = scale * q + minimum;
+        if (k % (BLOCK / scales_a_block(KIND)) == 0) {
+          scale = lane_of(half_to_float(behind + (int64_t)(k / 16 * blocks + b) * 32), lane);
+          minimum = with_minima(KIND) ? lane_of(half_to_float(behind + (int64_t)(blocks + b) * 32), lane)
+                                      : scale * -(1 << (bits_of(KIND) - 1));
+        }
+        uint8_t quants[64];
+        store(quants, quads<KIND>(panel, k / 4));
+        *to = scale * quants[lane * 4 + k % 4] + minimum;
       }
-      to[b * BLOCK + k] = value;
     }
   }
+}
+
+static void weight_row(const Matrix &w, int output, float *to) {
+  const uint8_t *panel = w.data + (output / LANES) * w.stride;
+  by_kind(w.kind, [&](auto kind) { weight_row<decltype(kind)::value>(panel, output % LANES, w.inputs, to); });
 }

@@ -42,19 +42,21 @@ class OwnInput {
 public:
   void resize(int tokens, int columns) {
     int64_t cells = (int64_t)round_up(tokens, 2 * LANES) * round_up(columns, BLOCK), blocks = cells / BLOCK;
-    values_.resize(cells * sizeof(Half) + 64), fine_.resize(cells + 64);
-    scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64);
+    values_.resize(cells * sizeof(float) + 64), fine_.resize(cells + 64);
+    scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64), low_sums_.resize(blocks * 4 + 64);
   }
-  Input view(int columns, bool quantized) const {
+  Input view(int columns, Form form) const {
     return {round_up(columns, BLOCK) / BLOCK,
-            quantized,
+            form,
             values_.as<int8_t>(),
             fine_.as<int8_t>(),
             scales_.as<float>(),
             sums_.as<float>(),
-            values_.as<Half>()};
+            low_sums_.as<float>(),
+            values_.as<Half>(),
+            values_.as<float>()};
   }
 
 private:
-  Memory values_, fine_, scales_, sums_;
+  Memory values_, fine_, scales_, sums_, low_sums_;
 };

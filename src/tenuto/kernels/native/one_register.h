@@ -32,13 +32,13 @@ struct Dot {
   i32x16 sum = {};
 
   // Lane n: + the products of the four bytes w[4 n ...] and the four at `x`.
-  template <bool SMALL> void add(u32x16 w, const int8_t *x) {
+  template <int BITS> void add(u32x16 w, const int8_t *x) {
     int32_t quad;
     memcpy(&quad, x, 4);
     sum = (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(quad));
   }
-  template <bool SMALL> i32x16 total() const { return sum; }
+  template <int BITS> i32x16 total() const { return sum; }
 };
-constexpr int OFFSET = 0; // of weights that are not SMALL: what `add` takes off them
+constexpr int OFFSET = 0; // what `add` takes off weights of 8 bits
 
 constexpr int ROWS_A_PRODUCT = 8, ROWS_AN_ATTENTION = 6, VECTORS_OF_VALUES = 4; // that registers have room for

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import mmap
-from enum import IntEnum
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from tenuto.kernels.native.library import Matrix
+from tenuto.kernels.native.blocks import FORMATS, Blocks
+from tenuto.kernels.native.library import Matrix, PanelKind
 
 Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 LANES = 16
 BLOCK = 32
 _CHUNK_BYTES = 2**25
-
-
-class PanelKind(IntEnum):
-    """How a panel's weights are stored."""
-
-    NIBBLES = 0
-    NIBBLES_MIN = 1
-    BYTES = 2
-    BYTES_MIN = 3
-    PAIRS = 4
-
-
-QUANTIZED = {"Q4_0": PanelKind.NIBBLES, "Q4_1": PanelKind.NIBBLES_MIN, "Q8_0": PanelKind.BYTES}
-"""GGML types whose blocks of 32 weights become blocks of a panel as they are: nothing is rounded again."""
+_AT_ONCE = 2**20  # bytes of a file that are packed at once, so that all on the way stays in the cache
+_BLOCK_BYTES = {
+    PanelKind.NIBBLES: 16 + 2,
+    PanelKind.NIBBLES_MIN: 16 + 4,
+    PanelKind.BYTES: 32 + 2,
+    PanelKind.FIVES_MIN: 20 + 4,
+    PanelKind.SIXES: 24 + 4,
+}
+"""Of one output: quants, and scales and minima."""
 
 
 class Arena:
@@ -67,42 +65,60 @@ class Arena:
         self._chunks.append(np.frombuffer(mapped, np.uint8))
 
 
-def pack_quantized(blocks: Bytes, kind: PanelKind, arena: Arena) -> Matrix:
-    """`blocks` is uint8 [outputs, blocks, bytes a block], as in a GGUF file (layout: `ggml-common.h`)."""
-    outputs, count, _ = blocks.shape
-    nibbles, minima = kind in (PanelKind.NIBBLES, PanelKind.NIBBLES_MIN), kind is PanelKind.NIBBLES_MIN
-    head, vectors = (4 if minima else 2), (4 if nibbles else 8)
+def pack_quantized(data: Bytes, kind: GGMLQuantizationType, arena: Arena) -> Matrix:
+    """`data` is uint8 [outputs, bytes an output], as in a GGUF file; `kind` is one of `FORMATS`."""
+    stored, (weights, size) = FORMATS[kind], GGML_QUANT_SIZES[kind]
+    outputs, count = len(data), data.shape[1] // size * (weights // BLOCK)
     panels = -(-outputs // LANES)
-    data_bytes, scale_bytes = count * vectors * 64, count * LANES * 2
-    stride = -(-(data_bytes + scale_bytes * (2 if minima else 1)) // 64) * 64
-    packed = arena.array((panels, stride))
-    if outputs % LANES:
-        blocks = np.concatenate((blocks, np.zeros((-outputs % LANES, *blocks.shape[1:]), np.uint8)))
-    lanes = blocks.reshape(panels, LANES, count, -1)
-    quants = lanes[..., head:].reshape(panels, LANES, count, vectors, 4).transpose(0, 2, 3, 1, 4)
-    target = packed[:, :data_bytes].reshape(panels, count, vectors, LANES, 4)
-    np.copyto(target, quants)
-    if kind is PanelKind.BYTES:  # signed bytes, stored from 0 on
-        np.bitwise_xor(target, 0x80, out=target)
-    for i in range(2 if minima else 1):
-        at = data_bytes + i * scale_bytes
-        np.copyto(
-            packed[:, at : at + scale_bytes].reshape(panels, count, LANES, 2),
-            lanes[..., 2 * i : 2 * i + 2].transpose(0, 2, 1, 3),
-        )
-    return _matrix(kind, outputs, count * BLOCK, packed)
+    packed = arena.array((panels, _stride(stored.kind, count)))
+    step = max(1, _AT_ONCE // (LANES * data.shape[1]))
+    for first in range(0, panels, step):
+        rows = data[first * LANES : (first + step) * LANES]
+        if len(rows) % LANES:
+            rows = np.concatenate((rows, np.zeros((-len(rows) % LANES, rows.shape[1]), np.uint8)))
+        with np.errstate(all="ignore"):  # scales may be anything in a damaged file
+            blocks = stored.split(rows.reshape(len(rows), -1, size))
+        _fill(packed[first : first + step], blocks)
+    return _matrix(stored.kind, outputs, count * BLOCK, packed)
 
 
-def pack_bfloat16(weights: npt.NDArray[np.uint16], arena: Arena) -> Matrix:
-    """`weights` is [outputs, inputs], each the bits of a bfloat16."""
-    outputs, inputs = weights.shape
-    panels, blocks = -(-outputs // LANES), -(-inputs // BLOCK)
-    padded = np.zeros((panels * LANES, blocks * BLOCK), np.uint16)
-    padded[:outputs, :inputs] = weights
-    packed = arena.array((panels, blocks * BLOCK * LANES * 2))
-    target = packed.view(np.uint16).reshape(panels, blocks * BLOCK // 2, LANES, 2)
-    np.copyto(target, padded.reshape(panels, LANES, -1, 2).transpose(0, 2, 1, 3))
-    return _matrix(PanelKind.PAIRS, outputs, inputs, packed)
+def _stride(kind: PanelKind, count: int) -> int:
+    """Bytes of a quantized panel of `count` blocks."""
+    return -(-count * LANES * _BLOCK_BYTES[kind] // 64) * 64
+
+
+def _fill(panels: Bytes, blocks: Blocks) -> None:
+    """Put the blocks of 16 rows into each of `panels`."""
+    _, count, size = blocks.quants.shape
+    end = count * LANES * size
+    quads = blocks.quants.view(np.uint32).reshape(len(panels), LANES, count, size // 4).transpose(0, 2, 3, 1)
+    place = panels[:, :end].view(np.uint32).reshape(quads.shape)
+    if size == BLOCK:  # signed bytes, stored from 0 on
+        np.bitwise_xor(quads, 0x80808080, out=place)
+    else:
+        np.copyto(place, quads)
+    for i, halves in enumerate((blocks.scales, blocks.second)):
+        if halves is not None:
+            at = end + i * count * LANES * 2
+            place = panels[:, at : at + count * LANES * 2].view(np.float16)
+            np.copyto(place.reshape(-1, count, LANES), halves.reshape(-1, LANES, count).transpose(0, 2, 1))
+
+
+def pack_floats(rows: Iterable[Words], outputs: int, inputs: int, kind: PanelKind, arena: Arena) -> Matrix:
+    """`rows` are the bits of the matrix, in pieces of some outputs, [some, inputs] each: a multiple of 16 of them, but
+    for the last piece. They are uint32 for `FLOAT32` and uint16 for the other kinds of floats."""
+    item, together = (4, 1) if kind is PanelKind.FLOAT32 else (2, 2 if kind is PanelKind.PAIRS else 1)
+    panels, columns = -(-outputs // LANES), -(-inputs // BLOCK) * BLOCK
+    packed = arena.array((panels, columns * LANES * item))
+    lanes = packed.view(np.dtype(f"u{item}")).reshape(panels, columns // together, LANES, together)
+    done = 0
+    for piece in rows:
+        count = -(-len(piece) // LANES)
+        padded = np.zeros((count * LANES, columns), piece.dtype)
+        padded[: len(piece), :inputs] = piece
+        np.copyto(lanes[done : done + count], padded.reshape(count, LANES, -1, together).transpose(0, 2, 1, 3))
+        done += count
+    return _matrix(kind, outputs, inputs, packed)
 
 
 def _matrix(kind: PanelKind, outputs: int, inputs: int, packed: Bytes) -> Matrix:

@@ -1,5 +1,5 @@
 // Products by tiles (AMX), of bfloat16: quantized weights are unpacked first. For a few rows that takes longer than
-// reading them, and `takes_quants` leaves those to products of quants. A tile of inputs is 16 rows, one of weights 16
+// reading them, and `form_for` leaves those to the other products. A tile of inputs is 16 rows, one of weights 16
 // outputs.
 namespace tiles {
 
@@ -59,8 +59,7 @@ static void unpack_panel(const uint8_t *panel, int blocks, int from, int to, uin
   for (int b = from; b < to; b++, out += 1024) {
     for (int i = 0; i < block_bytes(KIND); i += 64, next += 64)
       __builtin_prefetch(next);
-    const Scales s = scales_of<KIND>(behind, blocks, b);
-    const __m512 scale = (__m512)(s.scale * unit), minimum = (__m512)(s.minimum - s.scale * unit);
+    __m512 scale, minimum;
     const __m512i mask = _mm512_set1_epi32(of_nibbles(KIND) ? 0x000F0000 : 0x007F8000);
     auto value = [&](__m512i bits) __attribute__((always_inline)) {
       return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, mask, one, 0xEA)), scale, minimum);
@@ -69,8 +68,12 @@ static void unpack_panel(const uint8_t *panel, int blocks, int from, int to, uin
                    __attribute__((always_inline)) { _mm512_store_si512(out + row * 64, rounded_pair(first, second)); };
     const uint8_t *from = panel + (int64_t)b * block_bytes(KIND);
 #pragma GCC unroll 8
-    for (int j = 0; j < block_bytes(KIND) / 64; j++) {
-      const __m512i x = _mm512_loadu_si512(from + 64 * j);
+    for (int j = 0; j < (of_nibbles(KIND) ? 4 : 8); j++) {
+      if (j % (8 / scales_a_block(KIND)) == 0) {
+        const Scales s = scales_of<KIND>(behind, blocks, b, j / 4);
+        scale = (__m512)(s.scale * unit), minimum = (__m512)(s.minimum - s.scale * unit);
+      }
+      const __m512i x = of_nibbles(KIND) ? _mm512_loadu_si512(from + 64 * j) : (__m512i)quads<KIND>(from, j);
       if (of_nibbles(KIND)) {
         put(2 * j, value(_mm512_slli_epi32(x, 16)), value(_mm512_slli_epi32(x, 8)));
         put(2 * j + 1, value(x), value(_mm512_srli_epi32(x, 8)));
@@ -84,13 +87,23 @@ static void unpack_panel(const uint8_t *panel, int blocks, int from, int to, uin
   }
 }
 
+// The same with a panel of FLOAT16.
+static void unpack_halves(const uint8_t *panel, int from, int to, uint8_t *out, const uint8_t *next) {
+  for (const uint8_t *p = panel + from * 1024; p < panel + to * 1024; p += 64, out += 64, next += 64) {
+    __builtin_prefetch(next);
+    _mm512_store_si512(out, rounded_pair((__m512)half_to_float(p), (__m512)half_to_float(p + 32)));
+  }
+}
+
 // Where blocks `from` up to `to` of a panel are as PAIRS: in `out`, unless they are stored so.
 static const uint8_t *unpack(const Matrix &w, const uint8_t *panel, int blocks, int from, int to, uint8_t *out,
                              const uint8_t *next) {
-  if (!quantized(w))
+  if (w.kind == PAIRS)
     return panel + (int64_t)from * 1024;
   by_kind(w.kind, [&](auto kind) {
-    if constexpr (kind != PAIRS)
+    if constexpr (kind == FLOAT16)
+      unpack_halves(panel, from, to, out, next);
+    else if constexpr (kind != PAIRS && kind != FLOAT32)
       unpack_panel<decltype(kind)::value>(panel, blocks, from, to, out, next);
   });
   return out;

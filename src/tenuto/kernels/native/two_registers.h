@@ -97,36 +97,37 @@ INLINE i8x16 to_bytes(i32x16 v) { // within 8 bits
   return (i8x16)_mm_packs_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
 }
 
-constexpr int OFFSET = 128; // of weights that are not SMALL: what `add` takes off them
+constexpr int OFFSET = 128; // what `add` takes off weights of 8 bits
 
-// The products of a block of unsigned weights, of at most 4 bits if SMALL, with signed inputs above -128. A vector has
-// 4 weights, of neighbouring inputs, for each of 16 outputs. There is an instruction for sums of two products, of 16
-// bits: those of SMALL weights have room for a whole block; other weights become signed, and lend their sign to the
-// inputs.
+// The products of a block of unsigned weights of so many bits with signed inputs above -128. A vector has 4 weights, of
+// neighbouring inputs, for each of 16 outputs. There is an instruction for sums of two products, of 16 bits: with 4
+// bits they have room for a whole block; weights of 8 bits become signed, and lend their sign to the inputs.
 struct Dot {
   __m256i low = {}, high = {};
 
   // Lane n: + the products of the four bytes w[4 n ...] and the four at `x`.
-  template <bool SMALL> void add(u32x16 w, const int8_t *x) {
+  template <int BITS> void add(u32x16 w, const int8_t *x) {
     int32_t quad;
     memcpy(&quad, x, 4);
     const __m256i inputs = _mm256_set1_epi32(quad);
-    low = with<SMALL>(low, (__m256i)w.low, inputs), high = with<SMALL>(high, (__m256i)w.high, inputs);
+    low = with<BITS>(low, (__m256i)w.low, inputs), high = with<BITS>(high, (__m256i)w.high, inputs);
   }
-  template <bool SMALL> i32x16 total() const {
-    if (!SMALL)
+  template <int BITS> i32x16 total() const {
+    if (BITS > 4)
       return {(i32x8)low, (i32x8)high};
     const __m256i ones = _mm256_set1_epi16(1);
     return {(i32x8)_mm256_madd_epi16(low, ones), (i32x8)_mm256_madd_epi16(high, ones)};
   }
 
 private:
-  template <bool SMALL> static __m256i with(__m256i sum, __m256i w, __m256i x) {
-    if (SMALL)
+  template <int BITS> static __m256i with(__m256i sum, __m256i w, __m256i x) {
+    if (BITS == 4)
       return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
-    const __m256i q = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
-    const __m256i two = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(two, _mm256_set1_epi16(1)));
+    if (BITS == 8) {
+      const __m256i q = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+      w = _mm256_abs_epi8(q), x = _mm256_sign_epi8(x, q);
+    }
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
   }
 };
 

@@ -1,0 +1,146 @@
+"""Panels hold what the `gguf` package decodes, whatever the file's blocks."""
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from tenuto.kernels.native.blocks import FORMATS
+from tenuto.kernels.native.build import SOURCES, VARIANTS, Machine
+from tenuto.kernels.native.library import Matrix, PanelKind
+from tenuto.kernels.native.pack import Arena, pack_floats, pack_quantized
+from tests.models.quantize import quantize
+
+HERE = Machine.this()
+OUTPUTS, INPUTS = 40, 512
+BLOCKS = INPUTS // 32
+LAYOUTS: dict[PanelKind, tuple[int, int | None]] = {
+    PanelKind.NIBBLES: (4, -8),
+    PanelKind.NIBBLES_MIN: (4, None),
+    PanelKind.FIVES_MIN: (5, None),
+    PanelKind.SIXES: (6, -32),
+    PanelKind.BYTES: (8, -128),
+}
+"""Vectors of a block, and what its minimum is in scales, unless it has one of its own."""
+EXACT = {Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0}
+
+needs_avx512 = pytest.mark.skipif(
+    HERE.compiler is None or "avx512_bf16" not in HERE.variants(), reason="no compiler, or no AVX-512 with bfloat16"
+)
+every_kind = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+
+
+def encoded(kind: Kind, outputs: int = OUTPUTS) -> np.ndarray:
+    """Wild weights: rows of sizes from 1e-3 to 1e2, with some zeros, and groups of 16 of very different ones."""
+    rng = np.random.default_rng(kind)
+    values = rng.standard_normal((outputs, INPUTS // 16, 16)) * rng.choice([0, 0.01, 0.3, 1, 1], (1, INPUTS // 16, 1))
+    values = values * np.logspace(-3, 2, outputs)[:, None, None]
+    return quantize(values.reshape(outputs, INPUTS).astype(np.float32), kind)
+
+
+def panels_of(matrix: Matrix) -> np.ndarray:
+    size = matrix.panels * matrix.stride
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(matrix.data)).reshape(matrix.panels, -1)
+
+
+def weights_of(matrix: Matrix) -> np.ndarray:
+    """A quantized matrix as `matrix.h` describes it, float32 [outputs, inputs]."""
+    panels, (vectors, lowest) = panels_of(matrix), LAYOUTS[PanelKind(matrix.kind)]
+    end = BLOCKS * vectors * 64
+    quads = panels[:, :end].reshape(-1, BLOCKS, vectors, 16, 4).transpose(0, 3, 1, 2, 4).reshape(-1, BLOCKS, vectors, 4)
+    quants: np.ndarray = quads
+    if vectors < 8:
+        quants = np.concatenate((quads[:, :, :4] & 15, quads[:, :, :4] >> 4), axis=2)
+        if vectors == 5:
+            quants = quants | (quads[:, :, 4:] >> np.arange(8)[:, None] & 1) << 4
+        if vectors == 6:
+            quants = quants | (quads[:, :, [4] * 4 + [5] * 4] >> np.arange(0, 16, 2)[:, None] % 8 & 3) << 4
+    halves = panels[:, end:].copy().view(np.float16).astype(np.float32)[:, : 2 * BLOCKS * 16]
+    scales, *second = (
+        halves.reshape(len(panels), -1, BLOCKS, 16).transpose(1, 0, 3, 2).reshape(-1, len(quads), BLOCKS, 1)
+    )
+    quants = quants.reshape(-1, BLOCKS, 32)
+    if lowest is None:
+        return (scales * quants + second[0]).reshape(-1, INPUTS)[: matrix.outputs]
+    if second:
+        scales = np.repeat(np.concatenate((scales, second[0]), axis=2), 16, axis=2)
+    return (scales * (quants + np.float32(lowest))).reshape(-1, INPUTS)[: matrix.outputs]
+
+
+def tolerance(kind: Kind, data: np.ndarray) -> np.ndarray:
+    """What a weight may be off, [outputs, inputs]: nothing, or what rounding scale and minimum to float16 changes."""
+    blocks = FORMATS[kind].split(data.reshape(len(data), -1, gguf.GGML_QUANT_SIZES[kind][1]))
+    highest = np.abs(blocks.scales.astype(np.float32)) * 32
+    if blocks.second is not None:
+        highest += np.abs(blocks.second.astype(np.float32)) * (32 if kind is Kind.Q6_K else 1)
+    return np.repeat(highest * (0 if kind in EXACT else 2**-11), 32, axis=1)
+
+
+@every_kind
+def test_panels_hold_what_the_gguf_package_decodes(kind: Kind) -> None:
+    data, arena = encoded(kind), Arena()
+    exact, found = gguf.quants.dequantize(data, kind), weights_of(pack_quantized(data, kind, arena))
+    assert (np.abs(found - exact) <= tolerance(kind, data)).all()
+
+
+def test_a_matrix_that_is_packed_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, arena = encoded(Kind.Q4_K), Arena()
+    whole = panels_of(pack_quantized(data, Kind.Q4_K, arena))
+    monkeypatch.setattr("tenuto.kernels.native.pack._AT_ONCE", 1)
+    assert np.array_equal(panels_of(pack_quantized(data, Kind.Q4_K, arena)), whole)
+
+
+PROBE = """
+#include "matrix.h"
+extern "C" void unpack_all(const Matrix *w, uint8_t *out) {
+  for (int p = 0, blocks = w->inputs / BLOCK; p < w->panels; p++)
+    tiles::unpack(*w, w->data + p * w->stride, blocks, 0, blocks, out + (int64_t)p * blocks * 1024, w->data);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def unpack_all(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
+    """What unpacks panels for AMX's tiles; it runs without them."""
+    directory = tmp_path_factory.mktemp("probe")
+    source, made = directory / "probe.cpp", directory / "probe.so"
+    source.write_text(PROBE)
+    flags = [f"-m{feature}" for feature in VARIANTS["amx"]]
+    command = [str(HERE.compiler), "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *flags, f"-I{SOURCES}"]
+    subprocess.run([*command, "-o", str(made), str(source)], check=True)
+    return ctypes.CDLL(str(made)).unpack_all
+
+
+def unpacked(unpack_all: Callable[..., int], matrix: Matrix, arena: Arena) -> np.ndarray:
+    out = arena.array((matrix.panels * BLOCKS * 1024,))
+    unpack_all(ctypes.byref(matrix), ctypes.c_void_p(out.ctypes.data))
+    pairs = out.view(np.uint16).reshape(matrix.panels, INPUTS // 2, 16, 2).astype(np.uint32) << 16
+    return pairs.view(np.float32).transpose(0, 2, 1, 3).reshape(-1, INPUTS)[:OUTPUTS]
+
+
+@every_kind
+@needs_avx512
+def test_what_tiles_are_given_are_the_panels_weights_as_bfloat16(unpack_all: Callable[..., int], kind: Kind) -> None:
+    data, arena = encoded(kind), Arena()
+    matrix = pack_quantized(data, kind, arena)
+    found, exact = unpacked(unpack_all, matrix, arena), weights_of(matrix)
+    assert (np.abs(found - exact) <= np.abs(exact) * 2**-8 + np.abs(exact).max(axis=1, keepdims=True) * 2**-16).all()
+
+
+@needs_avx512
+def test_so_are_those_of_float16(unpack_all: Callable[..., int]) -> None:
+    values, arena = np.random.default_rng(1).standard_normal((OUTPUTS, INPUTS)).astype(np.float16), Arena()
+    matrix = pack_floats([values.view(np.uint16)], OUTPUTS, INPUTS, PanelKind.FLOAT16, arena)
+    found = unpacked(unpack_all, matrix, arena)
+    assert (np.abs(found - values) <= np.abs(values) * 2**-8).all()
+
+
+def test_a_damaged_block_gives_some_weights_but_no_error() -> None:
+    for kind in FORMATS:
+        size = INPUTS // gguf.GGML_QUANT_SIZES[kind][0] * gguf.GGML_QUANT_SIZES[kind][1]
+        raw = np.random.default_rng(2).integers(0, 256, (16, size), np.uint8)
+        assert pack_quantized(raw, kind, Arena()).outputs == len(raw)
