@@ -26,3 +26,9 @@ environment() {
     [ -x "$place/bin/python" ] || "$PYTHON" -m venv "$place" || fail "$PYTHON cannot make virtual environments"
     "$place/bin/python" -m pip install --quiet --disable-pip-version-check "$@" || fail "pip could not install: $*"
 }
+
+# All of the peer below $1 is there, in version $2: only now does the benchmark count it as installed.
+done_with() {
+    echo "$2" >"$1/version"
+    echo "$1: $2"
+}

@@ -32,4 +32,5 @@ cmake -S "$SOURCES/llama.cpp" -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -D
 nice -n 10 cmake --build "$BUILD" -j "$JOBS" --target llama-server llama-bench llama-batched-bench >"$HERE/build.log" 2>&1 ||
     fail "the build failed; see $HERE/build.log"
 "$BUILD/bin/llama-server" --version >/dev/null 2>&1 || fail "$BUILD/bin/llama-server does not run"
-echo "$BUILD/bin/llama-server"
+GGML="$(sed -n 's/^set(GGML_VERSION_[A-Z]* \([0-9]*\)).*/\1/p' "$SOURCES/llama.cpp/ggml/CMakeLists.txt" | paste -sd.)"
+done_with "$HERE" "b${VERSION%%.*}, ggml $GGML"

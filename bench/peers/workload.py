@@ -147,16 +147,3 @@ def _generated(turn: Timed) -> int:
 def _gap(turn: Timed) -> float:
     """Seconds between tokens. By the number generated, not by that of pieces: one may bring several tokens."""
     return sum(turn.gaps) / max(1, _generated(turn) - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The median of several measurements, the smallest and the greatest."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))

@@ -114,7 +114,9 @@ def run_bench(
         raise InvalidRequest(f"history is {shown(history)}; allowed: {', '.join(APIS[api].histories)}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, _progress() as progress:
         task = progress.add_task("turns", total=workload.sessions * workload.turns)
-        timed, seconds = runner.run(measure(base, api_key, APIS[api], history, workload, lambda: progress.advance(task)))
+        timed, seconds = runner.run(
+            measure(base, api_key, APIS[api], history, workload, lambda: progress.advance(task))
+        )
     figures = [figures_of(number, timed) for number in range(1, workload.turns + 1)]
     totals = totals_of(timed, seconds, workload)
     if as_json:

@@ -115,7 +115,7 @@ class TenutoConversation(BenchConversation):
 class OpenAIConversation(BenchConversation):
     """Chat completions. `session_id`, which not every server knows, keeps the history; otherwise it is resent."""
 
-    histories = ("resend", "session")
+    histories: ClassVar[tuple[str, ...]] = ("resend", "session")
 
     @staticmethod
     async def model(http: httpx.AsyncClient) -> str:
