@@ -25,7 +25,9 @@ class Spread:
         return Spread(factor * self.median, factor * self.low, factor * self.high)
 
     def shown(self, form: str = ".1f") -> str:
-        """Median, and smallest and greatest in brackets."""
+        """Median, and smallest and greatest in brackets if they differ."""
+        if self.low == self.high:
+            return f"{self.median:{form}}"
         return f"{self.median:{form}} ({self.low:{form}}-{self.high:{form}})"
 
 

@@ -17,6 +17,7 @@ import httpx
 START_SECONDS = 600.0
 END_SECONDS = 20.0
 POLL_SECONDS = 0.02
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class PeerFailed(Exception):
@@ -57,6 +58,10 @@ class Group:
         """Memory in use by all of its processes; what several share counts once."""
         return sum(map(_proportional_bytes, _members(self.process.pid)))
 
+    def processor_seconds(self) -> float:
+        """Time of the processors that its processes have used."""
+        return sum(map(_processor_seconds, _members(self.process.pid)))
+
     def end(self) -> None:
         """End all of its processes."""
         for number, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
@@ -65,11 +70,38 @@ class Group:
                 os.killpg(self.process.pid, signal.SIGCONT)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
-                self.process.poll()
                 if not _members(self.process.pid):
+                    self.process.wait()
+                    self._close()
                     return
                 time.sleep(POLL_SECONDS)
         raise self.failure("it cannot be ended")
+
+    def _close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):  # nobody reads what was still to be written
+                    pipe.close()
+
+
+class Disturbance:
+    """How much of the processors others than a group and this process use, from now on."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._began = time.perf_counter()
+        self._before = self._seconds()
+
+    def _seconds(self) -> float:
+        """Time that anybody used or that was stolen from this machine, less ours (the kernel's `proc.rst`)."""
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        busy = (user + nice + system + irq + softirq + steal) / TICKS
+        return busy - self._group.processor_seconds() - time.process_time()
+
+    def share(self) -> float:
+        """Of the time of all processors. Negative figures are of clocks that tick."""
+        elapsed = time.perf_counter() - self._began
+        return max(0.0, (self._seconds() - self._before) / elapsed / (os.cpu_count() or 1))
 
 
 @contextmanager
@@ -108,10 +140,21 @@ def _members(group: int) -> list[int]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            state, _, of = (place / "stat").read_text().rpartition(")")[2].split()[:3]
+            state, _, of = _fields(int(place.name))[:3]
             if int(of) == group and state != "Z":
                 found.append(int(place.name))
     return found
+
+
+def _processor_seconds(pid: int) -> float:
+    with suppress(OSError):
+        return sum(map(int, _fields(pid)[11:13])) / TICKS
+    return 0.0
+
+
+def _fields(pid: int) -> list[str]:
+    """Those of a process's `stat` from its state on, the third. Raises `OSError` if it has ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _proportional_bytes(pid: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from bench.peers.catalog import Peer, Server, Setting
-from bench.peers.processes import Group, PeerFailed, free_port, started, wait_until_ready
+from bench.peers.processes import Disturbance, Group, PeerFailed, free_port, started, wait_until_ready
 from bench.peers.workload import WARM_UP_TURNS, Figures, Outcome, Shape, WordsWorkload, figures, workload
 from tenuto.base.errors import TenutoError
 from tenuto.cli.bench import Timed, measure, timing
@@ -108,14 +108,16 @@ def running(peer: Peer, setting: Setting, shape: Shape, vocabulary: tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of one peer. `resident`: bytes of memory in use at its end. `first_token`: see `Running`. Where the run
-    failed, `error` says why, and there are no figures."""
+    """One run of one peer. `resident`: bytes of memory in use at its end. `first_token`: see `Running`. `others`: the
+    share of the processors' time that anybody else used meanwhile. Where the run failed, `error` says why, and there
+    are no figures."""
 
     peer: str
     shape: Shape
     figures: Figures | None
     resident: int
     first_token: float
+    others: float
     error: str = ""
 
 
@@ -152,10 +154,12 @@ class Rounds:
             with self._running(peer, shape, log) as one:
                 warm_up = Shape(shape.sessions, min(WARM_UP_TURNS, shape.turns))
                 one.run(workload(warm_up, seed + WARM_UP_SEED, self._vocabulary))
+                disturbance = Disturbance(one.group)
                 told = figures(one.run(workload(shape, seed, self._vocabulary)))
-                return Sample(peer.name, shape, told, one.group.resident_bytes(), one.first_token)
+                others, resident = disturbance.share(), one.group.resident_bytes()
+                return Sample(peer.name, shape, told, resident, one.first_token, others)
         except PeerFailed as error:
-            return Sample(peer.name, shape, None, 0, 0.0, str(error))
+            return Sample(peer.name, shape, None, 0, 0.0, 0.0, str(error))
 
     @contextmanager
     def _running(self, peer: Peer, shape: Shape, log: Path) -> Iterator[Running]:
@@ -178,4 +182,5 @@ def _shown(sample: Sample) -> str:
     told = sample.figures
     if told is None:
         return f"failed: {sample.error}"
-    return f"{told.tokens_per_second:7.1f} tokens/s  TTFT {told.ttft:6.0f} ms  ITL {told.itl:5.1f} ms"
+    rates = f"{told.tokens_per_second:7.1f} tokens/s  TTFT {told.ttft:6.0f} ms  ITL {told.itl:5.1f} ms"
+    return f"{rates}  others {sample.others:4.0%}"
