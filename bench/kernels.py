@@ -169,9 +169,8 @@ def show(kernels: str, times: int) -> None:
             ratio = (
                 f"  {one.seconds.median / one.limit:5.2f} times the limit, {1e3 * one.limit:.2f}" if one.limit else ""
             )
-            print(
-                f"decode {rows:2} at {context:4}  {one.seconds.scaled(1e3).shown('7.2f')} ms{ratio}\n  of it  {shares(forward)}"
-            )
+            print(f"decode {rows:2} at {context:4}  {one.seconds.scaled(1e3).shown('7.2f')} ms{ratio}")
+            print(f"  of it  {shares(forward)}")
 
 
 def main() -> None:
