@@ -57,7 +57,8 @@ class Server:
 @dataclass(frozen=True, slots=True)
 class Peer:
     """One row of the tables. `home`: where `bench/install/HOME.sh` puts it below the installed peers. Without `server`,
-    the command is a program of `bench.peers.inside`. `once`: it is started once for all shapes."""
+    the command is a program of `bench.peers.inside`. `once`: it is started once for all shapes. `single`: it is
+    measured in the first round only, to save time."""
 
     name: str
     title: str
@@ -66,6 +67,7 @@ class Peer:
     home: str = ""
     environment: Callable[[Setting], Mapping[str, str]] = field(default=lambda _: {})
     once: bool = False
+    single: bool = False
 
     def version(self, setting: Setting) -> str | None:
         """Its version; `None` if it is not installed. Its script writes it when all is done."""
@@ -138,6 +140,7 @@ PEERS = (
         "Tenuto, history resent",
         _tenuto,
         Server(TenutoConversation, "resend", "/v1/engine"),
+        single=True,
     ),
     Peer(
         "llamacpp",
@@ -152,6 +155,7 @@ PEERS = (
         _llama("auto"),
         _LLAMA_API,
         "llamacpp",
+        single=True,
     ),
     Peer(
         "vllm",

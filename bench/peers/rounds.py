@@ -123,7 +123,7 @@ class Sample:
 
 def order(peers: Sequence[Peer], turn: int) -> list[Peer]:
     """Who goes when: every time another one first."""
-    first = turn % len(peers)
+    first = turn % max(1, len(peers))
     return [*peers[first:], *peers[:first]]
 
 
@@ -142,8 +142,9 @@ class Rounds:
         samples: list[Sample] = []
         with self._stack, tempfile.TemporaryDirectory() as logs:
             for number in range(rounds):
+                measured = [peer for peer in peers if number == 0 or not peer.single]
                 for turn, shape in enumerate(shapes, number * len(shapes)):
-                    for peer in order(peers, turn):
+                    for peer in order(measured, turn):
                         sample = self._sample(peer, shape, turn, Path(logs) / peer.name)
                         samples.append(sample)
                         self._say(f"round {number + 1}  {shape!s:>5}  {peer.title:<28}{_shown(sample)}")

@@ -54,7 +54,14 @@ def test_every_peer_is_measured_and_each_time_another_one_goes_first(results: Re
     peers = results.peers
     assert [sample.peer for sample in results.samples] == [peer.name for peer in peers]
     assert order(peers, 0) == list(peers)
+    assert order([], 1) == []
     assert order(peers, 6) == [*peers[2:], *peers[:2]]
+
+
+def test_a_peer_may_be_measured_in_the_first_round_only(tmp_path: Path) -> None:
+    peers = (Peer("every", "Every", fails), Peer("first", "First", fails, single=True))
+    samples = Rounds(setting(tmp_path), WORDS, lambda _: None).run(peers, [SHAPE], 3)
+    assert [sample.peer for sample in samples] == ["every", "first", "every", "every"]
 
 
 def test_sessions_compute_what_is_new_and_resent_histories_more(results: Results) -> None:
