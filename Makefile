@@ -10,7 +10,7 @@ KERNELS := $(wildcard src/tenuto/kernels/native/*.h src/tenuto/kernels/native/*.
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: demo test coverage check bench sim clean
+.PHONY: demo test coverage check bench bench-peers sim clean
 
 demo: $(STAMP)
 	$(BIN)/tenuto pull
@@ -40,6 +40,11 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m bench
 
+# The scripts in bench/install fetch or build the others; one that is not there is left out.
+bench-peers: $(STAMP)
+	$(BIN)/tenuto pull
+	$(BIN)/python -m bench.peers --out docs/benchmarks.md
+
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
@@ -53,5 +58,5 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Tenuto needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Setting up $(VENV); the first time this downloads PyTorch and takes a few minutes."
 	$(PYTHON) -m venv --clear $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev,bench]'
 	@touch $@

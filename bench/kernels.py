@@ -8,14 +8,15 @@ brackets the fastest and the slowest; quiet machines give narrow brackets.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from bench.spread import Spread, repeated
 from tenuto.base.config import cache_dir
 from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import GREEDY
@@ -29,6 +30,8 @@ from tenuto.models.store import DEFAULT_MODEL, resolve
 
 PAGE = 16
 NO_INTS = np.zeros(0, np.int32)
+DECODES = ((1, 0), (1, 512), (1, 3072), (4, 512), (16, 512), (32, 512))
+"""Rows and context of the decode steps that are measured."""
 
 
 class Steps:
@@ -80,13 +83,6 @@ def executor_of(kernels: str) -> Iterator[ModelExecutor]:
         executor.close()
 
 
-def spread(measure: Callable[[], float], times: int, scale: float = 1e3) -> tuple[float, str]:
-    """The median of several, and all as text, after one that does not count."""
-    measure()
-    found = sorted(scale * measure() for _ in range(times))
-    return statistics.median(found), f"{statistics.median(found):7.2f} ({found[0]:.2f}-{found[-1]:.2f})"
-
-
 def read_seconds(size: int) -> float:
     """How long reading `size` bytes takes, at best."""
     block = torch.ones(size // 4)
@@ -108,23 +104,73 @@ def shares(forward: Forward) -> str:
     return ", ".join(f"{name} {100 * seconds / total:.0f}" for seconds, name in sorted(spent, reverse=True)[:6])
 
 
-def measure(kernels: str, times: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A step in which `rows` sequences of `context` tokens get one more each. `bytes`: what it reads, the weights once
+    and the keys and values of all; 0 if that is not known. `seconds`: of a step. `limit`: seconds that reading as many
+    bytes takes."""
+
+    rows: int
+    context: int
+    bytes: int
+    seconds: Spread
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A step that computes the first `tokens` of a sequence. `seconds`: of a step."""
+
+    tokens: int
+    seconds: Spread
+
+
+class Figures:
+    """Measures steps of one executor, each `times` times."""
+
+    def __init__(self, executor: ModelExecutor, times: int) -> None:
+        forward = executor.forward
+        self.description = forward.description
+        self.token_bytes = executor.spec.groups[0].bytes_per_unit // PAGE
+        self.weight_bytes = forward.weight_bytes if isinstance(forward, NativeForward) else 0
+        self._steps = Steps(executor, rows=32, context=3200)
+        self._times = times
+
+    def decode(self, rows: int, context: int) -> Decode:
+        """A decode beside its limit."""
+        size = self.weight_bytes + rows * context * self.token_bytes if self.weight_bytes else 0
+        seconds = self._step(rows, context, 1)
+        return Decode(rows, context, size, seconds, read_seconds(size) if size else 0.0)
+
+    def prefill(self, tokens: int) -> Prefill:
+        """A prefill of an empty sequence."""
+        return Prefill(tokens, self._step(1, 0, tokens))
+
+    def turn(self, context: int, tokens: int) -> Spread:
+        """Seconds of a step that computes `tokens` after `context`."""
+        return self._step(1, context, tokens)
+
+    def _step(self, rows: int, start: int, count: int) -> Spread:
+        return repeated(lambda: self._steps.run(rows, start, count), self._times)
+
+
+def show(kernels: str, times: int) -> None:
     """Print the figures of `kernels`."""
     with executor_of(kernels) as executor:
-        forward = executor.forward
-        steps = Steps(executor, rows=32, context=3200)
-        token_bytes = executor.spec.groups[0].bytes_per_unit // PAGE
-        weights = forward.weight_bytes if isinstance(forward, NativeForward) else 0
-        print(f"\n{forward.description}; weights {weights / 1e6:.0f} MB, {token_bytes} bytes a token")
-        print(f"prefill of 512  {512 / spread(lambda: steps.run(1, 0, 512), times, 1)[0]:8.0f} tokens/s")
+        figures, forward = Figures(executor, times), executor.forward
+        sizes = f"weights {figures.weight_bytes / 1e6:.0f} MB, {figures.token_bytes} bytes a token"
+        print(f"\n{figures.description}; {sizes}")
+        print(f"prefill of 512  {512 / figures.prefill(512).seconds.median:8.0f} tokens/s")
         print(f"  of it  {shares(forward)}")
-        print(f"48 after 3,072  {spread(lambda: steps.run(1, 3072, 48), times)[1]} ms")
+        print(f"48 after 3,072  {figures.turn(3072, 48).scaled(1e3).shown('7.2f')} ms")
         print(f"  of it  {shares(forward)}")
-        for rows, context in ((1, 0), (1, 512), (1, 3072), (4, 512), (16, 512), (32, 512)):
-            median, text = spread(lambda rows=rows, context=context: steps.run(rows, context, 1), times)  # type: ignore[misc]
-            limit = 1e3 * read_seconds(weights + rows * context * token_bytes) if weights else 0.0
-            ratio = f"  {median / limit:5.2f} times the limit, {limit:.2f}" if limit else ""
-            print(f"decode {rows:2} at {context:4}  {text} ms{ratio}\n  of it  {shares(forward)}")
+        for rows, context in DECODES:
+            one = figures.decode(rows, context)
+            ratio = (
+                f"  {one.seconds.median / one.limit:5.2f} times the limit, {1e3 * one.limit:.2f}" if one.limit else ""
+            )
+            print(f"decode {rows:2} at {context:4}  {one.seconds.scaled(1e3).shown('7.2f')} ms{ratio}")
+            print(f"  of it  {shares(forward)}")
 
 
 def main() -> None:
@@ -134,7 +180,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=15, help="measurements of each figure")
     arguments = parser.parse_args()
     for kernels in arguments.kernels or [*Machine.this().variants(), "torch"]:
-        measure(kernels, arguments.times)
+        show(kernels, arguments.times)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,9 @@ def run_bench(
         raise InvalidRequest(f"history is {shown(history)}; allowed: {', '.join(APIS[api].histories)}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, _progress() as progress:
         task = progress.add_task("turns", total=workload.sessions * workload.turns)
-        timed, seconds = runner.run(_measure(base, api_key, api, history, workload, lambda: progress.advance(task)))
+        timed, seconds = runner.run(
+            measure(base, api_key, APIS[api], history, workload, lambda: progress.advance(task))
+        )
     figures = [figures_of(number, timed) for number in range(1, workload.turns + 1)]
     totals = totals_of(timed, seconds, workload)
     if as_json:
@@ -132,14 +134,19 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
 
 
-async def _measure(
-    url: httpx.URL, api_key: str | None, api: str, history: str, workload: Workload, advance: Callable[[], None]
+async def measure(
+    url: httpx.URL,
+    api_key: str | None,
+    kind: type[BenchConversation],
+    history: str,
+    workload: Workload,
+    advance: Callable[[], None],
 ) -> tuple[list[Timed], float]:
-    """All turns, and the seconds they took together."""
+    """All turns, and the seconds they took together. `advance` is called after each."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=workload.concurrency, keepalive_expiry=2.0)
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-    kind, running = APIS[api], asyncio.Semaphore(workload.concurrency)
+    running = asyncio.Semaphore(workload.concurrency)
     timed: list[Timed] = []
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as http:
         request = BenchRequest(history, workload.output, await _model(kind, http))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -83,11 +83,11 @@ class TenutoConversation(BenchConversation):
             await self._open()
 
     async def _open(self) -> None:
-        self._session = (await _ask(self._http, "POST", "/v1/sessions", {"ttl": 600}))["id"]
+        self._session = (await ask(self._http, "POST", "/v1/sessions", {"ttl": 600}))["id"]
 
     async def close(self) -> None:
         if self._session:
-            await _ask(self._http, "DELETE", f"/v1/sessions/{self._session}")
+            await ask(self._http, "DELETE", f"/v1/sessions/{self._session}")
 
     async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
         self._history += given
@@ -98,7 +98,7 @@ class TenutoConversation(BenchConversation):
             "max_new_tokens": self._request.output_tokens,
             "ignore_eos": True,
         }
-        async for when, name, data in _events(self._http, f"/v1/sessions/{self._session}/turns", body):
+        async for when, name, data in events(self._http, f"/v1/sessions/{self._session}/turns", body):
             match name:
                 case "delta":
                     self._history += data["tokens"]
@@ -115,11 +115,11 @@ class TenutoConversation(BenchConversation):
 class OpenAIConversation(BenchConversation):
     """Chat completions. `session_id`, which not every server knows, keeps the history; otherwise it is resent."""
 
-    histories = ("resend", "session")
+    histories: ClassVar[tuple[str, ...]] = ("resend", "session")
 
     @staticmethod
     async def model(http: httpx.AsyncClient) -> str:
-        return str((await _ask(http, "GET", "/v1/models"))["data"][0]["id"])
+        return str((await ask(http, "GET", "/v1/models"))["data"][0]["id"])
 
     def __init__(self, http: httpx.AsyncClient, request: BenchRequest, name: str) -> None:
         super().__init__(http, request, name)
@@ -128,7 +128,7 @@ class OpenAIConversation(BenchConversation):
     async def close(self) -> None:
         if self._keeps:
             with suppress(TenutoError):  # only Tenuto's own interface can close it
-                await _ask(self._http, "DELETE", f"/v1/sessions/{self._name}")
+                await ask(self._http, "DELETE", f"/v1/sessions/{self._name}")
 
     async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
         message = {"role": "user", "content": " ".join(WORDS[number % len(WORDS)] for number in given)}
@@ -144,7 +144,7 @@ class OpenAIConversation(BenchConversation):
             **({"session_id": self._name} if self._keeps else {}),
         }
         text, counts = "", None
-        async for when, _, data in _events(self._http, "/v1/chat/completions", body):
+        async for when, _, data in events(self._http, "/v1/chat/completions", body):
             counts = counts or Counts(None, None, None)  # there is an answer
             for choice in data.get("choices") or ():
                 if piece := choice["delta"].get("content"):
@@ -164,11 +164,11 @@ class SGLangConversation(BenchConversation):
     async def open(self) -> None:
         if self._keeps:
             body = {"capacity_of_str_len": 2**24, "streaming": True}
-            self._session = await _ask(self._http, "POST", "/open_session", body)
+            self._session = await ask(self._http, "POST", "/open_session", body)
 
     async def close(self) -> None:
         if self._session:
-            await _ask(self._http, "POST", "/close_session", {"session_id": self._session})
+            await ask(self._http, "POST", "/close_session", {"session_id": self._session})
 
     async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
         self._history += given
@@ -180,7 +180,7 @@ class SGLangConversation(BenchConversation):
             **({"session_params": {"id": self._session}} if self._keeps else {}),
         }
         seen, output, meta = 0, list[int](), dict[str, Any]()
-        async for when, _, data in _events(self._http, "/generate", body):
+        async for when, _, data in events(self._http, "/generate", body):
             meta = data["meta_info"]
             reason = meta.get("finish_reason") or {}
             if reason.get("type") == "abort":
@@ -209,7 +209,8 @@ WORDS = (  # noqa: SIM905 - as a list it would take a page
 """Each is one token in most vocabularies."""
 
 
-async def _ask(http: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+async def ask(http: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """A server's answer, from JSON. Raises the error that it is."""
     with typed_errors():
         return await _checked(await http.request(method, path, json=body))
 
@@ -224,11 +225,13 @@ async def _checked(response: httpx.Response) -> Any:
         return None
 
 
-async def _events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, str, Any]]:
+async def events(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[float, str, Any]]:
     """The events of a stream: when they came, their names and their data. Raises the error that one reports."""
     parser, reads = EventParser(), Reads()
     with typed_errors():
-        async with http.stream("POST", path, json=body) as response:
+        async with http.stream("POST", path, json=body, headers=headers) as response:
             if response.status_code >= 400:
                 await _checked(response)
             async for piece in response.aiter_bytes():

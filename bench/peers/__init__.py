@@ -1,0 +1,1 @@
+"""Tenuto beside the best other servers, on this machine and in one run."""

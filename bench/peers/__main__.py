@@ -1,0 +1,94 @@
+"""`python -m bench.peers` (`make bench-peers`): Tenuto beside the best other servers.
+
+Peers are installed by the scripts in `bench/install`, outside Tenuto's own environment; one that is not there is left
+out, and the table says so. A run wants a quiet machine: two busy processes make engines that wait in loops crawl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+
+from bench.peers.catalog import PEERS, Peer, Setting
+from bench.peers.limits import limits
+from bench.peers.picture import draw
+from bench.peers.report import Results, document, machine
+from bench.peers.rounds import Rounds
+from bench.peers.workload import SHAPES, Shape, word_tokens
+
+
+def parse(given: list[str]) -> argparse.Namespace:
+    """The command line. Ends the program with a message if it is not understood."""
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
+    parser.add_argument("--peers", type=_peers, default=PEERS, help=f"of {','.join(peer.name for peer in PEERS)}")
+    parser.add_argument("--shapes", type=_shapes, default=SHAPES, help="SESSIONSxTURNS, separated by commas")
+    parser.add_argument("--rounds", type=_at_least_one, default=3, help="how often everything is measured")
+    parser.add_argument("--no-limits", action="store_true", help="leave out the engines' steps by themselves")
+    parser.add_argument("--out", type=Path, help="the document to write, its picture beside it; by default it is shown")
+    return parser.parse_args(given)
+
+
+def _peers(text: str) -> tuple[Peer, ...]:
+    known = {peer.name: peer for peer in PEERS}
+    unknown = [name for name in text.split(",") if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    return tuple(known[name] for name in text.split(","))
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    try:
+        return tuple(map(Shape.parse, text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; allowed: SESSIONSxTURNS, such as 4x20") from None
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}; allowed: at least 1")
+    return int(text)
+
+
+def run(chosen: argparse.Namespace, command: str) -> Results:
+    """Measure what was chosen."""
+    setting = Setting.of_this_machine()
+    versions = {peer: peer.version(setting) for peer in chosen.peers}
+    absent = [peer for peer, version in versions.items() if version is None]
+    for peer in absent:
+        print(f"{peer.title} is not installed: bench/install/{peer.home}.sh", file=sys.stderr)
+    peers = tuple(peer for peer in chosen.peers if peer not in absent)
+    rounds = Rounds(setting, word_tokens(), lambda line: print(line, file=sys.stderr, flush=True))
+    return Results(
+        machine=machine(setting.threads),
+        command=command,
+        rounds=chosen.rounds,
+        peers=peers,
+        shapes=chosen.shapes,
+        limits=None if chosen.no_limits else limits(setting),
+        samples=tuple(rounds.run(peers, chosen.shapes, chosen.rounds)),
+        versions={peer.name: version for peer, version in versions.items() if version is not None},
+        absent=tuple(absent),
+    )
+
+
+def main() -> None:
+    """Run from the command line."""
+    chosen = parse(sys.argv[1:])
+    if chosen.out is not None and importlib.util.find_spec("matplotlib") is None:
+        sys.exit("--out needs matplotlib for its picture: pip install 'tenuto[bench]'")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that peers are ended
+    results = run(chosen, " ".join(["python -m bench.peers", *sys.argv[1:]]))
+    picture = (chosen.out or Path("benchmarks")).with_suffix(".svg")
+    text = document(results, picture.name)
+    if chosen.out is None:
+        print(text)
+    else:
+        chosen.out.write_text(text)
+        draw(results, picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The peers: what they are called, how they are started, and whether they are there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from bench.peers.conversations import CompletionsConversation, LlamaConversation
+from bench.peers.workload import Shape
+from tenuto.base.config import cache_dir
+from tenuto.cli.bench_apis import BenchConversation, TenutoConversation
+from tenuto.exec.device import usable_cores
+from tenuto.models.store import DEFAULT_MODEL, resolve
+
+CACHE_GIB = 1
+"""Room for keys and values, more than twice what the largest shape needs."""
+SPARE_TOKENS = 128
+"""Of a session's context, for blocks that are not full."""
+VLLM_CONTEXT = 4096
+"""vLLM takes a minute to start, so it is started once for all shapes."""
+LLAMA_PROGRAMS = "llamacpp/build/bin"
+INSIDE = Path(__file__).parent / "inside"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all peers are given: the places of the model and of the installed peers, and the number of threads."""
+
+    model: str
+    gguf: Path
+    peers: Path
+    threads: int
+
+    @classmethod
+    def of_this_machine(cls) -> Setting:
+        """The default model, and peers where `bench/install` puts them. Raises `ModelError` without the model."""
+        path = resolve(DEFAULT_MODEL, cache_dir()).path
+        return cls(DEFAULT_MODEL, path, cache_dir() / "peers", usable_cores())
+
+
+Command = Callable[[Setting, Shape], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How a server is asked. Its command is given `--port`, and `ready` is a path that answers when it can be used."""
+
+    conversation: type[BenchConversation]
+    history: str
+    ready: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One row of the tables. `home`: where `bench/install/HOME.sh` puts it below the installed peers. Without `server`,
+    the command is a program of `bench.peers.inside`. `once`: it is started once for all shapes. `single`: it is
+    measured in the first round only, to save time."""
+
+    name: str
+    title: str
+    command: Command
+    server: Server | None = None
+    home: str = ""
+    environment: Callable[[Setting], Mapping[str, str]] = field(default=lambda _: {})
+    once: bool = False
+    single: bool = False
+
+    def version(self, setting: Setting) -> str | None:
+        """Its version; `None` if it is not installed. Its script writes it when all is done."""
+        if not self.home:
+            return version("tenuto")
+        written = setting.peers / self.home / "version"
+        return written.read_text().strip() if written.exists() else None
+
+
+def _context(shape: Shape) -> int:
+    return shape.context + SPARE_TOKENS
+
+
+def _tenuto(setting: Setting, shape: Shape) -> list[str]:
+    options = ["--model", setting.model, "--context-length", str(_context(shape)), "--memory", f"{CACHE_GIB}GiB"]
+    return [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--log-level", "error", *options]
+
+
+def _tenuto_inside(setting: Setting, shape: Shape) -> list[str]:
+    program = str(INSIDE / "tenuto_engine.py")
+    return [sys.executable, program, setting.model, str(_context(shape)), str(CACHE_GIB << 30)]
+
+
+def _llama(attention: str) -> Command:
+    def command(setting: Setting, shape: Shape) -> list[str]:
+        program, threads = str(setting.peers / LLAMA_PROGRAMS / "llama-server"), str(setting.threads)
+        options = ["--model", str(setting.gguf), "--threads", threads, "--parallel", str(shape.sessions)]
+        return [program, *options, "--ctx-size", str(shape.sessions * _context(shape)), "--flash-attn", attention]
+
+    return command
+
+
+def _vllm(setting: Setting, _: Shape) -> list[str]:
+    python, model = str(setting.peers / "vllm/venv/bin/python"), str(setting.peers / "vllm/model")
+    options = ["--dtype", "bfloat16", "--block-size", "32", "--max-model-len", str(VLLM_CONTEXT)]
+    server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [*server, *options, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+
+
+def _vllm_environment(setting: Setting) -> dict[str, str]:
+    """Every core computes, with the allocator and the OpenMP that its documentation advises."""
+    cores = sorted(os.sched_getaffinity(0))[: setting.threads]
+    libraries = [*Path("/usr/lib").rglob("libtcmalloc_minimal.so.4"), setting.peers / "vllm/venv/lib/libiomp5.so"]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CACHE_ROOT": str(setting.peers / "vllm" / "cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": ":".join(map(str, libraries)),
+    }
+
+
+def _openvino(setting: Setting, _: Shape) -> list[str]:
+    arguments = [str(setting.gguf), str(setting.threads), str(CACHE_GIB)]
+    return [str(setting.peers / "openvino/venv/bin/python"), str(INSIDE / "openvino_pipeline.py"), *arguments]
+
+
+_LLAMA_API = Server(LlamaConversation, "resend", "/health")
+
+PEERS = (
+    Peer(
+        "tenuto",
+        "Tenuto, sessions",
+        _tenuto,
+        Server(TenutoConversation, "session", "/v1/engine"),
+    ),
+    Peer(
+        "tenuto-resend",
+        "Tenuto, history resent",
+        _tenuto,
+        Server(TenutoConversation, "resend", "/v1/engine"),
+        single=True,
+    ),
+    Peer(
+        "llamacpp",
+        "llama.cpp, `-fa off`",
+        _llama("off"),
+        _LLAMA_API,
+        "llamacpp",
+    ),
+    Peer(
+        "llamacpp-default",
+        "llama.cpp, defaults",
+        _llama("auto"),
+        _LLAMA_API,
+        "llamacpp",
+        single=True,
+    ),
+    Peer(
+        "vllm",
+        "vLLM, bfloat16",
+        _vllm,
+        Server(CompletionsConversation, "resend", "/health"),
+        "vllm",
+        _vllm_environment,
+        once=True,
+    ),
+    Peer("tenuto-inside", "Tenuto, in process", _tenuto_inside),
+    Peer(
+        "openvino-inside",
+        "OpenVINO GenAI, in process",
+        _openvino,
+        home="openvino",
+    ),
+)

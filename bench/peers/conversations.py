@@ -1,0 +1,59 @@
+"""Conversations with peers' servers, in token ids, with the whole history resent every turn."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tenuto.cli.bench_apis import Arrival, BenchConversation, Counts, OpenAIConversation, events
+
+
+class LlamaConversation(BenchConversation):
+    """`/completion` of llama.cpp's server. It closes a connection after a stream, so each turn has one of its own."""
+
+    histories = ("resend",)
+
+    async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
+        self._history += given
+        body = {
+            "prompt": self._history,
+            "n_predict": self._request.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_prompt": True,
+            "return_tokens": True,
+            "stream": True,
+        }
+        async for when, _, data in events(self._http, "/completion", body, {"connection": "close"}):
+            if ids := data.get("tokens"):
+                self._history += ids
+                yield Arrival(when, len(ids))
+            if data.get("stop"):
+                yield Counts(data["tokens_evaluated"], data["timings"]["cache_n"], data["tokens_predicted"])
+
+
+class CompletionsConversation(OpenAIConversation):
+    """OpenAI's completions with vLLM's extension for token ids in the answer."""
+
+    histories = ("resend",)
+
+    async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
+        self._history += given
+        body: dict[str, Any] = {
+            "model": self._request.model,
+            "prompt": self._history,
+            "max_tokens": self._request.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async for when, _, data in events(self._http, "/v1/completions", body):
+            for choice in data["choices"]:
+                ids = choice.get("token_ids") or []
+                self._history += ids
+                yield Arrival(when, len(ids))
+            if usage := data.get("usage"):
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+                yield Counts(usage["prompt_tokens"], cached, usage["completion_tokens"])

@@ -1,0 +1,106 @@
+"""OpenVINO GenAI: `python openvino_pipeline.py GGUF THREADS CACHE_GB`. See the package for what it reads and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+class Turn:
+    """A turn under way: `history`, the session's token ids, grows as its tokens come."""
+
+    def __init__(self, number: int, history: list[int], handle: Any) -> None:
+        self.number = number
+        self.history = history
+        self.handle = handle
+        self.prompt = len(history)
+        self.began = time.perf_counter()
+        self.arrivals: list[tuple[float, int]] = []
+
+    def read(self) -> None:
+        """Take what has been generated."""
+        while self.handle.can_read():
+            ids = [token for output in self.handle.read().values() for token in output.generated_ids]
+            self.arrivals.append((time.perf_counter(), len(ids)))
+            self.history += ids
+
+    def told(self) -> dict[str, Any]:
+        """Its line of the answer. The engine does not say how much of the prompt was cached."""
+        generated = sum(count for _, count in self.arrivals)
+        counts = {"prompt": self.prompt, "cached": None, "generated": generated}
+        return {"number": self.number, "began": self.began, "arrivals": self.arrivals, **counts}
+
+
+class Pipeline:
+    """A pipeline that reuses the state of prefixes it has seen, as a server would run it."""
+
+    def __init__(self, model: str, threads: int, cache_gb: int) -> None:
+        import openvino  # noqa: PLC0415 - after standard output was put out of the way of what it prints
+        import openvino_genai  # noqa: PLC0415
+
+        self._openvino, self._genai = openvino, openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size = cache_gb
+        scheduler.enable_prefix_caching = True
+        properties = {"INFERENCE_NUM_THREADS": threads}
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
+        self._requests = 0
+
+    @property
+    def version(self) -> str:
+        return str(self._genai.__version__)
+
+    def start(self, number: int, history: list[int], output: int) -> Turn:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = output, True, False
+        tensor = self._openvino.Tensor(self._array([history]))
+        self._requests += 1
+        return Turn(number, history, self._pipeline.add_request(self._requests, tensor, config))
+
+    def step(self) -> None:
+        self._pipeline.step()
+
+    def ended(self, turn: Turn) -> bool:
+        return bool(turn.handle.get_status() != self._genai.GenerationStatus.RUNNING)
+
+    @staticmethod
+    def _array(rows: list[list[int]]) -> Any:
+        import numpy as np  # noqa: PLC0415 - the peer's, not Tenuto's
+
+        return np.array(rows, np.int64)
+
+
+def run(pipeline: Pipeline, inputs: list[list[list[int]]], output: int) -> dict[str, Any]:
+    """Take all turns, one of each session at a time."""
+    began = time.perf_counter()
+    ended: list[Turn] = []
+    running = {session: pipeline.start(1, list(turns[0]), output) for session, turns in enumerate(inputs)}
+    while running:
+        pipeline.step()
+        for session, turn in list(running.items()):
+            turn.read()
+            if not pipeline.ended(turn):
+                continue
+            ended.append(running.pop(session))
+            if turn.number < len(inputs[session]):
+                turn.history += inputs[session][turn.number]
+                running[session] = pipeline.start(turn.number + 1, turn.history, output)
+    return {"seconds": time.perf_counter() - began, "turns": [turn.told() for turn in ended]}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what libraries print is no answer
+        pipeline = Pipeline(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+        print(pipeline.version, file=answers, flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            print(json.dumps(run(pipeline, asked["inputs"], asked["output"])), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

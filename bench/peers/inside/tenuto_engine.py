@@ -1,0 +1,48 @@
+"""Tenuto: `python tenuto_engine.py MODEL CONTEXT MEMORY_BYTES`. See the package for what it reads and writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from importlib.metadata import version
+from typing import Any
+
+import tenuto
+
+
+async def converse(engine: tenuto.AsyncEngine, inputs: list[list[int]], output: int) -> list[dict[str, Any]]:
+    """All turns of one session."""
+    told = []
+    async with await engine.session() as session:
+        for number, tokens in enumerate(inputs, 1):
+            began, arrivals = time.perf_counter(), Counter[float]()
+            turn = session.turn(tokens, max_new_tokens=output, ignore_eos=True)
+            async for _ in turn.tokens():
+                arrivals[time.perf_counter()] += 1
+            usage = (await turn.result()).usage
+            counts = {"prompt": usage.prompt, "cached": usage.cached, "generated": usage.generated}
+            told.append({"number": number, "began": began, "arrivals": list(arrivals.items()), **counts})
+    return told
+
+
+async def answer(model: str, context: int, memory: int) -> None:
+    """Answer until standard input ends."""
+    async with tenuto.AsyncEngine(model, context_length=context, memory_bytes=memory) as engine:
+        with os.fdopen(os.dup(1), "w") as answers:
+            os.dup2(2, 1)  # what libraries print is no answer
+            print(version("tenuto"), file=answers, flush=True)
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                asked = json.loads(line)
+                began = time.perf_counter()
+                told = await asyncio.gather(*(converse(engine, one, asked["output"]) for one in asked["inputs"]))
+                seconds = time.perf_counter() - began
+                said = {"seconds": seconds, "turns": [turn for session in told for turn in session]}
+                print(json.dumps(said), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(answer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

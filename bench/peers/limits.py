@@ -1,0 +1,75 @@
+"""What bounds the figures: steps of Tenuto's and llama.cpp's engines by themselves, and what the memory allows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.kernels import DECODES, Decode, Figures, Prefill, executor_of
+from bench.peers.catalog import LLAMA_PROGRAMS, Setting
+
+CHUNKS = (16, 48, 128, 512)
+"""Tokens of the prefills."""
+TIMES = 7
+LLAMA_TOKENS = 16
+"""Decoded at each point by llama.cpp's benchmark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Steps of Tenuto's engine. `llama_decodes`: milliseconds of a step of llama.cpp, by rows and context.
+    `llama_prefills`: its tokens per second, by their number. Both are empty if it is not installed."""
+
+    kernels: str
+    weight_bytes: int
+    token_bytes: int
+    decodes: tuple[Decode, ...]
+    prefills: tuple[Prefill, ...]
+    llama_decodes: dict[tuple[int, int], float]
+    llama_prefills: dict[int, float]
+
+
+def limits(setting: Setting) -> Limits:
+    """Measure them. Raises `subprocess.CalledProcessError` if llama.cpp's benchmark fails."""
+    with executor_of("auto") as executor:
+        figures = Figures(executor, TIMES)
+        decodes = tuple(figures.decode(rows, context) for rows, context in DECODES)
+        prefills = tuple(figures.prefill(tokens) for tokens in CHUNKS)
+        kernels, weights, token = figures.description, figures.weight_bytes, figures.token_bytes
+    steps, rates = _llama(setting) if (setting.peers / LLAMA_PROGRAMS).exists() else ({}, {})
+    return Limits(kernels, weights, token, decodes, prefills, steps, rates)
+
+
+def _llama(setting: Setting) -> tuple[dict[tuple[int, int], float], dict[int, float]]:
+    """What llama.cpp's own benchmark says at the same points. A context of no token stands for one of the smallest
+    prefill: it cannot decode without."""
+    alone = sorted({context or CHUNKS[0] for rows, context in DECODES if rows == 1} | set(CHUNKS))
+    together: dict[int, list[int]] = {}
+    for rows, context in DECODES:
+        if rows > 1:
+            together.setdefault(context, []).append(rows)
+    found = _batched_bench(setting, alone, [1])
+    rates = {one["pp"]: one["speed_pp"] for one in found if one["pp"] in CHUNKS}
+    for context, rows_there in together.items():
+        found += _batched_bench(setting, [context], rows_there)
+    steps = {(one["pl"], one["pp"]): 1e3 * one["t_tg"] / one["tg"] for one in found}
+    return {(rows, context): steps[rows, context or CHUNKS[0]] for rows, context in DECODES}, rates
+
+
+def _batched_bench(setting: Setting, prompts: Sequence[int], rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Lines of `llama-batched-bench`. Sequences have the same prompt, which is computed once and then copied."""
+    room = (max(prompts) + 2 * LLAMA_TOKENS) * max(rows)
+    command = [
+        str(setting.peers / LLAMA_PROGRAMS / "llama-batched-bench"),
+        "--model",
+        str(setting.gguf),
+        "--threads",
+        str(setting.threads),
+    ]
+    command += ["--flash-attn", "off", "--ctx-size", str(room), "-ntg", str(LLAMA_TOKENS), "-pps"]
+    command += ["-npp", ",".join(map(str, prompts)), "-npl", ",".join(map(str, rows)), "--output-format", "jsonl"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - a peer's benchmark
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -1,0 +1,149 @@
+"""The workload: sessions that take turns, and what is told of a run of it."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tenuto.base.config import cache_dir
+from tenuto.cli.bench import Timed, Workload
+from tenuto.cli.bench_apis import WORDS
+from tenuto.models.store import DEFAULT_MODEL, resolve
+from tenuto.text.load import load_tokenizer
+
+NEW_TOKENS = 48
+OUTPUT_TOKENS = 32
+WARM_UP_TURNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`sessions` at once, each of `turns` turns one after the other."""
+
+    sessions: int
+    turns: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """From `SESSIONSxTURNS`. Raises `ValueError`."""
+        sessions, turns = map(int, text.split("x"))
+        if sessions < 1 or turns < 2:
+            raise ValueError(f"{text}: allowed are at least 1 session and 2 turns")
+        return cls(sessions, turns)
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a session comes to have."""
+        return self.turns * (NEW_TOKENS + OUTPUT_TOKENS)
+
+    def __str__(self) -> str:
+        return f"{self.sessions}x{self.turns}"
+
+
+SHAPES = (Shape(1, 40), Shape(4, 20), Shape(16, 10))
+
+
+@dataclass(frozen=True, slots=True)
+class WordsWorkload(Workload):
+    """A workload whose inputs are words: peers that stream text hold back tokens that end within a character, which
+    arbitrary token ids would provoke."""
+
+    vocabulary: tuple[int, ...]
+
+    def inputs(self, session: int) -> list[list[int]]:
+        draw = random.Random(f"{self.seed}/{session}")
+        return [draw.choices(self.vocabulary, k=self.input) for _ in range(self.turns)]
+
+
+def workload(shape: Shape, seed: int, vocabulary: tuple[int, ...], output: int = OUTPUT_TOKENS) -> WordsWorkload:
+    """The workload of `shape`. Another `seed` gives other inputs, which no cache has seen."""
+    return WordsWorkload(
+        sessions=shape.sessions,
+        turns=shape.turns,
+        first_input=NEW_TOKENS,
+        input=NEW_TOKENS,
+        output=output,
+        think=0.0,
+        concurrency=shape.sessions,
+        seed=seed,
+        vocabulary=vocabulary,
+    )
+
+
+def word_tokens() -> tuple[int, ...]:
+    """The ids of words that are one token of the default model's."""
+    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL, cache_dir()).path)
+    encoded = [tokenizer.encode(f" {word}") for word in WORDS]
+    return tuple(ids[0] for ids in encoded if len(ids) == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A workload that was carried out: its turns, and the seconds it took. Raises `RuntimeError` for turns that
+    failed: a rate of the others would flatter."""
+
+    timed: Sequence[Timed]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        failed = [turn for turn in self.timed if turn.error is not None or turn.counts is None or turn.first is None]
+        if failed or not self.timed:
+            raise RuntimeError(f"{len(failed)} turns failed: {failed[0].error if failed else 'there was none'}")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is told of a run. `ttft` and `itl`: milliseconds to the first token and between tokens, the medians over the
+    turns in the middle third. `growth`: the TTFT of the last turn over that of the second. `computed`: prompt tokens
+    that were computed a turn in the middle third, if the peer says. `ttft_by_turn`: the median over the sessions."""
+
+    tokens_per_second: float
+    ttft: float
+    itl: float
+    growth: float
+    computed: float | None
+    ttft_by_turn: tuple[float, ...]
+
+
+def figures(outcome: Outcome) -> Figures:
+    """The figures of a run."""
+    turns = max(turn.number for turn in outcome.timed)
+    middle = range(turns // 3 + 1, max(2 * turns // 3, turns // 3 + 1) + 1)
+    inside = [turn for turn in outcome.timed if turn.number in middle]
+    by_turn = tuple(
+        _median_ms([turn for turn in outcome.timed if turn.number == number], _first) for number in range(1, turns + 1)
+    )
+    computed = [
+        turn.counts.prompt - turn.counts.cached
+        for turn in inside
+        if turn.counts is not None and turn.counts.prompt is not None and turn.counts.cached is not None
+    ]
+    return Figures(
+        sum(map(_generated, outcome.timed)) / outcome.seconds,
+        _median_ms(inside, _first),
+        _median_ms(inside, _gap),
+        by_turn[-1] / by_turn[1],
+        statistics.mean(computed) if computed else None,
+        by_turn,
+    )
+
+
+def _median_ms(timed: Sequence[Timed], value: Callable[[Timed], float]) -> float:
+    return 1000 * statistics.median(map(value, timed))
+
+
+def _first(turn: Timed) -> float:
+    assert turn.first is not None
+    return turn.first
+
+
+def _generated(turn: Timed) -> int:
+    assert turn.counts is not None
+    return turn.counts.generated or 0
+
+
+def _gap(turn: Timed) -> float:
+    """Seconds between tokens. By the number generated, not by that of pieces: one may bring several tokens."""
+    return sum(turn.gaps) / max(1, _generated(turn) - 1)

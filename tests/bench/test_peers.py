@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import httpx
+import pytest
+
+from bench.peers.__main__ import parse
+from bench.peers.catalog import PEERS, Peer, Setting
+from bench.peers.conversations import CompletionsConversation, LlamaConversation
+from bench.peers.picture import draw
+from bench.peers.processes import started
+from bench.peers.report import Results, document, table
+from bench.peers.rounds import Rounds, order
+from bench.peers.workload import Outcome, Shape, figures, workload
+from bench.spread import Spread, repeated
+from tenuto.cli.bench import Timed, measure
+from tenuto.cli.bench_apis import BenchConversation, Counts
+
+WORDS = tuple(range(200, 300))
+SHAPE = Shape(2, 3)
+OURS = tuple(peer for peer in PEERS if not peer.home)
+
+
+def setting(peers: Path) -> Setting:
+    return Setting("witness", Path("no.gguf"), peers, 1)
+
+
+def fails(*_: object) -> list[str]:
+    return [sys.executable, "-c", "raise SystemExit('there is no room')"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A run of Tenuto with the witness in both processes, beside a peer that does not start and one that is absent."""
+    here = setting(tmp_path_factory.mktemp("peers"))
+    peers = (*OURS, Peer("broken", "Broken", fails))
+    samples = tuple(Rounds(here, WORDS, lambda _: None).run(peers, [SHAPE], 1))
+    versions = {peer.name: peer.version(here) or "" for peer in peers}
+    absent = tuple(peer for peer in PEERS if peer.version(here) is None)
+    return Results("a machine", "a command", 1, peers, (SHAPE,), samples, versions, absent, None)
+
+
+def test_every_peer_is_measured_and_each_time_another_one_goes_first(results: Results) -> None:
+    peers = results.peers
+    assert [sample.peer for sample in results.samples] == [peer.name for peer in peers]
+    assert order(peers, 0) == list(peers)
+    assert order([], 1) == []
+    assert order(peers, 6) == [*peers[2:], *peers[:2]]
+
+
+def test_a_peer_may_be_measured_in_the_first_round_only(tmp_path: Path) -> None:
+    peers = (Peer("every", "Every", fails), Peer("first", "First", fails, single=True))
+    samples = Rounds(setting(tmp_path), WORDS, lambda _: None).run(peers, [SHAPE], 3)
+    assert [sample.peer for sample in samples] == ["every", "first", "every", "every"]
+
+
+def test_sessions_compute_what_is_new_and_resent_histories_more(results: Results) -> None:
+    computed = {sample.peer: sample.figures.computed for sample in results.samples if sample.figures is not None}
+    assert computed == {"tenuto": 49, "tenuto-resend": 128, "tenuto-inside": 49}
+    for sample in results.samples:
+        if sample.figures is not None:
+            assert len(sample.figures.ttft_by_turn) == SHAPE.turns
+            assert sample.resident > 10_000_000
+            assert sample.first_token > sample.figures.ttft / 1000
+
+
+def test_a_document_says_what_failed_and_what_is_not_installed(results: Results) -> None:
+    text = document(results, "picture.svg")
+    assert "Broken: 1 of 1 runs failed: it ended (status" in text
+    assert "| Broken | failed |" in text
+    assert "Not installed here: vLLM, bfloat16 (`bench/install/vllm.sh`)." in text
+    assert "## 2 sessions at once, 3 turns each: up to 240 tokens" in text
+    row = next(line for line in text.splitlines() if line.startswith("| Tenuto, sessions |"))
+    assert row.split(" | ")[5] == "49"
+
+
+def test_the_end_of_a_failing_peers_log_is_in_its_error(results: Results) -> None:
+    assert all("there is no room" in sample.error for sample in results.samples if sample.peer == "broken")
+
+
+def test_equal_results_are_drawn_as_equal_pictures(results: Results, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    draw(results, first)
+    draw(results, second)
+    assert first.read_bytes() == second.read_bytes()
+    assert ET.parse(first).getroot().tag.endswith("svg")
+
+
+def test_figures_are_of_the_middle_third_and_growth_of_the_last_turn() -> None:
+    turns = [Timed(n, 48, n / 10, [0.1, 0.3], Counts(100 * n, 100 * n - 50 - n, 3)) for n in range(1, 10)]
+    told = figures(Outcome(turns, 3.0))
+    assert told.tokens_per_second == 9
+    assert [told.ttft, told.itl, told.growth] == pytest.approx([500, 200, 4.5])
+    assert told.computed == 55
+    assert told.ttft_by_turn == pytest.approx([100 * n for n in range(1, 10)])
+
+
+def test_a_run_with_a_failed_turn_has_no_figures() -> None:
+    good = Timed(1, 48, 0.1, [0.1], Counts(48, 0, 2))
+    with pytest.raises(RuntimeError, match="1 turns failed: busy"):
+        Outcome([good, Timed(2, 48, error="busy")], 1.0)
+
+
+def test_a_figure_is_the_median_with_its_extremes() -> None:
+    values = iter([99.0, 3.0, 1.0, 2.0])
+    assert repeated(lambda: next(values), 3) == Spread(2.0, 1.0, 3.0)
+    assert Spread(2.0, 1.0, 3.0).scaled(10).shown(".0f") == "20 (10-30)"
+    assert Spread(2.0, 2.0, 2.0).shown() == "2.0"
+    assert table(["", "a"], [["b", "1"]]) == "|  | a |\n| --- | ---: |\n| b | 1 |"
+
+
+def test_another_seed_and_another_session_have_other_inputs() -> None:
+    one = workload(SHAPE, 1, WORDS)
+    assert one.inputs(0) == one.inputs(0)
+    assert one.inputs(0) != one.inputs(1) != workload(SHAPE, 2, WORDS).inputs(1)
+    assert {len(tokens) for tokens in one.inputs(0)} == {48}
+
+
+def test_a_group_ends_with_the_processes_it_started(tmp_path: Path) -> None:
+    command = ["sh", "-c", "sleep 1000 & echo $!; sleep 1000"]
+    with started(command, {}, tmp_path / "log", piped=True) as group:
+        assert group.process.stdout is not None
+        child = int(group.process.stdout.readline())
+        group.freeze()
+        assert group.resident_bytes() > 0
+    status = Path(f"/proc/{child}/stat")
+    assert not status.exists() or " Z " in status.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--peers", "tenuto,nobody"], "unknown nobody; known: tenuto, "),
+        (["--shapes", "4"], "allowed: SESSIONSxTURNS"),
+        (["--shapes", "0x4"], "at least 1 session and 2 turns"),
+        (["--rounds", "0"], "0; allowed: at least 1"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_peers_and_shapes_are_chosen() -> None:
+    chosen: Namespace = parse(["--peers", "llamacpp,tenuto", "--shapes", "1x2,3x4"])
+    assert [peer.name for peer in chosen.peers] == ["llamacpp", "tenuto"]
+    assert chosen.shapes == (Shape(1, 2), Shape(3, 4))
+    assert parse([]).peers == PEERS
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Answers as llama.cpp's server and vLLM do: three tokens, in two pieces."""
+
+    prompts: list[list[int]] = []  # noqa: RUF012 - of the one server there is
+
+    def do_GET(self) -> None:
+        self._send(json.dumps({"data": [{"id": "model"}]}).encode())
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        prompt = asked["prompt"]
+        self.prompts.append(list(prompt))
+        pieces: list[dict[str, Any]]
+        if self.path == "/completion":
+            last = {"tokens": [], "stop": True, "tokens_evaluated": len(prompt), "tokens_predicted": 3}
+            pieces = [{"tokens": [1]}, {"tokens": [2, 3]}, {**last, "timings": {"cache_n": len(prompt) - 5}}]
+        else:
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": 3}
+            details = {"prompt_tokens_details": {"cached_tokens": len(prompt) - 5}}
+            pieces = [{"choices": [{"token_ids": ids}]} for ids in ([1], [2, 3])]
+            pieces.append({"choices": [], "usage": {**usage, **details}})
+        self._send("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces).encode())
+
+    def _send(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    Scripted.prompts.clear()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("kind", [LlamaConversation, CompletionsConversation])
+def test_peers_are_sent_the_whole_history_in_token_ids(scripted: str, kind: type[BenchConversation]) -> None:
+    work = workload(Shape(1, 2), 0, WORDS, output=3)
+    timed, _ = asyncio.run(measure(httpx.URL(scripted), None, kind, "resend", work, lambda: None))
+    first, second = work.inputs(0)
+    assert Scripted.prompts == [first, [*first, 1, 2, 3, *second]]
+    assert [turn.counts for turn in timed] == [Counts(48, 43, 3), Counts(99, 94, 3)]
+    assert [len(turn.gaps) for turn in timed] == [2, 2]
