@@ -1,7 +1,7 @@
 """The default model with its weights in other types: the native kernels are as good as float32 from the same weights.
 
-Perplexity of so little text moves by 1 % and more, up or down, with how inputs are rounded to 8 bits. Distributions
-tell more: they diverge by 0.004 to 0.005 nats a token from those of float32, whatever the type.
+Perplexity of so little text moves up or down with how inputs are rounded to 8 bits. Distributions tell more: they
+diverge by 0.001 to 0.002 nats a token from those of float32.
 """
 
 from pathlib import Path
@@ -76,4 +76,4 @@ def test_distributions_are_those_of_float32_from_the_same_weights(
     kernels = loaded(library(cache_dir(), HERE, variant, print))
     found = distributions(NativeForward(kernels, model, usable_cores()), licence_tokens[:TOKENS])
     divergence = torch.nn.functional.kl_div(found, exact, reduction="batchmean", log_target=True).item()
-    assert divergence < 0.01
+    assert divergence < 0.004

@@ -80,18 +80,23 @@ constexpr Form form_for(int kind, int rows) {
   return of_floats(kind) ? Form::FLOATS : Form::QUANTS;
 }
 
-// Quants of the input of 8 bits, or, where few rows are computed by quants and the memory is slower than that, of 15
-// bits: 128 * quants + fine.
-constexpr bool FINE = TENUTO_AMX;
+// Quants of the input are of 8 bits, or of 15 bits, 128 * quants + fine: where a block's highest value is so far above
+// the others (`UNEVEN` times their mean square, with its own) that these would get few of 8 bits; and everywhere, where
+// few rows are computed by quants and the memory is slower than that. A sixteenth of the blocks are uneven, and most of
+// the error that quants cause is in those.
+constexpr bool ALL_FINE = TENUTO_AMX;
+constexpr float UNEVEN = 23.0f;
 
 // Rows that matrices are multiplied with, in tiles of 16 rows and blocks of 32 columns: `quants` and `fine` int8
 // [rows / 16][blocks][16][32] with float `scales`, `sums` (scale times the sum of the block's quants) and `low_sums`
-// (of its first 16) [rows / 16][blocks][16]; or `halves` or `floats` [rows / 16][blocks][16][32].
+// (of its first 16), and whether they are `fine_too` [rows / 16][blocks][16]; or `halves` or `floats` [rows /
+// 16][blocks][16][32].
 struct Input {
   int blocks;
   Form form;
   int8_t *quants, *fine;
   float *scales, *sums, *low_sums;
+  uint8_t *fine_too;
   Half *halves;
   float *floats;
 
@@ -112,17 +117,19 @@ struct Input {
       return;
     }
     float highest = highest16(max16(max16(a, -a), max16(b, -b)));
-    constexpr float most = FINE ? 127.0f * 128.0f : 127.0f;
+    const bool finely = ALL_FINE || highest * highest * BLOCK > UNEVEN * sum16(a * a + b * b);
+    const float most = finely ? 127.0f * 128.0f : 127.0f;
     float scale = highest / most, inverse = highest > 0.0f ? most / highest : 0.0f;
     const i32x16 qa = nearest(a * inverse), qb = nearest(b * inverse);
     i32x16 coarse_a = qa, coarse_b = qb;
-    if (FINE) {
+    if (finely) {
       coarse_a = (qa + 64) >> 7, coarse_b = (qb + 64) >> 7;
       store(fine + at * BLOCK, to_bytes(qa - (coarse_a << 7)));
       store(fine + at * BLOCK + 16, to_bytes(qb - (coarse_b << 7)));
     }
     store(quants + at * BLOCK, to_bytes(coarse_a));
     store(quants + at * BLOCK + 16, to_bytes(coarse_b));
+    fine_too[at] = finely;
     scales[at] = scale;
     sums[at] = scale * sum16(to_float(qa + qb));
     low_sums[at] = scale * sum16(to_float(qa));
@@ -173,6 +180,8 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
     const uint8_t *block = panel + (int64_t)b * block_bytes(KIND);
     for (int i = 0; i < block_bytes(KIND) + 64; i += 64, ahead += 64)
       __builtin_prefetch(ahead, 0, 2);
+    uint64_t finely = 0; // a byte a row
+    memcpy(&finely, x.fine_too + at, ROWS);
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS; part++) {
       Dot dots[ROWS], fine[ROWS];
@@ -182,17 +191,21 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
           dots[r].template add<BITS>(w, x.quants + (at + r) * BLOCK + 4 * j);
-          if (FINE)
+          if (ALL_FINE)
             fine[r].template add<BITS>(w, x.fine + (at + r) * BLOCK + 4 * j);
         }
       }
       const Scales s = scales_of<KIND>(behind, blocks, b, part);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
-        const i32x16 sum = dots[r].template total<BITS>();
+        i32x16 sum = dots[r].template total<BITS>();
+        if (ALL_FINE || finely >> 8 * r & 1) {
+          for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS) && !ALL_FINE; j++)
+            fine[r].template add<BITS>(quads<KIND>(block, j), x.fine + (at + r) * BLOCK + 4 * j);
+          sum = (sum << 7) + fine[r].template total<BITS>();
+        }
         const float first = PARTS > 1 ? x.low_sums[at + r] : x.sums[at + r];
-        acc[r] = add_block(acc[r], FINE ? (sum << 7) + fine[r].template total<BITS>() : sum, s, x.scales[at + r],
-                           part ? x.sums[at + r] - first : first);
+        acc[r] = add_block(acc[r], sum, s, x.scales[at + r], part ? x.sums[at + r] - first : first);
       }
     }
   }

@@ -44,6 +44,7 @@ public:
     int64_t cells = (int64_t)round_up(tokens, 2 * LANES) * round_up(columns, BLOCK), blocks = cells / BLOCK;
     values_.resize(cells * sizeof(float) + 64), fine_.resize(cells + 64);
     scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64), low_sums_.resize(blocks * 4 + 64);
+    fine_too_.resize(blocks + 64);
   }
   Input view(int columns, Form form) const {
     return {round_up(columns, BLOCK) / BLOCK,
@@ -53,10 +54,11 @@ public:
             scales_.as<float>(),
             sums_.as<float>(),
             low_sums_.as<float>(),
+            fine_too_.as<uint8_t>(),
             values_.as<Half>(),
             values_.as<float>()};
   }
 
 private:
-  Memory values_, fine_, scales_, sums_, low_sums_;
+  Memory values_, fine_, scales_, sums_, low_sums_, fine_too_;
 };
