@@ -260,3 +260,16 @@ def test_those_who_share_with_a_running_turn_alone_are_passed_over() -> None:
     turn = stage.say("parent", [1], 40)
     stage.until(lambda: stage.engine.sessions.get("other").memory.computed == 0)
     assert (idle.memory.computed, turn.state) == (16, TurnState.RUNNING)
+
+
+def test_sessions_of_two_tenants_that_are_called_alike_both_yield() -> None:
+    stage = Stage(units=30)
+    for tenant in ("a", "b"):
+        stage.open("s", tenant=tenant)
+        stage.say("s", count_from(1, 50), 3, tenant)
+        stage.play()
+    stage.open("long", tenant="a")
+    turn = stage.say("long", count_from(2, 100), 3, "a")
+    stage.play()
+    assert present(turn.result).committed
+    assert [session.memory.computed for session in stage.engine.sessions][:2] == [0, 0]

@@ -44,21 +44,21 @@ class Pressure:
         self._batch = batch
         self._preempt = preempt
         self._drop = drop
-        self._rungs: dict[tuple[Rung, int], OrderedDict[str, Session]] = {}
-        self._places: dict[str, tuple[Rung, int]] = {}
+        self._rungs: dict[tuple[Rung, int], OrderedDict[Session, None]] = {}
+        self._places: dict[Session, tuple[Rung, int]] = {}
         self.yielded: Counter[str] = Counter()  # how often each rung yielded
 
     def note(self, session: Session) -> None:
         """The session's state has changed: find its place."""
         place = self._place(session)
-        old = self._places.pop(session.id, None)
+        old = self._places.pop(session, None)
         if old is not None:
-            del self._rungs[old][session.id]
+            del self._rungs[old][session]
             if not self._rungs[old]:
                 del self._rungs[old]
         if place is not None:
-            self._places[session.id] = place
-            self._rungs.setdefault(place, OrderedDict())[session.id] = session
+            self._places[session] = place
+            self._rungs.setdefault(place, OrderedDict())[session] = None
 
     @staticmethod
     def _place(session: Session) -> tuple[Rung, int] | None:
@@ -92,7 +92,7 @@ class Pressure:
         """Free units until `needed()` of each group are free, or will be when the steps in flight settle. The turns
         `kept` and their sessions keep everything; running turns yield in the order of `victims`. The caller has checked
         with `room_beside` that there is enough."""
-        held, spared, running = self._held_by(kept), {turn.session.id for turn in kept}, iter(victims)
+        held, spared, running = self._held_by(kept), {turn.session for turn in kept}, iter(victims)
         cache = self._memory.cache
         while short := self._short(needed()):
             evicted = cache.evicted
@@ -138,13 +138,13 @@ class Pressure:
         pools = self._memory.pools
         return [g for g, n in enumerate(needed.tolist()) if n > pools[g].free + pools[g].limbo]
 
-    def _droppable(self, spared: set[str]) -> Iterator[tuple[Rung, Session]]:
+    def _droppable(self, spared: set[Session]) -> Iterator[tuple[Rung, Session]]:
         for place in sorted(self._rungs):
-            for session_id, session in self._rungs[place].items():
-                if session_id not in spared:
+            for session in self._rungs[place]:
+                if session not in spared:
                     yield place[0], session
 
-    def _drop_one(self, short: Sequence[int], spared: set[str]) -> bool:
+    def _drop_one(self, short: Sequence[int], spared: set[Session]) -> bool:
         """Drop the first session that frees a unit of a `short` group."""
         for rung, session in self._droppable(spared):
             if any(session.memory.frees(group) for group in short):
@@ -152,7 +152,7 @@ class Pressure:
                 return True
         return False
 
-    def _drop_sharing(self, short: Sequence[int], held: Masks, spared: set[str]) -> bool:
+    def _drop_sharing(self, short: Sequence[int], held: Masks, spared: set[Session]) -> bool:
         """No session frees a unit by itself: take the first with short units that are not `held`, pick of these the one
         with the fewest leases, and drop those who share it until a unit is free."""
         shared = (self._least_shared(session, short, held) for _, session in self._droppable(spared))
