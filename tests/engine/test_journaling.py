@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from operator import methodcaller
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tenuto.base.turns import Delta, EndReason
 from tenuto.engine import journaling
 from tenuto.engine.journaling import JournalWriter
 from tenuto.engine.loop import EngineLoop
+from tenuto.session.changes import Change
 from tenuto.session.journal import Journal
 from tests.engine import loops
 from tests.engine.test_loop import eventually, make_engine
@@ -117,3 +119,39 @@ def test_an_engine_that_closes_while_the_disk_is_full_ends(stand: Stand, path: P
     eventually(lambda: stand.ended == [NotAcknowledged])
     stand.close()
     assert lengths(path) == {"a": 0}
+
+
+def test_what_is_not_an_error_of_the_disk_holds_everything_back_too(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failing = stand.journal.write, [True]
+
+    def fail(changes: Sequence[Change]) -> None:
+        if failing:
+            raise MemoryError
+        write(changes)
+
+    monkeypatch.setattr(stand.journal, "write", fail)
+    with pytest.raises(NotAcknowledged, match="cannot be written: MemoryError"):
+        stand.open("a")
+    failing.clear()
+    eventually(lambda: stand.opens("b"))
+    stand.close()
+
+
+def test_nothing_is_told_while_it_is_being_written(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, go = stand.journal.write, threading.Event()
+
+    def wait(changes: Sequence[Change]) -> None:
+        go.wait(20)
+        write(changes)
+
+    stand.open("a")
+    monkeypatch.setattr(stand.journal, "write", wait)
+    stand.turn("a", 3)
+    asked = stand.loop.execute(methodcaller("open", "b"))
+    eventually(lambda: stand.loop.call(lambda engine: len(engine.sessions.get("a").history)).result(20) == 5)
+    assert (stand.ended, asked.done()) == ([], False)
+    go.set()
+    asked.result(20)
+    assert stand.ended == [EndReason.LENGTH]

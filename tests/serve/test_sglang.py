@@ -186,7 +186,8 @@ def test_seeds_are_repeatable_and_differ(smollm2: httpx.Client) -> None:
 
 def test_biases_and_penalties_change_what_is_said(smollm2: httpx.Client) -> None:
     def said(**params: Any) -> list[int]:
-        return generate(smollm2, "One, two, three,", sampling_params={"max_new_tokens": 16, **params})["output_ids"]
+        drawn = {"max_new_tokens": 48, "temperature": 1.0, "sampling_seed": 1}
+        return generate(smollm2, "One, two, three,", sampling_params={**drawn, **params})["output_ids"]
 
     plain = said()
     assert said(logit_bias={str(plain[0]): -100})[0] != plain[0]

@@ -181,6 +181,14 @@ def test_a_journal_of_other_tokens_of_a_later_format_or_of_no_format_is_refused(
     with pytest.raises(ConfigError, match="not a database"):
         Journal(other, "tokens")
     assert other.read_text().startswith("These are notes")
+    foreign = path.with_name("foreign.db")
+    db = sqlite3.connect(foreign)
+    db.execute("CREATE TABLE mine (x)")
+    db.close()
+    before = foreign.read_bytes()
+    with pytest.raises(ConfigError, match="database of another program"):
+        Journal(foreign, "tokens")
+    assert foreign.read_bytes() == before
     with pytest.raises(ConfigError, match="unable to open"):
         Journal(path / "below" / "a file", "tokens")
 
@@ -206,3 +214,16 @@ def test_a_damaged_journal_is_refused_as_a_whole(talk: Journaled, path: Path, da
     journal.close()
     with pytest.raises(ConfigError, match="is damaged"):
         reopened(path)
+
+
+def test_hidden_sessions_leave_no_trace(talk: Journaled, journal: Journal) -> None:
+    hidden = talk.engine.open("hidden", Policy(hidden=True))
+    talk.begin(hidden, [1, 2, 3], 2)
+    talk.play()
+    journal.write(talk.new_changes())
+    assert counts(journal) == dict.fromkeys(("sessions", "pieces", "history", "records"), 0)
+
+
+def test_every_write_is_flushed(journal: Journal) -> None:
+    assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)

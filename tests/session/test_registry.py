@@ -241,3 +241,11 @@ def test_reopened_sessions_expire_when_they_should(events: list[tuple[int, bool,
         assert set(office.expired()) == due
         opened = {sid: since for sid, since in opened.items() if sid not in due}
         assert len(office.registry._expiries) <= 2 * len(opened) + 64
+
+
+def test_text_that_is_none_is_refused() -> None:
+    registry = Office().registry
+    for policy, system in ((Policy(), "a\ud800"), (Policy(metadata=(("k", "\udfff"),)), None)):
+        with pytest.raises(InvalidRequest, match="lone surrogate"):
+            registry.open("s", policy, system)
+    assert len(registry) == 0

@@ -19,17 +19,21 @@ def main() -> int:
         "--steps", type=int, default=500, help="engine steps a world, before it is wound up (default 500)"
     )
     parser.add_argument("--large", action="store_true", help="large worlds, recounted every 100 steps")
+    parser.add_argument("--prefixes", action="store_true", help="small worlds with a prefix cache")
     parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen less often than this")
     parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken, to see what else is found")
     arguments = parser.parse_args()
     began = time.monotonic()
     if arguments.seed is not None:
-        config = large_world(arguments.seed) if arguments.large else any_world(arguments.seed)
+        prefixes = bool(arguments.prefixes)
+        config = large_world(arguments.seed) if arguments.large else any_world(arguments.seed, prefixes=prefixes)
         print(config)
         summary = run_world(config, arguments.steps, arguments.past)
     else:
         seeds = range(arguments.first, arguments.first + arguments.seeds)
-        summary = run_worlds(seeds, arguments.steps, large=arguments.large, ignored=arguments.past)
+        summary = run_worlds(
+            seeds, arguments.steps, large=arguments.large, ignored=arguments.past, prefixes=arguments.prefixes
+        )
         print(summary.table())
     for seed, report in summary.failures.items():
         print(f"\nseed {seed} failed; replay: python -m tests.sim --seed {seed} --steps {arguments.steps}\n{report}")

@@ -69,7 +69,14 @@ class RandomWorld(MirroredWorld):
         count = rng.choice((0, 1, 1, 2, 3, 5, 8, 13, 21, 34))
         if rng.random() < 0.04:
             count = rng.randint(most // 2, most + 1)
-        return [rng.randrange(VOCAB) for _ in range(min(count, most + 1))]
+        count = min(count, most + 1)
+        if self.config.prefixes and rng.random() < 0.7:  # one of three long texts, to some length, and then others
+            common = rng.randint(0, count)
+            text = rng.randrange(3)
+            return [(i * i + text) % VOCAB for i in range(common)] + [
+                rng.randrange(VOCAB) for _ in range(count - common)
+            ]
+        return [rng.randrange(VOCAB) for _ in range(count)]
 
     def _priority(self, *usual: int | None) -> int | None:
         rng = self.rng

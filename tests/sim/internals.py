@@ -233,7 +233,7 @@ def cached_units(engine: Engine) -> list[int]:
     """Distinct units of each group that checkpoints hold which only save work."""
     cache, pools = engine.memory.cache, engine.memory.pools
     found: list[set[int]] = [set() for _ in pools]
-    for session in engine.sessions:
+    for session in [*engine.sessions, *engine.sessions.prefixes]:
         turn = session.memory.turn
         for checkpoint in [*session.memory.checkpoints, *(turn.checkpoints if turn is not None else ())]:
             if checkpoint in cache:

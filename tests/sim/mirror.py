@@ -297,7 +297,7 @@ class MirroredWorld(World):
         kept, committed = memory.computed, turn.result is not None and turn.result.committed
         last = max(0, len(session.history) - 1)
         if not committed:
-            if kept != before:
+            if kept != min(before, last):  # more was found elsewhere, of the input
                 self.found("kept memory", f"an abort left {kept} of {before} tokens in memory")
         elif memory_of_turn:
             least = min(last, max(reached, min(base, before)))

@@ -8,7 +8,8 @@ import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tests.sim.actions import RandomWorld
 from tests.sim.found import Found
@@ -100,16 +101,18 @@ def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) ->
     return summary
 
 
-def any_world(seed: int) -> WorldConfig:
-    """A small random world or, every few seeds, a scenario."""
+def any_world(seed: int, *, prefixes: bool = False) -> WorldConfig:
+    """A small random world or, every few seeds, a scenario; with `prefixes` always the former, with a prefix cache."""
+    if prefixes:
+        return replace(small_world(seed), prefixes=True)
     return scenario_world(seed) if is_scenario(seed) else small_world(seed)
 
 
-def _run_seeds(seeds: list[int], steps: int, large: bool, ignored: Collection[str]) -> Summary:
+def _run_seeds(seeds: list[int], steps: int, large: bool, ignored: Collection[str], prefixes: bool) -> Summary:
     logging.getLogger("tenuto").setLevel(logging.ERROR)  # steps fail by the thousand
     summary = Summary()
     for seed in seeds:
-        summary.add(run_world(large_world(seed) if large else any_world(seed), steps, ignored))
+        summary.add(run_world(large_world(seed) if large else any_world(seed, prefixes=prefixes), steps, ignored))
     return summary
 
 
@@ -120,6 +123,7 @@ def run_worlds(
     large: bool = False,
     processes: int | None = None,
     ignored: Collection[str] = (),
+    prefixes: bool = False,
 ) -> Summary:
     """All worlds of `seeds`, `steps` steps each, spread over `processes` (default: all cores)."""
     seeds = list(seeds)
@@ -128,6 +132,7 @@ def run_worlds(
     chunks = [seeds[i : i + chunk] for i in range(0, len(seeds), chunk)]
     summary = Summary()
     with ProcessPoolExecutor(processes) as pool:
-        for part in pool.map(_run_seeds, chunks, [steps] * len(chunks), [large] * len(chunks), [ignored] * len(chunks)):
+        run = partial(_run_seeds, steps=steps, large=large, ignored=ignored, prefixes=prefixes)
+        for part in pool.map(run, chunks):
             summary.add(part)
     return summary

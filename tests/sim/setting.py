@@ -48,6 +48,7 @@ class WorldConfig:
     text: bool = False
     story: str = ""  # of a scenario
     weights: tuple[tuple[str, float], ...] = ()  # of tenants
+    prefixes: bool = False  # memory of closed sessions is kept, and input begins alike
 
     @property
     def label(self) -> tuple[str, str]:
@@ -164,6 +165,7 @@ def engine_config(config: WorldConfig) -> EngineConfig:
         checkpoint_interval=config.interval,
         checkpoint_share=config.checkpoint_share,
         tenant_weights=config.weights,
+        prefix_cache=config.prefixes,
         draft_timeout=40.0,
         audit_every=0,
     )

@@ -42,7 +42,9 @@ class _Whole:
 class SlotChecker:
     """Knows the slots of the witness and what should be in them."""
 
-    def __init__(self, page_size: int, groups: int) -> None:
+    def __init__(self, page_size: int, groups: int, refresh: int = REFRESH) -> None:
+        """What rests is looked at anew every `refresh` times, else only if its stamp is new."""
+        self._refresh = refresh
         self._size = page_size
         self._groups = groups
         self._parts: dict[str, _Part] = {}
@@ -79,7 +81,7 @@ class SlotChecker:
         self._looked += 1
         fresh: dict[str, _Part] = {}
         moving = []
-        changed = self._looked % REFRESH == 0
+        changed = self._looked % self._refresh == 0
         for session in engine.sessions:
             sid, memory = session.id, session.memory
             if session.version != naive[sid].version:
@@ -87,7 +89,10 @@ class SlotChecker:
             stamp = (session, internals.stamp(session))
             part = self._parts.get(sid)
             if part is None or changed or part.stamp != stamp:
-                part = self._build(stamp, sid, *internals.needed_of_session(memory), naive[sid].history)
+                sequence = naive[sid].history
+                if memory.computed > len(sequence) and session.turn is not None:  # it was found elsewhere
+                    sequence = turns[session.turn.number].sequence
+                part = self._build(stamp, sid, *internals.needed_of_session(memory), sequence)
             fresh[sid] = part
             if memory.turn is not None and session.turn is not None:
                 turn = turns[session.turn.number]

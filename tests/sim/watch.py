@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tenuto.base.groups import Kind
 from tenuto.base.turns import TurnState
+from tenuto.base.views import SessionState
 from tenuto.engine.engine import StepReport
 from tenuto.sched.admission import RECONSIDERED_AFTER
 from tenuto.session.session import Session, Turn
@@ -156,9 +157,10 @@ class Watch:
                 return
 
     def _check_for_drafts(self, victims: list[Event]) -> None:
-        """Nobody yields so that a draft can be computed."""
+        """Nobody yields so that a draft can be computed, but what closed sessions have left."""
         running = self._world.engine.batch.running()
         losers = [e.session for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
+        losers = [session for session in losers if session.state is not SessionState.CLOSED]
         if losers and not self._world.waiting() and all(turn.drafting for turn in running):
             self._world.found("drafts", f"{losers} yielded, and nobody but drafts {running} wants anything")
 
@@ -223,7 +225,7 @@ class Watch:
 
     @staticmethod
     def _rung(state: TurnState | None) -> int:
-        """Drafts yield first, then idle sessions, then waiting ones, running turns last."""
+        """Closed sessions yield first, then drafts, idle sessions, then waiting ones, running turns last."""
         if state is None:
             return 1
         return {TurnState.DRAFTING: 0, TurnState.RUNNING: 3}.get(state, 2)
@@ -232,8 +234,13 @@ class Watch:
         """A session that kept all it has, should yield before the victim and would have given as much in every
         group."""
         engine, events = self._world.engine, self._world.log.events
-        victim = self._rung(event.state), (event.turn or event.session.policy).priority
+        closed = event.session.state is SessionState.CLOSED
+        victim = (-1, 0) if closed else (self._rung(event.state), (event.turn or event.session.policy).priority)
         waiting = self._world.waiting()
+        for session in engine.sessions.prefixes:
+            left = internals.exclusive(session)
+            if not closed and all(a >= b for a, b in zip(left, event.freed, strict=True)):
+                return session
         for session in engine.sessions:
             turn = session.turn
             if any(e.session is session for e in events) or (turn is not None and turn in waiting):

@@ -76,7 +76,7 @@ class World:
         self._sizes = [
             n * (config.page_size if group.paged else 1) for n, group in zip(config.units, config.groups, strict=True)
         ]
-        self._slots = SlotChecker(config.page_size, len(config.groups))
+        self._slots = SlotChecker(config.page_size, len(config.groups), *([1] if config.prefixes else []))
         self.watch = Watch(self)
         self.tenants: dict[str, str] = {}  # of sessions, ever
 
@@ -348,6 +348,8 @@ class World:
                 if turn is not None:
                     self.ended(turn)
                 self.naive.pop(sid, None)
+        if self.config.prefixes:
+            self.engine.drop()
         self.step()
         self.step()
         self.step()

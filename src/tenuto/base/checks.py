@@ -96,6 +96,15 @@ def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
     raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
 
 
+def unicode_text(name: str, value: str, error: type[TenutoError] = InvalidRequest) -> str:
+    """`value`, which has no lone surrogates: they are no text, and cannot be stored."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise error(f"{name} has a lone surrogate; allowed: Unicode text", param=_param(name)) from None
+    return value
+
+
 def _param(name: str) -> str | None:
     """The option's name, or `None` if `name` only describes a part of one."""
     return name if name.isidentifier() else None

@@ -38,7 +38,9 @@ class EngineConfig:
     the most turns in one step, so that prefills progress beside decodes. `overlap` 1 plans a step while the previous
     one is in flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for
     every `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill,
-    rounded up to whole pages; those that only save work hold at most `checkpoint_share` of each pool.
+    rounded up to whole pages; those that only save work hold at most `checkpoint_share` of each pool. With
+    `prefix_cache`, turns start from what other sessions of their tenant, closed ones included, have in memory of the
+    same tokens.
     `tenant_weights` are tenants' relative shares of rows and prefill tokens, 1 unless named here.
     `draft_timeout` is in seconds since the draft last changed. A full recount, which may take several steps, begins
     every `audit_every` steps (0: only on demand)."""
@@ -53,6 +55,7 @@ class EngineConfig:
     aging_seconds: float = option(10.0, bounds=SECONDS)
     checkpoint_interval: int = option(512, bounds=_AT_LEAST_ONE)
     checkpoint_share: float = option(0.5, bounds=Bounds(0.0, 1.0))
+    prefix_cache: bool = option(default=False)
     tenant_weights: tuple[tuple[str, float], ...] = ()
     draft_timeout: float = option(60.0, bounds=SECONDS)
     audit_every: int = option(1000, bounds=Bounds(0, MAX_COUNT))
@@ -81,6 +84,7 @@ class EngineOptions(TypedDict, total=False):
     aging_seconds: float
     checkpoint_interval: int
     checkpoint_share: float
+    prefix_cache: bool
     tenant_weights: tuple[tuple[str, float], ...]
     draft_timeout: float
     audit_every: int

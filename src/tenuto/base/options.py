@@ -87,6 +87,11 @@ class Policy:
     def __post_init__(self) -> None:
         check_options(self)
 
+    @property
+    def lasting(self) -> bool:
+        """Whether a journal has the session: nobody would look for an ephemeral or hidden one after a restart."""
+        return not (self.ephemeral or self.hidden)
+
 
 class TurnOptions(TypedDict, total=False):
     """Options of a turn, all optional.

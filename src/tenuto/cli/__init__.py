@@ -194,6 +194,14 @@ def serve(
             " none: they end with it.",
         ),
     ] = "none",
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache",
+            help="Requests begin with what any session of their tenant, closed ones included, has in memory of the same"
+            " tokens.",
+        ),
+    ] = False,
     overlap: Annotated[int, typer.Option(help="1: plan a step while the previous one is computed.")] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for users of SGLang
@@ -224,6 +232,7 @@ def serve(
         "max_queued": max_queued_requests,
         "max_sessions": max_sessions,
         "overlap": overlap,
+        "prefix_cache": prefix_cache,
     }
     if context_length is not None:
         config["context_length"] = context_length

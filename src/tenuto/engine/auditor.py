@@ -74,8 +74,7 @@ class Auditor:
 
     def _begin(self, flights: Iterable[Flight]) -> AuditCycle:
         self._check_rows()
-        sessions = [*self._sessions]
-        memories = (session.memory for session in sessions)
+        memories = [*self._sessions.memories()]
         return AuditCycle(self._memory, memories, self._others, self._touched(flights))
 
     def _holders(self) -> Iterator[Holder]:

@@ -36,6 +36,7 @@ from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import Suspects
 from tenuto.session.changes import Change
+from tenuto.session.prefixes import PrefixIndex
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
@@ -84,7 +85,10 @@ class Engine:
         self._gate = TurnGate(self._queue, config.max_queued, vocab_size, text)
         shares = Shares(dict(config.tenant_weights))
         self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
-        self.lifecycle = Lifecycle(self.memory, self.sessions, self._queue, self.batch, clock, config.draft_timeout)
+        self.prefixes = PrefixIndex(self.memory.page_size) if config.prefix_cache else None
+        self.lifecycle = Lifecycle(
+            self.memory, self.sessions, self.prefixes, self._queue, self.batch, clock, config.draft_timeout
+        )
         self.pressure = self.lifecycle.pressure
         self._admission = Admission(
             self.memory,
@@ -94,6 +98,7 @@ class Engine:
             self.lifecycle.start,
             self.lifecycle.pause,
             self.lifecycle.drop,
+            self.lifecycle.share,
         )
         self.suspects = Suspects()
         self._planner = Planner(self.memory, self.batch, self.suspects, config.token_budget, proposer, config.lookahead)
@@ -175,7 +180,7 @@ class Engine:
         forked = self.open(child, replace(parent.policy, ephemeral=False), parent.system)
         parent.fork(forked, at)
         self.sessions.note_length(forked)
-        self.pressure.note(forked)
+        self.lifecycle.note_memory(forked)
         self.lifecycle.count("fork", TurnState.RUNNING if parent.has_running_turn else None)
         self.lifecycle.note("fork", forked, kept=at, parent=parent)
         return forked
@@ -192,7 +197,7 @@ class Engine:
             raise InvalidRequest("rewind needs the number of turns or of tokens to keep")
         session.rewind(self._position(session, turn, position))
         self.sessions.note_length(session)
-        self.pressure.note(session)
+        self.lifecycle.note_memory(session)
         self.lifecycle.count("rewind")
         self.lifecycle.note("rewind", session, kept=len(session.history))
         return session
@@ -274,6 +279,7 @@ class Engine:
         how many held something."""
         if session_id is None:
             sessions = [session for session in self.sessions if not session.has_running_turn]
+            sessions += self.sessions.prefixes
         else:
             sessions = [self.sessions.get(session_id, tenant)]
             if sessions[0].has_running_turn:

@@ -59,7 +59,7 @@ class JournalWriter:
         while changes := self._next():
             try:
                 self._journal.write(changes)
-            except sqlite3.Error as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, nothing is acknowledged until it has passed
                 if not self._failed(error):
                     return
             else:
@@ -80,12 +80,13 @@ class JournalWriter:
             self._failure = None
         self._tell()
 
-    def _failed(self, error: sqlite3.Error) -> bool:
+    def _failed(self, error: Exception) -> bool:
         """Whether to try again."""
-        reason = f"the journal {self._journal.path} cannot be written: {error}"
+        reason = f"the journal {self._journal.path} cannot be written: {str(error) or type(error).__name__}"
+        details = None if isinstance(error, sqlite3.Error) else error
         with self._changed:
             if self._failure is None:
-                log.error("%s; nothing is acknowledged until it can", reason)
+                log.error("%s; nothing is acknowledged until it can", reason, exc_info=details)
             self._failure = reason
         self._tell()
         until = monotonic() + RETRY_SECONDS

@@ -19,6 +19,7 @@ from tenuto.sched.batch import Batch, continues_from, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.changes import Change, ChangeKind
+from tenuto.session.prefixes import PrefixIndex
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
 
@@ -39,9 +40,17 @@ class Lifecycle:
     """Makes every transition of turns and sessions, and keeps queue, batch, pressure and timers in step with it."""
 
     def __init__(
-        self, memory: Memory, sessions: Registry, queue: WaitingQueue, batch: Batch, clock: Clock, draft_timeout: float
+        self,
+        memory: Memory,
+        sessions: Registry,
+        prefixes: PrefixIndex | None,
+        queue: WaitingQueue,
+        batch: Batch,
+        clock: Clock,
+        draft_timeout: float,
     ) -> None:
         self._sessions = sessions
+        self._prefixes = prefixes
         self._queue = queue
         self._clock = clock
         self._draft_timeout = draft_timeout
@@ -206,9 +215,51 @@ class Lifecycle:
         else:
             session.memory.drop()
             session.memory.lost = why
-        self.count("drop", turn.state if turn is not None else "idle")
+        if self._sessions.forget_prefix(session):
+            self.count("drop", "prefix")
+        else:
+            self.count("drop", turn.state if turn is not None else "idle")
         if turn is not None and turn.drafting:
             self._queue.push(turn)  # computed again when there is room
+        self.note_memory(session)
+
+    def note_memory(self, session: Session) -> None:
+        """A session without a running turn has more or less memory than before, or another history."""
+        if self._prefixes is not None:
+            if session.state is SessionState.CLOSED and not session.memory.computed:
+                self._prefixes.forget(session)
+            else:
+                self._prefixes.enter(session)
+        self.pressure.note(session)
+
+    @staticmethod
+    def _may_share(turn: Turn) -> bool:
+        """Not what changes, whose input is scored, or would give up a checkpoint: after an abort the session stands
+        where it stood."""
+        memory = turn.session.memory
+        keeps = memory.computed > 0 and memory.memory.needs_checkpoints
+        return not (turn.drafting or turn.params.input_logprobs is not None or memory.turn is not None or keeps)
+
+    def share(self, turn: Turn) -> None:
+        """A waiting turn without memory of its own begins with what another session of its tenant has in memory, if
+        that is more of its tokens than its own session has."""
+        session, prefixes = turn.session, self._prefixes
+        if prefixes is None or turn.sought == prefixes.version or not self._may_share(turn):
+            return
+        turn.sought = prefixes.version
+        have = continues_from(turn)
+        found = prefixes.find(session, turn.tokens(0, turn.prompt_length), have)
+        if found is None:
+            return
+        owner, length = found
+        position = owner.memory.resumable(min(length, turn.resume_position))
+        if position < have + session.memory.memory.page_size:
+            return
+        session.memory.drop()
+        owner.memory.fork(session.memory, position)
+        session.origin = owner
+        self._sessions.use_prefix(owner)
+        self.pressure.note(owner)
         self.pressure.note(session)
 
     def rest(self, turn: Turn) -> None:
@@ -268,6 +319,9 @@ class Lifecycle:
         self._queue.remove(turn)
         self._ended.append(turn)
         self._sessions.note_length(session)
+        if self._prefixes is not None:
+            committed = turn.result is not None and turn.result.committed
+            self._prefixes.changed(session, turn.prompt_length if committed else len(session.history))
         if turn.result is not None:
             usage = turn.result.usage
             for name in USAGE:
@@ -276,12 +330,15 @@ class Lifecycle:
             self.close(session)
         else:
             self._sessions.watch(session)
-            self.pressure.note(session)
+            self.note_memory(session)
 
     def close(self, session: Session) -> None:
-        """Release and forget a session without an open turn."""
-        self._sessions.close(session)
-        self.pressure.note(session)
+        """Close and forget a session without an open turn. What it has in memory stays, for others to begin with."""
+        self._sessions.close(session, keep=self._prefixes is not None and session.memory.computed > 0)
+        self.note_memory(session)
+        origin, session.origin = session.origin, None
+        if origin in self._sessions.prefixes and self._prefixes is not None and self._prefixes.covers(session, origin):
+            self.drop(origin)
         self.count("close")
         self.note("close", session, kept=len(session.history))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Self
 
 from tenuto.base.errors import InvariantError
 from tenuto.memory.checkpoint import Checkpoint, Checkpoints
@@ -19,10 +19,9 @@ class CommittedMemory:
     `computed` and is needed, while all others only save work; without such groups there are no checkpoints.
     """
 
-    holder_kind: ClassVar[HolderKind] = "session"
-
     def __init__(self, memory: Memory, name: str) -> None:
         self.memory = memory
+        self.holder_kind: HolderKind = "session"  # or "prefix", once the session is closed
         self.holder_name = name
         self.computed = 0
         self.lost = ""  # why less than the history is in memory; written by whoever takes it

@@ -12,7 +12,7 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 
-HolderKind = Literal["session", "turn", "checkpoint", "admission"]
+HolderKind = Literal["session", "prefix", "turn", "checkpoint", "admission"]
 BULK = 24
 """From this many units on, one NumPy call changes the counts instead of a loop."""
 

@@ -71,10 +71,15 @@ class Service:
         Raises `ConfigError`."""
         self._model = model
         self._config = config
-        engine = build_engine(model, config, memory_bytes)
+        try:
+            engine = build_engine(model, config, memory_bytes)
+            if journal is not None:
+                _restore(journal, engine)
+        except BaseException:
+            if journal is not None:
+                journal.close()  # whoever tries again finds it free
+            raise
         self._writer = JournalWriter(journal) if journal is not None else None
-        if journal is not None:
-            _restore(journal, engine)
         self._describe = self._describe_model(engine)
         self._renderer = Renderer(model.chat, model.tokenizer)
         self._texts = Texts(model.tokenizer)
@@ -253,21 +258,21 @@ def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:
     if settings.journal is None:
         return None
     tokens = model.tokenizer.fingerprint if model.tokenizer is not None else f"{model.vocab_size} tokens"
-    return Journal(Path(settings.journal).expanduser(), tokens)
+    try:
+        path = Path(settings.journal).expanduser()
+    except RuntimeError as error:  # of a user that is not there
+        raise ConfigError(f"the journal {settings.journal} cannot be used: {error}") from error
+    return Journal(path, tokens)
 
 
 def _restore(journal: Journal, engine: Engine) -> None:
     count = 0
-    try:
-        for saved in journal.sessions():
-            try:
-                engine.restore(saved)
-            except TenutoError as error:
-                raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
-            count += 1
-    except ConfigError:
-        journal.close()  # whoever tries again finds it free
-        raise
+    for saved in journal.sessions():
+        try:
+            engine.restore(saved)
+        except TenutoError as error:
+            raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
+        count += 1
     engine.lifecycle.take_changes()  # they are in the journal
     if count:
         log.info("sessions restored", extra={"sessions": count, "journal": str(journal.path)})

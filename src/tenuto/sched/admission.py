@@ -39,6 +39,7 @@ class Admission:
         start: Callable[[Turn, tuple[Lease, ...]], None],
         pause: Callable[[Turn], None],
         drop: Callable[[Session, str], None],
+        share: Callable[[Turn], None],
     ) -> None:
         self._memory = memory
         self._batch = batch
@@ -47,6 +48,7 @@ class Admission:
         self._start = start
         self._pause = pause
         self._drop = drop
+        self._share = share
         self._refused: tuple[int, ...] | None = None  # for what no room could be made, as in `_make_room`
         self._room_for: Turn | None = None  # others have yielded to it; not started since
         self._passes = 0  # over the queue, in total
@@ -87,6 +89,7 @@ class Admission:
             return None
         with memory.reserve(min(len(self._queue), memory.rows.free), self) as reserved:
             while (turn := self._next(aside)) is not None:
+                self._share(turn)
                 need = self._need(turn)
                 available = reserved.available() - self._pledged(turn)
                 fits = memory.rows.free > 0 and bool((need <= available).all())
@@ -132,10 +135,9 @@ class Admission:
 
     def _fits_beside(self, turn: Turn, need: Longs, kept: list[Turn]) -> bool:
         """Whether there is room for `turn` once everybody but the turns `kept` has yielded; for a draft, once cached
-        checkpoints have."""
+        checkpoints and closed sessions have."""
         if turn.drafting:
-            room = self._memory.free() + [self._memory.cache.reclaimable(g) for g in range(len(self._memory.pools))]
-            return bool((need + self._pledged(turn) <= room).all())
+            return bool((need + self._pledged(turn) <= self._memory.free() + self._pressure.reclaimable()).all())
         wanted = need + self._pledged(turn, later=True) + self._growth(turn, kept)
         return bool((wanted <= self._pressure.room_beside([turn, *kept])).all())
 

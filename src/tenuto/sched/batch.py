@@ -240,5 +240,5 @@ def is_computed(turn: Turn) -> bool:
 
 
 def start_target(turn: Turn) -> int:
-    """The highest position at which a turn may start: the end of the history it builds on, or its last prompt token."""
-    return max(0, min(turn.base_length, turn.prompt_length - 1))
+    """The highest position at which a turn may start: that of its last prompt token."""
+    return turn.resume_position

@@ -1,5 +1,5 @@
-"""Who yields when memory is short: cached checkpoints, then drafts, idle sessions, waiting ones, and running turns
-last. Nobody yields in vain."""
+"""Who yields when memory is short: cached checkpoints, then what closed sessions have left, drafts, idle sessions,
+waiting ones, and running turns last. Nobody yields in vain."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
+from tenuto.base.views import SessionState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import Longs
@@ -25,9 +26,10 @@ Masks = tuple[npt.NDArray[np.bool_], ...]
 class Rung(IntEnum):
     """Classes of sessions without a running turn; the lowest yields first."""
 
-    DRAFT = 0
-    IDLE = 1
-    WAITING = 2
+    PREFIX = 0
+    DRAFT = 1
+    IDLE = 2
+    WAITING = 3
 
 
 class Pressure:
@@ -65,6 +67,8 @@ class Pressure:
         turn, memory = session.turn, session.memory
         if session.has_running_turn or (memory.computed == 0 and memory.turn is None):
             return None
+        if session.state is SessionState.CLOSED:
+            return Rung.PREFIX, 0
         if turn is None:
             return Rung.IDLE, session.policy.priority
         drafted = turn.drafting and memory.turn is not None
@@ -85,6 +89,18 @@ class Pressure:
             for group, lease in turn.session.memory.essential_leases():
                 held[group][units_of(lease)] = True
         return held
+
+    def reclaimable(self) -> Longs:
+        """Units of each group that nobody holds but cached checkpoints, or else but closed sessions, int64 [groups]."""
+        found = [self._memory.cache.reclaimable(group) for group in range(len(self._memory.pools))]
+        counts = [np.zeros(pool.capacity, np.int32) for pool in self._memory.pools]
+        for (rung, _), sessions in self._rungs.items():
+            for session in sessions if rung is Rung.PREFIX else ():
+                for group, lease in session.memory.essential_leases():
+                    counts[group][units_of(lease)] += 1
+        for group, (held, pool) in enumerate(zip(counts, self._memory.pools, strict=True)):
+            found[group] += int(((held > 0) & (held == np.frombuffer(pool.counts, dtype=np.int32))).sum())
+        return np.array(found, np.int64)
 
     # -- making room
 

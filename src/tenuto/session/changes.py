@@ -40,7 +40,7 @@ class Change:
         cls, kind: ChangeKind, session: Session, kept: int = 0, turn: Turn | None = None, parent: Session | None = None
     ) -> Change:
         """The change that `session` has just undergone."""
-        if parent is not None and parent.policy.ephemeral:  # it may be gone before anyone reads this
+        if parent is not None and not parent.policy.lasting:  # it may be gone before anyone reads this
             kept, parent = 0, None
         records = tuple(session.records if kept == 0 else session.records[-1:])
         tokens = session.history[kept:]

@@ -22,6 +22,8 @@ from tenuto.session.session import Session
 from tenuto.text.chat import Conversation
 
 _FORMAT = 1
+_APPLICATION = 0x54454E55
+"""In the file's header, so that no other program's file is taken for a journal: TENU."""
 _LOCK_SECONDS = 5.0
 """How long a file that another process still has open is waited for."""
 
@@ -71,17 +73,23 @@ class Journal:
             raise
 
     def _set_up(self, fingerprint: str) -> None:
+        found, application = (
+            self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id")
+        )
+        fresh = not self._db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+        if application != _APPLICATION and not fresh:
+            raise ConfigError(f"the journal {self.path} cannot be used: it is a database of another program")
+        if found != _FORMAT and not fresh:
+            raise ConfigError(f"the journal {self.path} is of format {found}; supported: {_FORMAT}")
         for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
             self._db.execute(f"PRAGMA {setting}")
         with self._transaction():
-            (found,) = self._db.execute("PRAGMA user_version").fetchone()
-            if found == 0:
+            if fresh:
                 for statement in filter(str.strip, _SCHEMA.split(";")):
                     self._db.execute(statement)
                 self._db.execute("INSERT INTO model VALUES (?)", (fingerprint,))
                 self._db.execute(f"PRAGMA user_version = {_FORMAT}")
-            elif found != _FORMAT:
-                raise ConfigError(f"the journal {self.path} is of format {found}; supported: {_FORMAT}")
+                self._db.execute(f"PRAGMA application_id = {_APPLICATION}")
             (owner,) = self._db.execute("SELECT fingerprint FROM model").fetchone()
         if owner != fingerprint:
             raise ConfigError(
@@ -142,10 +150,10 @@ class Journal:
     # -- writing
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Write changes, in order, all or none. Ephemeral sessions leave no trace. Raises `sqlite3.Error`."""
+        """Write changes, in order, all or none. Only lasting sessions leave a trace. Raises `sqlite3.Error`."""
         with self._transaction():
             for change in changes:
-                if not change.session.policy.ephemeral:
+                if change.session.policy.lasting:
                     self._write(change)
 
     def _write(self, change: Change) -> None:
@@ -176,9 +184,9 @@ class Journal:
 
     def _cut(self, session: int, length: int) -> None:
         """The history is its first `length` tokens; pieces that nobody uses any more go."""
-        gone = self._db.execute(
-            "DELETE FROM history WHERE session = ? AND position >= ? RETURNING piece", (session, length)
-        ).fetchall()
+        beyond = "FROM history WHERE session = ? AND position >= ?"
+        gone = self._db.execute(f"SELECT piece {beyond}", (session, length)).fetchall()
+        self._db.execute(f"DELETE {beyond}", (session, length))
         self._db.execute(
             "UPDATE history SET length = ?2 - position WHERE session = ?1 AND position + length > ?2", (session, length)
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from random import Random
 
-from tenuto.base.checks import shown
+from tenuto.base.checks import shown, unicode_text
 from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, IllegalTransition, InvalidRequest, NotFound, Overloaded
 from tenuto.base.options import Policy
@@ -41,6 +41,7 @@ class Registry:
         self.context_length = min(context_length, memory.max_length)  # tokens that fit a session at the most
         self._max_sessions = max_sessions
         self._sessions: dict[SessionKey, Session] = {}
+        self.prefixes: dict[Session, None] = {}  # closed sessions whose memory is kept, in the order of their last use
         self._use: dict[str, TenantUse] = {}  # by tenant; those without sessions are not there
         self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; too early if there was a turn since
         self._watched: dict[SessionKey, int] = {}  # session -> its live entry
@@ -83,6 +84,9 @@ class Registry:
             raise InvalidRequest(
                 f"session id is {shown(session_id)}; allowed: ids that are not '.' or '..' and have no such part"
             )
+        unicode_text("system", system or "")
+        for part in chain.from_iterable(policy.metadata):
+            unicode_text("metadata", part)
         if (policy.tenant, session_id) in self._sessions:
             raise AlreadyExists(f"session {session_id!r} is open already")
         if len(self._sessions) >= self._max_sessions:
@@ -109,10 +113,14 @@ class Registry:
         use.tokens += len(session.history) - session.counted
         session.counted = len(session.history)
 
-    def close(self, session: Session) -> None:
-        """Release what it holds and forget it. It must have no open turn."""
+    def close(self, session: Session, *, keep: bool = False) -> None:
+        """Forget it. With `keep` its memory stays, as a prefix of other sequences. It must have no open turn."""
         session.close()
         del self._sessions[session.key]
+        if keep:
+            self.prefixes[session] = None
+        else:
+            session.memory.drop()
         self._watched.pop(session.key, None)
         self._forget_dead_expiries()
         tenant = session.policy.tenant
@@ -120,6 +128,19 @@ class Registry:
         use.sessions, use.tokens = use.sessions - 1, use.tokens - session.counted
         if not use.sessions:
             del self._use[tenant]
+
+    def use_prefix(self, session: Session) -> None:
+        """A closed session that is kept was of use."""
+        if session in self.prefixes:
+            del self.prefixes[session]
+            self.prefixes[session] = None
+
+    def forget_prefix(self, session: Session) -> bool:
+        """Whether this was a closed session; if so, it is no longer kept."""
+        if session not in self.prefixes:
+            return False
+        del self.prefixes[session]
+        return True
 
     def watch(self, session: Session) -> None:
         """The session is idle from `last_turn_end` on: note when it would expire."""
@@ -156,4 +177,8 @@ class Registry:
 
     def holders(self) -> Iterator[Holder]:
         """Everything that holds leases on account of a session."""
-        return all_holders(session.memory for session in self._sessions.values())
+        return all_holders(self.memories())
+
+    def memories(self) -> Iterator[SessionMemory]:
+        """Of all sessions, and of those that are closed and kept."""
+        return (session.memory for session in chain(self._sessions.values(), self.prefixes))

@@ -46,6 +46,7 @@ class Session:
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
         self.counted = 0  # tokens counted for its tenant; written by the registry
+        self.origin: Session | None = None  # whose memory its own last began with; written by the life cycle
 
     def __repr__(self) -> str:
         return f"<session {self.id} {self.state.value}, {len(self.history)} tokens>"
@@ -92,10 +93,11 @@ class Session:
         del self.history[turn.base_length :]
         start = replaced.start if replaced is not None else turn.base_length
         self._extend(start, turn.input, output, turn.conversation)
+        valid = turn.base_length if turn.replaces else turn.prompt_length
         if self.memory.turn is not None:
-            self.memory.turn.commit(self._last(), turn.base_length)
+            self.memory.turn.commit(self._last(), valid)
         else:
-            self.memory.truncate(min(turn.base_length, self._last()))
+            self.memory.truncate(min(valid, self._last()))
 
     def adopt(
         self,
@@ -142,6 +144,8 @@ class Session:
         """The open turn has committed or aborted."""
         self.turn = None
         self.last_turn_end = now
+        if self.memory.computed > self._last():  # it began with memory of its input that was found elsewhere
+            self.memory.truncate(self._last())
 
     def _last(self) -> int:
         return max(0, len(self.history) - 1)
@@ -181,11 +185,12 @@ class Session:
         return self.records[-1]
 
     def close(self) -> None:
-        """Release everything. The session must have no open turn."""
+        """Close it; its memory stays, as a prefix of other sequences, until it is dropped. It must have no open
+        turn."""
         if self.turn is not None:
             raise SessionBusy(f"cannot close session {self.id}: its turn is {self.turn.state.value}")
         self.state = SessionState.CLOSED
-        self.memory.drop()
+        self.memory.holder_kind = "prefix"
 
 
 class Turn:
@@ -207,6 +212,7 @@ class Turn:
         self.started = False  # has run as a submitted turn
         self.failures = 0  # failed steps with it alone, until it comes to `failed_end`; written by `Suspects`
         self.failed_end = 0  # where the last failed step with it was to end; lowered when a draft changes
+        self.sought = -1  # version of the prefix index it was last looked for in; written by the life cycle
         self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle, as the next
         self.computed_before = 0  # tokens it had computed then, as a draft
         self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row

@@ -62,7 +62,8 @@ private:
         logit = load<f32x16>(logits + i);
       else if (i < vocab_)
         memcpy(&logit, logits + i, sizeof(float) * (vocab_ - i));
-      store(&weights_[i], exp_nonpositive((logit - highest) / temperature));
+      const f32x16 below = (logit - highest) / temperature; // not for NaN, and none of those is likeliest
+      store(&weights_[i], exp_nonpositive(select(below <= 0.0f, below, splat(-INFINITY))));
     }
   }
 

@@ -29,6 +29,7 @@ TENUTO_OPERATOR(<<)
 TENUTO_OPERATOR(>>)
 TENUTO_OPERATOR(<)
 TENUTO_OPERATOR(>)
+TENUTO_OPERATOR(<=)
 TENUTO_OPERATOR(!=)
 #undef TENUTO_OPERATOR
 template <class V> INLINE Twice<V> operator-(Twice<V> a) { return {-a.low, -a.high}; }

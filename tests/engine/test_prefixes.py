@@ -1,0 +1,215 @@
+"""What is in memory of the same tokens is not computed again, whoever had it computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tenuto.base.groups import Kind
+from tenuto.base.turns import EndReason
+from tenuto.engine.engine import Engine
+from tenuto.session.prefixes import PrefixIndex
+from tenuto.session.session import Turn
+from tests.engine.stage import (
+    FULL,
+    PAGE,
+    PREFILL,
+    SLIDING,
+    STATE,
+    Stage,
+    continuation,
+    count_from,
+    every_mix,
+    every_overlap,
+)
+from tests.present import present
+
+COMMON = count_from(1, 120)
+
+
+def make(mix: Sequence[Kind] = (FULL,), **options: Any) -> Stage:
+    return Stage(mix, prefix_cache=True, **{"units": 200, "token_budget": 40, "checkpoint_interval": 8, **options})
+
+
+def once(stage: Stage, tokens: Sequence[int], output: int = 3, tenant: str = "", **params: Any) -> Turn:
+    """A turn without a session of its own, up to its end."""
+    session = stage.open(None, ephemeral=True, tenant=tenant)  # type: ignore[arg-type]
+    turn = stage.say(session.id, tokens, output, tenant, **params)
+    stage.play()
+    stage.engine.audit()
+    assert list(turn.output) == continuation(tokens, output)
+    return turn
+
+
+def cached(turn: Turn) -> int:
+    return present(turn.result).usage.cached
+
+
+@every_mix
+@every_overlap
+def test_two_requests_with_a_common_prompt_compute_it_once(mix, overlap: int) -> None:
+    stage = make(mix, overlap=overlap)
+    assert cached(once(stage, [*COMMON, 5])) == 0
+    again = once(stage, [*COMMON, 6, 7])
+    assert cached(again) >= (len(COMMON) if mix == (FULL,) else len(COMMON) - 8 - PAGE)
+    assert stage.engine.memory.pools[0].free < 200  # what closed sessions have left
+
+
+def test_a_client_that_resends_its_history_computes_only_what_is_new() -> None:
+    stage, history = make(), list(COMMON)
+    for number in range(1, 6):
+        history += [number, number]
+        turn = once(stage, history)
+        if number > 1:
+            assert cached(turn) == len(history) - 2 - 1  # the last token of the last answer was not computed
+        history += turn.output
+    assert len(stage.engine.sessions.prefixes) == 1  # each has made the one before it superfluous
+
+
+def test_a_session_begins_with_what_another_that_is_open_has() -> None:
+    stage = make()
+    stage.told("first", 60)
+    stage.open("second")
+    turn = stage.say("second", [*count_from(len("first"), 60), 9], 2)
+    stage.play()
+    assert cached(turn) == 60
+    assert list(turn.output) == continuation([*count_from(len("first"), 60), 9], 2)
+    stage.say("first", [1], 4)
+    stage.say("second", [2], 4)
+    stage.play()
+    stage.engine.audit()
+
+
+def test_a_session_that_lost_its_memory_finds_it_with_another() -> None:
+    stage = make()
+    stage.told("first", 60)
+    stage.engine.fork("first", child="second")
+    stage.engine.drop("first")
+    turn = stage.say("first", [1], 2)
+    stage.play()
+    assert cached(turn) >= 60
+
+
+@pytest.mark.parametrize("mix", [(FULL,), (FULL, SLIDING, STATE)], ids=str)
+def test_tenants_share_nothing(mix) -> None:
+    stage = make(mix)
+    once(stage, COMMON, tenant="a")
+    assert cached(once(stage, COMMON, tenant="b")) == 0
+    assert cached(once(stage, COMMON, tenant="a")) > 0
+
+
+@every_mix
+def test_an_aborted_turn_leaves_its_session_as_it_was(mix) -> None:
+    stage = make(mix)
+    once(stage, COMMON)
+    session = stage.told("s", 10)
+    computed = session.memory.computed
+    turn = stage.say("s", count_from(7, 30), 5)
+    stage.step()
+    stage.engine.abort("s")
+    assert session.memory.computed == computed
+    fresh = stage.open("fresh")
+    turn = stage.say("fresh", [*COMMON, 3], 5)
+    stage.until(lambda: turn.started)
+    stage.engine.abort("fresh")
+    assert (fresh.memory.computed, len(fresh.history)) == (0, 0)
+    turn = stage.say("fresh", [*COMMON, 4], 2)
+    stage.play()
+    assert cached(turn) > 80
+    stage.engine.audit()
+
+
+def test_input_whose_log_probabilities_are_asked_for_is_computed() -> None:
+    stage = make()
+    once(stage, COMMON)
+    turn = once(stage, COMMON, input_logprobs=0)
+    assert cached(turn) == 0
+    assert len(turn.input_logprobs) == len(COMMON)
+
+
+def test_an_append_that_is_all_in_memory_computes_nothing() -> None:
+    stage = make()
+    once(stage, COMMON)
+    session = stage.open("s")
+    plans = len(stage.executor.plans)
+    turn = stage.engine.submit("s", COMMON[:50], PREFILL)
+    stage.play()
+    assert present(turn.result).reason is EndReason.APPENDED
+    assert stage.computed_since(plans) == 0
+    assert session.memory.computed == 49
+    answer = stage.say("s", [1], 3)
+    stage.play()
+    assert list(answer.output) == continuation([*COMMON[:50], 1], 3)
+
+
+def test_closed_sessions_yield_first_and_the_one_used_last_yields_last() -> None:
+    stage = make(units=60)  # of 4 tokens
+    texts = [count_from(100 * i, 60) for i in range(3)]
+    for text in texts:
+        once(stage, text)
+    once(stage, texts[0])
+    idle = stage.told("idle", 20)
+    once(stage, count_from(900, 60))
+    assert idle.memory.computed
+    assert cached(once(stage, texts[0])) > 0
+    assert stage.engine.pressure.yielded["prefix"] >= 1
+    assert not stage.engine.pressure.yielded["idle"]
+
+
+def test_a_draft_is_computed_where_closed_sessions_have_filled_memory() -> None:
+    stage = make(units=40)
+    for i in range(4):
+        once(stage, count_from(100 * i, 50))
+    stage.open("s")
+    draft = stage.engine.draft("s", count_from(900, 60))
+    stage.play()
+    assert present(draft.session.memory.turn).computed == 59
+
+
+def test_a_flush_forgets_what_closed_sessions_have_left() -> None:
+    stage = make()
+    once(stage, COMMON)
+    assert stage.engine.drop() == 1
+    stage.step()
+    assert stage.engine.memory.pools[0].free == 200
+    assert cached(once(stage, COMMON)) == 0
+
+
+def hashed(engine: Engine) -> int:
+    return present(engine.prefixes).hashed
+
+
+def test_every_full_page_is_hashed_once() -> None:
+    stage = make()
+    session = stage.open("s")
+    for number in range(4):
+        stage.say("s", count_from(number, 30), 7)
+        stage.play()
+    assert hashed(stage.engine) == (len(session.history) - 1) // PAGE
+    before = hashed(stage.engine)
+    turn = once(stage, [*session.history[:100], *count_from(3, 20)])
+    assert hashed(stage.engine) - before == (turn.length - 1) // PAGE
+
+
+@every_mix
+def test_hashes_that_collide_cost_hits_and_nothing_else(mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenuto.session.prefixes._digest", lambda before, tokens: 0)
+    stage = make(mix)
+    for i in range(5):
+        once(stage, count_from(10 * i, 40))
+        once(stage, COMMON[: 20 + 9 * i])
+
+
+def test_nothing_is_left_of_sessions_that_are_gone() -> None:
+    stage = make()
+    for i in range(20):
+        name = f"s{i}"
+        stage.told(name, 20 + i)
+        stage.engine.rewind(name, position=10)
+        stage.engine.close(name)
+    stage.engine.drop()
+    index = present(stage.engine.prefixes)
+    assert isinstance(index, PrefixIndex)
+    assert (len(index), index._owners, index._hashes) == (0, {}, {})
