@@ -16,7 +16,7 @@ from tenuto.base.config import cache_dir
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.torch_forward import TorchForward
-from tenuto.models.llama import Llama
+from tenuto.models.decoder import Decoder
 from tenuto.models.store import DEFAULT_MODEL, resolve
 from tests.exec.driver import Driver
 from tests.exec.test_native_forward import every_variant
@@ -41,7 +41,7 @@ def perplexity(executor: ModelExecutor, tokens: list[int]) -> float:
 
 
 @pytest.fixture(scope="module")
-def exact(model: Llama, licence_tokens: list[int]) -> float:
+def exact(model: Decoder, licence_tokens: list[int]) -> float:
     executor = ModelExecutor(TorchForward(model, 16))
     found = perplexity(executor, licence_tokens[:TOKENS])
     executor.close()
