@@ -20,6 +20,7 @@ from tenuto.models.hf import HfCheckpoint
 from tenuto.models.weights import dequantize
 from tests.models.quantize import quantize
 from tests.models.tiny import LINEAR, LLAMA3, save_gguf, save_hf, tiny_llama
+from tests.models.tiny_hybrids import save_gemma3_gguf, tiny_gemma3
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,34 @@ def test_a_gguf_file_holds_the_same_model_as_the_directory_it_was_made_from(tmp_
     assert all(torch.equal(weights[name].decode(), expected[name].decode()) for name in expected)
     assert_same_shape(ours.config, theirs.config)
     assert ours.config.eos == (2, 5)
+
+
+def test_a_gemma3_file_holds_the_same_model_as_the_directory_it_was_made_from(tmp_path: Path) -> None:
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    }
+    kinds = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    model = tiny_gemma3(num_hidden_layers=7, layer_types=kinds, rope_parameters=ropes, query_pre_attn_scalar=16)
+    model.save_pretrained(tmp_path / "hf")
+    ours, theirs = GgufCheckpoint(save_gemma3_gguf(tmp_path / "m.gguf", model)), HfCheckpoint(tmp_path / "hf")
+    assert_same_shape(ours.config, theirs.config)
+    weights, expected = dict(ours.weights()), dict(theirs.weights())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name].decode(), expected[name].decode()) for name in expected)
+
+
+def test_a_gemma3_file_may_say_where_global_layers_are_and_how_local_ones_rotate(tmp_path: Path) -> None:
+    said = {
+        "pattern": ("gemma3.attention.sliding_window_pattern", 2),
+        "theta": ("gemma3.rope.freq_base_swa", 500.0),
+        "cap": ("gemma3.final_logit_softcapping", 30.0),
+    }
+    config = GgufCheckpoint(save_gemma3_gguf(tmp_path / "m.gguf", tiny_gemma3(), **said)).config
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, Attention)]
+    assert [mixer.window for mixer in mixers] == [10, 0, 10, 0]
+    assert [mixer.rope.theta for mixer in mixers if mixer.rope] == [500.0, 10000.0, 500.0, 10000.0]
+    assert config.logit_cap == 30
 
 
 def test_linear_rope_scaling_is_read_from_metadata(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tenuto.base.errors import ModelError
 from tenuto.models.config import Attention
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
+from tenuto.models.native_llama import obstacle
 from tenuto.models.rope import Rope
 from tests.models.tiny import LLAMA3, save_hf, tiny_llama
 
@@ -89,7 +90,10 @@ def test_what_needs_other_arithmetic_is_refused(directory: Path, changes: dict[s
 
 
 def test_a_mistral_model_without_a_window_is_a_llama(directory: Path) -> None:
+    config = HfCheckpoint(directory).config
     edit(directory, {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None})
+    assert HfCheckpoint(directory).config == config
+    assert obstacle(config) is None
     load(directory)
 
 

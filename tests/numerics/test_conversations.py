@@ -237,7 +237,7 @@ def config_with(overlap: int) -> EngineConfig:
 def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch(
     model: Decoder, reference: LlamaForCausalLM, licence_tokens: list[int], overlap: int
 ) -> None:
-    with real_engine(TorchForward(model, PAGE), config_with(overlap), pages=PAGES) as engine:
+    with real_engine(TorchForward(model, PAGE), config_with(overlap), units=(PAGES,)) as engine:
         conversations = Conversations(engine, licence_tokens, seed=overlap)
         conversations.run(STEPS)
     comparison = compare(reference, longest(conversations.sampled))

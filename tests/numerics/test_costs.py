@@ -27,7 +27,7 @@ ANSWER = TurnParams(max_new_tokens=OUTPUT, ignore_eos=True)
 @pytest.fixture
 def engine(model: Decoder) -> Iterator[Engine]:
     config = EngineConfig(context_length=400, max_running=4, token_budget=BUDGET, audit_every=1)
-    with real_engine(TorchForward(model, PAGE), config, pages=PAGES) as engine:
+    with real_engine(TorchForward(model, PAGE), config, units=(PAGES,)) as engine:
         yield engine
 
 

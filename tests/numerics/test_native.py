@@ -60,7 +60,7 @@ def test_perplexity_is_within_one_percent_of_float32(
 def test_every_turn_of_random_conversations_says_what_is_said_from_scratch(
     variant: str, executor: ModelExecutor, licence_tokens: list[int]
 ) -> None:
-    with real_engine(executor.forward, config_with(overlap=1), pages=PAGES) as engine:
+    with real_engine(executor.forward, config_with(overlap=1), units=(PAGES,)) as engine:
         conversations = Conversations(engine, licence_tokens, seed=1)
         conversations.run(STEPS)
         driver = Driver(engine._flights._executor, PAGES, 1)  # type: ignore[arg-type]

@@ -11,12 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tenuto.base.errors import ModelError
-from tenuto.models.families import gemma3, llama
+from tenuto.models.families import bamba, gemma3, granite, llama, qwen3_next
 from tenuto.models.families.family import Family
 from tenuto.models.settings import Settings, read_json
 from tenuto.models.weights import FLOATS, StoredWeight, raw
 
-FAMILIES = (llama.FAMILY, gemma3.FAMILY)
+FAMILIES = (llama.FAMILY, llama.MISTRAL, gemma3.FAMILY, bamba.FAMILY, granite.FAMILY, qwen3_next.FAMILY)
 SUPPORTED = ", ".join(family.name for family in FAMILIES)
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -38,7 +38,8 @@ class HfCheckpoint:
             with _opened(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping: it cannot be iterated itself
                     if not self._derived(name):
-                        yield from self._family.translate(name, _stored(file, name, opened.get_slice(name)))
+                        stored = _stored(file, name, opened.get_slice(name))
+                        yield from self._family.translate(self.config, name, stored)
 
     def _files(self) -> list[Path]:
         index = self._directory / _INDEX

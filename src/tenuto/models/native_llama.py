@@ -13,7 +13,7 @@ from tenuto.base.errors import ModelError
 from tenuto.kernels.native.blocks import FORMATS
 from tenuto.kernels.native.library import Matrix, Model, Op, OpKind, PanelKind
 from tenuto.kernels.native.pack import LANES, Arena, pack_floats, pack_quantized
-from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
+from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba2, Mlp, ModelConfig
 from tenuto.models.rope import Rope
 from tenuto.models.weights import StoredWeight, without_place, wrong_shape
 
@@ -63,11 +63,27 @@ class LlamaShape:
         )  # fmt: skip
 
 
+def _not_llama(config: ModelConfig) -> str:
+    """What a model has that Llama lacks, for people."""
+    found = []
+    for layer in config.layers:
+        match layer.mixer:
+            case Mamba2():
+                found.append("Mamba-2 layers")
+            case GatedDelta():
+                found.append("gated delta nets")
+            case Attention(window=window) if window:
+                found.append("sliding windows")
+        if isinstance(layer.feed_forward, Experts):
+            found.append("experts")
+    return ", ".join(dict.fromkeys(found)) or "norms, scales or heads that Llama has not"
+
+
 def obstacle(config: ModelConfig) -> str | None:
     """Why the native kernels cannot run a model of this shape, if they cannot."""
     shape = LlamaShape.of(config)
     if shape is None:
-        return "its layers are not all those of Llama"
+        return f"it has {_not_llama(config)}"
     sizes = {"head_dim": shape.head_dim, "hidden": shape.hidden, "ffn": shape.ffn}
     odd = [f"{name} {size}" for name, size in sizes.items() if size % LANES]
     if odd:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,16 +49,28 @@ class Settings:
         """As `get`, or `None`."""
         return None if self._values.get(key) is None else self.get(key, kind)
 
-    def either(self, first: str, second: str, kind: type[_T]) -> _T:
-        """The value of `first`, or of `second` if there is none."""
-        return self.get(first if self._values.get(first) is not None else second, kind)
+    def automatic(self, key: str, computed: int) -> int:
+        """An int; `computed` if it is "auto" or not there."""
+        return computed if self._values.get(key) in (None, "auto") else self.get(key, int)
 
     def numbers(self, key: str) -> list[int]:
-        """A list of ints."""
-        value = self._values.get(key)
+        """A list of ints, empty if it is not there."""
+        value = self._values.get(key) or []
         if not isinstance(value, list) or any(type(one) is not int for one in value):
             raise ModelError(f"{self.source} has {key} = {value!r}; expected: a list of int")
         return value
+
+    def limits(self, key: str) -> tuple[float, float]:
+        """The least and the most of something; 0 and infinity if they are not there. Infinity may be an object: JSON
+        does not know it."""
+        value = self._values.get(key)
+        pair = [0.0, math.inf] if value is None else value
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ModelError(f"{self.source} has {key} = {value!r}; expected: two numbers")
+        least, most = (math.inf if isinstance(one, dict) else one for one in pair)
+        if not all(type(one) in (int, float) for one in (least, most)):
+            raise ModelError(f"{self.source} has {key} = {value!r}; expected: two numbers")
+        return float(least), float(most)
 
     def kinds(self, key: str, default: list[str], known: tuple[str, ...]) -> list[str]:
         """A name for each of as many layers as `default` has, each one of `known`."""

@@ -14,7 +14,7 @@ from tenuto.models.weights import StoredWeight
 Named = tuple[str, StoredWeight]
 
 
-def unchanged(name: str, weight: StoredWeight) -> Iterator[Named]:
+def unchanged(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
     """A weight that is stored as `Checkpoint.weights` says."""
     yield name, weight
 
@@ -23,14 +23,15 @@ def unchanged(name: str, weight: StoredWeight) -> Iterator[Named]:
 class Family:
     """Models whose `config.json` names one of `architectures`.
 
-    `read` makes a configuration from it and from the tokens that end a turn. `translate` makes of a stored weight one
-    or more under the names and in the layout of `Checkpoint.weights`; a name it does not know it leaves.
+    `read` makes a configuration from it and from the tokens that end a turn. `translate` makes of a stored weight of
+    such a model none, one or more under the names and in the layout of `Checkpoint.weights`; a name it does not know it
+    leaves.
     """
 
     name: str
     architectures: tuple[str, ...]
     read: Callable[[Settings, tuple[int, ...]], ModelConfig]
-    translate: Callable[[str, StoredWeight], Iterator[Named]] = unchanged
+    translate: Callable[[ModelConfig, str, StoredWeight], Iterator[Named]] = unchanged
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:

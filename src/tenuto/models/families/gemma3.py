@@ -75,7 +75,7 @@ def _ropes(settings: Settings, head_dim: int) -> tuple[Rope, Rope]:
     return Rope(theta, linear_divisors(head_dim, 1.0)), settings.rope(head_dim, theta=GLOBAL_THETA)
 
 
-def _translate(name: str, weight: StoredWeight) -> Iterator[Named]:
+def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
     yield renamed(name, _NAMES), plus_one(weight) if name.endswith("norm.weight") else weight
 
 

@@ -1,4 +1,4 @@
-"""Llama, and Mistral without a sliding window: Touvron et al., arXiv:2302.13971."""
+"""Llama (Touvron et al., arXiv:2302.13971), and Mistral (arXiv:2310.06825), whose layers may have a window."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from tenuto.models.settings import Settings
 
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
-    settings.only(
-        {
-            "hidden_act": ("silu",),
-            "mlp_bias": (None, False),
-            "sliding_window": (None,),
-            "partial_rotary_factor": (None, 1.0),
-        }
-    )
+    settings.only({"sliding_window": (None,)})
+    return _read_mistral(settings, eos)
+
+
+def _read_mistral(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    settings.only({"hidden_act": ("silu",), "mlp_bias": (None, False), "partial_rotary_factor": (None, 1.0)})
     heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
     attention = Attention(
         heads,
@@ -26,6 +24,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
         head_dim,
         settings.rope(head_dim),
         scale=head_dim**-0.5,
+        window=settings.get("sliding_window", int, 0),
         bias=settings.get("attention_bias", bool, default=False),
     )
     layer = Layer(attention, Mlp(settings.get("intermediate_size", int)))
@@ -34,7 +33,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 def _read_gguf(file: GgufFile) -> ModelConfig:
     if file.number("llama.expert_count", 0):
-        raise ModelError(f"{file.path} is a mixture of experts; supported: {_NAME}")
+        raise ModelError(f"{file.path} is a mixture of experts; supported: Llama without experts")
     heads, size = file.number("llama.attention.head_count"), head_dim(file, "llama")
     attention = Attention(
         heads,
@@ -48,6 +47,6 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
     return ModelConfig((layer,) * file.number("llama.block_count"), **facts(file, "llama"))
 
 
-_NAME = "Llama (also Mistral without a sliding window)"
-FAMILY = Family(_NAME, ("LlamaForCausalLM", "MistralForCausalLM"), _read)
-GGUF_FAMILY = GgufFamily(_NAME, "llama", _read_gguf, interleaved=True)
+FAMILY = Family("Llama", ("LlamaForCausalLM",), _read)
+MISTRAL = Family("Mistral", ("MistralForCausalLM",), _read_mistral)
+GGUF_FAMILY = GgufFamily("Llama", "llama", _read_gguf, interleaved=True)
