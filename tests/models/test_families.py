@@ -26,6 +26,7 @@ from tests.models.tiny_hybrids import (
     WINDOW,
     tiny_bamba,
     tiny_gemma3,
+    tiny_gpt_oss,
     tiny_granite,
     tiny_mistral,
     tiny_qwen3_next,
@@ -56,6 +57,15 @@ BAMBA = (GroupSpec(Kind.STATE, 3 * MAMBA2_BYTES), GroupSpec(Kind.FULL, 2 * PAGE 
 GRANITE = (GroupSpec(Kind.STATE, 3 * (MAMBA2_BYTES - 4 * 3 * 2 * 8)), BAMBA[1])
 QWEN3_NEXT = (GroupSpec(Kind.STATE, 3 * DELTA_BYTES), GroupSpec(Kind.FULL, PAGE_BYTES))
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.2,
+    "mscale_all_dim": 0.7,
+}
+GPT_OSS = (GroupSpec(Kind.SLIDING, 2 * PAGE_BYTES, WINDOW), GroupSpec(Kind.FULL, 2 * PAGE_BYTES))
 MISTRAL = (GroupSpec(Kind.SLIDING, 3 * PAGE_BYTES, WINDOW),)
 
 VARIANTS = [
@@ -77,6 +87,8 @@ VARIANTS = [
     Variant("granite", tiny_granite, GRANITE),
     Variant("granite-dense-rope", tiny_granite, GRANITE, {"num_local_experts": 0, "position_embedding_type": "rope"}),
     Variant("qwen3-next", tiny_qwen3_next, QWEN3_NEXT),
+    Variant("gpt-oss", tiny_gpt_oss, GPT_OSS),
+    Variant("gpt-oss-truncated", tiny_gpt_oss, GPT_OSS, {"rope_parameters": YARN, "attention_bias": False}),
     Variant("qwen3-next-unnormalised", tiny_qwen3_next, QWEN3_NEXT, {"norm_topk_prob": False, "mlp_only_layers": []}),
 ]
 

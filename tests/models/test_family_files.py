@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, ModelError
@@ -20,9 +21,15 @@ from tenuto.models.decoder import Decoder
 from tenuto.models.hf import SUPPORTED, HfCheckpoint
 from tenuto.models.native_llama import obstacle
 from tenuto.models.store import resolve
-from tests.models.tiny_hybrids import tiny_bamba, tiny_gemma3, tiny_granite, tiny_mistral, tiny_qwen3_next
+from tests.models.tiny_hybrids import tiny_bamba, tiny_gemma3, tiny_gpt_oss, tiny_granite, tiny_mistral, tiny_qwen3_next
 
-MODELS = {"gemma3": tiny_gemma3, "bamba": tiny_bamba, "granite": tiny_granite, "qwen3-next": tiny_qwen3_next}
+MODELS = {
+    "gemma3": tiny_gemma3,
+    "bamba": tiny_bamba,
+    "granite": tiny_granite,
+    "qwen3-next": tiny_qwen3_next,
+    "gpt-oss": tiny_gpt_oss,
+}
 Save = Callable[[str], Path]
 
 
@@ -100,6 +107,8 @@ def test_a_time_step_has_its_limits(save: Save) -> None:
         ("granite", {"position_embedding_type": "alibi"}, "'alibi'; supported: None"),
         ("granite", {"num_experts_per_tok": 9}, "9 of 5 experts cannot be chosen"),
         ("granite", {"layer_types": ["mamba"] * 3 + ["rnn"]}, "expected: 4 of mamba, linear_attention, attention"),
+        ("gpt-oss", {"swiglu_limit": 9.0}, "swiglu_limit = 9.0; supported: 7.0"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .* supported: none, mxfp4"),
         ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
         ("qwen3-next", {"linear_num_value_heads": 3}, "3 value heads cannot share 2 key heads"),
         ("qwen3-next", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "3 elements of a head"),
@@ -123,6 +132,7 @@ def test_an_unknown_architecture_is_named_with_what_is_supported(save: Save) -> 
         ("gemma3", "model.layers.3.self_attn.q_norm.weight", "model.layers.3.self_attn.q_norm.weight"),
         ("bamba", "model.layers.0.mamba.A_log", "model.layers.0.mamba.A_log"),
         ("granite", "model.layers.1.block_sparse_moe.output_linear.weight", r"model.layers.1.mlp.experts.0.down_proj"),
+        ("gpt-oss", "model.layers.2.self_attn.sinks", "model.layers.2.self_attn.sinks"),
         ("qwen3-next", "model.layers.3.mlp.experts.5.up_proj.weight", "model.layers.3.mlp.experts.5.up_proj.weight"),
     ],
 )
@@ -141,6 +151,43 @@ def test_missing_unknown_and_misshapen_tensors_are_named(save: Save, name: str, 
         load(directory)
 
 
+def packed(tensor: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random MXFP4 blocks and scales for a tensor of [experts, outputs, inputs]."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+    return blocks, torch.randint(120, 128, shape, generator=generator, dtype=torch.uint8)
+
+
+def test_mxfp4_weights_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    model = tiny_gpt_oss(hidden_size=64, num_hidden_layers=2)
+    model.save_pretrained(tmp_path)
+    file, generator = tmp_path / "model.safetensors", torch.Generator().manual_seed(4)
+    plain, stored = load_file(file), {}
+    for name, tensor in load_file(file).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            stored[f"{name}_blocks"], stored[f"{name}_scales"] = packed(tensor.mT, generator)
+            unpacked = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+            plain[name] = unpacked.float().contiguous()
+        else:
+            stored[name] = tensor
+    save_file(plain, file)
+    expected = dict(HfCheckpoint(tmp_path).weights())
+    save_file(stored, file)
+    edit(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    weights = dict(HfCheckpoint(tmp_path).weights())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name].decode().float(), expected[name].decode()) for name in expected)
+    save_file(
+        {name: tensor for name, tensor in stored.items() if not name.endswith("1.mlp.experts.down_proj_scales")}, file
+    )
+    with pytest.raises(ModelError, match=r"only scales of 'model\.layers\.1\.mlp\.experts\.down_proj'"):
+        load(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    save_file(stored | {name: stored[name][:, 1:].contiguous()}, file)
+    with pytest.raises(ModelError, match=r"blocks of 'model\.layers\.0\.mlp\.experts\.down_proj' are of shape"):
+        load(tmp_path)
+
+
 def test_layers_that_guess_ahead_are_left_out(save: Save) -> None:
     file = save("qwen3-next") / "model.safetensors"
     save_file(load_file(file) | {"mtp.layers.0.mlp.gate.weight": torch.zeros(6, 48)}, file)
@@ -155,6 +202,7 @@ def test_layers_that_guess_ahead_are_left_out(save: Save) -> None:
         (tiny_bamba, "Mamba-2 layers"),
         (tiny_granite, "Mamba-2 layers, experts"),
         (tiny_qwen3_next, "gated delta nets, experts"),
+        (tiny_gpt_oss, "sliding windows, experts"),
     ],
 )
 def test_pytorch_computes_what_the_native_kernels_cannot_and_says_so(

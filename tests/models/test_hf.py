@@ -75,7 +75,7 @@ def test_end_tokens_are_those_of_both_configurations(directory: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"sliding_window": 4096}, "sliding_window = 4096; supported: None"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'; supported: default, linear, llama3"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'; supported: default, linear"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor = None; expected: float"),
         ({"hidden_size": "64"}, "hidden_size = '64'; expected: int"),
         ({"num_hidden_layers": 0}, "has no layers"),

@@ -10,6 +10,8 @@ from transformers import (
     BambaForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     MistralConfig,
@@ -143,6 +145,28 @@ def save_gemma3_gguf(path: Path, model: PreTrainedModel, **metadata: tuple[str, 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def tiny_gpt_oss(**changes: Any) -> PreTrainedModel:
+    """Layers with and without a window in turn, rotated by YaRN, and 6 experts of which 2 are chosen."""
+    shape = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "sliding_window": WINDOW,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "beta_fast": 8.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    }
+    return _made(GptOssForCausalLM, GptOssConfig, shape | changes)
 
 
 def _made(

@@ -101,10 +101,18 @@ class MemoriesStep:
         self._moves = {g: memory.step(moves) for (g, memory), moves in moved}
         self.pieces = pieces(plan.counts, device) if self._slots else ()
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `StepMemory.attend`."""
         group, place = self._places[layer]
-        return self._attentions[group](place, q, k, v, scale)
+        return self._attentions[group](place, q, k, v, scale, sinks)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StepMemory.read`."""

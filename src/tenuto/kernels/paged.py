@@ -144,28 +144,49 @@ class PagedAttention:
         )
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `models.block.StepMemory.attend`; `layer` is the layer's number in the group. Without `scale` it is
         `head_dim ** -0.5`."""
         self._kv.write(layer, self._slots, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for batch in self._batches:
-            found = self._attend(layer, batch, q.index_select(0, batch.tokens), scale)
+            found = self._attend(layer, batch, q.index_select(0, batch.tokens), scale, sinks)
             out.index_copy_(0, batch.tokens, found)
         return out
 
-    def _attend(self, layer: int, batch: _Batch, q: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def _attend(
+        self, layer: int, batch: _Batch, q: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """`q` and the result are [blocks * count, heads, head_dim]. The query heads of a group are passed as further
         queries of their key head, so that keys need not be repeated."""
         keys, values = self._kv.read(layer, batch.pages, batch.length)
         blocks, kv_heads, _, head_dim = keys.shape
         group = q.shape[1] // kv_heads
         split = q.view(blocks, -1, kv_heads, group, head_dim).transpose(1, 2)
+        mask = batch.mask_of(group)
+        if sinks is not None:
+            mask = _with_sinks(mask, sinks.view(kv_heads, group))
+            keys, values = (functional.pad(part, (0, 0, 0, 1)) for part in (keys, values))
         attended = functional.scaled_dot_product_attention(
-            split.flatten(2, 3), keys, values, attn_mask=batch.mask_of(group), scale=scale
+            split.flatten(2, 3), keys, values, attn_mask=mask, scale=scale
         )
         return attended.view(split.shape).transpose(1, 2).reshape(q.shape)
+
+
+def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """A mask, [blocks, 1, count * group, length], for one more key of zeros, whose scores are `sinks`,
+    [kv_heads, group]: [blocks, kv_heads, count * group, length + 1]."""
+    kv_heads, group = sinks.shape
+    shape = (len(mask), kv_heads, mask.shape[2])
+    last = sinks[:, None].expand(kv_heads, mask.shape[2] // group, group).reshape(kv_heads, -1)
+    return torch.cat((mask.expand(*shape, -1), last.to(mask.dtype).expand(shape)[..., None]), dim=3)
 
 
 @dataclass(frozen=True, slots=True)

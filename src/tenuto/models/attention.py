@@ -25,6 +25,7 @@ class AttentionBlock:
         self._out = room.matrix(hidden, width)
         self._out_bias = room.matrix(hidden) if s.bias else None
         self._norms = (Norm(s.head_dim, epsilon, room), Norm(s.head_dim, epsilon, room)) if s.qk_norm else None
+        self._sinks = room.floats(s.heads) if s.sinks else None
         self._frequencies = s.rope.frequencies().to(room.device) if s.rope is not None else None
 
     def places(self) -> Places:
@@ -39,6 +40,8 @@ class AttentionBlock:
             parts["o_proj.bias"] = self._out_bias
         if self._norms is not None:
             parts |= {"q_norm.weight": self._norms[0].weight, "k_norm.weight": self._norms[1].weight}
+        if self._sinks is not None:
+            parts["sinks"] = self._sinks
         return parts
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
@@ -55,7 +58,7 @@ class AttentionBlock:
         if s.rope is not None and self._frequencies is not None:
             cos, sin = step.rotation(s.rope, self._frequencies)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        found = step.memory.attend(layer, q, k, v, s.scale)
+        found = step.memory.attend(layer, q, k, v, s.scale, self._sinks)
         if gate is not None:
             found = found * gate.sigmoid()
         return linear(found.reshape(len(x), -1), self._out, self._out_bias)

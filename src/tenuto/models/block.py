@@ -15,11 +15,23 @@ from tenuto.models.rope import Rope
 Places = Mapping[str, torch.Tensor]
 """Where a block's weights go, by their names in the block: views of its tensors."""
 
-ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_STEEPNESS, _LIMIT = 1.702, 7.0
+"""Of gpt-oss."""
+
+
+def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+    return gate * (gate * _STEEPNESS).sigmoid() * (up + 1)
+
+
+GATES: dict[str, Gate] = {
+    "silu": lambda gate, up: functional.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
+    "clamped": _clamped,
 }
-"""By the names in `config.ACTIVATIONS`."""
+"""What is made of a gate and what it gates, by the names in `config.ACTIVATIONS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +72,18 @@ class Norm:
 class StepMemory(Protocol):
     """The memory of one step's rows. It knows which row every token belongs to and where its past is."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Store `k` and `v` ([tokens, kv_heads, head_dim]) of `layer` and return what `q` ([tokens, heads, head_dim])
-        attends to, same shape as `q`. Query head `h` reads key head `h // (heads // kv_heads)`."""
+        attends to, same shape as `q`. Query head `h` reads key head `h // (heads // kv_heads)`. `sinks`, float32
+        [heads], are scores of a key that each head has besides, whose value is zero."""
         ...
 
     @property
@@ -91,9 +112,10 @@ class Step:
         self._rotations: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rotation(self, rope: Rope, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of each token's angles, in the model's element type, [tokens, 1, pairs]. `frequencies`,
-        float32 [pairs], are those of `rope`, on the device."""
+        """Cosine and sine of each token's angles, times the magnitude, in the model's element type, [tokens, 1, pairs].
+        `frequencies`, float32 [pairs], are those of `rope`, on the device."""
         if rope not in self._rotations:
             angles = (self._positions * frequencies)[:, None]
-            self._rotations[rope] = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+            cos, sin = (part * rope.magnitude for part in (angles.cos(), angles.sin()))
+            self._rotations[rope] = cos.to(self._dtype), sin.to(self._dtype)
         return self._rotations[rope]

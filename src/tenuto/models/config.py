@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from tenuto.base.errors import ModelError
 from tenuto.models.rope import Rope
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
 
 
 def _check_sizes(shape: object, name: str, *optional: str) -> None:
@@ -27,7 +27,8 @@ class Attention:
     Scores are multiplied by `scale`. A token attends to `window` tokens, itself included, or with 0 to all before it.
     `bias` is about all four projections. With `qk_norm` every query and key head is normalised before rotation; with
     `gated` what a head found is multiplied by the sigmoid of a gate, which the query projection computes beside each
-    head's query. `rope` `None`: positions do not count.
+    head's query. `rope` `None`: positions do not count. With `sinks` each head has a score of its own for attending to
+    nothing (arXiv:2309.17453).
     """
 
     heads: int
@@ -39,6 +40,7 @@ class Attention:
     bias: bool = False
     qk_norm: bool = False
     gated: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         _check_sizes(self, "model", "window")
@@ -130,7 +132,8 @@ class Mlp:
 class Experts:
     """Of `count` gated networks `width` wide the `chosen` ones with the highest scores compute a token, weighted by
     their probability among all, or with `normalised` among the chosen. `shared`, the width of one that computes every
-    token, may be 0: there is none; with `shared_gate` it is multiplied by the sigmoid of a gate."""
+    token, may be 0: there is none; with `shared_gate` it is multiplied by the sigmoid of a gate. `biased`: scores and
+    the networks that are chosen from have biases."""
 
     count: int
     chosen: int
@@ -139,6 +142,7 @@ class Experts:
     shared: int
     shared_gate: bool
     activation: str = "silu"
+    biased: bool = False
 
     def __post_init__(self) -> None:
         _check_sizes(self, "model", "shared")

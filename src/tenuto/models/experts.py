@@ -5,20 +5,26 @@ from __future__ import annotations
 import torch
 
 from tenuto.kernels.linear import linear
-from tenuto.models.block import ACTIVATE, Places, Room
+from tenuto.models.block import GATES, Places, Room
 from tenuto.models.config import Experts, Mlp
 from tenuto.models.mlp import MlpBlock
 
 
 class ExpertsBlock:
-    """The weights of one layer's experts: `gate_up` is [experts, 2 width, hidden], `down` [experts, hidden, width]."""
+    """The weights of one layer's experts: `gate_up` is [experts, 2 width, hidden], `down` [experts, hidden, width], and
+    the biases are the router's and theirs."""
 
     prefix = "mlp."
 
     def __init__(self, shape: Experts, hidden: int, room: Room) -> None:
         self._shape = shape
-        self._activate = ACTIVATE[shape.activation]
+        self._gated = GATES[shape.activation]
         self._router = room.matrix(shape.count, hidden)
+        self._biases = (
+            (room.matrix(shape.count), room.matrix(shape.count, 2 * shape.width), room.matrix(shape.count, hidden))
+            if shape.biased
+            else None
+        )
         self._gate_up = room.matrix(shape.count, 2 * shape.width, hidden)
         self._down = room.matrix(shape.count, hidden, shape.width)
         self._shared = MlpBlock(Mlp(shape.shared, shape.activation), hidden, room) if shape.shared else None
@@ -31,6 +37,12 @@ class ExpertsBlock:
             gate, up = gate_up.chunk(2)
             parts |= {f"experts.{i}.gate_proj.weight": gate, f"experts.{i}.up_proj.weight": up}
             parts[f"experts.{i}.down_proj.weight"] = down
+        if self._biases is not None:
+            parts["gate.bias"] = self._biases[0]
+            for i, (gate_up, down) in enumerate(zip(*self._biases[1:], strict=True)):
+                gate, up = gate_up.chunk(2)
+                parts |= {f"experts.{i}.gate_proj.bias": gate, f"experts.{i}.up_proj.bias": up}
+                parts[f"experts.{i}.down_proj.bias"] = down
         if self._shared is not None:
             parts |= {f"shared_expert.{name}": place for name, place in self._shared.places().items()}
         if self._shared_gate is not None:
@@ -43,9 +55,7 @@ class ExpertsBlock:
         result = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = linear(x[tokens], self._gate_up[expert]).chunk(2, dim=1)
-            computed = linear(self._activate(gate) * up, self._down[expert])
-            result.index_add_(0, tokens, computed * weights[tokens, places, None])
+            result.index_add_(0, tokens, self._compute(expert, x[tokens]) * weights[tokens, places, None])
         if self._shared is None:
             return result
         shared = self._shared(x)
@@ -53,9 +63,16 @@ class ExpertsBlock:
             shared = shared * linear(x, self._shared_gate).sigmoid()
         return result + shared
 
+    def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """What one of the experts makes of `x`, both [tokens, hidden]."""
+        inner, outer = (bias[expert] for bias in self._biases[1:]) if self._biases is not None else (None, None)
+        gate, up = linear(x, self._gate_up[expert], inner).chunk(2, dim=1)
+        return linear(self._gated(gate, up), self._down[expert], outer)
+
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token, int64, and their weights, both [tokens, chosen]."""
-        scores = linear(x, self._router).float()
+        bias = self._biases[0] if self._biases is not None else None
+        scores = linear(x, self._router, bias).float()
         if self._shape.normalised:
             highest, chosen = scores.topk(self._shape.chosen, dim=-1)
             weights = highest.softmax(dim=-1)

@@ -11,12 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tenuto.base.errors import ModelError
-from tenuto.models.families import bamba, gemma3, granite, llama, qwen3_next
+from tenuto.models.families import bamba, gemma3, gpt_oss, granite, llama, qwen3_next
 from tenuto.models.families.family import Family
 from tenuto.models.settings import Settings, read_json
-from tenuto.models.weights import FLOATS, StoredWeight, raw
+from tenuto.models.weights import BYTES, FLOATS, StoredWeight, raw
 
-FAMILIES = (llama.FAMILY, llama.MISTRAL, gemma3.FAMILY, bamba.FAMILY, granite.FAMILY, qwen3_next.FAMILY)
+FAMILIES = (llama.FAMILY, llama.MISTRAL, gemma3.FAMILY, bamba.FAMILY, granite.FAMILY, qwen3_next.FAMILY, gpt_oss.FAMILY)
 SUPPORTED = ", ".join(family.name for family in FAMILIES)
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -29,17 +29,20 @@ class HfCheckpoint:
         self._directory = directory
         settings = Settings(read_json(directory / "config.json"), directory / "config.json")
         self._family = _family(settings)
-        settings.only({"quantization_config": (None,)})
+        _check_quantization(settings, self._family)
         self.config = self._family.read(settings, _eos(directory, settings))
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """See `Checkpoint.weights`."""
+        return self._family.translate(self.config, self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
+        """Everything that is stored, under the names it is stored by."""
         for file in self._files():
             with _opened(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping: it cannot be iterated itself
                     if not self._derived(name):
-                        stored = _stored(file, name, opened.get_slice(name))
-                        yield from self._family.translate(self.config, name, stored)
+                        yield name, _stored(file, name, opened.get_slice(name), self._family)
 
     def _files(self) -> list[Path]:
         index = self._directory / _INDEX
@@ -62,15 +65,16 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ModelError(f"{file} is missing or damaged ({error}); fetch the model again") from error
 
 
-def _stored(file: Path, name: str, described: Any) -> StoredWeight:
+def _stored(file: Path, name: str, described: Any, family: Family) -> StoredWeight:
     def read() -> torch.Tensor:
         with _opened(file) as opened:
             return raw(opened.get_tensor(name))
 
     kind = described.get_dtype()
-    if kind not in FLOATS:
-        raise ModelError(f"tensor {name!r} of {file} is of type {kind}; supported: {', '.join(FLOATS)}")
-    return StoredWeight(FLOATS[kind], tuple(described.get_shape()), read)
+    known = FLOATS | ({"U8": BYTES} if family.quantized else {})
+    if kind not in known:
+        raise ModelError(f"tensor {name!r} of {file} is of type {kind}; supported: {', '.join(known)}")
+    return StoredWeight(known[kind], tuple(described.get_shape()), read)
 
 
 def _family(settings: Settings) -> Family:
@@ -80,6 +84,13 @@ def _family(settings: Settings) -> Family:
         if any(name in family.architectures for name in architectures):
             return family
     raise ModelError(f"{settings.source} names architectures {architectures}; supported: {SUPPORTED}")
+
+
+def _check_quantization(settings: Settings, family: Family) -> None:
+    quantization = settings.part("quantization_config")
+    if quantization is not None and quantization.optional("quant_method", str) not in family.quantized:
+        supported = ", ".join(("none", *family.quantized))
+        raise ModelError(f"{settings.source} has a quantization_config that is not supported; supported: {supported}")
 
 
 def _eos(directory: Path, settings: Settings) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tenuto.kernels.linear import linear
-from tenuto.models.block import ACTIVATE, Places, Room
+from tenuto.models.block import GATES, Places, Room
 from tenuto.models.config import Mlp
 
 
@@ -15,7 +15,7 @@ class MlpBlock:
     prefix = "mlp."
 
     def __init__(self, shape: Mlp, hidden: int, room: Room) -> None:
-        self._activate = ACTIVATE[shape.activation]
+        self._gated = GATES[shape.activation]
         self._gate_up = room.matrix(2 * shape.width, hidden)
         self._down = room.matrix(hidden, shape.width)
 
@@ -27,4 +27,4 @@ class MlpBlock:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
         gate, up = linear(x, self._gate_up).chunk(2, dim=1)
-        return linear(self._activate(gate) * up, self._down)
+        return linear(self._gated(gate, up), self._down)

@@ -55,7 +55,13 @@ class LlamaShape:
         plain = Attention(a.heads, a.kv_heads, a.head_dim, a.rope, a.head_dim**-0.5, bias=a.bias)
         as_llama = replace(config, layers=(Layer(plain, Mlp(mlp.width)),) * len(config.layers))
         scaled = config.embedding_scale != 1 or config.residual_scale != 1 or config.logit_scale != 1
-        if config != as_llama or a.rope.rotated != a.head_dim or scaled or config.logit_cap != 0:
+        if (
+            config != as_llama
+            or a.rope.rotated != a.head_dim
+            or a.rope.magnitude != 1
+            or scaled
+            or config.logit_cap != 0
+        ):
             return None
         return cls(
             len(config.layers), config.hidden, a.heads, a.kv_heads, a.head_dim, mlp.width, config.vocab, a.rope,

@@ -14,10 +14,11 @@ from tenuto.base.errors import ModelError
 class Rope:
     """How heads are rotated: of `n` pairs, as many as divisors, pair `i` by `theta ** (-i / n) / divisors[i]` radians a
     token. Every supported kind of rope scaling is a set of divisors. Elements of a head beyond its pairs stay as they
-    are."""
+    are. Rotated ones are multiplied by `magnitude`."""
 
     theta: float
     divisors: tuple[float, ...] = field(repr=False)
+    magnitude: float = 1.0
 
     def __post_init__(self) -> None:
         if self.theta <= 0:
@@ -59,6 +60,37 @@ def llama3_divisors(
         kept = min(max((turns - low_factor) / (high_factor - low_factor), 0.0), 1.0)
         divisors.append(1 / ((1 - kept) / factor + kept))
     return tuple(divisors)
+
+
+def yarn_divisors(
+    rotated: int, theta: float, factor: float, original_context: int, fast: float, slow: float, *, whole: bool
+) -> tuple[float, ...]:
+    """Divisors of YaRN (Peng et al., arXiv:2309.00071, section 3.2).
+
+    Pairs that make more than `fast` turns within the original context are kept, those that make fewer than `slow` are
+    slowed by `factor`, and those between are interpolated linearly in their number; with `whole` the numbers where that
+    begins and ends are rounded outwards.
+    """
+    pairs = len(linear_divisors(rotated, 1.0))
+    first, last = (
+        rotated * math.log(original_context / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in (fast, slow)
+    )
+    if whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    width = last - first if last != first else 0.001  # as the reference: no division by zero
+    kept = [1 - min(max((i - first) / width, 0.0), 1.0) for i in range(pairs)]
+    return tuple(1 / ((1 - share) / factor + share) for share in kept)
+
+
+def yarn_magnitude(factor: float, scale: float | None = None, scale_all: float | None = None) -> float:
+    """What YaRN multiplies queries and keys by (section 3.4): the ratio of two such numbers if both scales are given,
+    as DeepSeek's files have them."""
+
+    def of(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return of(scale) / of(scale_all) if scale and scale_all else of(1.0)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

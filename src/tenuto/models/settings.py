@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tenuto.base.errors import ModelError
-from tenuto.models.rope import Rope, linear_divisors, llama3_divisors
+from tenuto.models.rope import Rope, linear_divisors, llama3_divisors, yarn_divisors, yarn_magnitude
 
 _T = TypeVar("_T")
 
@@ -136,8 +136,24 @@ class Settings:
                     original_context=self.get("original_max_position_embeddings", int),
                 )
                 return Rope(theta, divisors)
+            case "yarn":
+                return self._yarn(rotated, theta)
             case other:
-                raise ModelError(f"{self.source} has rope scaling {other!r}; supported: default, linear, llama3")
+                raise ModelError(f"{self.source} has rope scaling {other!r}; supported: default, linear, llama3, yarn")
+
+    def _yarn(self, rotated: int, theta: float) -> Rope:
+        factor = self.get("factor", float)
+        divisors = yarn_divisors(
+            rotated,
+            theta,
+            factor,
+            self.get("original_max_position_embeddings", int),
+            fast=self.get("beta_fast", float, 32.0),
+            slow=self.get("beta_slow", float, 1.0),
+            whole=self.get("truncate", bool, default=True),
+        )
+        usual = yarn_magnitude(factor, self.optional("mscale", float), self.optional("mscale_all_dim", float))
+        return Rope(theta, divisors, self.get("attention_factor", float, usual))
 
     def facts(self, eos: tuple[int, ...], *, tied: bool = False) -> dict[str, Any]:
         """What all families say of the whole model in the same words, as fields of `ModelConfig`; `tied` is what they

@@ -103,6 +103,10 @@ FLOATS = {kind.name: kind for kind in _PLAIN}
 """The types that are not quantized, by names that safetensors files use, too."""
 
 
+BYTES = GGMLQuantizationType.I8
+"""The type of tensors that are not weights yet: only their family knows what their bytes mean."""
+
+
 def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:
     """Decode a tensor of GGML type `kind`: float32 of `shape`, or, of a plain type, as it is.
 

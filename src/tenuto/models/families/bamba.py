@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
-from tenuto.models.families.family import Family, Named, renamed
+from tenuto.models.families.family import Family, Named, each, renamed
 from tenuto.models.families.mamba2_settings import mamba2
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
@@ -42,4 +42,4 @@ def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Name
     yield renamed(name, _NAMES), weight
 
 
-FAMILY = Family("Bamba", ("BambaForCausalLM",), _read, _translate)
+FAMILY = Family("Bamba", ("BambaForCausalLM",), _read, each(_translate))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,26 +12,39 @@ from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
 Named = tuple[str, StoredWeight]
+Translate = Callable[[ModelConfig, Iterable[Named]], Iterator[Named]]
+"""Makes of a model's tensors, as they are stored, weights under the names and in the layout of `Checkpoint.weights`. A
+name it does not know it leaves."""
 
 
-def unchanged(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    """A weight that is stored as `Checkpoint.weights` says."""
-    yield name, weight
+def each(translate: Callable[[ModelConfig, str, StoredWeight], Iterator[Named]]) -> Translate:
+    """A translation in which every tensor becomes none, one or more weights, whatever the others are."""
+
+    def all_of(config: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
+        for name, weight in stored:
+            yield from translate(config, name, weight)
+
+    return all_of
+
+
+def unchanged(_: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
+    """Weights that are stored as `Checkpoint.weights` says."""
+    yield from stored
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """Models whose `config.json` names one of `architectures`.
 
-    `read` makes a configuration from it and from the tokens that end a turn. `translate` makes of a stored weight of
-    such a model none, one or more under the names and in the layout of `Checkpoint.weights`; a name it does not know it
-    leaves.
+    `read` makes a configuration from it and from the tokens that end a turn. `quantized` lists the methods by which
+    their weights may be quantized.
     """
 
     name: str
     architectures: tuple[str, ...]
     read: Callable[[Settings, tuple[int, ...]], ModelConfig]
-    translate: Callable[[ModelConfig, str, StoredWeight], Iterator[Named]] = unchanged
+    translate: Translate = unchanged
+    quantized: tuple[str, ...] = ()
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:

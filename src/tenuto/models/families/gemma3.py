@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
-from tenuto.models.families.family import Family, Named, plus_one, renamed
+from tenuto.models.families.family import Family, Named, each, plus_one, renamed
 from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, facts, head_dim, rope
 from tenuto.models.rope import Rope, linear_divisors
 from tenuto.models.settings import Settings
@@ -122,5 +122,5 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
 
 
 _NAME = "Gemma 3 text"
-FAMILY = Family(_NAME, ("Gemma3ForCausalLM",), _read, _translate)
+FAMILY = Family(_NAME, ("Gemma3ForCausalLM",), _read, each(_translate))
 GGUF_FAMILY = GgufFamily(_NAME, "gemma3", _read_gguf, _GGUF_NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tenuto.models.config import Attention, Experts, Layer, Mlp, ModelConfig
-from tenuto.models.families.family import Family, Named, halves, split_layer
+from tenuto.models.families.family import Family, Named, each, halves, split_layer
 from tenuto.models.families.mamba2_settings import mamba2
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
@@ -74,4 +74,4 @@ def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator
             yield name, weight
 
 
-FAMILY = Family("Granite 4", ("GraniteMoeHybridForCausalLM",), _read, _translate)
+FAMILY = Family("Granite 4", ("GraniteMoeHybridForCausalLM",), _read, each(_translate))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mlp, ModelConfig
-from tenuto.models.families.family import Family, Named, plus_one
+from tenuto.models.families.family import Family, Named, each, plus_one
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
@@ -66,4 +66,4 @@ def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Name
         yield name, plus_one(weight) if zero_centred else weight
 
 
-FAMILY = Family("Qwen3-Next", ("Qwen3NextForCausalLM",), _read, _translate)
+FAMILY = Family("Qwen3-Next", ("Qwen3NextForCausalLM",), _read, each(_translate))
