@@ -98,6 +98,7 @@ class Stage:
     """A model twice: theirs by its logits, float32 [4, LENGTH, vocab], after each of 4 texts."""
 
     variant: Variant
+    checkpoint: HfCheckpoint
     executor: ModelExecutor
     texts: list[list[int]]
     expected: torch.Tensor
@@ -116,7 +117,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         expected = model(torch.tensor(texts), use_cache=False).logits
     assert expected.std() > 0.5, "logits this small show little"
     executor = ModelExecutor(TorchForward(decoder, PAGE))
-    yield Stage(variant, executor, texts, expected)
+    yield Stage(variant, checkpoint, executor, texts, expected)
     executor.close()
 
 
@@ -152,6 +153,20 @@ def test_mixed_batches_give_each_row_the_logits_of_its_text_alone(stage: Stage) 
                 text_of[row] = int(rng.integers(4))
                 finished += 1
     assert finished > 6
+
+
+def test_half_precision_stays_close_and_states_stay_in_float32(stage: Stage) -> None:
+    checkpoint, forward = stage.checkpoint, stage.executor.forward
+    decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.bfloat16)
+    executor = ModelExecutor(TorchForward(decoder, PAGE))
+    driver = MixedDriver(executor, rows=2)
+    ours = torch.cat([driver.logits({0: stage.texts[0][a:b]}) for a, b in ((0, 70), (70, 71), (71, LENGTH))])
+    assert ours.dtype == torch.float32
+    assert (ours - stage.expected[0]).abs().mean() < 0.15 * stage.expected[0].std()
+    for half, whole in zip(executor.spec.groups, forward.spec.groups, strict=True):
+        assert half.bytes_per_unit < whole.bytes_per_unit
+        assert half.paged == (half.bytes_per_unit * 2 == whole.bytes_per_unit)
+    executor.close()
 
 
 def test_the_spec_is_what_the_memory_takes_to_the_byte(stage: Stage) -> None:

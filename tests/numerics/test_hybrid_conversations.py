@@ -20,7 +20,15 @@ from tenuto.base.groups import Kind
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
-from tests.models.tiny_hybrids import VOCABULARY, tiny_bamba, tiny_gemma3, tiny_gpt_oss, tiny_granite, tiny_qwen3_next
+from tests.models.tiny_hybrids import (
+    VOCABULARY,
+    tiny_bamba,
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_granite,
+    tiny_mistral,
+    tiny_qwen3_next,
+)
 from tests.numerics.real import real_engine
 from tests.numerics.test_conversations import (
     CONTEXT,
@@ -65,7 +73,7 @@ class Flaky:
 
 
 @pytest.mark.parametrize("overlap", [0, 1], ids=["in turn", "overlapped"])
-@pytest.mark.parametrize("make", [tiny_gemma3, tiny_bamba, tiny_granite, tiny_qwen3_next, tiny_gpt_oss])
+@pytest.mark.parametrize("make", [tiny_mistral, tiny_gemma3, tiny_bamba, tiny_granite, tiny_qwen3_next, tiny_gpt_oss])
 def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch(
     tmp_path_factory: pytest.TempPathFactory, make: Callable[[], PreTrainedModel], overlap: int
 ) -> None:
