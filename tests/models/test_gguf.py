@@ -1,6 +1,7 @@
 """Models in GGUF files are decoded as the `gguf` package does, and what is damaged or unsupported is refused."""
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import ModelError
+from tenuto.models.config import Attention, ModelConfig
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.weights import dequantize
 from tests.models.quantize import quantize
 from tests.models.tiny import LINEAR, LLAMA3, save_gguf, save_hf, tiny_llama
+from tests.models.tiny_hybrids import save_gemma3_gguf, tiny_gemma3
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,21 @@ def test_a_type_we_cannot_decode_is_named_in_the_error() -> None:
         dequantize(torch.zeros(110, dtype=torch.uint8), Kind.Q3_K, (1, 256))
 
 
+def assert_same_shape(ours: ModelConfig, theirs: ModelConfig) -> None:
+    """Equal, but for what files of one format do not say, and divisors that are stored rounded."""
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        assert isinstance(mine.mixer, Attention)
+        assert isinstance(other.mixer, Attention)
+        assert mine.mixer.rope is not None
+        assert other.mixer.rope is not None
+        assert mine.mixer.rope.theta == other.mixer.rope.theta
+        assert mine.mixer.rope.divisors == pytest.approx(other.mixer.rope.divisors, rel=1e-5)
+        assert replace(mine, mixer=replace(mine.mixer, rope=other.mixer.rope)) == other
+    same = replace(ours, layers=theirs.layers, eos=theirs.eos, bos=theirs.bos, norm_eps=theirs.norm_eps)
+    assert same == theirs
+    assert ours.norm_eps == pytest.approx(theirs.norm_eps)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -71,10 +89,36 @@ def test_a_gguf_file_holds_the_same_model_as_the_directory_it_was_made_from(tmp_
     expected = dict(theirs.weights())
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name].decode(), expected[name].decode()) for name in expected)
-    for field in ("layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "rope_theta", "tied", "attention_bias"):
-        assert getattr(ours.config, field) == getattr(theirs.config, field), field
-    assert ours.config.rope_divisors == pytest.approx(theirs.config.rope_divisors, rel=1e-5)
+    assert_same_shape(ours.config, theirs.config)
     assert ours.config.eos == (2, 5)
+
+
+def test_a_gemma3_file_holds_the_same_model_as_the_directory_it_was_made_from(tmp_path: Path) -> None:
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    }
+    kinds = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    model = tiny_gemma3(num_hidden_layers=7, layer_types=kinds, rope_parameters=ropes, query_pre_attn_scalar=16)
+    model.save_pretrained(tmp_path / "hf")
+    ours, theirs = GgufCheckpoint(save_gemma3_gguf(tmp_path / "m.gguf", model)), HfCheckpoint(tmp_path / "hf")
+    assert_same_shape(ours.config, theirs.config)
+    weights, expected = dict(ours.weights()), dict(theirs.weights())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name].decode(), expected[name].decode()) for name in expected)
+
+
+def test_a_gemma3_file_may_say_where_global_layers_are_and_how_local_ones_rotate(tmp_path: Path) -> None:
+    said = {
+        "pattern": ("gemma3.attention.sliding_window_pattern", 2),
+        "theta": ("gemma3.rope.freq_base_swa", 500.0),
+        "cap": ("gemma3.final_logit_softcapping", 30.0),
+    }
+    config = GgufCheckpoint(save_gemma3_gguf(tmp_path / "m.gguf", tiny_gemma3(), **said)).config
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, Attention)]
+    assert [mixer.window for mixer in mixers] == [10, 0, 10, 0]
+    assert [mixer.rope.theta for mixer in mixers if mixer.rope] == [500.0, 10000.0, 500.0, 10000.0]
+    assert config.logit_cap == 30
 
 
 def test_linear_rope_scaling_is_read_from_metadata(tmp_path: Path) -> None:
@@ -82,8 +126,9 @@ def test_linear_rope_scaling_is_read_from_metadata(tmp_path: Path) -> None:
         "kind": ("llama.rope.scaling.type", "linear"),
         "factor": ("llama.rope.scaling.factor", 4.0),
     }
-    path = save_gguf(tmp_path / "m.gguf", tiny_llama(rope_parameters=LINEAR), **scaling)
-    assert GgufCheckpoint(path).config.rope_divisors == (4.0,) * 8
+    model = tiny_llama(rope_parameters=LINEAR)
+    path, directory = save_gguf(tmp_path / "m.gguf", model, **scaling), save_hf(tmp_path / "hf", model)
+    assert GgufCheckpoint(path).config.layers == HfCheckpoint(directory).config.layers
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tenuto.base.errors import ModelError
+from tenuto.models.config import Attention
+from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
-from tenuto.models.llama import Llama
+from tenuto.models.native_llama import obstacle
+from tenuto.models.rope import Rope
 from tests.models.tiny import LLAMA3, save_hf, tiny_llama
 
 
@@ -19,9 +22,17 @@ def edit(directory: Path, changes: dict[str, Any], file: str = "config.json") ->
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def load(directory: Path) -> Llama:
+def load(directory: Path) -> Decoder:
     checkpoint = HfCheckpoint(directory)
-    return Llama(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    return Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+
+
+def rope(directory: Path) -> Rope:
+    """That of the first layer."""
+    mixer = HfCheckpoint(directory).config.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    assert mixer.rope is not None
+    return mixer.rope
 
 
 @pytest.fixture
@@ -46,7 +57,7 @@ def test_rope_settings_of_older_transformers_mean_the_same(tmp_path: Path) -> No
     edit(directory, {"rope_parameters": None, "rope_theta": 10000, "rope_scaling": old})
     assert HfCheckpoint(directory).config == new
     edit(directory, {"rope_scaling": None})
-    assert set(HfCheckpoint(directory).config.rope_divisors) == {1.0}
+    assert set(rope(directory).divisors) == {1.0}
 
 
 def test_end_tokens_are_those_of_both_configurations(directory: Path) -> None:
@@ -64,12 +75,12 @@ def test_end_tokens_are_those_of_both_configurations(directory: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"sliding_window": 4096}, "sliding_window = 4096; supported: None"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn'; supported: default, linear, llama3"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'; supported: default, linear"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor = None; expected: float"),
         ({"hidden_size": "64"}, "hidden_size = '64'; expected: int"),
-        ({"num_hidden_layers": 0}, "layers is 0"),
+        ({"num_hidden_layers": 0}, "has no layers"),
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4"),
-        ({"head_dim": 15}, "head_dim is 15"),
+        ({"head_dim": 15}, "15 elements of a head are to be rotated; allowed: an even number"),
     ],
 )
 def test_what_needs_other_arithmetic_is_refused(directory: Path, changes: dict[str, Any], message: str) -> None:
@@ -79,7 +90,10 @@ def test_what_needs_other_arithmetic_is_refused(directory: Path, changes: dict[s
 
 
 def test_a_mistral_model_without_a_window_is_a_llama(directory: Path) -> None:
+    config = HfCheckpoint(directory).config
     edit(directory, {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None})
+    assert HfCheckpoint(directory).config == config
+    assert obstacle(config) is None
     load(directory)
 
 

@@ -7,26 +7,39 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
-from tenuto.models.llama import Llama
-from tests.models.tiny import LINEAR, LLAMA3, save_hf, tiny_llama
+from tests.models.tiny import LINEAR, LLAMA3, YARN, save_hf, tiny_llama
 
 
-def dense_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention within one sequence that has nothing cached."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-    scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+class Nothing:
+    """The memory of one sequence that has nothing cached, for models with full attention."""
+
+    pieces = ()
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: object = None
+    ) -> torch.Tensor:
+        assert sinks is None
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def write(self, layer: int, convolution: torch.Tensor, recurrent: torch.Tensor) -> None:
+        raise NotImplementedError
 
 
 def both_logits(model: LlamaForCausalLM, directory: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     checkpoint = HfCheckpoint(save_hf(directory, model))
-    ours = Llama(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    ours = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
     places = torch.arange(len(tokens))
     with torch.inference_mode():
-        return ours.forward(tokens, places, places, dense_attention), model(tokens[None]).logits[0]
+        return ours.forward(tokens, places, places, Nothing()), model(tokens[None]).logits[0]
 
 
 @pytest.mark.parametrize(
@@ -36,11 +49,12 @@ def both_logits(model: LlamaForCausalLM, directory: Path, tokens: torch.Tensor) 
         {"tie_word_embeddings": False},
         {"rope_parameters": LLAMA3},
         {"rope_parameters": LINEAR},
+        {"rope_parameters": YARN},
         {"attention_bias": True},
         {"num_key_value_heads": 6},
         {"num_key_value_heads": 1, "head_dim": 32},
     ],
-    ids=["tied", "untied", "llama3", "linear", "biases", "one-query-a-key", "one-key-head"],
+    ids=["tied", "untied", "llama3", "linear", "yarn", "biases", "one-query-a-key", "one-key-head"],
 )
 def test_logits_match_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     tokens = torch.randint(0, 101, (150,), generator=torch.Generator().manual_seed(3))
@@ -50,11 +64,11 @@ def test_logits_match_transformers(tmp_path: Path, changes: dict[str, Any]) -> N
 
 def test_logits_are_computed_only_where_they_are_wanted(tmp_path: Path) -> None:
     checkpoint = HfCheckpoint(save_hf(tmp_path, tiny_llama()))
-    model = Llama(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    model = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
     tokens, places = torch.arange(20), torch.arange(20)
     with torch.inference_mode():
-        every = model.forward(tokens, places, places, dense_attention)
-        some = model.forward(tokens, places, torch.tensor([19, 4]), dense_attention)
-        none = model.forward(tokens, places, torch.empty(0, dtype=torch.int64), dense_attention)
+        every = model.forward(tokens, places, places, Nothing())
+        some = model.forward(tokens, places, torch.tensor([19, 4]), Nothing())
+        none = model.forward(tokens, places, torch.empty(0, dtype=torch.int64), Nothing())
     torch.testing.assert_close(some, every[[19, 4]], rtol=1e-5, atol=1e-5)
     assert none.shape == (0, 101)

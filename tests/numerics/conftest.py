@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from tenuto.models.decoder import Decoder
 from tenuto.models.gguf import GgufCheckpoint
-from tenuto.models.llama import Llama
 from tenuto.text.load import load_tokenizer
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
@@ -37,10 +37,10 @@ def reference(smollm2_path: Path) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def model(smollm2_path: Path) -> Llama:
+def model(smollm2_path: Path) -> Decoder:
     """The default model as we read it, float32."""
     checkpoint = GgufCheckpoint(smollm2_path)
-    return Llama(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    return Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Engines on the default model."""
+"""Engines on real models."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from tests.clock import ManualClock
 
 
 @contextmanager
-def real_engine(forward: Forward, config: EngineConfig, *, pages: int) -> Iterator[Engine]:
+def real_engine(forward: Forward, config: EngineConfig, *, units: tuple[int, ...]) -> Iterator[Engine]:
     executor = ModelExecutor(forward)
     vocab, eos = forward.config.vocab, forward.config.eos
-    yield Engine(executor, (pages,), config, vocab_size=vocab, eos_ids=eos, clock=ManualClock(), random=Random(0))
+    yield Engine(executor, units, config, vocab_size=vocab, eos_ids=eos, clock=ManualClock(), random=Random(0))
     executor.close()
 
 

@@ -23,7 +23,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import Keep, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.exec.torch_forward import TorchForward
-from tenuto.models.llama import Llama
+from tenuto.models.decoder import Decoder
 from tenuto.session.session import Session, Turn
 from tests.numerics.real import real_engine
 
@@ -235,9 +235,9 @@ def config_with(overlap: int) -> EngineConfig:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch(
-    model: Llama, reference: LlamaForCausalLM, licence_tokens: list[int], overlap: int
+    model: Decoder, reference: LlamaForCausalLM, licence_tokens: list[int], overlap: int
 ) -> None:
-    with real_engine(TorchForward(model, PAGE), config_with(overlap), pages=PAGES) as engine:
+    with real_engine(TorchForward(model, PAGE), config_with(overlap), units=(PAGES,)) as engine:
         conversations = Conversations(engine, licence_tokens, seed=overlap)
         conversations.run(STEPS)
     comparison = compare(reference, longest(conversations.sampled))

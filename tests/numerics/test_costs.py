@@ -13,7 +13,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import TurnResult, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.exec.torch_forward import TorchForward
-from tenuto.models.llama import Llama
+from tenuto.models.decoder import Decoder
 from tenuto.session.session import Session, Turn
 from tests.numerics.real import finish, real_engine
 
@@ -25,9 +25,9 @@ ANSWER = TurnParams(max_new_tokens=OUTPUT, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(model: Llama) -> Iterator[Engine]:
+def engine(model: Decoder) -> Iterator[Engine]:
     config = EngineConfig(context_length=400, max_running=4, token_budget=BUDGET, audit_every=1)
-    with real_engine(TorchForward(model, PAGE), config, pages=PAGES) as engine:
+    with real_engine(TorchForward(model, PAGE), config, units=(PAGES,)) as engine:
         yield engine
 
 

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.torch_forward import TorchForward
-from tenuto.models.llama import Llama
+from tenuto.models.decoder import Decoder
 from tests.exec.driver import Driver
 
 ATOL, MEAN_ATOL = 3e-3, 5e-5
@@ -60,7 +60,7 @@ def expected_logits(reference: LlamaForCausalLM, prompts: list[list[int]]) -> li
 
 
 @pytest.fixture(params=[1, 16, 64], ids=lambda size: f"page{size}")
-def driver(model: Llama, request: pytest.FixtureRequest) -> Iterator[Driver]:
+def driver(model: Decoder, request: pytest.FixtureRequest) -> Iterator[Driver]:
     executor = ModelExecutor(TorchForward(model, request.param))
     yield Driver(executor, pages=-(-2100 // request.param) + 3, rows=4)
     executor.close()

@@ -16,7 +16,7 @@ from tenuto.base.config import cache_dir
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.torch_forward import TorchForward
-from tenuto.models.llama import Llama
+from tenuto.models.decoder import Decoder
 from tenuto.models.store import DEFAULT_MODEL, resolve
 from tests.exec.driver import Driver
 from tests.exec.test_native_forward import every_variant
@@ -41,7 +41,7 @@ def perplexity(executor: ModelExecutor, tokens: list[int]) -> float:
 
 
 @pytest.fixture(scope="module")
-def exact(model: Llama, licence_tokens: list[int]) -> float:
+def exact(model: Decoder, licence_tokens: list[int]) -> float:
     executor = ModelExecutor(TorchForward(model, 16))
     found = perplexity(executor, licence_tokens[:TOKENS])
     executor.close()
@@ -60,7 +60,7 @@ def test_perplexity_is_within_one_percent_of_float32(
 def test_every_turn_of_random_conversations_says_what_is_said_from_scratch(
     variant: str, executor: ModelExecutor, licence_tokens: list[int]
 ) -> None:
-    with real_engine(executor.forward, config_with(overlap=1), pages=PAGES) as engine:
+    with real_engine(executor.forward, config_with(overlap=1), units=(PAGES,)) as engine:
         conversations = Conversations(engine, licence_tokens, seed=1)
         conversations.run(STEPS)
         driver = Driver(engine._flights._executor, PAGES, 1)  # type: ignore[arg-type]

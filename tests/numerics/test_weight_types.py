@@ -19,8 +19,8 @@ from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import library
 from tenuto.kernels.native.library import loaded
+from tenuto.models.decoder import Decoder
 from tenuto.models.gguf import GgufCheckpoint
-from tenuto.models.llama import Llama
 from tenuto.models.native_llama import NativeLlama
 from tenuto.models.weights import StoredWeight
 from tests.exec.driver import Driver
@@ -64,7 +64,7 @@ def distributions(forward: Forward, tokens: list[int]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def exact(weights: Weights, smollm2_path: Path, licence_tokens: list[int]) -> torch.Tensor:
-    model = Llama(GgufCheckpoint(smollm2_path).config, weights, torch.device("cpu"), torch.float32)
+    model = Decoder(GgufCheckpoint(smollm2_path).config, weights, torch.device("cpu"), torch.float32)
     return distributions(TorchForward(model, 16), licence_tokens[:TOKENS])
 
 

@@ -16,7 +16,7 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
 from tenuto.models.checkpoint import Checkpoint, open_checkpoint
-from tenuto.models.llama import Llama
+from tenuto.models.decoder import Decoder
 from tenuto.models.native_llama import NativeLlama, obstacle
 from tenuto.models.store import ModelFiles
 
@@ -71,7 +71,7 @@ def load_executor(
             say(f"Plain PyTorch computes: {reason}")
     if forward is None:
         name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
-        forward = TorchForward(Llama(checkpoint.config, checkpoint.weights(), place, DTYPES[name]), page_size)
+        forward = TorchForward(Decoder(checkpoint.config, checkpoint.weights(), place, DTYPES[name]), page_size)
     return ModelExecutor(forward)
 
 

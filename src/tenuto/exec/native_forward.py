@@ -32,7 +32,7 @@ class NativeForward:
 
     def __init__(self, library: Library, model: NativeLlama, threads: int) -> None:
         """`threads`: how many compute. Raises `ConfigError` if there can be no more, or there is no memory."""
-        c = model.config
+        c = model.shape
         self._library, self._model = library, model
         self.threads = threads
         page_size = model.model.page_size

@@ -6,23 +6,24 @@ import numpy as np
 import torch
 
 from tenuto.base.errors import ConfigError
-from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.base.plan import Plan, TableChanges
+from tenuto.base.groups import MemorySpec
+from tenuto.base.plan import Plan
 from tenuto.exec.forward import Longs, Outputs
-from tenuto.kernels.paged import PagedAttention, PagedKV
+from tenuto.exec.torch_memory import Memories, indices
+from tenuto.kernels.paged import ragged_arange
 from tenuto.kernels.sampling import Choice, sample
 from tenuto.models.config import ModelConfig
-from tenuto.models.llama import Llama
+from tenuto.models.decoder import Decoder
+from tenuto.models.groups import layer_groups, memory_spec
 
 
 class TorchForward:
-    """A `Forward` for models with one full-attention group."""
+    """A `Forward` for models with any mix of memory groups."""
 
-    def __init__(self, model: Llama, page_size: int) -> None:
-        c = model.config
+    def __init__(self, model: Decoder, page_size: int) -> None:
         self._model = model
-        token_bytes = c.layers * 2 * c.kv_heads * c.head_dim * model.dtype.itemsize
-        self._spec = MemorySpec(page_size, (GroupSpec(Kind.FULL, page_size * token_bytes),))
+        self._groups = layer_groups(model.config, model.dtype)
+        self._spec = memory_spec(self._groups, page_size)
 
     @property
     def config(self) -> ModelConfig:
@@ -34,7 +35,7 @@ class TorchForward:
 
     @property
     def spec(self) -> MemorySpec:
-        """One group of kind full; a unit is a page of keys and values of all layers."""
+        """The groups that the model's layers form."""
         return self._spec
 
     @property
@@ -42,43 +43,26 @@ class TorchForward:
         return f"PyTorch in {str(self._model.dtype).removeprefix('torch.')} on {self.device}"
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        (pages,) = units
-        c, device = self.config, self.device
         try:
-            self._kv = PagedKV(c.layers, pages, self._spec.page_size, c.kv_heads, c.head_dim, device, self._model.dtype)
+            self.memories = Memories(self._groups, units, rows, self._spec.page_size, self.device)
         except RuntimeError as error:
-            size = pages * self._spec.groups[0].bytes_per_unit
-            raise ConfigError(f"{device} cannot hold {pages} pages, {size} bytes: {error}") from error
-        self._table = torch.zeros((rows, 1), device=device, dtype=torch.int64)
+            sizes = [n * group.bytes_per_unit for n, group in zip(units, self._spec.groups, strict=True)]
+            each = ", ".join(
+                f"{n} {'pages' if group.paged else 'state slots'} ({size} bytes)"
+                for n, group, size in zip(units, self._spec.groups, sizes, strict=True)
+            )
+            raise ConfigError(f"{self.device} cannot hold {each}: {error}") from error
 
     def apply(self, plan: Plan) -> None:
-        (tables,), (copies,) = plan.tables, plan.copies
-        self._change(tables)
-        self._kv.copy(copies.sources, copies.targets, copies.slots)
-
-    def _change(self, changes: TableChanges) -> None:
-        """Write new page-table entries, first widening the table if they lie beyond it."""
-        if len(changes.rows) == 0:
-            return
-        rows, width = self._table.shape
-        needed = int(changes.index.max()) + 1
-        if needed > width:
-            wider = self._table.new_zeros((rows, max(needed, 2 * width)))
-            wider[:, :width] = self._table
-            self._table = wider
-        self._table[self._indices(changes.rows), self._indices(changes.index)] = self._indices(changes.pages)
+        self.memories.apply(plan)
 
     def run(self, plan: Plan, tokens: torch.Tensor, outputs: Longs) -> Outputs:
-        group = self.config.heads // self.config.kv_heads
-        attention = PagedAttention(self._kv, self._table, plan.rows, plan.starts, plan.counts, group=group)
-        return Outputs(self._model.forward(tokens, attention.positions, self._indices(outputs), attention))
+        places = np.repeat(plan.starts.astype(np.int64), plan.counts) + ragged_arange(plan.counts)
+        wanted, positions = indices(outputs, self.device), indices(places, self.device)
+        return Outputs(self._model.forward(tokens, positions, wanted, self.memories.step(plan)))
 
     def sample(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
         return sample(logits, choice)
 
     def close(self) -> None:
         """Nothing to do: PyTorch owns it all."""
-
-    def _indices(self, values: np.ndarray[tuple[int], np.dtype[np.integer]]) -> torch.Tensor:
-        """Host indices as int64 on the device."""
-        return torch.from_numpy(values.astype(np.int64)).to(self.device)

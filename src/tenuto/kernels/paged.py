@@ -6,7 +6,7 @@ Pages: Kwon et al., arXiv:2309.06180. Work per step grows with what its rows att
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -89,76 +89,130 @@ class _Batch:
     """Blocks of equally many queries that attend together.
 
     `tokens` int64 [blocks * count] are their places in the flat batch, `pages` int64 [blocks, pages a block] what they
-    read, of which the first `length` tokens, and `mask` [blocks, 1, count * group, length] is 0 where a query may
-    look and -inf elsewhere; `group` query heads share a key head.
+    read, of which the first `length` tokens, and `mask` [blocks, count, length] is 0 where a query may look and -inf
+    elsewhere. `masks` has what `mask_of` made.
     """
 
     tokens: torch.Tensor
     pages: torch.Tensor
     length: int
     mask: torch.Tensor
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def mask_of(self, group: int) -> torch.Tensor:
+        """The mask where `group` query heads share a key head, [blocks, 1, count * group, length]."""
+        if group not in self.masks:
+            self.masks[group] = self.mask.repeat_interleave(group, dim=1)[:, None]
+        return self.masks[group]
 
 
 class PagedAttention:
-    """Attention of one step (`models.llama.Attention`): made once a step, called once a layer."""
+    """Attention of one step in one group: made once a step, called once a layer."""
 
-    def __init__(self, kv: PagedKV, table: torch.Tensor, rows: Ints, starts: Ints, counts: Ints, group: int) -> None:
+    def __init__(
+        self, kv: PagedKV, table: torch.Tensor, rows: Ints, starts: Ints, counts: Ints, window: int = 0
+    ) -> None:
         """`table` int64 [row ids, pages] is the page table, on the device; row `rows[i]` computes `counts[i]` tokens
-        from position `starts[i]` (int32 [rows]); `group` query heads share a key head. `positions`, int64 [tokens], is
-        each token's place in its sequence."""
+        from position `starts[i]` (int32 [rows]). A token attends to `window` tokens, itself included, or with 0 to all
+        before it; pages that lie before the window are not read."""
         self._kv = kv
-        self._group = group
+        self._window = window
         device = table.device
         places = np.repeat(starts.astype(np.int64), counts) + ragged_arange(counts)
-        self.positions = torch.from_numpy(places).to(device)
+        positions = torch.from_numpy(places).to(device)
         owners = torch.from_numpy(np.repeat(rows.astype(np.int64), counts)).to(device)
         size = kv.page_size
-        self._slots = table[owners, self.positions // size] * size + self.positions % size
-        self._batches = [self._batch(table, *blocks) for blocks in _blocks(rows, starts, counts)]
+        self._slots = table[owners, positions // size] * size + positions % size
+        self._batches = [self._batch(table, blocks) for blocks in _blocks(rows, starts, counts, window, size)]
 
-    def _batch(self, table: torch.Tensor, rows: Longs, firsts: Longs, starts: Longs, count: int) -> _Batch:
-        device, length = table.device, int(starts[0]) + count
-        width = -(-length // self._kv.page_size)
+    def _batch(self, table: torch.Tensor, blocks: _Blocks) -> _Batch:
+        device, count = table.device, blocks.count
+        length = int(blocks.begins[0]) + count
         steps = torch.arange(count, device=device)
-        last = torch.from_numpy(starts).to(device)[:, None, None] + steps[:, None]
-        hidden = torch.arange(length, device=device) > last
+        last = torch.from_numpy(blocks.begins).to(device)[:, None, None] + steps[:, None]
+        keys = torch.arange(length, device=device)
+        hidden = (keys > last) | (keys <= last - self._window) if self._window else keys > last
         mask = torch.zeros(hidden.shape, device=device, dtype=self._kv.data.dtype).masked_fill_(hidden, -torch.inf)
+        # A shorter block reads on where the table may end; it masks what it finds there.
+        width = np.arange(-(-length // self._kv.page_size))
+        entries = torch.from_numpy((blocks.pages[:, None] + width).clip(max=table.shape[1] - 1)).to(device)
         return _Batch(
-            tokens=(torch.from_numpy(firsts).to(device)[:, None] + steps).view(-1),
-            pages=table[torch.from_numpy(rows).to(device), :width],
+            tokens=(torch.from_numpy(blocks.firsts).to(device)[:, None] + steps).view(-1),
+            pages=table[torch.from_numpy(blocks.rows).to(device)[:, None], entries],
             length=length,
-            mask=mask.repeat_interleave(self._group, dim=1)[:, None],
+            mask=mask,
         )
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """See `models.llama.Attention`."""
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `models.block.StepMemory.attend`; `layer` is the layer's number in the group. Without `scale` it is
+        `head_dim ** -0.5`."""
         self._kv.write(layer, self._slots, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for batch in self._batches:
-            out.index_copy_(0, batch.tokens, self._attend(layer, batch, q.index_select(0, batch.tokens)))
+            found = self._attend(layer, batch, q.index_select(0, batch.tokens), scale, sinks)
+            out.index_copy_(0, batch.tokens, found)
         return out
 
-    def _attend(self, layer: int, batch: _Batch, q: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, layer: int, batch: _Batch, q: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """`q` and the result are [blocks * count, heads, head_dim]. The query heads of a group are passed as further
         queries of their key head, so that keys need not be repeated."""
         keys, values = self._kv.read(layer, batch.pages, batch.length)
         blocks, kv_heads, _, head_dim = keys.shape
-        split = q.view(blocks, -1, kv_heads, self._group, head_dim).transpose(1, 2)
-        attended = functional.scaled_dot_product_attention(split.flatten(2, 3), keys, values, attn_mask=batch.mask)
+        group = q.shape[1] // kv_heads
+        split = q.view(blocks, -1, kv_heads, group, head_dim).transpose(1, 2)
+        mask = batch.mask_of(group)
+        if sinks is not None:
+            mask = _with_sinks(mask, sinks.view(kv_heads, group))
+            keys, values = (functional.pad(part, (0, 0, 0, 1)) for part in (keys, values))
+        attended = functional.scaled_dot_product_attention(
+            split.flatten(2, 3), keys, values, attn_mask=mask, scale=scale
+        )
         return attended.view(split.shape).transpose(1, 2).reshape(q.shape)
 
 
-def _blocks(rows: Ints, starts: Ints, counts: Ints) -> Iterator[tuple[Longs, Longs, Longs, int]]:
-    """Cut chunks into query blocks and group those that pad each other little.
+def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """A mask, [blocks, 1, count * group, length], for one more key of zeros, whose scores are `sinks`,
+    [kv_heads, group]: [blocks, kv_heads, count * group, length + 1]."""
+    kv_heads, group = sinks.shape
+    shape = (len(mask), kv_heads, mask.shape[2])
+    last = sinks[:, None].expand(kv_heads, mask.shape[2] // group, group).reshape(kv_heads, -1)
+    return torch.cat((mask.expand(*shape, -1), last.to(mask.dtype).expand(shape)[..., None]), dim=3)
 
-    Yields row ids, places of the first query in the flat batch, its positions (each int64 [blocks], longest first) and
-    the number of queries, the same in every block of a group.
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Query blocks that pad each other little, each of `count` queries; the rest is int64 [blocks], longest first.
+
+    `rows` are row ids, `firsts` the places of the first queries in the flat batch, `pages` the first table entries that
+    are read, and `begins` the places of the first queries counted from there.
     """
+
+    rows: Longs
+    firsts: Longs
+    pages: Longs
+    begins: Longs
+    count: int
+
+
+def _blocks(rows: Ints, starts: Ints, counts: Ints, window: int = 0, page_size: int = 1) -> Iterator[_Blocks]:
+    """Cut chunks into query blocks and group those that pad each other little."""
     pieces = -(-counts // QUERY_BLOCK)
     within = ragged_arange(pieces) * QUERY_BLOCK
     sizes = np.minimum(np.repeat(counts, pieces) - within, QUERY_BLOCK)
     firsts = np.repeat(np.cumsum(counts, dtype=np.int64) - counts, pieces) + within
-    begins = np.repeat(starts, pieces) + within
+    positions = np.repeat(starts, pieces) + within
+    pages = np.maximum(positions - window + 1, 0) // page_size if window else np.zeros_like(positions)
+    begins = positions - pages * page_size
     owners = np.repeat(rows.astype(np.int64), pieces)
     order = np.lexsort((-begins, sizes))
     cut = 0
@@ -169,5 +223,5 @@ def _blocks(rows: Ints, starts: Ints, counts: Ints) -> Iterator[tuple[Longs, Lon
             if length >= longest * _SHARE or length >= longest - _SLACK:
                 continue
         chosen = order[cut:i]
-        yield owners[chosen], firsts[chosen], begins[chosen], int(size)
+        yield _Blocks(owners[chosen], firsts[chosen], pages[chosen], begins[chosen], int(size))
         cut = i

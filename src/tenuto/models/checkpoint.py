@@ -21,8 +21,10 @@ class Checkpoint(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
-        """Every weight once, in any order, under its Hugging Face name and in the Hugging Face layout, as in
-        `model.layers.0.mlp.up_proj.weight`, [ffn, hidden]. A head's rotary pairs are its rows (i, i + head_dim / 2).
+        """Every weight once, in any order, under our name and in our layout: those that Llama has in Hugging Face
+        directories, as in `model.layers.0.mlp.up_proj.weight`, [ffn, hidden], and for what Llama lacks those that the
+        blocks give (`places`). `input_layernorm` precedes a layer's mixer, `post_attention_layernorm` its feed-forward
+        network. Norms multiply by their weight. A head's rotary pairs are its rows (i, i + pairs).
         """
         ...
 

@@ -1,75 +1,192 @@
-"""The shape of a model, read from its files and checked once."""
+"""The shape of a model: facts about all of it, and its layers one by one. Read from its files and checked once."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from tenuto.base.errors import ModelError
+from tenuto.models.rope import Rope
 
-SUPPORTED = "Llama architecture (also Mistral without a sliding window)"
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
+
+
+def _check_sizes(shape: object, name: str, *optional: str) -> None:
+    """Raise `ModelError` unless all numbers in `shape`, a dataclass, are more than 0, the `optional` ones at least."""
+    for one in fields(shape):  # type: ignore[arg-type]
+        value = getattr(shape, one.name)
+        if type(value) in (int, float) and not (value > 0 or (value == 0 and one.name in optional)):
+            least = "at least 0" if one.name in optional else "more than 0"
+            raise ModelError(f"the {name}'s {one.name} is {value}; allowed: {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention in which `heads` query heads share `kv_heads` key and value heads of `head_dim` elements
+    (arXiv:2305.13245).
+
+    Scores are multiplied by `scale`. A token attends to `window` tokens, itself included, or with 0 to all before it.
+    `bias` is about all four projections. With `qk_norm` every query and key head is normalised before rotation; with
+    `gated` what a head found is multiplied by the sigmoid of a gate, which the query projection computes beside each
+    head's query. `rope` `None`: positions do not count. With `sinks` each head has a score of its own for attending to
+    nothing (arXiv:2309.17453).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    scale: float
+    window: int = 0
+    bias: bool = False
+    qk_norm: bool = False
+    gated: bool = False
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "model", "window")
+        if self.heads % self.kv_heads:
+            raise ModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads; allowed: a divisor")
+        if self.rope is not None and self.rope.rotated > self.head_dim:
+            raise ModelError(f"{self.rope.rotated} elements of a head of {self.head_dim} cannot be rotated")
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Mamba-2 (Dao and Gu, arXiv:2405.21060): `heads` heads of `head_dim` channels, each channel with a state of
+    `state` elements; `groups` groups of heads share input and output projections of the state. A causal convolution
+    over `kernel` tokens precedes it. Time steps are clamped to `least_step` .. `most_step`. `conv_bias` and `proj_bias`
+    say whether convolution and the projections in and out have biases."""
+
+    heads: int
+    head_dim: int
+    state: int
+    groups: int
+    kernel: int
+    conv_bias: bool
+    proj_bias: bool
+    least_step: float = 0.0
+    most_step: float = float("inf")
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "model", "least_step")
+        _check_kernel(self.kernel)
+        if self.heads % self.groups:
+            raise ModelError(f"{self.heads} Mamba-2 heads cannot form {self.groups} groups; allowed: a divisor")
+
+    @property
+    def channels(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: inputs, and projections of the state in and out."""
+        return self.channels + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """A gated delta net (Yang et al., arXiv:2412.06464): each of `key_heads` query and key heads of `key_dim` elements
+    serves as many of the `value_heads` value heads of `value_dim`. A causal convolution over `kernel` tokens precedes
+    it."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "model")
+        _check_kernel(self.kernel)
+        if self.value_heads % self.key_heads:
+            raise ModelError(f"{self.value_heads} value heads cannot share {self.key_heads} key heads")
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+def _check_kernel(kernel: int) -> None:
+    if kernel < 2:
+        raise ModelError(f"the model's convolution has a kernel of {kernel}; allowed: at least 2")
+
+
+Mixer = Attention | Mamba2 | GatedDelta
+"""How a layer lets tokens see those before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A gated feed-forward network `width` wide; `activation` is one of `ACTIVATIONS`."""
+
+    width: int
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "model")
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Of `count` gated networks `width` wide the `chosen` ones with the highest scores compute a token, weighted by
+    their probability among all, or with `normalised` among the chosen. `shared`, the width of one that computes every
+    token, may be 0: there is none; with `shared_gate` it is multiplied by the sigmoid of a gate. `biased`: scores and
+    the networks that are chosen from have biases."""
+
+    count: int
+    chosen: int
+    width: int
+    normalised: bool
+    shared: int
+    shared_gate: bool
+    activation: str = "silu"
+    biased: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "model", "shared")
+        if self.chosen > self.count:
+            raise ModelError(f"{self.chosen} of {self.count} experts cannot be chosen; allowed: at most all")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A mixer and then a feed-forward network, each after a norm and added to what came in. With `post_norms`, as in
+    Gemma, what each gives is normalised too before it is added."""
+
+    mixer: Mixer
+    feed_forward: Mlp | Experts
+    post_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama-architecture decoder.
+    """A decoder.
 
-    `heads` query heads share `kv_heads` key and value heads of `head_dim` elements. `vocab` is the number of rows of
-    the embedding, which may exceed what the tokenizer knows. Rotary frequency `i` of `head_dim / 2` is
-    `rope_theta ** (-2 i / head_dim) / rope_divisors[i]` radians a token (Su et al., arXiv:2104.09864); every supported
-    kind of rope scaling is a set of such divisors. `attention_bias` is about all four attention projections.
-    `eos` lists the tokens that end a turn. `dtype` is the element type the files store or decode to.
+    `vocab` is the number of rows of the embedding, which may exceed what the tokenizer knows. Embeddings are multiplied
+    by `embedding_scale`, what layers add by `residual_scale`, and logits by `logit_scale`; then they are kept within
+    `logit_cap` by a hyperbolic tangent, unless that is 0. `norm_eps` is that of all norms. With `tied` the embedding is
+    the output matrix too. Recurrent states have `state_dtype`, convolutions the model's. `eos` lists the tokens that
+    end a turn. `dtype` is the element type the files store or decode to.
     """
 
-    layers: int
+    layers: tuple[Layer, ...]
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
     vocab: int
-    rope_theta: float
-    rope_divisors: tuple[float, ...] = field(repr=False)
     norm_eps: float
     tied: bool
-    attention_bias: bool
     max_context: int
     eos: tuple[int, ...]
     bos: int | None
     dtype: str
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+    state_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if type(value) in (int, float) and value <= 0 and one.name != "bos":
-                raise ModelError(f"the model's {one.name} is {value}; allowed: more than 0")
-        if self.heads % self.kv_heads:
-            raise ModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads; allowed: a divisor")
-        if self.head_dim % 2:
-            raise ModelError(f"the model's head_dim is {self.head_dim}; rotary embedding needs an even number")
-        if len(self.rope_divisors) != self.head_dim // 2:
-            raise ModelError(
-                f"{len(self.rope_divisors)} rope divisors for head_dim {self.head_dim}; allowed: one a pair"
-            )
-
-
-def linear_divisors(head_dim: int, factor: float) -> tuple[float, ...]:
-    """Divisors that slow every frequency by `factor` (position interpolation, arXiv:2306.15595); 1.0 is no scaling."""
-    return (float(factor),) * (head_dim // 2)
-
-
-def llama3_divisors(
-    head_dim: int, theta: float, factor: float, low_factor: float, high_factor: float, original_context: int
-) -> tuple[float, ...]:
-    """Divisors of the Llama 3.1 rope scaling.
-
-    Waves longer than `original_context / low_factor` tokens are slowed by `factor`, those shorter than
-    `original_context / high_factor` are kept, and frequencies between are interpolated linearly in the number of
-    turns they make within the original context. Source: `apply_scaling` in Meta's `llama-models`.
-    """
-    divisors = []
-    for i in range(head_dim // 2):
-        turns = original_context * theta ** (-2 * i / head_dim) / (2 * math.pi)
-        kept = min(max((turns - low_factor) / (high_factor - low_factor), 0.0), 1.0)
-        divisors.append(1 / ((1 - kept) / factor + kept))
-    return tuple(divisors)
+        _check_sizes(self, "model", "bos", "logit_cap")
+        if not self.layers:
+            raise ModelError("the model has no layers; allowed: at least 1")

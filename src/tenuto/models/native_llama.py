@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -12,8 +13,8 @@ from tenuto.base.errors import ModelError
 from tenuto.kernels.native.blocks import FORMATS
 from tenuto.kernels.native.library import Matrix, Model, Op, OpKind, PanelKind
 from tenuto.kernels.native.pack import LANES, Arena, pack_floats, pack_quantized
-from tenuto.models.config import ModelConfig
-from tenuto.models.rope import frequencies
+from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba2, Mlp, ModelConfig
+from tenuto.models.rope import Rope
 from tenuto.models.weights import StoredWeight, without_place, wrong_shape
 
 _PANELS = {Kind.F32: PanelKind.FLOAT32, Kind.F16: PanelKind.FLOAT16, Kind.BF16: PanelKind.PAIRS}
@@ -28,14 +29,73 @@ MAX_HEAD_DIM = 1024
 """What `forward.cpp` has room for."""
 
 
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """A decoder of `layers` equal layers of Llama's kind; see `Attention`, `Mlp` and `ModelConfig`."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    rope: Rope
+    norm_eps: float
+    tied: bool
+    attention_bias: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> LlamaShape | None:
+        """The shape of a model, or `None` if it is none of this kind."""
+        layer = config.layers[0]
+        a, mlp = layer.mixer, layer.feed_forward
+        if not isinstance(a, Attention) or not isinstance(mlp, Mlp) or a.rope is None:
+            return None
+        plain = Attention(a.heads, a.kv_heads, a.head_dim, a.rope, a.head_dim**-0.5, bias=a.bias)
+        as_llama = replace(config, layers=(Layer(plain, Mlp(mlp.width)),) * len(config.layers))
+        scaled = config.embedding_scale != 1 or config.residual_scale != 1 or config.logit_scale != 1
+        if (
+            config != as_llama
+            or a.rope.rotated != a.head_dim
+            or a.rope.magnitude != 1
+            or scaled
+            or config.logit_cap != 0
+        ):
+            return None
+        return cls(
+            len(config.layers), config.hidden, a.heads, a.kv_heads, a.head_dim, mlp.width, config.vocab, a.rope,
+            config.norm_eps, config.tied, a.bias,
+        )  # fmt: skip
+
+
+def _not_llama(config: ModelConfig) -> str:
+    """What a model has that Llama lacks, for people."""
+    found = []
+    for layer in config.layers:
+        match layer.mixer:
+            case Mamba2():
+                found.append("Mamba-2 layers")
+            case GatedDelta():
+                found.append("gated delta nets")
+            case Attention(window=window) if window:
+                found.append("sliding windows")
+        if isinstance(layer.feed_forward, Experts):
+            found.append("experts")
+    return ", ".join(dict.fromkeys(found)) or "norms, scales or heads that Llama has not"
+
+
 def obstacle(config: ModelConfig) -> str | None:
     """Why the native kernels cannot run a model of this shape, if they cannot."""
-    sizes = {"head_dim": config.head_dim, "hidden": config.hidden, "ffn": config.ffn}
+    shape = LlamaShape.of(config)
+    if shape is None:
+        return f"it has {_not_llama(config)}"
+    sizes = {"head_dim": shape.head_dim, "hidden": shape.hidden, "ffn": shape.ffn}
     odd = [f"{name} {size}" for name, size in sizes.items() if size % LANES]
     if odd:
         return f"its {', '.join(odd)} is no multiple of {LANES}"
-    if config.head_dim > MAX_HEAD_DIM:
-        return f"its head_dim {config.head_dim} is more than {MAX_HEAD_DIM}"
+    if shape.head_dim > MAX_HEAD_DIM:
+        return f"its head_dim {shape.head_dim} is more than {MAX_HEAD_DIM}"
     return None
 
 
@@ -47,25 +107,28 @@ class NativeLlama:
         self, config: ModelConfig, weights: Iterable[tuple[str, StoredWeight]], page_size: int, *, plain: bool = False
     ) -> None:
         """`weights` as `Checkpoint.weights` says. Raises `ModelError` if one is missing, of a wrong shape, or
-        unknown."""
-        self.config = config
+        unknown, or if there is an `obstacle`."""
+        shape = LlamaShape.of(config)
+        if shape is None:
+            raise ModelError(f"the native kernels cannot run this model: {obstacle(config)}")
+        self.config, self.shape = config, shape
         self._plain = plain
         self._arena = Arena()
         self._weights = dict(weights)
         self.ops = _array(self._operations())
         if self._weights:
             raise without_place(min(self._weights))
-        widest = max(config.hidden, config.heads * config.head_dim, config.ffn)
+        widest = max(shape.hidden, shape.heads * shape.head_dim, shape.ffn)
         self.model = Model(
-            config.hidden,
+            shape.hidden,
             widest,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            config.layers,
-            config.vocab,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.layers,
+            shape.vocab,
             page_size,
-            self._arena.floats(frequencies(config).numpy()),
+            self._arena.floats(shape.rope.frequencies().numpy()),
         )
 
     @property
@@ -74,7 +137,7 @@ class NativeLlama:
         return self._arena.size
 
     def _operations(self) -> list[Op]:
-        c = self.config
+        c = self.shape
         (embedding,) = self._matrices({"model.embed_tokens.weight": c.vocab}, c.hidden)
         ops = [Op(OpKind.EMBED, first=embedding)]
         for layer in range(c.layers):
@@ -83,7 +146,7 @@ class NativeLlama:
         return [*ops, self._norm(OpKind.SELECT, 0, "model.norm.weight", head), Op(OpKind.LOGITS, first=head)]
 
     def _layer(self, layer: int, prefix: str) -> list[Op]:
-        c = self.config
+        c = self.shape
         heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
         projections = {f"{prefix}self_attn.{name}_proj.weight": n * c.head_dim for name, n in heads.items()}
         q, k, v = self._matrices(projections, c.hidden)

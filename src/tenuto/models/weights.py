@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from tenuto.base.errors import ModelError
+from tenuto.formats.gguf_file import GgufTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class StoredWeight:
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StoredWeight:
+        """A tensor of floats that is in memory."""
+        return cls(_KINDS[tensor.dtype], tuple(tensor.shape), lambda: raw(tensor))
 
     def decode(self) -> torch.Tensor:
         """In the stored element type, or as float32 if that is quantized. Raises `ModelError` as `dequantize`."""
@@ -41,6 +47,12 @@ class StoredWeight:
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """What `StoredWeight.read` returns of a tensor."""
     return tensor.contiguous().view(tensor.shape[0] if tensor.dim() > 1 else 1, -1).view(torch.uint8)
+
+
+def stored_in(tensor: GgufTensor) -> StoredWeight:
+    """A tensor of a GGUF file, mapped from it."""
+    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+    return StoredWeight(tensor.kind, tensor.shape, lambda: torch.from_numpy(tensor.data()).view(rows, -1))
 
 
 def _halves(blocks: torch.Tensor) -> torch.Tensor:
@@ -86,8 +98,13 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
+_KINDS = {dtype: kind for kind, dtype in _PLAIN.items()}
 FLOATS = {kind.name: kind for kind in _PLAIN}
 """The types that are not quantized, by names that safetensors files use, too."""
+
+
+BYTES = GGMLQuantizationType.I8
+"""The type of tensors that are not weights yet: only their family knows what their bytes mean."""
 
 
 def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:

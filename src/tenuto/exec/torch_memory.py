@@ -1,0 +1,126 @@
+"""The memory groups of a model in PyTorch tensors, and one step's view of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tenuto.base.plan import PageCopies, Plan, StateMoves, TableChanges
+from tenuto.kernels.paged import PagedAttention, PagedKV
+from tenuto.kernels.recurrent import StateSlots, pieces
+from tenuto.models.groups import LayerGroup, PageShape, StateShape
+
+
+def indices(values: np.ndarray[tuple[int], np.dtype[np.integer]], device: torch.device) -> torch.Tensor:
+    """Host indices as int64 on the device."""
+    return torch.from_numpy(values.astype(np.int64)).to(device)
+
+
+class PageMemory:
+    """The pages of a full or sliding group, and its page table, int64 [row ids, pages]."""
+
+    def __init__(
+        self, shape: PageShape, layers: int, units: int, rows: int, page_size: int, device: torch.device
+    ) -> None:
+        self._window = shape.window
+        self.kv = PagedKV(layers, units, page_size, shape.kv_heads, shape.head_dim, device, shape.dtype)
+        self._table = torch.zeros((rows, 1), device=device, dtype=torch.int64)
+
+    def apply(self, changes: TableChanges, copies: PageCopies) -> None:
+        """Write new entries of the page table, then copy pages."""
+        if len(changes.rows):
+            device = self._table.device
+            self._widen(int(changes.index.max()) + 1)
+            places = indices(changes.rows, device), indices(changes.index, device)
+            self._table[places] = indices(changes.pages, device)
+        self.kv.copy(copies.sources, copies.targets, copies.slots)
+
+    def _widen(self, needed: int) -> None:
+        rows, width = self._table.shape
+        if needed > width:
+            wider = self._table.new_zeros((rows, max(needed, 2 * width)))
+            wider[:, :width] = self._table
+            self._table = wider
+
+    def step(self, plan: Plan) -> PagedAttention:
+        """Attention of the rows of `plan`, which has been applied."""
+        return PagedAttention(self.kv, self._table, plan.rows, plan.starts, plan.counts, window=self._window)
+
+
+class StateMemory:
+    """The state slots of a recurrent group."""
+
+    def __init__(self, shape: StateShape, layers: int, units: int, device: torch.device) -> None:
+        self.slots = StateSlots(layers, units, shape.parts, device)
+        self._device = device
+
+    def step(self, moves: StateMoves) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots that a step reads and those it writes, both int64 [rows]."""
+        return indices(moves.reads, self._device), indices(moves.writes, self._device)
+
+
+class Memories:
+    """The memory of all groups of a model."""
+
+    def __init__(
+        self, groups: Sequence[LayerGroup], units: Sequence[int], rows: int, page_size: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        self.pages: dict[int, PageMemory] = {}  # by number of the group
+        self.states: dict[int, StateMemory] = {}  # likewise
+        for g, (group, n) in enumerate(zip(groups, units, strict=True)):
+            if isinstance(group.shape, PageShape):
+                self.pages[g] = PageMemory(group.shape, len(group.layers), n, rows, page_size, device)
+            else:
+                self.states[g] = StateMemory(group.shape, len(group.layers), n, device)
+
+    def apply(self, plan: Plan) -> None:
+        """Change page tables, then copy pages, as `plan` says."""
+        for memory, changes, copies in zip(self.pages.values(), plan.tables, plan.copies, strict=True):
+            memory.apply(changes, copies)
+
+    def step(self, plan: Plan) -> MemoriesStep:
+        """The memory as the layers see it while `plan`, which has been applied, is computed."""
+        return MemoriesStep(self, self._places, plan, self._device)
+
+
+class MemoriesStep:
+    """A `StepMemory`. A row's source slots stay as they are unless it writes to the same."""
+
+    def __init__(
+        self, memories: Memories, places: dict[int, tuple[int, int]], plan: Plan, device: torch.device
+    ) -> None:
+        """`places`: the group of every layer, and its number in it."""
+        self._places = places
+        self._attentions = {g: memory.step(plan) for g, memory in memories.pages.items()}
+        self._slots = {g: memory.slots for g, memory in memories.states.items()}
+        moved = zip(memories.states.items(), plan.states, strict=True)
+        self._moves = {g: memory.step(moves) for (g, memory), moves in moved}
+        self.pieces = pieces(plan.counts, device) if self._slots else ()
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `StepMemory.attend`."""
+        group, place = self._places[layer]
+        return self._attentions[group](place, q, k, v, scale, sinks)
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StepMemory.read`."""
+        group, place = self._places[layer]
+        convolution, recurrent = self._slots[group].read(place, self._moves[group][0])
+        return convolution, recurrent
+
+    def write(self, layer: int, convolution: torch.Tensor, recurrent: torch.Tensor) -> None:
+        """See `StepMemory.write`."""
+        group, place = self._places[layer]
+        self._slots[group].write(place, self._moves[group][1], (convolution, recurrent))

@@ -1,0 +1,121 @@
+"""What the blocks of a decoder have in common: room for weights, norms, and what a step hands them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from tenuto.kernels.recurrent import Piece
+from tenuto.models.rope import Rope
+
+Places = Mapping[str, torch.Tensor]
+"""Where a block's weights go, by their names in the block: views of its tensors."""
+
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_STEEPNESS, _LIMIT = 1.702, 7.0
+"""Of gpt-oss."""
+
+
+def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+    return gate * (gate * _STEEPNESS).sigmoid() * (up + 1)
+
+
+GATES: dict[str, Gate] = {
+    "silu": lambda gate, up: functional.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
+    "clamped": _clamped,
+}
+"""What is made of a gate and what it gates, by the names in `config.ACTIVATIONS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where weights are kept: matrices in `dtype`, and vectors whose rounding would be felt everywhere in float32."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def matrix(self, *shape: int) -> torch.Tensor:
+        """An uninitialised tensor in the model's element type."""
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def floats(self, *shape: int) -> torch.Tensor:
+        """An uninitialised tensor of float32."""
+        return torch.empty(shape, device=self.device, dtype=torch.float32)
+
+
+class Norm:
+    """Root mean square normalisation (Zhang and Sennrich, arXiv:1910.07467) of the last dimension, in float32.
+    `weight`, float32 [width], is what normalised values are multiplied by. Each of `groups` equal parts is normalised
+    by itself."""
+
+    def __init__(self, width: int, epsilon: float, room: Room, groups: int = 1) -> None:
+        self.weight = room.floats(width)
+        self._epsilon = epsilon
+        self._groups = groups
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width], in the element type of `x`."""
+        if self._groups == 1:
+            return functional.rms_norm(x.float(), self.weight.shape, self.weight, self._epsilon).to(x.dtype)
+        parts = x.float().view(*x.shape[:-1], self._groups, -1)
+        normalised = functional.rms_norm(parts, parts.shape[-1:], None, self._epsilon)
+        return (normalised.view(x.shape) * self.weight).to(x.dtype)
+
+
+class StepMemory(Protocol):
+    """The memory of one step's rows. It knows which row every token belongs to and where its past is."""
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store `k` and `v` ([tokens, kv_heads, head_dim]) of `layer` and return what `q` ([tokens, heads, head_dim])
+        attends to, same shape as `q`. Query head `h` reads key head `h // (heads // kv_heads)`. `sinks`, float32
+        [heads], are scores of a key that each head has besides, whose value is zero."""
+        ...
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All rows of the step, those with equally many tokens together."""
+        ...
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The convolution's and the recurrent state of `layer` before the rows' first tokens, [rows, ...] as
+        `groups.state_parts` says. They are copies."""
+        ...
+
+    def write(self, layer: int, convolution: torch.Tensor, recurrent: torch.Tensor) -> None:
+        """Store what `read` gives next time: the states after the rows' last tokens."""
+        ...
+
+
+class Step:
+    """One forward pass, as its layers see it."""
+
+    def __init__(self, memory: StepMemory, positions: torch.Tensor, dtype: torch.dtype) -> None:
+        """`positions` int64 [tokens]: the place of each token in its own sequence."""
+        self.memory = memory
+        self._positions = positions.float()[:, None]
+        self._dtype = dtype
+        self._rotations: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rotation(self, rope: Rope, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of each token's angles, times the magnitude, in the model's element type, [tokens, 1, pairs].
+        `frequencies`, float32 [pairs], are those of `rope`, on the device."""
+        if rope not in self._rotations:
+            angles = (self._positions * frequencies)[:, None]
+            cos, sin = (part * rope.magnitude for part in (angles.cos(), angles.sin()))
+            self._rotations[rope] = cos.to(self._dtype), sin.to(self._dtype)
+        return self._rotations[rope]

@@ -1,0 +1,145 @@
+"""The forward pass of decoders over a flat batch of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from tenuto.base.errors import ModelError
+from tenuto.kernels.linear import linear
+from tenuto.models.attention import AttentionBlock
+from tenuto.models.block import Norm, Places, Room, Step, StepMemory
+from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba2, Mixer, Mlp, ModelConfig
+from tenuto.models.experts import ExpertsBlock
+from tenuto.models.gated_delta import GatedDeltaBlock
+from tenuto.models.mamba2 import Mamba2Block
+from tenuto.models.mlp import MlpBlock
+from tenuto.models.weights import StoredWeight, without_place, wrong_shape
+
+
+class MixerBlock(Protocol):
+    """The weights of a mixer; `prefix` begins their names in the layer."""
+
+    prefix: str
+
+    def places(self) -> Places:
+        """Where they go."""
+        ...
+
+    def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
+        """What layer number `layer` of the model makes of `x`, both [tokens, hidden]."""
+        ...
+
+
+def _mixer(shape: Mixer, hidden: int, epsilon: float, room: Room) -> MixerBlock:
+    match shape:
+        case Attention():
+            return AttentionBlock(shape, hidden, epsilon, room)
+        case Mamba2():
+            return Mamba2Block(shape, hidden, epsilon, room)
+        case GatedDelta():
+            return GatedDeltaBlock(shape, hidden, epsilon, room)
+
+
+def _feed_forward(shape: Mlp | Experts, hidden: int, room: Room) -> MlpBlock | ExpertsBlock:
+    match shape:
+        case Mlp():
+            return MlpBlock(shape, hidden, room)
+        case Experts():
+            return ExpertsBlock(shape, hidden, room)
+
+
+class _LayerBlock:
+    """The weights of one layer."""
+
+    def __init__(self, layer: Layer, config: ModelConfig, room: Room) -> None:
+        hidden, epsilon = config.hidden, config.norm_eps
+        self._scale = config.residual_scale
+        self._mixer = _mixer(layer.mixer, hidden, epsilon, room)
+        self._feed_forward = _feed_forward(layer.feed_forward, hidden, room)
+        self._norms = {"input_layernorm": Norm(hidden, epsilon, room)}
+        self._norms["post_attention_layernorm"] = Norm(hidden, epsilon, room)
+        if layer.post_norms:
+            self._norms |= {name: Norm(hidden, epsilon, room) for name in ("mixer_post_norm", "mlp_post_norm")}
+
+    def places(self) -> Places:
+        """See `Places`."""
+        parts = {f"{name}.weight": norm.weight for name, norm in self._norms.items()}
+        for block in (self._mixer, self._feed_forward):
+            parts |= {block.prefix + name: place for name, place in block.places().items()}
+        return parts
+
+    def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
+        """`x` and the result are [tokens, hidden]."""
+        mixed = self._mixer(self._norms["input_layernorm"](x), layer, step)
+        x = self._add(x, mixed, "mixer_post_norm")
+        fed = self._feed_forward(self._norms["post_attention_layernorm"](x))
+        return self._add(x, fed, "mlp_post_norm")
+
+    def _add(self, x: torch.Tensor, found: torch.Tensor, norm: str) -> torch.Tensor:
+        if norm in self._norms:
+            found = self._norms[norm](found)
+        return x + (found if self._scale == 1 else found * self._scale)
+
+
+class Decoder:
+    """A model's weights on one device. Stateless between calls: what layers remember of tokens lives with the
+    caller."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Iterable[tuple[str, StoredWeight]],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """`weights` are named and laid out as `Checkpoint.weights` says. Raises `ModelError` if one is missing, of a
+        wrong shape, or unknown."""
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        room = Room(device, dtype)
+        self._embedding = room.matrix(config.vocab, config.hidden)
+        self._head = self._embedding if config.tied else room.matrix(config.vocab, config.hidden)
+        self._norm = Norm(config.hidden, config.norm_eps, room)
+        self._layers = [_LayerBlock(layer, config, room) for layer in config.layers]
+        self._fill(weights)
+
+    def _fill(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
+        places = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
+        if not self.config.tied:
+            places["lm_head.weight"] = self._head
+        for i, layer in enumerate(self._layers):
+            places |= {f"model.layers.{i}.{name}": place for name, place in layer.places().items()}
+        for name, weight in weights:
+            place = places.pop(name, None)
+            if place is None:
+                raise without_place(name)
+            if place.shape != weight.shape:
+                raise wrong_shape(name, weight.shape, place.shape)
+            place.copy_(weight.decode())
+        if places:
+            raise ModelError(f"the model's files lack {len(places)} tensors, among them {min(places)!r}")
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor, memory: StepMemory
+    ) -> torch.Tensor:
+        """Logits of the tokens that follow.
+
+        `tokens` and `positions` are int64 [tokens]: ids, and the place of each in its own sequence. `outputs`, int64
+        [outputs], says after which of them logits are wanted; only those are computed. Returns float32
+        [outputs, vocab].
+        """
+        c, step = self.config, Step(memory, positions, self.dtype)
+        x = functional.embedding(tokens, self._embedding)
+        if c.embedding_scale != 1:
+            x = x * torch.tensor(c.embedding_scale, dtype=self.dtype)  # as the reference: rounded first
+        for i, layer in enumerate(self._layers):
+            x = layer(x, i, step)
+        logits = linear(self._norm(x.index_select(0, outputs)), self._head).float()
+        if c.logit_scale != 1:
+            logits *= c.logit_scale
+        return (logits / c.logit_cap).tanh_().mul_(c.logit_cap) if c.logit_cap else logits

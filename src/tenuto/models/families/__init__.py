@@ -1,0 +1,1 @@
+"""Families of models: what their files say, as our configuration and under our names."""

@@ -1,0 +1,126 @@
+"""The text models of Gemma 3 (arXiv:2503.19786): local and global attention layers, each with a rope of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tenuto.formats.gguf_file import GgufFile
+from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
+from tenuto.models.families.family import Family, Named, each, plus_one, renamed
+from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, facts, head_dim, rope
+from tenuto.models.rope import Rope, linear_divisors
+from tenuto.models.settings import Settings
+from tenuto.models.weights import StoredWeight
+
+_NAMES = {
+    "post_attention_layernorm.": "mixer_post_norm.",
+    "pre_feedforward_layernorm.": "post_attention_layernorm.",
+    "post_feedforward_layernorm.": "mlp_post_norm.",
+}
+_KINDS = ("sliding_attention", "full_attention")
+PERIOD = 6
+"""Of as many layers the last is global, unless a model says otherwise."""
+LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
+
+
+def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    settings.only(
+        {
+            "hidden_activation": (None, "gelu_pytorch_tanh"),
+            "attn_logit_softcapping": (None,),
+            "use_bidirectional_attention": (None, False),
+        }
+    )
+    period = settings.get("sliding_window_pattern", int, PERIOD)
+    count = settings.get("num_hidden_layers", int)
+    kinds = settings.kinds("layer_types", alternating(count, period), _KINDS)
+    head_dim, hidden = settings.head_dim(), settings.get("hidden_size", int)
+    local, whole = _ropes(settings, head_dim)
+    window = settings.get("sliding_window", int)
+    made = {
+        kind: Attention(
+            settings.get("num_attention_heads", int),
+            settings.get("num_key_value_heads", int),
+            head_dim,
+            rope,
+            scale=settings.get("query_pre_attn_scalar", float, 256.0) ** -0.5,
+            window=size,
+            bias=settings.get("attention_bias", bool, default=False),
+            qk_norm=True,
+        )
+        for kind, rope, size in zip(_KINDS, (local, whole), (window, 0), strict=True)
+    }
+    mlp = Mlp(settings.get("intermediate_size", int), "gelu_tanh")
+    return ModelConfig(
+        tuple(Layer(made[kind], mlp, post_norms=True) for kind in kinds),
+        **settings.facts(eos, tied=True),
+        embedding_scale=hidden**0.5,
+        logit_cap=settings.get("final_logit_softcapping", float, 0.0),
+    )
+
+
+def alternating(count: int, period: int) -> list[str]:
+    """The kinds of `count` layers, of which the last of every `period` is global."""
+    return [_KINDS[(i + 1) % period == 0] for i in range(count)]
+
+
+def _ropes(settings: Settings, head_dim: int) -> tuple[Rope, Rope]:
+    """Of local and of global layers: one object for each (transformers 5), or `rope_local_base_freq` for local layers
+    and the usual settings for global ones (before)."""
+    both = settings.part("rope_parameters")
+    local, whole = (both.part(kind) if both is not None else None for kind in _KINDS)
+    if local is not None and whole is not None:
+        return local.rope_of(head_dim), whole.rope_of(head_dim)
+    theta = settings.get("rope_local_base_freq", float, LOCAL_THETA)
+    return Rope(theta, linear_divisors(head_dim, 1.0)), settings.rope(head_dim, theta=GLOBAL_THETA)
+
+
+def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+    yield renamed(name, _NAMES), plus_one(weight) if name.endswith("norm.weight") else weight
+
+
+_GGUF_NAMES = {
+    **LAYER_NAMES,
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "mixer_post_norm",
+    "post_ffw_norm": "mlp_post_norm",
+}
+_LAYERS_OF_27B = 62
+
+
+def _read_gguf(file: GgufFile) -> ModelConfig:
+    """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
+    llama.cpp knows by its layers, it is not the size of a head."""
+    count, hidden = file.number("gemma3.block_count"), file.number("gemma3.embedding_length")
+    heads, size = file.number("gemma3.attention.head_count"), head_dim(file, "gemma3")
+    scalar = hidden // heads if count == _LAYERS_OF_27B else size
+    local = Rope(file.number("gemma3.rope.freq_base_swa", LOCAL_THETA), linear_divisors(size, 1.0))
+    made = {
+        kind: Attention(
+            heads,
+            file.number("gemma3.attention.head_count_kv", heads),
+            size,
+            of_kind,
+            scale=scalar**-0.5,
+            window=window,
+            qk_norm=True,
+        )
+        for kind, of_kind, window in (
+            (_KINDS[0], local, file.number("gemma3.attention.sliding_window")),
+            (_KINDS[1], rope(file, "gemma3", size, GLOBAL_THETA), 0),
+        )
+    }
+    kinds = alternating(count, file.number("gemma3.attention.sliding_window_pattern", PERIOD))
+    mlp = Mlp(file.number("gemma3.feed_forward_length"), "gelu_tanh")
+    return ModelConfig(
+        tuple(Layer(made[kind], mlp, post_norms=True) for kind in kinds),
+        **facts(file, "gemma3"),
+        embedding_scale=hidden**0.5,
+        logit_cap=file.number("gemma3.final_logit_softcapping", 0.0),
+    )
+
+
+_NAME = "Gemma 3 text"
+FAMILY = Family(_NAME, ("Gemma3ForCausalLM",), _read, each(_translate))
+GGUF_FAMILY = GgufFamily(_NAME, "gemma3", _read_gguf, _GGUF_NAMES)

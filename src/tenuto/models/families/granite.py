@@ -1,0 +1,77 @@
+"""Granite 4: Mamba-2 layers and a few of full attention, with or without experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tenuto.models.config import Attention, Experts, Layer, Mlp, ModelConfig
+from tenuto.models.families.family import Family, Named, each, halves, split_layer
+from tenuto.models.families.mamba2_settings import mamba2
+from tenuto.models.settings import Settings
+from tenuto.models.weights import StoredWeight
+
+_RECURRENT = ("mamba", "linear_attention")
+_ATTENDING = ("attention", "full_attention")
+_PROJECTIONS = ("gate_proj.weight", "up_proj.weight")
+
+
+def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    settings.only({"hidden_act": ("silu",), "position_embedding_type": ("rope", "nope", None)})
+    heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
+    attention = Attention(
+        heads,
+        settings.get("num_key_value_heads", int, heads),
+        head_dim,
+        settings.rope(head_dim) if settings.optional("position_embedding_type", str) == "rope" else None,
+        scale=settings.get("attention_multiplier", float, 1.0),
+        bias=settings.get("attention_bias", bool, default=False),
+    )
+    count = settings.get("num_hidden_layers", int)
+    kinds = settings.kinds("layer_types", [_RECURRENT[0]] * count, _RECURRENT + _ATTENDING)
+    recurrent, feed_forward = mamba2(settings), _feed_forward(settings)
+    return ModelConfig(
+        tuple(Layer(attention if kind in _ATTENDING else recurrent, feed_forward) for kind in kinds),
+        **settings.facts(eos),
+        embedding_scale=settings.get("embedding_multiplier", float, 1.0),
+        residual_scale=settings.get("residual_multiplier", float, 1.0),
+        logit_scale=1 / settings.get("logits_scaling", float, 1.0),
+    )
+
+
+def _feed_forward(settings: Settings) -> Mlp | Experts:
+    shared = settings.get("shared_intermediate_size", int)
+    if not (experts := settings.get("num_local_experts", int, 0)):
+        return Mlp(shared)
+    return Experts(
+        experts,
+        settings.get("num_experts_per_tok", int),
+        settings.get("intermediate_size", int),
+        normalised=True,
+        shared=shared,
+        shared_gate=False,
+    )
+
+
+def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+    """Gates and projections up are stored as one, those of all experts too. Without experts the shared network is the
+    only one."""
+    layer, part = split_layer(name)
+    shared = "mlp." if isinstance(config.layers[0].feed_forward, Mlp) else "mlp.shared_expert."
+    match part:
+        case "shared_mlp.input_linear.weight":
+            yield from halves(layer + shared, weight.decode(), *_PROJECTIONS)
+        case "shared_mlp.output_linear.weight":
+            yield f"{layer}{shared}down_proj.weight", weight
+        case "block_sparse_moe.router.layer.weight":
+            yield f"{layer}mlp.gate.weight", weight
+        case "block_sparse_moe.input_linear.weight":
+            for i, expert in enumerate(weight.decode()):
+                yield from halves(f"{layer}mlp.experts.{i}.", expert, *_PROJECTIONS)
+        case "block_sparse_moe.output_linear.weight":
+            for i, expert in enumerate(weight.decode()):
+                yield f"{layer}mlp.experts.{i}.down_proj.weight", StoredWeight.of(expert)
+        case _:
+            yield name, weight
+
+
+FAMILY = Family("Granite 4", ("GraniteMoeHybridForCausalLM",), _read, each(_translate))

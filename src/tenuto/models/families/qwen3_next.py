@@ -1,0 +1,69 @@
+"""Qwen3-Next: gated delta nets, gated full attention in every fourth layer, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mlp, ModelConfig
+from tenuto.models.families.family import Family, Named, each, plus_one
+from tenuto.models.settings import Settings
+from tenuto.models.weights import StoredWeight
+
+_KINDS = ("linear_attention", "full_attention")
+_PERIOD = 4
+_ROTATED = 0.25
+"""The share of a head that is rotated, if a model does not say."""
+
+
+def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    settings.only({"hidden_act": ("silu",)})
+    heads, head_dim = settings.get("num_attention_heads", int), settings.get("head_dim", int, 256)
+    attention = Attention(
+        heads,
+        settings.get("num_key_value_heads", int, heads),
+        head_dim,
+        settings.rope(head_dim, share=_ROTATED),
+        scale=head_dim**-0.5,
+        bias=settings.get("attention_bias", bool, default=False),
+        qk_norm=True,
+        gated=True,
+    )
+    recurrent = GatedDelta(
+        settings.get("linear_num_key_heads", int),
+        settings.get("linear_num_value_heads", int),
+        settings.get("linear_key_head_dim", int),
+        settings.get("linear_value_head_dim", int),
+        settings.get("linear_conv_kernel_dim", int),
+    )
+    count, period = settings.get("num_hidden_layers", int), settings.get("full_attention_interval", int, _PERIOD)
+    default = [_KINDS[(i + 1) % period == 0] for i in range(count)]
+    kinds = settings.kinds("layer_types", default, _KINDS)
+    layers = tuple(
+        Layer(attention if kind == _KINDS[1] else recurrent, _feed_forward(settings, i)) for i, kind in enumerate(kinds)
+    )
+    return ModelConfig(layers, **settings.facts(eos))
+
+
+def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
+    experts, step = settings.get("num_experts", int, 0), settings.get("decoder_sparse_step", int, 1)
+    if layer in settings.numbers("mlp_only_layers") or not experts or (layer + 1) % step:
+        return Mlp(settings.get("intermediate_size", int))
+    return Experts(
+        experts,
+        settings.get("num_experts_per_tok", int),
+        settings.get("moe_intermediate_size", int),
+        normalised=settings.get("norm_topk_prob", bool, default=True),
+        shared=settings.get("shared_expert_intermediate_size", int),
+        shared_gate=True,
+    )
+
+
+def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+    """All norms but those of the gated delta nets are stored as their difference from 1. Layers that guess several
+    tokens ahead are left out."""
+    if not name.startswith("mtp."):
+        zero_centred = name.endswith("norm.weight") and ".linear_attn." not in name
+        yield name, plus_one(weight) if zero_centred else weight
+
+
+FAMILY = Family("Qwen3-Next", ("Qwen3NextForCausalLM",), _read, each(_translate))

@@ -1,0 +1,85 @@
+"""The gated delta net layer: Yang et al., arXiv:2412.06464, as Qwen3-Next has it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tenuto.kernels.gated_delta import scan
+from tenuto.kernels.linear import linear
+from tenuto.kernels.recurrent import convolve
+from tenuto.models.block import Norm, Places, Room, Step
+from tenuto.models.config import GatedDelta
+
+_LEAST_SQUARE = 1e-6
+"""Added to the squared length of queries and keys before they are normalised."""
+
+
+class GatedDeltaBlock:
+    """The weights of one gated delta net.
+
+    The projections in have one part a key head: its query and key, and the values and output gates it serves, in
+    `qkvz`; their write strengths and decays in `ba`.
+    """
+
+    prefix = "linear_attn."
+
+    def __init__(self, shape: GatedDelta, hidden: int, epsilon: float, room: Room) -> None:
+        s = self._shape = shape
+        self._served = s.value_heads // s.key_heads
+        self._values = s.value_heads * s.value_dim
+        self._qkvz = room.matrix(2 * (s.key_heads * s.key_dim + self._values), hidden)
+        self._ba = room.matrix(2 * s.value_heads, hidden)
+        self._conv = room.matrix(s.convolved, 1, s.kernel)
+        self._log_rates = room.floats(s.value_heads)
+        self._decay_bias = room.floats(s.value_heads)
+        self._norm = Norm(s.value_dim, epsilon, room)
+        self._out = room.matrix(hidden, self._values)
+
+    def places(self) -> Places:
+        """See `Places`."""
+        return {
+            "in_proj_qkvz.weight": self._qkvz,
+            "in_proj_ba.weight": self._ba,
+            "conv1d.weight": self._conv,
+            "A_log": self._log_rates,
+            "dt_bias": self._decay_bias,
+            "norm.weight": self._norm.weight,
+            "out_proj.weight": self._out,
+        }
+
+    def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
+        """`x` and the result are [tokens, hidden]."""
+        s = self._shape
+        served = self._served * s.value_dim
+        heads = linear(x, self._qkvz).view(len(x), s.key_heads, -1)
+        *qkv, z = torch.split(heads, [s.key_dim, s.key_dim, served, served], dim=2)
+        inputs = torch.cat([part.flatten(1) for part in qkv], dim=1)
+        strengths = linear(x, self._ba).view(len(x), s.key_heads, 2, -1).float()
+        beta, decay = strengths[:, :, 0].flatten(1).sigmoid(), strengths[:, :, 1].flatten(1)
+        decay = -self._log_rates.exp() * functional.softplus(decay + self._decay_bias)
+        convolution, state = step.memory.read(layer)
+        found = torch.empty(len(x), s.value_heads, s.value_dim, device=x.device)
+        for piece in step.memory.pieces:
+            out, convolution[piece.rows] = convolve(inputs[piece.tokens], convolution[piece.rows], self._conv, None)
+            q, k, v = self._heads(functional.silu(out).float())
+            found[piece.tokens], state[piece.rows] = scan(
+                q, k, v, decay[piece.tokens], beta[piece.tokens], state[piece.rows].float()
+            )
+        step.memory.write(layer, convolution, state)
+        gated = self._norm(found) * functional.silu(z.reshape(found.shape).float())
+        return linear(gated.flatten(1).to(x.dtype), self._out)
+
+    def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of every value head, float32 [rows, length, value_heads, elements], from what comes
+        out of the convolution, [rows, length, channels]. Queries are scaled, queries and keys normalised."""
+        s = self._shape
+        keys = s.key_heads * s.key_dim
+        q, k, v = torch.split(convolved, [keys, keys, self._values], dim=2)
+        q, k = (self._normalised(part) for part in (q, k))
+        return q * s.key_dim**-0.5, k, v.reshape(*v.shape[:2], s.value_heads, -1)
+
+    def _normalised(self, channels: torch.Tensor) -> torch.Tensor:
+        heads = channels.reshape(*channels.shape[:2], self._shape.key_heads, -1)
+        lengths = heads.square().sum(dim=-1, keepdim=True) + _LEAST_SQUARE
+        return (heads * lengths.rsqrt()).repeat_interleave(self._served, dim=2)

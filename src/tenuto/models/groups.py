@@ -1,0 +1,85 @@
+"""Which layers share a memory group, and what a unit of it holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tenuto.base.groups import GroupSpec, Kind, MemorySpec
+from tenuto.kernels.recurrent import StatePart
+from tenuto.models.config import Attention, GatedDelta, Mamba2, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """What layers with pages keep: keys and values of `kv_heads` heads of `head_dim` elements of `dtype`, of the last
+    `window` tokens, or with 0 of all."""
+
+    window: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def unit_bytes(self, page_size: int) -> int:
+        """The size of one layer's part of a page of `page_size` token slots."""
+        return 2 * page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What recurrent layers keep: the last inputs of the convolution, and the recurrent state."""
+
+    parts: tuple[StatePart, StatePart]
+
+    @property
+    def unit_bytes(self) -> int:
+        """The size of one layer's part of a state slot."""
+        return sum(math.prod(part.shape) * part.dtype.itemsize for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers, by their numbers in the model, that keep the same."""
+
+    shape: PageShape | StateShape
+    layers: tuple[int, ...]
+
+    def spec(self, page_size: int) -> GroupSpec:
+        """The group as the engine knows it; a unit is a page, or a state slot, of all its layers."""
+        if isinstance(self.shape, StateShape):
+            return GroupSpec(Kind.STATE, len(self.layers) * self.shape.unit_bytes)
+        kind = Kind.SLIDING if self.shape.window else Kind.FULL
+        return GroupSpec(kind, len(self.layers) * self.shape.unit_bytes(page_size), self.shape.window)
+
+
+def layer_groups(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+    """The groups of a model that computes in `dtype`, in the order of their first layers."""
+    found: dict[PageShape | StateShape, list[int]] = {}
+    for i, layer in enumerate(config.layers):
+        match layer.mixer:
+            case Attention() as a:
+                shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, dtype)
+            case recurrent:
+                shape = StateShape(state_parts(recurrent, dtype, getattr(torch, config.state_dtype)))
+        found.setdefault(shape, []).append(i)
+    return tuple(LayerGroup(shape, tuple(layers)) for shape, layers in found.items())
+
+
+def state_parts(
+    mixer: Mamba2 | GatedDelta, dtype: torch.dtype, state_dtype: torch.dtype
+) -> tuple[StatePart, StatePart]:
+    """Of one layer: the inputs that precede the next token's in the convolution, [channels, kernel - 1], and the
+    recurrent state, [heads, head_dim, state] of Mamba-2 and [value_heads, key_dim, value_dim] of a gated delta net."""
+    match mixer:
+        case Mamba2() as m:
+            recurrent: tuple[int, ...] = (m.heads, m.head_dim, m.state)
+        case GatedDelta() as g:
+            recurrent = (g.value_heads, g.key_dim, g.value_dim)
+    return StatePart((mixer.convolved, mixer.kernel - 1), dtype), StatePart(recurrent, state_dtype)
+
+
+def memory_spec(groups: tuple[LayerGroup, ...], page_size: int) -> MemorySpec:
+    """All groups as the engine knows them."""
+    return MemorySpec(page_size, tuple(group.spec(page_size) for group in groups))

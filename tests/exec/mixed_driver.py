@@ -1,0 +1,115 @@
+"""Lays out plans by hand for models with any mix of memory groups, in memory that is full of garbage.
+
+What nobody holds is overwritten: pages with large numbers, state slots with NaN. So reading anything that a sequence
+did not write itself shows in its logits.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from tenuto.base.groups import Kind
+from tenuto.base.plan import NO_SLOT, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.torch_forward import TorchForward
+from tests.exec.driver import columns, ints
+
+
+class MixedDriver:
+    """Rows that grow token by token. Pages lie scattered and go back as the window passes them; a state is written
+    where it was read, or elsewhere, at random."""
+
+    def __init__(self, executor: ModelExecutor, rows: int, units: int = 60, seed: int = 0) -> None:
+        assert isinstance(executor.forward, TorchForward)
+        self.executor, self.rng = executor, np.random.default_rng(seed)
+        self.size, self.groups = executor.spec.page_size, executor.spec.groups
+        executor.prepare((units,) * len(self.groups), rows)
+        self.memories = executor.forward.memories
+        self.free = [self.rng.permutation(units).tolist() for _ in self.groups]
+        self.held: list[dict[int, dict[int, int]]] = [defaultdict(dict) for _ in self.groups]  # row -> entry -> unit
+        self.lengths = [0] * rows
+        self.steps = 0
+        for group in range(len(self.groups)):
+            self._spoil(group, list(range(units)))
+
+    def _spoil(self, group: int, units: Sequence[int]) -> None:
+        if group in self.memories.pages:
+            self.memories.pages[group].kv.data[:, :, list(units)] = 1e4
+        else:
+            for part in self.memories.states[group].slots.parts:
+                part[:, list(units)] = torch.nan
+
+    def _take(self, group: int) -> int:
+        return self.free[group].pop()
+
+    def _give_back(self, group: int, row: int, entries: Sequence[int]) -> None:
+        units = [self.held[group][row].pop(entry) for entry in entries]
+        self._spoil(group, units)
+        self.free[group] = [*units, *self.free[group]]
+
+    def release(self, row: int) -> None:
+        """End the row's sequence."""
+        for group in range(len(self.groups)):
+            self._give_back(group, row, list(self.held[group][row]))
+        self.lengths[row] = 0
+
+    def logits(self, work: Mapping[int, Sequence[int]]) -> torch.Tensor:
+        """Compute tokens of rows: the logits after each, float32 [tokens, vocab]."""
+        starts = [self.lengths[row] for row in work]
+        tables, states = [], []
+        for group, spec in enumerate(self.groups):
+            if spec.kind is Kind.STATE:
+                states.append(self._moves(group, list(work)))
+                continue
+            tables.append(self._grow(group, work))
+        self.steps += 1
+        counts = [len(tokens) for tokens in work.values()]
+        plan = Plan(
+            step=self.steps,
+            rows=ints(list(work)),
+            starts=ints(starts),
+            counts=ints(counts),
+            tokens=ints([token for tokens in work.values() for token in tokens]),
+            samples=ints(counts),
+            tables=tuple(tables),
+            copies=(PageCopies(*columns([])),) * len(tables),
+            states=tuple(states),
+            sampling=(),
+        )
+        found = self.executor.logits(plan)
+        for row, tokens in work.items():
+            self.lengths[row] += len(tokens)
+            self._slide(row)
+        return found
+
+    def _grow(self, group: int, work: Mapping[int, Sequence[int]]) -> TableChanges:
+        changes = []
+        for row, tokens in work.items():
+            end = self.lengths[row] + len(tokens)
+            for entry in range(-(-self.lengths[row] // self.size), -(-end // self.size)):
+                self.held[group][row][entry] = self._take(group)
+                changes.append((row, entry, self.held[group][row][entry]))
+        return TableChanges(*columns(changes))
+
+    def _moves(self, group: int, rows: Sequence[int]) -> StateMoves:
+        """A row's state is entry 0; the slot that it leaves goes back, and is overwritten, before the next step."""
+        reads, writes = [], []
+        for row in rows:
+            held = self.held[group][row]
+            reads.append(held.get(0, NO_SLOT))
+            if 1 in held:
+                self._give_back(group, row, [1])
+            if 0 not in held:
+                held[0] = self._take(group)
+            elif self.rng.random() < 0.5:
+                held[1], held[0] = held[0], self._take(group)
+            writes.append(held[0])
+        return StateMoves(ints(reads), ints(writes))
+
+    def _slide(self, row: int) -> None:
+        for group, spec in enumerate(self.groups):
+            if spec.kind is Kind.SLIDING:
+                first = max(0, self.lengths[row] - spec.window + 1) // self.size
+                self._give_back(group, row, [entry for entry in self.held[group][row] if entry < first])

@@ -1,0 +1,105 @@
+"""State slots in PyTorch: what a step reads stays as it was, whether the step is finished or not."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tenuto.base.errors import ConfigError, StepFailed
+from tenuto.base.plan import NO_SLOT, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.torch_forward import TorchForward
+from tenuto.models.decoder import Decoder
+from tenuto.models.hf import HfCheckpoint
+from tests.exec.driver import columns, ints
+from tests.models.tiny_hybrids import tiny_bamba
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    directory = tmp_path_factory.mktemp("bamba")
+    tiny_bamba().save_pretrained(directory)
+    checkpoint = HfCheckpoint(directory)
+    return Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def executor(decoder: Decoder) -> Iterator[ModelExecutor]:
+    """Two rows with pages 0 and 1, and 6 state slots, the first of which holds the state after 5 tokens of row 0."""
+    executor = ModelExecutor(TorchForward(decoder, page_size=16))
+    executor.prepare((6, 2), 2)
+    told = TableChanges(*columns([(0, 0, 0), (1, 0, 1)]))
+    executor.submit(plan({0: [7, 8, 9, 10, 11]}, 0, [NO_SLOT], [0], told))
+    executor.collect()
+    yield executor
+    executor.close()
+
+
+def plan(
+    work: dict[int, list[int]], start: int, reads: list[int], writes: list[int], told: TableChanges | None = None
+) -> Plan:
+    return Plan(
+        step=0,
+        rows=ints(list(work)),
+        starts=ints([start] * len(work)),
+        counts=ints([len(tokens) for tokens in work.values()]),
+        tokens=ints([token for tokens in work.values() for token in tokens]),
+        samples=ints([1] * len(work)),
+        tables=(told or TableChanges(*columns([])),),
+        copies=(PageCopies(*columns([])),),
+        states=(StateMoves(ints(reads), ints(writes)),),
+        sampling=(),
+    )
+
+
+def states(executor: ModelExecutor) -> list[torch.Tensor]:
+    """Copies of both parts of all slots of all recurrent layers, [layers, slots, ...]."""
+    assert isinstance(executor.forward, TorchForward)
+    return [part.clone() for memory in executor.forward.memories.states.values() for part in memory.slots.parts]
+
+
+def changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> set[int]:
+    """Slots in which anything differs."""
+    return {slot for old, new in zip(before, after, strict=True) for slot in range(6) if (old != new)[:, slot].any()}
+
+
+def test_rows_that_start_from_one_state_write_their_own_and_leave_it(executor: ModelExecutor) -> None:
+    before = states(executor)
+    executor.submit(plan({0: [4, 5, 6], 1: [4]}, 5, [0, 0], [3, 2]))
+    executor.collect()
+    assert changed(before, states(executor)) == {2, 3}
+
+
+def test_a_step_that_fails_half_way_leaves_the_states_it_read(
+    executor: ModelExecutor, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> torch.Tensor:
+        raise RuntimeError("told to fail")
+
+    step = plan({0: [4, 5, 6]}, 5, [0], [3])
+    before = states(executor)
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder, "_layers", [*decoder._layers[:-1], fail])
+        executor.submit(step)
+        with pytest.raises(StepFailed, match="told to fail"):
+            executor.collect()
+    assert changed(before, states(executor)) == {3}
+    executor.submit(step)
+    again = executor.collect().tokens.tolist()
+    executor.submit(plan({0: [4, 5, 6]}, 5, [0], [4]))
+    assert executor.collect().tokens.tolist() == again
+    slots = states(executor)
+    assert all(torch.equal(part[:, 3], part[:, 4]) for part in slots)
+
+
+def test_a_state_may_be_written_where_it_was_read(executor: ModelExecutor) -> None:
+    executor.submit(plan({0: [4, 5]}, 5, [0], [5]))
+    executor.submit(plan({0: [4, 5]}, 5, [0], [0]))
+    assert executor.collect().tokens.tolist() == executor.collect().tokens.tolist()
+    assert all(torch.equal(part[:, 0], part[:, 5]) for part in states(executor))
+
+
+def test_more_state_slots_than_the_device_can_hold_are_a_typed_error(executor: ModelExecutor) -> None:
+    with pytest.raises(ConfigError, match=r"cannot hold 1000000000000 state slots \(\d+ bytes\), 2 pages"):
+        executor.prepare((10**12, 2), 1)

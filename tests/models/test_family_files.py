@@ -1,0 +1,233 @@
+"""Configurations of the families: older and newer files mean the same, what needs other arithmetic is refused, and what
+is wrong with tensors is said by name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tenuto.base.config import cache_dir
+from tenuto.base.errors import ConfigError, ModelError
+from tenuto.exec.load import load_executor
+from tenuto.models.config import Attention, Layer, Mamba2, ModelConfig
+from tenuto.models.decoder import Decoder
+from tenuto.models.hf import SUPPORTED, HfCheckpoint
+from tenuto.models.native_llama import obstacle
+from tenuto.models.store import resolve
+from tests.models.tiny_hybrids import tiny_bamba, tiny_gemma3, tiny_gpt_oss, tiny_granite, tiny_mistral, tiny_qwen3_next
+
+MODELS = {
+    "gemma3": tiny_gemma3,
+    "bamba": tiny_bamba,
+    "granite": tiny_granite,
+    "qwen3-next": tiny_qwen3_next,
+    "gpt-oss": tiny_gpt_oss,
+}
+Save = Callable[[str], Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Writes a tiny model of the family that is asked for, and returns its directory."""
+
+    def write(name: str) -> Path:
+        MODELS[name]().save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return write
+
+
+def edit(directory: Path, *without: str, **changes: Any) -> ModelConfig:
+    path = directory / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if key not in without}))
+    return HfCheckpoint(directory).config
+
+
+def load(directory: Path) -> Decoder:
+    checkpoint = HfCheckpoint(directory)
+    return Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+
+
+def test_gemma3_files_of_older_transformers_mean_the_same(save: Save) -> None:
+    directory = save("gemma3")
+    new = edit(directory, "layer_types", sliding_window_pattern=3)
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = edit(directory, "rope_parameters", rope_theta=10000, rope_local_base_freq=100, rope_scaling=scaling)
+    assert old == new
+    assert [layer.mixer.window for layer in old.layers if isinstance(layer.mixer, Attention)] == [10, 10, 0, 10]
+
+
+def test_bamba_files_of_older_transformers_mean_the_same(save: Save) -> None:
+    directory = save("bamba")
+    new = HfCheckpoint(directory).config
+    without = ("rope_parameters", "time_step_limit", "mamba_d_head")
+    assert edit(directory, *without, rope_theta=10000.0, mamba_d_head="auto") == new
+
+
+def test_granite_names_its_layers_in_two_ways(save: Save) -> None:
+    directory = save("granite")
+    new = HfCheckpoint(directory).config
+    kinds = ["mamba", "mamba", "attention", "mamba"]
+    assert edit(directory, layer_types=kinds, position_embedding_type="nope") == new
+
+
+def test_qwen3_next_files_may_say_how_often_there_is_attention(save: Save) -> None:
+    config = edit(save("qwen3-next"), "layer_types", full_attention_interval=2)
+    assert [isinstance(layer.mixer, Attention) for layer in config.layers] == [False, True, False, True]
+
+
+def test_a_time_step_has_its_limits(save: Save) -> None:
+    config = edit(save("bamba"), time_step_limit=[0.01, 0.5])
+    assert isinstance(config.layers[0].mixer, Mamba2)
+    assert (config.layers[0].mixer.least_step, config.layers[0].mixer.most_step) == (0.01, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0; supported: None"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True; supported: False"),
+        ("gemma3", {"hidden_activation": "relu"}, "hidden_activation = 'relu'; supported: 'gelu_pytorch_tanh'"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "expected: 4 of sliding_attention, full_attention"),
+        ("gemma3", {"sliding_window": None}, "sliding_window = None; expected: int"),
+        ("bamba", {"mlp_bias": True}, "mlp_bias = True; supported: False"),
+        ("bamba", {"mamba_d_head": 15}, "6 Mamba-2 heads of 15; expected: 96 channels"),
+        ("bamba", {"mamba_n_groups": 4}, "6 Mamba-2 heads cannot form 4 groups"),
+        ("bamba", {"mamba_d_conv": 1}, "a kernel of 1; allowed: at least 2"),
+        ("bamba", {"attn_layer_indices": 2}, "attn_layer_indices = 2; expected: a list of int"),
+        ("bamba", {"time_step_limit": [1]}, r"time_step_limit = \[1\]; expected: two numbers"),
+        ("granite", {"position_embedding_type": "alibi"}, "'alibi'; supported: None"),
+        ("granite", {"num_experts_per_tok": 9}, "9 of 5 experts cannot be chosen"),
+        ("granite", {"layer_types": ["mamba"] * 3 + ["rnn"]}, "expected: 4 of mamba, linear_attention, attention"),
+        ("gpt-oss", {"swiglu_limit": 9.0}, "swiglu_limit = 9.0; supported: 7.0"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .* supported: none, mxfp4"),
+        ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
+        ("qwen3-next", {"linear_num_value_heads": 3}, "3 value heads cannot share 2 key heads"),
+        ("qwen3-next", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "3 elements of a head"),
+        ("qwen3-next", {"num_experts": "6"}, "num_experts = '6'; expected: int"),
+    ],
+)
+def test_what_needs_other_arithmetic_is_refused(save: Save, name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        edit(save(name), **changes)
+
+
+def test_an_unknown_architecture_is_named_with_what_is_supported(save: Save) -> None:
+    assert "Gemma 3 text, Bamba" in SUPPORTED
+    with pytest.raises(ModelError, match=f"JambaForCausalLM.*supported: {SUPPORTED}"):
+        edit(save("bamba"), architectures=["JambaForCausalLM"])
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "ours"),
+    [
+        ("gemma3", "model.layers.3.self_attn.q_norm.weight", "model.layers.3.self_attn.q_norm.weight"),
+        ("bamba", "model.layers.0.mamba.A_log", "model.layers.0.mamba.A_log"),
+        ("granite", "model.layers.1.block_sparse_moe.output_linear.weight", r"model.layers.1.mlp.experts.0.down_proj"),
+        ("gpt-oss", "model.layers.2.self_attn.sinks", "model.layers.2.self_attn.sinks"),
+        ("qwen3-next", "model.layers.3.mlp.experts.5.up_proj.weight", "model.layers.3.mlp.experts.5.up_proj.weight"),
+    ],
+)
+def test_missing_unknown_and_misshapen_tensors_are_named(save: Save, name: str, tensor: str, ours: str) -> None:
+    directory = save(name)
+    file = directory / "model.safetensors"
+    whole = load_file(file)
+    save_file({key: value for key, value in whole.items() if key != tensor}, file)
+    with pytest.raises(ModelError, match=f"lack .* among them '{ours}"):
+        load(directory)
+    save_file(whole | {"model.layers.0.extra": torch.zeros(1)}, file)
+    with pytest.raises(ModelError, match=r"'model\.layers\.0\.extra'"):
+        load(directory)
+    save_file(whole | {tensor: whole[tensor][..., 1:].contiguous()}, file)
+    with pytest.raises(ModelError, match=f"'{ours}.* is of shape"):
+        load(directory)
+
+
+def packed(tensor: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random MXFP4 blocks and scales for a tensor of [experts, outputs, inputs]."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+    return blocks, torch.randint(120, 128, shape, generator=generator, dtype=torch.uint8)
+
+
+def test_mxfp4_weights_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    model = tiny_gpt_oss(hidden_size=64, num_hidden_layers=2)
+    model.save_pretrained(tmp_path)
+    file, generator = tmp_path / "model.safetensors", torch.Generator().manual_seed(4)
+    plain, stored = load_file(file), {}
+    for name, tensor in load_file(file).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            stored[f"{name}_blocks"], stored[f"{name}_scales"] = packed(tensor.mT, generator)
+            unpacked = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+            plain[name] = unpacked.float().contiguous()
+        else:
+            stored[name] = tensor
+    save_file(plain, file)
+    expected = dict(HfCheckpoint(tmp_path).weights())
+    save_file(stored, file)
+    edit(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    weights = dict(HfCheckpoint(tmp_path).weights())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name].decode().float(), expected[name].decode()) for name in expected)
+    save_file(
+        {name: tensor for name, tensor in stored.items() if not name.endswith("1.mlp.experts.down_proj_scales")}, file
+    )
+    with pytest.raises(ModelError, match=r"only scales of 'model\.layers\.1\.mlp\.experts\.down_proj'"):
+        load(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    save_file(stored | {name: stored[name][:, 1:].contiguous()}, file)
+    with pytest.raises(ModelError, match=r"blocks of 'model\.layers\.0\.mlp\.experts\.down_proj' are of shape"):
+        load(tmp_path)
+
+
+def test_layers_that_guess_ahead_are_left_out(save: Save) -> None:
+    file = save("qwen3-next") / "model.safetensors"
+    save_file(load_file(file) | {"mtp.layers.0.mlp.gate.weight": torch.zeros(6, 48)}, file)
+    load(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (tiny_mistral, "sliding windows"),
+        (tiny_gemma3, "sliding windows"),
+        (tiny_bamba, "Mamba-2 layers"),
+        (tiny_granite, "Mamba-2 layers, experts"),
+        (tiny_qwen3_next, "gated delta nets, experts"),
+        (tiny_gpt_oss, "sliding windows, experts"),
+    ],
+)
+def test_pytorch_computes_what_the_native_kernels_cannot_and_says_so(
+    tmp_path: Path, make: Callable[[], PreTrainedModel], what: str
+) -> None:
+    make().save_pretrained(tmp_path)
+    files = resolve(str(tmp_path), tmp_path)
+    said: list[str] = []
+    executor = load_executor(files, 4, cache=cache_dir(), say=said.append)
+    assert executor.forward.description == "PyTorch in float32 on cpu"
+    assert said == [f"Plain PyTorch computes: the native kernels cannot run this model: it has {what}"]
+    executor.close()
+    with pytest.raises(ConfigError, match=f"'avx2' cannot be used: .* it has {what}"):
+        load_executor(files, 4, kernels="avx2", cache=cache_dir())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"embedding_scale": 2.0}, {"residual_scale": 2.0}, {"logit_scale": 2.0}, {"logit_cap": 30.0}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_scales_that_llama_does_not_have_are_an_obstacle(tmp_path: Path, changes: dict[str, Any]) -> None:
+    tiny_mistral(sliding_window=None).save_pretrained(tmp_path)
+    config = HfCheckpoint(tmp_path).config
+    assert obstacle(config) is None
+    assert obstacle(replace(config, **changes)) == "it has norms, scales or heads that Llama has not"
+    mixed = (*config.layers[1:], Layer(config.layers[0].mixer, config.layers[0].feed_forward, post_norms=True))
+    assert obstacle(replace(config, layers=mixed)) is not None

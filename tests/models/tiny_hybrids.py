@@ -1,0 +1,187 @@
+"""Small random models with sliding-window and recurrent layers, made with transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+VOCABULARY = 101
+WINDOW = 10
+
+_SHARED = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MAMBA2 = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}
+
+
+def tiny_mistral(**changes: Any) -> PreTrainedModel:
+    """Three layers, all with a window."""
+    shape = {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": WINDOW}
+    return _made(MistralForCausalLM, MistralConfig, shape | changes)
+
+
+def tiny_gemma3(**changes: Any) -> PreTrainedModel:
+    """Local and global layers, each kind with a rope of its own; heads are not the hidden size divided."""
+    shape = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+        },
+    }
+    return _made(Gemma3ForCausalLM, Gemma3TextConfig, shape | changes, norms_at=0.0)
+
+
+def tiny_bamba(**changes: Any) -> PreTrainedModel:
+    """Two Mamba-2 layers, one of attention, and another of Mamba-2."""
+    shape = {"num_hidden_layers": 4, "attn_layer_indices": [2], **_MAMBA2}
+    return _made(BambaForCausalLM, BambaConfig, shape | changes)
+
+
+def tiny_granite(**changes: Any) -> PreTrainedModel:
+    """As `tiny_bamba`, with 5 experts of which 2 are chosen, no rope, and a multiplier wherever there may be one."""
+    shape = {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "shared_intermediate_size": 40,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+        **_MAMBA2,
+        "mamba_n_groups": 1,
+    }
+    return _made(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, shape | changes)
+
+
+def tiny_qwen3_next(**changes: Any) -> PreTrainedModel:
+    """Three gated delta nets and one layer of attention; 6 experts of which 3 are chosen, but in one layer."""
+    shape = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    }
+    return _made(Qwen3NextForCausalLM, Qwen3NextConfig, shape | changes, norms_at=0.0)
+
+
+def save_gemma3_gguf(path: Path, model: PreTrainedModel, **metadata: tuple[str, Any]) -> Path:
+    """Write the model as llama.cpp's converter does. `metadata` values are (key, value) pairs to add."""
+    c: Any = model.config
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_sliding_window(c.sliding_window)
+    writer.add_eos_token_id(2)
+    writer.add_bos_token_id(1)
+    if c.rope_parameters["full_attention"]["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(c.rope_parameters["full_attention"]["factor"])
+    for key, value in metadata.values():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, c.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":
+            stored = tensor + 1 if name.endswith("norm.weight") else tensor
+            writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", stored.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny_gpt_oss(**changes: Any) -> PreTrainedModel:
+    """Layers with and without a window in turn, rotated by YaRN, and 6 experts of which 2 are chosen."""
+    shape = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "sliding_window": WINDOW,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "beta_fast": 8.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    }
+    return _made(GptOssForCausalLM, GptOssConfig, shape | changes)
+
+
+def _made(
+    kind: type[PreTrainedModel], config: type[Any], shape: dict[str, Any], norms_at: float = 1.0
+) -> PreTrainedModel:
+    """A float32 model. Vectors begin as ones and zeros, which would hide mistakes: norms are drawn around `norms_at`,
+    and what states fade by so that a token is felt for dozens of others."""
+    torch.manual_seed(7)
+    model = kind(config(**(_SHARED | shape))).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            torch.nn.init.normal_(parameter, -2.0, 1.0)
+        elif name.endswith("dt_bias"):
+            torch.nn.init.normal_(parameter, -1.0, 0.5)
+        elif parameter.dim() == 1:
+            around = norms_at if name.endswith("norm.weight") and "linear_attn" not in name else 1.0
+            torch.nn.init.normal_(parameter, around, 0.2)
+    return model
