@@ -154,4 +154,4 @@ def test_nothing_is_told_while_it_is_being_written(stand: Stand, monkeypatch: py
     assert (stand.ended, asked.done()) == ([], False)
     go.set()
     asked.result(20)
-    assert stand.ended == [EndReason.LENGTH]
+    eventually(lambda: stand.ended == [EndReason.LENGTH])
