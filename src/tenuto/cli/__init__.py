@@ -125,7 +125,7 @@ def chat(
 
 @app.command()
 def demo(model: Model = "smollm2", device: Device = "cpu") -> None:
-    """Watch sessions at work on a real model: what a turn costs, barge-in, fork, rewind, and the audit.
+    """Watch sessions at work on a real model: what a turn costs, barge-in, fork, rewind, the audit, and a kill -9.
 
     \b
     Examples:
