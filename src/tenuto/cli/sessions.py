@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 from tenuto.base.errors import InvalidRequest
@@ -126,8 +127,10 @@ def export(session_id: Id, file: File, url: Url = DEFAULT_URL, api_key: ApiKey =
 
     content = msgspec.json.encode(_ask("GET", session_id, "/export", None, url, api_key)) + b"\n"
     try:
-        with click.open_file(file, "wb") as out:
-            out.write(content)
+        if file == "-":
+            sys.stdout.buffer.write(content)
+        else:
+            Path(file).write_bytes(content)
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be written: {error.strerror}") from error
 
@@ -144,8 +147,7 @@ def import_(
     import msgspec  # noqa: PLC0415 - help is fast
 
     try:
-        with click.open_file(file, "rb") as given:
-            body = msgspec.json.decode(given.read())
+        body = msgspec.json.decode(sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes())
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -84,7 +84,7 @@ async def import_session(
     new_id: Annotated[Id | None, Query(alias="id", description="In place of the file's.")] = None,
 ) -> Session:
     """Open a session that was exported, here or by another server of this model. A file of another model, of another
-    format or with any change is refused."""
+    format or with any change is refused. If it has no TTL, the server's own applies."""
     document = msgspec.convert(body.model_dump(), SessionDocument)
     policy = replace(document.policy(tenant.name), ttl=edge.settings.ttl(document.ttl, named=True))
     request = ImportSession(session=new_id or document.id, policy=policy, document=document, limits=tenant.limits)
