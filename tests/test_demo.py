@@ -30,4 +30,5 @@ def test_the_demo_shows_all_it_promises(smollm2_path: Path, monkeypatch: pytest.
     assert "From 3 turns" in shown
     assert "context_exceeded (HTTP 400): history and input have" in shown
     assert "The session is the same as before" in shown
-    assert "every unit accounted for" in shown
+    assert re.search(r"It is back after [\d.]+ s\. The session has \d+ tokens, the same as before the story", shown)
+    assert len(re.findall("every unit accounted for", shown)) == 2  # before the server is killed, and after

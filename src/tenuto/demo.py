@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from tenuto.api import Engine
-from tenuto.base.errors import ContextExceeded
+from tenuto.base.errors import ConfigError, ContextExceeded, Disconnected
 from tenuto.base.views import SHARED
-from tenuto.client import Session, TurnStream
+from tenuto.client import Session, TurnStream, connect
 
 SYSTEM = "You are a helpful assistant. Answer in one sentence."
 QUESTIONS = {
@@ -83,6 +92,8 @@ def run_demo(model: str = "smollm2", device: str = "cpu", console: Console | Non
         show.rewind(sessions["garden"])
         show.refusal(sessions["garden"])
         show.audit(engine)
+    with tempfile.TemporaryDirectory() as directory:
+        show.killed_server(model, device, Path(directory) / "journal")
 
 
 class Demo:
@@ -187,6 +198,37 @@ class Demo:
         self._title(f"The auditor, after {time.perf_counter() - self._started:.0f} seconds")
         self.out.print(str(engine.audit()))
 
+    def killed_server(self, model: str, device: str, journal: Path) -> None:
+        """Kill a server in the middle of an answer, start it again with its journal, and go on."""
+        self._title("A server is killed in the middle of an answer, starts again with its journal, and goes on")
+        question, story = QUESTIONS["tea"][0], "Tell me a long story about tea."
+        with _served(model, device, journal) as (url, server), connect(url) as engine:
+            session = engine.session("tea", system=SYSTEM)
+            answer = session.chat(question, max_new_tokens=ANSWER_TOKENS)
+            answer.result()
+            self._said("tea", question, answer.text)
+            before = session.history
+            turn = session.chat(story, max_new_tokens=1000, ignore_eos=True)
+            for _ in zip(range(12), turn, strict=False):
+                pass
+            _kill(server)
+            with suppress(Disconnected):
+                turn.result()
+            self._said("tea", story, turn.text + " -- kill -9")
+        began = time.perf_counter()
+        with _served(model, device, journal) as (url, _), connect(url) as engine:
+            session = engine.attach("tea")
+            same = "the same" if session.history == before else "NOT the same"
+            self.out.print(
+                f"It is back after {time.perf_counter() - began:.1f} s. The session has {session.info.tokens} tokens, "
+                f"{same} as before the story, of which there is nothing."
+            )
+            after = session.chat(QUESTIONS["tea"][1], max_new_tokens=ANSWER_TOKENS)
+            after.result()
+            self._said("tea", QUESTIONS["tea"][1], after.text)
+            self.out.print(f"The first turn {_spent(after)}: its history was computed again.")
+            self.out.print(str(engine.audit()))
+
     def _title(self, text: str) -> None:
         self.out.print(f"\n{text}", style="bold")
 
@@ -194,6 +236,38 @@ class Demo:
         """One exchange, on one line each."""
         for speaker, text in ((name, question), ("model", answer)):
             self.out.print(f"{speaker:>7}: {' '.join(text.split())}", markup=False, no_wrap=True, overflow="ellipsis")
+
+
+@contextmanager
+def _served(model: str, device: str, journal: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server with a journal, and its address. Raises `ConfigError` if it does not start."""
+    command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0"]
+    options = ["--model", model, "--device", device, "--context-length", str(CONTEXT), "--journal", str(journal)]
+    with subprocess.Popen(  # noqa: S603 - our own command
+        [*command, *options, "--log-level", "error"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that its engine process can be killed with it
+    ) as server:
+        try:
+            assert server.stdout is not None
+            said = []
+            for line in server.stdout:
+                said.append(line)
+                if found := re.match(r"listening +(\S+)", line):
+                    yield found[1], server
+                    return
+            raise ConfigError(f"the server did not start: {''.join(said)}")
+        finally:
+            _kill(server)
+
+
+def _kill(server: subprocess.Popen[str]) -> None:
+    """`kill -9` its processes, unless that has been done."""
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def _mean(values: list[int] | list[float]) -> float:

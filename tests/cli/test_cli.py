@@ -13,6 +13,8 @@ from typing import Self
 
 import pytest
 
+import tenuto
+
 pty = pytest.importorskip("pty", reason="pseudo-terminals are a thing of Unix")
 
 TENUTO = str(Path(sys.executable).parent / "tenuto")
@@ -146,6 +148,53 @@ def test_a_script_of_lines_talks_to_sessions(smollm2_path: Path) -> None:
     assert "session 1: 0 turns, 0 tokens" in done.stdout
     assert "every unit accounted for" in done.stdout
     assert "\x1b" not in done.stdout
+
+
+def test_a_chat_with_a_journal_goes_on_where_another_ended(tmp_path: Path) -> None:
+    chat = ["chat", "--model", "witness", "--max-new-tokens", "8"]
+    lines = ["hello", "/fork", "and again", "/switch 1", "otherwise", "/switch 2", "/fork", "/rewind", "at last"]
+    whole = run(*chat, stdin="\n".join(lines))
+    assert whole.returncode == 0
+    journal, parts = str(tmp_path / "journal"), ""
+    for part in (lines[:3], lines[3:6], lines[6:8], lines[8:]):
+        done = run(*chat, "--journal", journal, stdin="\n".join(part))
+        assert done.returncode == 0
+        parts += done.stdout
+    assert parts == whole.stdout
+    assert re.fullmatch("going on with session 3: 1 turns, .* tokens, .*; /sessions lists all\n", done.stderr)
+    last = run(*chat, "--journal", journal, stdin="/sessions")
+    assert re.findall(r"(.) session (\d+): (\d+) turns", last.stdout) == [
+        (" ", "1", "2"),
+        (" ", "2", "2"),
+        ("*", "3", "2"),
+    ]
+
+
+def test_a_chat_that_was_killed_has_what_it_had_answered(tmp_path: Path) -> None:
+    chat = ["chat", "--model", "witness:0.01", "--journal", str(tmp_path / "journal")]
+    process = subprocess.Popen([TENUTO, *chat], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        process.stdin.write("/fork\n")
+        process.stdin.write("hello\n")  # its answer does not end
+        process.stdin.flush()
+        assert process.stdout.readline() == "session 2 is a fork of 1; this is 2\n"
+        assert process.stdout.read(10)
+        process.kill()
+    again = run(*chat, stdin="/sessions")
+    assert again.returncode == 0
+    assert re.findall(r"(.) session (\d+): (\d+) turns", again.stdout) == [(" ", "1", "0"), ("*", "2", "0")]
+
+
+def test_a_chat_takes_any_session_of_a_journal_and_gives_its_forks_new_numbers(tmp_path: Path) -> None:
+    journal = str(tmp_path / "journal")
+    with tenuto.Engine("witness", journal=journal) as engine:
+        for name in ("zoo", "3", "10"):
+            engine.session(name)
+    done = run("chat", "--model", "witness", "--journal", journal, stdin="/fork\n/switch zoo\n/fork")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "session 11 is a fork of 10; this is 11")
+    assert done.stdout.splitlines()[-1] == "session 12 is a fork of zoo; this is 12"
 
 
 @pytest.mark.parametrize(

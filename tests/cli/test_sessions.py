@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -35,10 +37,12 @@ def http(witness: Server) -> Iterator[httpx.Client]:
 LONG = "two-with-a-rather-long-name-that-is-still-an-id-of-64-characters"
 
 
-def sessions(witness: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+def sessions(witness: Server, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TENUTO_URL": witness.url}
     command = [TENUTO, "sessions", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, input=stdin, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_ls_lists_sessions_in_plain_columns(witness: Server, http: httpx.Client) -> None:
@@ -85,6 +89,25 @@ def test_fork_prints_an_id_that_the_next_command_takes(witness: Server, http: ht
     closed = sessions(witness, "close", child, "named", "--finish")
     assert closed.stdout == f"closed {child}\nclosed named\n"
     assert len(json.loads(sessions(witness, "ls", "--json").stdout)) == 2
+
+
+def test_a_session_goes_through_a_file_or_a_pipe(witness: Server, http: httpx.Client, tmp_path: Path) -> None:
+    file = str(tmp_path / "one.json")
+    assert sessions(witness, "export", "one", file).stdout == ""
+    assert sessions(witness, "import", file, "--id", "copy").stdout == "copy\n"
+    piped = sessions(witness, "export", "one", "-").stdout
+    assert piped == Path(file).read_text()
+    assert http.delete("/v1/sessions/one").status_code == 204
+    assert json.loads(sessions(witness, "import", "-", "--json", stdin=piped).stdout)["tokens"] == 120
+    assert http.get("/v1/sessions/one/turns").json() == http.get("/v1/sessions/copy/turns").json()
+    damaged = sessions(witness, "import", "-", stdin=piped.replace("by a test", "by another"))
+    assert (damaged.returncode, damaged.stdout) == (1, "")
+    assert damaged.stderr.startswith("tenuto: the session is damaged")
+    for arguments in (["import", str(tmp_path / "none")], ["export", "one", str(tmp_path / "no" / "where")]):
+        assert re.fullmatch(
+            "tenuto: .* cannot be (read|written): No such file or directory\n", sessions(witness, *arguments).stderr
+        )
+    assert sessions(witness, "import", "-", stdin="{").stderr.startswith("tenuto: - is not an exported session: ")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,37 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def test_an_exported_session_is_imported_here_or_elsewhere(engine: AnyEngine, witness: Server) -> None:
+    session = engine.session("kept", system="Be brief.", ttl=60)
+    session.chat("hello", max_new_tokens=5).result()
+    saved = session.export()
+    with pytest.raises(AlreadyExists):
+        engine.import_session(saved)
+    again = engine.import_session(saved, session_id="again")
+    with tenuto.connect(witness.url) as other, tenuto.Engine("witness") as local:
+        sessions = [again, other.import_session(saved, session_id="elsewhere"), local.import_session(saved)]
+        for each in sessions:
+            assert each.history == session.history
+            assert each.info.ttl == 60
+        assert len({tuple(each.chat("and then?", max_new_tokens=5).tokens()) for each in sessions}) == 1
+        sessions[1].close()
+        for wrong in (saved[:-9], saved.replace(b"tenuto-session-1", b"tenuto-session-9"), b"[]", "nothing", b"\xff"):
+            with pytest.raises(InvalidRequest):
+                engine.import_session(wrong, session_id="never")
+
+
+def test_asynchronous_clients_export_and_import(make_async: Callable[[], AnyAsyncEngine]) -> None:
+    async def main() -> None:
+        async with make_async() as engine:
+            session = await engine.session()
+            await session.chat("hello", max_new_tokens=5).result()
+            copy = await engine.import_session(await session.export(), session_id="a-copy")
+            assert await copy.history() == await session.history()
+            await copy.close()
+
+    asyncio.run(main())
+
+
 def test_a_session_goes_on_where_its_last_turn_ended(engine: AnyEngine) -> None:
     session = engine.session(ttl=60, priority=1)
     expected: list[int] = []

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.config import engine_config
+from tenuto.base.document import SessionDocument, read_document
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, TenutoError
-from tenuto.base.messages import Fork, OpenSession, Request, Rewind, StartTurn, Trim
+from tenuto.base.messages import ExportSession, Fork, ImportSession, OpenSession, Request, Rewind, StartTurn, Trim
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Message
 from tenuto.base.views import SessionInfo
@@ -104,8 +105,17 @@ def test_a_session_that_is_rebuilt_from_its_records_goes_on_in_the_same_way(
     saved = session.saved()
     rebuilt = there.engine.restore(moved(saved))
     assert rebuilt.saved() == saved
-    assert there.goes_on(rebuilt) == here.goes_on(session)
+    third = Talk()
+    policy = Policy(metadata=saved.policy.metadata)
+    imported = third.do(ImportSession(session=saved.session, policy=policy, document=in_a_file(here, saved.session)))
+    assert imported.saved() == saved
+    assert there.goes_on(rebuilt) == here.goes_on(session) == third.goes_on(imported)
     there.engine.audit()
+
+
+def in_a_file(talk: Talk, session: str) -> SessionDocument:
+    document = talk.dispatcher.execute(ExportSession(tenant="", session=session))
+    return read_document(msgspec.json.encode(document.signed("a model")))
 
 
 def take(talk: Talk, session: Session, step: str, n: int, text: str) -> Session:

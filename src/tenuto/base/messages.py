@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast, get_args
 import msgspec
 
 from tenuto.base.config import EngineOptions, Limits, engine_config
+from tenuto.base.document import SessionDocument
 from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
@@ -98,6 +99,24 @@ class OpenSession(Request[SessionInfo], frozen=True, kw_only=True):
 
 class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
     """A session as it is."""
+
+
+class ExportSession(OfSession[SessionDocument], frozen=True, kw_only=True):
+    """A session as of its last commit, as a file."""
+
+
+class ImportSession(Request[SessionInfo], frozen=True, kw_only=True):
+    """A session as it was exported, here or elsewhere. `session`: its id here. `policy`: applies in place of what the
+    document says."""
+
+    session: str
+    policy: Policy
+    document: SessionDocument
+    limits: Limits = Limits()
+
+    @property
+    def tenant(self) -> str:
+        return self.policy.tenant
 
 
 class ListSessions(Request[SessionPage], frozen=True, kw_only=True):

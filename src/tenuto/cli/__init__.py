@@ -86,11 +86,18 @@ def chat(
     dtype: Dtype = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
-    system: Annotated[str | None, typer.Option(help="The system message of every session.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message of a new session.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Per answer; as many as fit if not given.")] = None,
     context_length: ContextLength = None,
     page_size: PageSize = 16,
     kernels: Kernels = "auto",
+    journal: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="A file that keeps the sessions; a chat that starts with it goes on with them. none: they end.",
+        ),
+    ] = "none",
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer and keeps what was shown; at the prompt it quits, as does Ctrl-D.
 
@@ -100,6 +107,7 @@ def chat(
     Examples:
       tenuto chat --system "Answer in one sentence."
       tenuto chat --temperature 0.8 --seed 7
+      tenuto chat --journal diary
       printf 'Hello!\\n/fork\\nAnd in French?\\n' | tenuto chat
     """
     from tenuto.api import Engine  # noqa: PLC0415
@@ -108,13 +116,16 @@ def chat(
 
     config: EngineOptions = {} if context_length is None else {"context_length": context_length}
     options = TurnOptions(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
-    with Engine(model, device=device, dtype=dtype, page_size=page_size, kernels=kernels, **config) as engine:
+    kept = None if journal == "none" else journal
+    with Engine(
+        model, device=device, dtype=dtype, page_size=page_size, kernels=kernels, journal=kept, **config
+    ) as engine:
         run_chat(engine, system, options)
 
 
 @app.command()
 def demo(model: Model = "smollm2", device: Device = "cpu") -> None:
-    """Watch sessions at work on a real model: what a turn costs, barge-in, fork, rewind, and the audit.
+    """Watch sessions at work on a real model: what a turn costs, barge-in, fork, rewind, the audit, and a kill -9.
 
     \b
     Examples:

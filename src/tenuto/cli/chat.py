@@ -64,8 +64,14 @@ class Chat:
         self._options = options
         self._notes = Console(stderr=True, highlight=False, markup=False)
         self._regenerated = 0
-        self.session = engine.session("1", system=system)
-        self._sessions: dict[str, Session] = {"1": self.session}
+        self._sessions: dict[str, Session] = {}
+        for info in sorted(engine.sessions(), key=lambda info: _place(info.session_id)):  # of the journal
+            self._sessions[info.session_id] = engine.attach(info.session_id)
+        if self._sessions:
+            *_, self.session = self._sessions.values()
+            typer.echo(f"going on with {_line(self.session.info)}; /sessions lists all", err=True)
+        else:
+            self._sessions["1"] = self.session = engine.session("1", system=system)
         self._commands: dict[str, Callable[[str], None]] = {
             "fork": self._fork,
             "rewind": self._rewind,
@@ -107,8 +113,8 @@ class Chat:
         self.say(_summary(result, turn.time_to_first_token))
 
     def _fork(self, _argument: str) -> None:
-        parent = self.session.id
-        child = self.session.fork(session_id=str(len(self._sessions) + 1))
+        parent, (_, last, _) = self.session.id, max(map(_place, self._sessions))
+        child = self.session.fork(session_id=str(last + 1))
         self._sessions[child.id] = self.session = child
         typer.echo(f"session {child.id} is a fork of {parent}; this is {child.id}")
 
@@ -141,6 +147,12 @@ class Chat:
 
     def _help(self, _argument: str) -> None:
         typer.echo(HELP)
+
+
+def _place(session_id: str) -> tuple[bool, int, str]:
+    """Sorts sessions by their numbers; those that other programs gave names come first."""
+    numbered = session_id.isdecimal()
+    return numbered, int(session_id) if numbered else 0, session_id
 
 
 def _line(info: SessionInfo) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tenuto.base.errors import InvalidRequest
 from tenuto.cli.tables import printable, show_table
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ def sessions() -> None:
       tenuto sessions ls
       tenuto sessions show ID
       tenuto sessions rewind ID --turn 2
+      tenuto sessions export ID - | tenuto sessions import - --url http://elsewhere:8000
     """
 
 
@@ -111,6 +115,50 @@ def rewind(
         _show_json(view)
     else:
         typer.echo(f"{view['id']}: {view['turns']} turns, {view['tokens']} tokens, room for {view['context_left']}")
+
+
+File = Annotated[str, typer.Argument(help="A path; - is standard input or output.")]
+
+
+@app.command()
+def export(session_id: Id, file: File, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Write a session to a file, for import by a server of the same model."""
+    import msgspec  # noqa: PLC0415 - help is fast
+
+    content = msgspec.json.encode(_ask("GET", session_id, "/export", None, url, api_key)) + b"\n"
+    try:
+        if file == "-":
+            sys.stdout.buffer.write(content)
+        else:
+            Path(file).write_bytes(content)
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be written: {error.strerror}") from error
+
+
+@app.command("import")
+def import_(
+    file: File,
+    new_id: Annotated[str | None, typer.Option("--id", help="In place of the one in the file.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Open a session from a file, and print its id."""
+    import msgspec  # noqa: PLC0415 - help is fast
+
+    try:
+        body = msgspec.json.decode(sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes())
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{file} is not an exported session: {error}") from error
+    query: dict[str, Any] = {} if new_id is None else {"id": new_id}
+    with _connected(url, api_key) as connection:
+        view = connection.call(connection.ask("POST", "/v1/sessions/import", body, **query)).result()
+    if as_json:
+        _show_json(view)
+    else:
+        typer.echo(view["id"])
 
 
 @app.command()

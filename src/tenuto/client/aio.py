@@ -68,6 +68,10 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
         """See `Client.attach`."""
         return self.session_type(self, await _answer(self._core.attach(session_id)))
 
+    async def import_session(self, exported: bytes | str, *, session_id: str | None = None) -> AsyncSessionT:
+        """See `Client.import_session`."""
+        return self.session_type(self, await _opened(self._core.import_session(exported, session_id)))
+
     def generate(self, input: Input, **options: Unpack[TurnOptions]) -> AsyncTurnStream:  # noqa: A002 - as in `Client`
         """See `Client.generate`."""
         return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
@@ -197,6 +201,10 @@ class AsyncSession(SessionBase):
     async def trim(self, turns: Sequence[int], *, session_id: str | None = None) -> Self:
         """See `Session.trim`."""
         return type(self)(self._engine, await _opened(self._core.trim(turns, session_id)))
+
+    async def export(self) -> bytes:
+        """See `Session.export`."""
+        return await _answer(self._core.export())
 
     async def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
         """See `Session.rewind`."""

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import cast
 
+import msgspec
+
 from tenuto.base.checks import MAX_COUNT, items, shown, whole
+from tenuto.base.document import SessionDocument, read_document
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.messages import (
     AbortTurn,
@@ -14,8 +17,10 @@ from tenuto.base.messages import (
     CloseSession,
     Describe,
     Draft,
+    ExportSession,
     Fork,
     GetSession,
+    ImportSession,
     ListSessions,
     ListTurns,
     OpenSession,
@@ -63,6 +68,11 @@ class EngineCore:
         if not isinstance(session_id, str):
             raise InvalidRequest(f"a session's id is {shown(session_id)}; allowed: text")
         return self.session(GetSession(tenant="", session=session_id))
+
+    def import_session(self, exported: bytes | str, session_id: str | None) -> Future[SessionCore]:
+        document = read_document(exported)
+        name = session_id if session_id is not None else document.id
+        return self.session(ImportSession(session=name, policy=document.policy(), document=document))
 
     def session(self, request: Request[SessionInfo]) -> Future[SessionCore]:
         """Send `request` and return the session that the answer describes."""
@@ -159,6 +169,13 @@ class SessionCore:
 
     def _turns_from(self, first: int) -> Future[RecordPage]:
         return self._call(ListTurns(tenant="", session=self.id, first=first, limit=PAGE))
+
+    def export(self) -> Future[bytes]:
+        def steps() -> Steps[bytes]:
+            document: SessionDocument = yield self._call(ExportSession(tenant="", session=self.id))
+            return msgspec.json.encode(document)
+
+        return chained(steps())
 
     def close(self, *, finish: bool) -> Future[None]:
         return self._call(CloseSession(tenant="", session=self.id, finish=finish))

@@ -63,6 +63,11 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         """Find an open session by its id. Raises `NotFound`."""
         return self.session_type(self, self._core.attach(session_id).result())
 
+    def import_session(self, exported: bytes | str, *, session_id: str | None = None) -> SessionT:
+        """Open a session that `Session.export` has saved, here or elsewhere, under its own id or another. Raises
+        `InvalidRequest` if it is damaged or of another model, and what `session` raises."""
+        return self.session_type(self, self._core.import_session(exported, session_id).result())
+
     def generate(self, input: Input, **options: Unpack[TurnOptions]) -> TurnStream:  # noqa: A002 - the natural name
         """Run one turn in a session of its own, which is closed when the turn ends."""
         return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
@@ -181,6 +186,10 @@ class Session(Closing, SessionBase):
         """Open a session with only the given turns of this one, by number in ascending order; 1 is the oldest. The two
         share the memory of their common prefix."""
         return type(self)(self._engine, self._core.trim(turns, session_id).result())
+
+    def export(self) -> bytes:
+        """The session as of its last commit, as a JSON file for `Client.import_session`. Texts are in it as tokens."""
+        return self._core.export().result()
 
     def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
         """Cut the history back to its first `turn` turns or `position` tokens."""

@@ -16,8 +16,10 @@ from tenuto.base.messages import (
     CloseSession,
     Describe,
     Draft,
+    ExportSession,
     Fork,
     GetSession,
+    ImportSession,
     ListSessions,
     ListTurns,
     OpenSession,
@@ -73,6 +75,10 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     OpenSession: lambda r: Exchange("POST", "/v1/sessions", _opening(r)),
     ListSessions: lambda r: Exchange("GET", "/v1/sessions", query={"limit": r.limit, "after": r.after}),
     GetSession: lambda r: _of_session("GET", r),
+    ExportSession: lambda r: _of_session("GET", r, "/export"),
+    ImportSession: lambda r: Exchange(
+        "POST", "/v1/sessions/import", msgspec.to_builtins(r.document), {"id": r.session}
+    ),
     ListTurns: lambda r: _of_session("GET", r, "/turns", first=r.first, limit=r.limit),
     Draft: lambda r: _of_session("PUT", r, "/draft", {"input": input_body(r.input)}),
     AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # aborts whichever turn is open

@@ -10,15 +10,18 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from tenuto.base.checks import MAX_COUNT, items, shown, whole
+from tenuto.base.document import SessionDocument
 from tenuto.base.errors import InvalidRequest, InvariantError, LimitReached, NotFound, VersionMismatch
 from tenuto.base.messages import (
     AbortTurn,
     CloseSession,
     Draft,
     DropMemory,
+    ExportSession,
     Fork,
     GetSession,
     GetStats,
+    ImportSession,
     ListSessions,
     ListTurns,
     OfSession,
@@ -33,6 +36,7 @@ from tenuto.base.views import RecordPage, SessionInfo, SessionPage, Stats, Ticke
 from tenuto.engine import views
 from tenuto.engine.engine import Engine
 from tenuto.engine.rendering import Basis, Outdated, Prepared, Renderer, check_pick
+from tenuto.session.records import SavedSession
 from tenuto.session.session import Session, Turn
 from tenuto.text.chat import Conversation
 
@@ -42,7 +46,7 @@ MAX_LISTED = 1000
 """Sessions or turns on one page."""
 
 Versioned = StartTurn | Draft | Fork | Trim | Rewind | CloseSession
-Limited = StartTurn | Draft | Fork | Trim | OpenSession
+Limited = StartTurn | Draft | Fork | Trim | OpenSession | ImportSession
 
 
 class Dispatcher:
@@ -75,12 +79,14 @@ class Dispatcher:
 
     def _check_limits(self, command: Limited) -> None:
         use, limits = self._engine.sessions.use(command.tenant), command.limits
-        opens = isinstance(command, OpenSession | Fork | Trim)
+        opens = isinstance(command, OpenSession | ImportSession | Fork | Trim)
         if opens and limits.sessions is not None and use.sessions >= limits.sessions:
             raise LimitReached(f"{use.sessions} sessions are open; allowed: {limits.sessions}; close some first")
-        if limits.tokens is not None and use.tokens >= limits.tokens:
+        brought = command.document.tokens if isinstance(command, ImportSession) else 0
+        if limits.tokens is not None and (use.tokens >= limits.tokens or use.tokens + brought > limits.tokens):
+            more = f", and this one has {brought}" if brought else ""
             raise LimitReached(
-                f"sessions hold {use.tokens} tokens; allowed: {limits.tokens}; close or rewind some first"
+                f"sessions hold {use.tokens} tokens{more}; allowed: {limits.tokens}; close or rewind some first"
             )
 
     def basis(self, command: StartTurn | Draft) -> Basis:
@@ -123,6 +129,15 @@ class Dispatcher:
     @_execute.register
     def _(self, command: GetSession, _: None) -> SessionInfo:
         return self._info(self._of(command))
+
+    @_execute.register
+    def _(self, command: ExportSession, _: None) -> SessionDocument:
+        return self._of(command).saved().document()
+
+    @_execute.register
+    def _(self, command: ImportSession, _: None) -> SessionInfo:
+        saved = SavedSession.of(command.document, command.session, command.policy)
+        return self._info(self._engine.restore(saved))
 
     @_execute.register
     def _(self, command: ListSessions, _: None) -> SessionPage:

@@ -47,6 +47,11 @@ class Model:
     spare_bytes: int = 2**28
     compute: str = "no model: each token follows from a hash of the history"
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for models whose tokens mean the same."""
+        return self.tokenizer.fingerprint if self.tokenizer is not None else f"{self.vocab_size} tokens"
+
 
 def load_model(name: str, device: str, dtype: str | None, page_size: int, kernels: str = "auto") -> Model:
     """`kernels`: what may compute, see `exec.load.KERNELS`. Raises `ModelError` or `ConfigError`."""

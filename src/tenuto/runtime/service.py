@@ -6,11 +6,12 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tenuto.base.config import EngineConfig, engine_config
+from tenuto.base.document import SessionDocument
 from tenuto.base.errors import ConfigError, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
@@ -21,6 +22,7 @@ from tenuto.base.messages import (
     Draft,
     DropMemory,
     GetStats,
+    ImportSession,
     OpenSession,
     Request,
     StartTurn,
@@ -116,9 +118,7 @@ class Service:
                 self._outbox.answer(request, self._describe)
             case Audit():
                 self._loop.audit().add_done_callback(partial(self._reply, request))
-            case GetStats():
-                self._ask(request)
-            case DropMemory():
+            case GetStats() | DropMemory():
                 self._ask(request)
             case Detokenize():
                 size = len(request.tokens)
@@ -131,6 +131,10 @@ class Service:
                 self._take_in(request)
             case OpenSession():
                 self._renderer.check_system(request.system, self._config.context_length)
+                self._execute(request, lambda _: self._dispatcher.execute(request))
+            case ImportSession():
+                request.document.check(self._fingerprint)
+                self._renderer.check_system(request.document.system, self._config.context_length)
                 self._execute(request, lambda _: self._dispatcher.execute(request))
             case _:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
@@ -168,6 +172,10 @@ class Service:
         self._flush()
         self._answer(request, value)
 
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self._model.fingerprint
+
     # -- answers
 
     def _reply(self, request: Request[T], done: Future[T]) -> None:
@@ -177,7 +185,8 @@ class Service:
             self._answer(request, done.result())
 
     def _answer(self, request: Request[Any], value: Any) -> None:
-        """Answer with what a command has come to; texts that belong to it are made elsewhere."""
+        """Answer with what a command has come to; texts that belong to it, and a document's checksum, are made
+        elsewhere."""
         match value:
             case Ticket(prompt=[_, *_] as tokens):
                 self._later(request, len(tokens), lambda: self._texts.of_ticket(value))
@@ -185,6 +194,8 @@ class Service:
                 last = records[-1]
                 size = last.start + len(last.input_tokens) + len(last.output_tokens) - first.start
                 self._later(request, size, lambda: self._texts.of_page(value))
+            case SessionDocument():
+                self._later(request, value.tokens, lambda: value.signed(self._fingerprint))
             case _:
                 self._outbox.answer(request, value)
 
@@ -257,12 +268,11 @@ def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:
     """The journal that the settings ask for. Raises `ConfigError`."""
     if settings.journal is None:
         return None
-    tokens = model.tokenizer.fingerprint if model.tokenizer is not None else f"{model.vocab_size} tokens"
     try:
         path = Path(settings.journal).expanduser()
     except RuntimeError as error:  # of a user that is not there
         raise ConfigError(f"the journal {settings.journal} cannot be used: {error}") from error
-    return Journal(path, tokens)
+    return Journal(path, model.fingerprint)
 
 
 def _restore(journal: Journal, engine: Engine) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
+import msgspec
+
+from tenuto.base.document import SavedTurn, SessionDocument, Standing
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Policy
 from tenuto.text.chat import Conversation
@@ -43,6 +46,41 @@ class SavedSession:
             raise InvalidRequest(
                 f"session {self.session!r} cannot be restored: its records do not cover its {len(self.tokens)} tokens"
             )
+
+    def document(self) -> SessionDocument:
+        """As a file, apart from what makes that one of a model."""
+        policy = self.policy
+        return SessionDocument(
+            id=self.session,
+            system=self.system,
+            version=self.version,
+            priority=policy.priority,
+            ttl=policy.ttl,
+            max_tokens=policy.max_tokens,
+            metadata=dict(policy.metadata),
+            turns=[self._turn(record) for record in self.records],
+        )
+
+    def _turn(self, record: TurnRecord) -> SavedTurn:
+        talk = record.conversation
+        return SavedTurn(
+            input=list(self.tokens[record.start : record.input_end]),
+            output=list(self.tokens[record.input_end : record.end]),
+            conversation=Standing(system=talk.system, dialogue=talk.dialogue, role=talk.role) if talk else None,
+            cut=record.cut,
+        )
+
+    @classmethod
+    def of(cls, document: SessionDocument, session: str, policy: Policy) -> SavedSession:
+        """The session of a document, with this id and policy."""
+        tokens = chain.from_iterable(chain(turn.input, turn.output) for turn in document.turns)
+        records, end = [], 0
+        for turn in document.turns:
+            start, input_end = end, end + len(turn.input)
+            end = input_end + len(turn.output)
+            talk = Conversation(**msgspec.structs.asdict(turn.conversation)) if turn.conversation else None
+            records.append(TurnRecord(start, input_end, end, talk, turn.cut))
+        return cls(session, policy, document.system, document.version, tuple(tokens), tuple(records))
 
 
 def cut_records(records: list[TurnRecord], position: int) -> list[TurnRecord]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field
 
+from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
 from tenuto.base.turns import Message, TurnInput
@@ -18,12 +19,14 @@ from tenuto.serve.shared.schemas import (
     Items,
     Messages,
     Object,
+    TokenId,
     at_most,
     field_of,
     with_options,
 )
 
 MAX_TRIM_TURNS = 100_000
+MAX_FILE_TURNS = 100_000
 SessionId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The session's id.")]
 TurnId = Annotated[str, Path(pattern=r"^turn-[0-9a-f]{24}$", description="The turn's id.")]
 NewId = Annotated[Id | None, Field(description="Made up by the server if not given; an id in use is refused.")]
@@ -129,6 +132,41 @@ class NewTrim(Object):
         description="Their numbers, ascending.", examples=[[1]]
     )
     id: NewId = None
+
+
+class FileStanding(Object):
+    """What the messages up to a turn's end come to."""
+
+    system: bool
+    dialogue: bool
+    role: str = Field(min_length=1, max_length=64, examples=["assistant"])
+
+
+class FileTurn(Object):
+    """A committed turn. `conversation`: `null` if it is not made of messages. `cut`: the history was cut inside its
+    input."""
+
+    input: Items[TokenId]
+    output: Items[TokenId]
+    conversation: FileStanding | None
+    cut: bool
+
+
+class SessionFile(Object):
+    """A session as a file: all that it is, except for its memory. `model`: a fingerprint of what tokens mean to its
+    model. `sha256`: of all the rest."""
+
+    format: Literal["tenuto-session-1"]
+    model: str = Field(max_length=128)
+    id: Id
+    system: str | None
+    version: int = Field(ge=0, le=MAX_COUNT)
+    priority: int = Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    ttl: Annotated[float | None, field_of("ttl")]
+    max_tokens: Annotated[int | None, field_of("max_tokens")]
+    metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)]
+    turns: Annotated[list[FileTurn], Field(fail_fast=True, max_length=MAX_FILE_TURNS)]
+    sha256: str = Field(max_length=128)
 
 
 class Session(BaseModel):

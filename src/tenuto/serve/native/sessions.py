@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Query, Response
 
-from tenuto.base.messages import Fork, GetSession, ListSessions, ListTurns, OpenSession, Rewind, Trim
+from tenuto.base.document import SessionDocument
+from tenuto.base.messages import (
+    ExportSession,
+    Fork,
+    GetSession,
+    ImportSession,
+    ListSessions,
+    ListTurns,
+    OpenSession,
+    Rewind,
+    Trim,
+)
 from tenuto.base.options import Policy
 from tenuto.base.views import StateFilter
 from tenuto.serve.native.answers import session_body, shown
@@ -18,12 +31,13 @@ from tenuto.serve.native.schemas import (
     Position,
     RecordList,
     Session,
+    SessionFile,
     SessionId,
     SessionList,
     version_of,
 )
 from tenuto.serve.shared.edge import Caller, EdgeOf
-from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
@@ -59,6 +73,30 @@ async def list_sessions(
     page = await edge.link.call(ListSessions(tenant=tenant.name, after=after, limit=limit, state=state))
     next_id = page.sessions[-1].session_id if page.more else None
     return SessionList(data=[session_body(edge, tenant, info) for info in page.sessions], next=next_id)
+
+
+@router.post("/import", status_code=201, responses=REFUSALS)
+async def import_session(
+    edge: EdgeOf,
+    tenant: Caller,
+    body: SessionFile,
+    response: Response,
+    new_id: Annotated[Id | None, Query(alias="id", description="In place of the file's.")] = None,
+) -> Session:
+    """Open a session that was exported, here or by another server of this model. A file of another model, of another
+    format or with any change is refused. If it has no TTL, the server's own applies."""
+    document = msgspec.convert(body.model_dump(), SessionDocument)
+    policy = replace(document.policy(tenant.name), ttl=edge.settings.ttl(document.ttl, named=True))
+    request = ImportSession(session=new_id or document.id, policy=policy, document=document, limits=tenant.limits)
+    response.headers["location"] = f"/v1/sessions/{request.session}"
+    return await shown(edge, tenant, request, response)
+
+
+@router.get("/{session_id}/export", response_model=SessionFile, responses=REFUSALS)
+async def export_session(edge: EdgeOf, tenant: Caller, session_id: SessionId) -> Response:
+    """The session as of its last commit, as a file: its turns as tokens, its system message and policy."""
+    document = await edge.link.call(ExportSession(tenant=tenant.name, session=session_id))
+    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 @router.get("/{session_id}", responses=REFUSALS)

@@ -1,0 +1,99 @@
+"""A session as a file: JSON that another server of the same model can make a session of."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from tenuto.base.checks import MAX_COUNT, shown, whole
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import Policy
+from tenuto.base.views import View
+
+FORMAT = "tenuto-session-1"
+"""A reader of later formats also reads this one."""
+
+
+class Standing(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the messages up to a turn's end come to: whether they opened with a system message, whether there are
+    others, and who spoke last."""
+
+    system: bool
+    dialogue: bool
+    role: str
+
+
+class SavedTurn(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A committed turn, as token ids. `conversation`: `None` if it is not made of messages. `cut`: the history was cut
+    inside its input."""
+
+    input: list[int]
+    output: list[int]
+    conversation: Standing | None = None
+    cut: bool = False
+
+
+class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a session is, except for its memory, which is computed again.
+
+    `model`: a fingerprint of what tokens mean to its model. `sha256`: of all the rest, in hexadecimal."""
+
+    format: str = FORMAT
+    model: str = ""
+    id: str
+    system: str | None
+    version: int
+    priority: int
+    ttl: float | None
+    max_tokens: int | None
+    metadata: dict[str, str]
+    turns: list[SavedTurn]
+    sha256: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """How many there are in its turns."""
+        return sum(len(turn.input) + len(turn.output) for turn in self.turns)
+
+    def policy(self, tenant: str = "") -> Policy:
+        """What applies to the session when it belongs to `tenant`. Raises `InvalidRequest`."""
+        metadata = tuple(self.metadata.items())
+        return Policy(self.priority, self.ttl, self.max_tokens, tenant=tenant, metadata=metadata)
+
+    def signed(self, model: str) -> SessionDocument:
+        """With the fingerprint of its model and the checksum."""
+        complete = msgspec.structs.replace(self, model=model)
+        return msgspec.structs.replace(complete, sha256=_digest(complete))
+
+    def check(self, model: str) -> None:
+        """Raises `InvalidRequest` unless it is whole, and of the model with this fingerprint."""
+        if self.format != FORMAT:
+            raise InvalidRequest(f"the session's format is {shown(self.format)}; allowed: {FORMAT!r}", param="format")
+        if self.sha256 != _digest(self):
+            raise InvalidRequest("the session is damaged: its sha256 is another; export it again", param="sha256")
+        if self.model != model:
+            raise InvalidRequest(
+                "the session is of a model whose tokens mean something else; allowed: one of this model", param="model"
+            )
+        whole("version", self.version, 0, MAX_COUNT)
+        if not all(turn.input or turn.output for turn in self.turns):
+            raise InvalidRequest("the session has a turn without tokens", param="turns")
+
+
+def _digest(document: SessionDocument) -> str:
+    """However the document was written, and in whatever order."""
+    rest = msgspec.structs.replace(document, sha256="")
+    return hashlib.sha256(msgspec.json.encode(rest, order="deterministic")).hexdigest()
+
+
+def read_document(data: bytes | str) -> SessionDocument:
+    """The document in a file. Raises `InvalidRequest`."""
+    try:
+        found = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        given = msgspec.json.decode(found.get("format", b"null"))
+        if given == FORMAT:
+            return msgspec.json.decode(data, type=SessionDocument)
+    except (msgspec.MsgspecError, UnicodeError, TypeError, RecursionError) as error:
+        raise InvalidRequest(f"this is not an exported session: {error}") from None
+    raise InvalidRequest(f"the session's format is {shown(given)}; allowed: {FORMAT!r}", param="format")

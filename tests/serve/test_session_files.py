@@ -1,0 +1,242 @@
+"""Sessions as files: what one server exports another of the same model goes on with, and nothing else is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tenuto.base.document import SessionDocument
+from tests.serve.server import Server, serving
+from tests.serve.test_native import refusal
+
+KEYS = """
+[[keys]]
+tenant = "one"
+key = "one-key"
+limits = { sessions = 3, tokens = 260 }
+[[keys]]
+tenant = "two"
+key = "two-key"
+[[keys]]
+tenant = "admin"
+key = "admin-key"
+admin = true
+"""
+CONTEXT = 400
+TOKENS = 90
+"""In the history of `talk`, which is cut in the midst of its last answer."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of two tenants, with a journal. What is refused is not in the journal either."""
+    directory = tmp_path_factory.mktemp("shared")
+    (directory / "keys.toml").write_text(KEYS)
+    arguments = ("--keys", str(directory / "keys.toml"), "--journal", str(directory / "journal"))
+    limits = ("--context-length", str(CONTEXT), "--max-sessions", "8")
+    with serving("--model", "witness", *arguments, *limits) as server:
+        yield server
+        with client(server, "admin") as http:
+            assert http.get("/audit").status_code == 200
+    with serving("--model", "witness", *arguments, *limits) as server:
+        for tenant in ("one", "two"):
+            with client(server, tenant) as http:
+                assert http.get("/v1/sessions").json()["data"] == []
+
+
+def client(server: Server, tenant: str) -> httpx.Client:
+    return server.client(headers={"authorization": f"Bearer {tenant}-key"})
+
+
+@pytest.fixture
+def one(shared: Server) -> Iterator[httpx.Client]:
+    """Of the tenant with limits. Its sessions are closed in the end."""
+    with client(shared, "one") as http:
+        yield http
+        close_all(http)
+
+
+@pytest.fixture
+def two(shared: Server) -> Iterator[httpx.Client]:
+    with client(shared, "two") as http:
+        yield http
+        close_all(http)
+
+
+def close_all(http: httpx.Client) -> None:
+    for session in http.get("/v1/sessions").json()["data"]:
+        http.delete(f"/v1/sessions/{session['id']}").raise_for_status()
+
+
+def say(http: httpx.Client, session: str, text: str, tokens: int = 8) -> Any:
+    body = {"input": [{"role": "user", "content": text}], "max_new_tokens": tokens, "stream": False}
+    return http.post(f"/v1/sessions/{session}/turns", json=body).raise_for_status().json()["tokens"]
+
+
+def talk(http: httpx.Client, session: str = "s") -> dict[str, Any]:
+    """A session with a past, as a file."""
+    body = {"id": session, "system": "Be brief.", "ttl": 60, "priority": 2, "metadata": {"b": "1", "a": "é"}}
+    http.post("/v1/sessions", json=body).raise_for_status()
+    say(http, session, "hello")
+    http.post(f"/v1/sessions/{session}/append", json={"input": [{"role": "user", "content": "and"}]})
+    say(http, session, "again")
+    http.post(f"/v1/sessions/{session}/rewind", json={"position": TOKENS}).raise_for_status()
+    return exported(http, session)
+
+
+def exported(http: httpx.Client, session: str) -> dict[str, Any]:
+    found: dict[str, Any] = http.get(f"/v1/sessions/{session}/export").raise_for_status().json()
+    return found
+
+
+def put(http: httpx.Client, document: Any, **query: str) -> httpx.Response:
+    return http.post("/v1/sessions/import", json=document, params=query)
+
+
+def signed(document: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """With changes, and a checksum that fits."""
+    changed = msgspec.convert({**document, **changes}, SessionDocument)
+    built: dict[str, Any] = msgspec.to_builtins(changed.signed(changed.model))
+    return built
+
+
+def shown(http: httpx.Client, session: str) -> dict[str, Any]:
+    """All of a session that does not depend on where and when it runs."""
+    view = http.get(f"/v1/sessions/{session}").raise_for_status().json()
+    turns = http.get(f"/v1/sessions/{session}/turns").json()["data"]
+    return {name: view[name] for name in ("version", "turns", "tokens", "priority", "ttl", "metadata")} | {"all": turns}
+
+
+def test_an_imported_session_goes_on_as_the_exported_one_does_also_after_a_kill(
+    witness: Server, http: httpx.Client, tmp_path: Path
+) -> None:
+    document = talk(http)
+    journal = ("--journal", str(tmp_path / "journal"))
+    with serving("--model", "witness", "--context-length", "4096", *journal) as other, other.client() as there:
+        answer = put(there, document)
+        assert (answer.status_code, answer.headers["location"]) == (201, "/v1/sessions/s")
+        assert answer.json()["version"] == 4
+        assert answer.headers["etag"] == '"4"'
+        assert shown(there, "s") == shown(http, "s")
+        assert exported(there, "s") == document
+    with serving("--model", "witness", "--context-length", "4096", *journal) as other, other.client() as there:
+        assert exported(there, "s") == document
+        assert say(there, "s", "and then?") == say(http, "s", "and then?")
+        assert exported(there, "s") == exported(http, "s")
+        other.audit()
+    close_all(http)
+
+
+def test_an_export_does_not_see_an_open_turn(slow_http: httpx.Client) -> None:
+    slow_http.post("/v1/sessions", json={"id": "busy"})
+    slow_http.post("/v1/sessions/busy/append", json={"input": [1, 2, 3]})
+    body = {"input": [4], "max_new_tokens": 3000, "on_disconnect": "continue"}
+    with slow_http.stream("POST", "/v1/sessions/busy/turns", json=body) as answer:
+        assert answer.status_code == 200
+    assert [turn["input"] for turn in exported(slow_http, "busy")["turns"]] == [[1, 2, 3]]
+    slow_http.delete("/v1/sessions/busy")
+
+
+def test_one_file_makes_sessions_of_several_names(two: httpx.Client) -> None:
+    document = talk(two)
+    assert refusal(put(two, document)) == (409, "already_exists")
+    assert put(two, document, id="other").json()["id"] == "other"
+    assert exported(two, "other")["turns"] == document["turns"]
+    assert refusal(put(two, document, id="a/b"))[0] == 400
+
+
+def test_a_tenant_exports_its_own_sessions_and_imports_to_itself(one: httpx.Client, two: httpx.Client) -> None:
+    document = talk(two)
+    assert refusal(one.get("/v1/sessions/s/export")) == (404, "not_found")
+    assert put(one, document).status_code == 201
+    say(one, "s", "mine")
+    assert exported(two, "s") == document
+
+
+def test_limits_count_what_a_file_brings(one: httpx.Client, two: httpx.Client) -> None:
+    document = talk(two)
+    for name in ("a", "b"):
+        assert put(one, document, id=name).status_code == 201
+    assert refusal(put(one, document, id="c")) == (429, "limit_reached")
+    assert [session["id"] for session in one.get("/v1/sessions").json()["data"]] == ["a", "b"]
+    one.post("/v1/sessions", json={"id": "empty"}).raise_for_status()
+    assert refusal(put(one, signed(document, turns=[]))) == (429, "limit_reached")
+    for name in "abcd":
+        assert put(two, document, id=name).status_code == 201
+    assert refusal(put(two, document, id="e")) == (429, "overloaded")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model": "0" * 64}, "tokens mean something else"),
+        ({"turns": [{"input": [1000], "output": [], "conversation": None, "cut": False}]}, "token id 1000"),
+        ({"turns": [{"input": [1] * (CONTEXT + 1), "output": [], "conversation": None, "cut": False}]}, "allowed: 400"),
+        ({"max_tokens": TOKENS - 1}, f"history and input have {TOKENS} tokens"),
+        ({"turns": [{"input": [], "output": [], "conversation": None, "cut": False}]}, "turn without tokens"),
+        ({"system": "word " * 5000}, "allowed"),
+    ],
+    ids=["model", "token", "context", "max_tokens", "empty", "system"],
+)
+def test_a_whole_file_that_does_not_fit_is_refused(two: httpx.Client, change: dict[str, Any], complaint: str) -> None:
+    answer = put(two, signed(talk(two), **change), id="new")
+    assert answer.status_code == 400
+    assert complaint in answer.json()["error"]["message"]
+    assert [session["id"] for session in two.get("/v1/sessions").json()["data"]] == ["s"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda d: {**d, "format": "tenuto-session-2"}, "format"),
+        (lambda d: {**d, "version": d["version"] + 1}, "damaged"),
+        (lambda d: {**d, "version": 2**70}, "version"),
+        (lambda d: {**d, "turns": d["turns"][:-1]}, "damaged"),
+        (lambda d: {**d, "sha256": ""}, "damaged"),
+        (lambda d: {**d, "extra": 1}, "extra"),
+        (lambda d: {name: d[name] for name in d if name != "turns"}, "turns"),
+        (lambda d: {**d, "metadata": {"a": "1"} | {str(n): "" for n in range(20)}}, "metadata"),
+        (lambda d: [d], "body"),
+    ],
+)
+def test_a_changed_file_is_refused(two: httpx.Client, change: Callable[[Any], Any], complaint: str) -> None:
+    answer = put(two, change(talk(two)), id="new")
+    assert answer.status_code == 400
+    assert complaint in answer.text
+    assert len(two.get("/v1/sessions").json()["data"]) == 1
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_is_refused_whatever_is_wrong_with_it(two: httpx.Client, data: st.DataObject) -> None:
+    close_all(two)
+    document = talk(two)
+    content = bytearray(json.dumps(document).encode())
+    place = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[place : place + data.draw(st.integers(1, 40))] = data.draw(st.binary(max_size=40))
+    else:
+        del content[place:]
+    answer = two.post(
+        "/v1/sessions/import?id=new", content=bytes(content), headers={"content-type": "application/json"}
+    )
+    if is_same(content, document):
+        assert answer.status_code == 201
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+        assert [session["id"] for session in two.get("/v1/sessions").json()["data"]] == ["s"]
+
+
+def is_same(content: bytearray, document: dict[str, Any]) -> bool:
+    try:
+        return bool(json.loads(content) == document)
+    except ValueError:
+        return False
