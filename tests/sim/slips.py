@@ -59,7 +59,7 @@ SLIPS = (
     Slip("sched.batch", "if len(turn.output) < params.min_new_tokens", "if len(turn.output) <= params.min_new_tokens"),
     Slip("sched.batch", "turn.prompt_length + params.min_new_tokens,", "turn.prompt_length + params.min_new_tokens - 1,"),
     Slip("sched.batch", "spaced = (position // interval + 1) * interval", "spaced = (position // interval + 1) * interval + 1"),
-    Slip("sched.batch", "min(turn.base_length, turn.prompt_length - 1)", "min(turn.base_length, turn.prompt_length)"),
+    Slip("sched.batch", "return turn.resume_position", "return turn.prompt_length"),
     Slip("sched.settle", "start, start + 1 + accepted)", "start, start + 2 + accepted)"),
     Slip("sched.settle", "rows.next_token[row] = sampled[accepted]", "rows.next_token[row] = sampled[0]"),
     Slip("sched.settle", "full = rows.known[chosen] > rows", "full = rows.known[chosen] >= rows"),
