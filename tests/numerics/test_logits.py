@@ -59,17 +59,17 @@ def expected_logits(reference: LlamaForCausalLM, prompts: list[list[int]]) -> li
         return [reference(torch.tensor([tokens])).logits[0] for tokens in prompts]
 
 
-@pytest.fixture(params=[1, 16, 64], ids=lambda size: f"page{size}")
-def driver(model: Decoder, request: pytest.FixtureRequest) -> Iterator[Driver]:
-    executor = ModelExecutor(TorchForward(model, request.param))
-    yield Driver(executor, pages=-(-2100 // request.param) + 3, rows=4)
+@pytest.fixture
+def driver(model: Decoder, page_size: int) -> Iterator[Driver]:
+    executor = ModelExecutor(TorchForward(model, page_size))
+    yield Driver(executor, pages=-(-2100 // page_size) + 3, rows=4)
     executor.close()
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [rows(512), rows(64), SMALL_STEPS],
-    ids=["chunk512", "chunk64", "chunk7-and-1"],
+    ("page_size", "rows"),
+    [(1, SMALL_STEPS), (16, rows(512)), (16, SMALL_STEPS), (64, rows(64))],
+    ids=["page1-chunk7-and-1", "page16-chunk512", "page16-chunk7-and-1", "page64-chunk64"],
 )
 def test_logits_match_transformers_at_every_position(
     driver: Driver, prompts: list[list[int]], expected_logits: list[torch.Tensor], rows: list[Row]
