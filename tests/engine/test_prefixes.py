@@ -202,6 +202,19 @@ def test_hashes_that_collide_cost_hits_and_nothing_else(mix, monkeypatch: pytest
         once(stage, COMMON[: 20 + 9 * i])
 
 
+def test_what_a_session_says_after_a_rewind_is_found_by_its_own_hashes() -> None:
+    stage = make()
+    session = stage.told("s", 60)
+    stage.engine.rewind("s", position=10)
+    stage.say("s", count_from(500, 60), 2)
+    stage.play()
+    anew = PrefixIndex(PAGE)
+    anew.enter(session)
+    assert present(stage.engine.prefixes)._hashes[session] == anew._hashes[session]
+    turn = once(stage, [*count_from(len("s"), 60)[:10], *count_from(500, 60), 9])
+    assert cached(turn) == 70
+
+
 def test_nothing_is_left_of_sessions_that_are_gone() -> None:
     stage = make()
     for i in range(20):

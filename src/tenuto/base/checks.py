@@ -96,13 +96,12 @@ def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
     raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
 
 
-def unicode_text(name: str, value: str, error: type[TenutoError] = InvalidRequest) -> str:
-    """`value`, which has no lone surrogates: they are no text, and cannot be stored."""
+def check_unicode(name: str, value: str) -> None:
+    """Raises `InvalidRequest` for lone surrogates, which cannot be stored."""
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise error(f"{name} has a lone surrogate; allowed: Unicode text", param=_param(name)) from None
-    return value
+        raise InvalidRequest(f"{name} has a lone surrogate; allowed: Unicode text", param=_param(name)) from None
 
 
 def _param(name: str) -> str | None:

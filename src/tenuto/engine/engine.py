@@ -220,12 +220,11 @@ class Engine:
         session = self.sessions.get(session_id, tenant)
         session.require_idle("add a turn to")
         self._gate.allowed(session, len(session.history) + len(given) + len(answer), 0)
-        before = len(session.history)
         session.adopt(given, answer, self._clock.now(), conversation, cut)
         self.sessions.note_length(session)
         self.sessions.watch(session)
         self.lifecycle.count("adopt")
-        self.lifecycle.note("adopt", session, kept=before)
+        self.lifecycle.note("adopt", session, kept=len(session.history) - len(given) - len(answer))
         return session
 
     @guarded

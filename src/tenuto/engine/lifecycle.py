@@ -229,6 +229,8 @@ class Lifecycle:
             if session.state is SessionState.CLOSED and not session.memory.computed:
                 self._prefixes.forget(session)
             else:
+                if session.turn is None:
+                    self._prefixes.changed(session, len(session.history))
                 self._prefixes.enter(session)
         self.pressure.note(session)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from random import Random
 
-from tenuto.base.checks import shown, unicode_text
+from tenuto.base.checks import check_unicode, shown
 from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, IllegalTransition, InvalidRequest, NotFound, Overloaded
 from tenuto.base.options import Policy
@@ -84,9 +84,9 @@ class Registry:
             raise InvalidRequest(
                 f"session id is {shown(session_id)}; allowed: ids that are not '.' or '..' and have no such part"
             )
-        unicode_text("system", system or "")
+        check_unicode("system", system or "")
         for part in chain.from_iterable(policy.metadata):
-            unicode_text("metadata", part)
+            check_unicode("metadata", part)
         if (policy.tenant, session_id) in self._sessions:
             raise AlreadyExists(f"session {session_id!r} is open already")
         if len(self._sessions) >= self._max_sessions:
