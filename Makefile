@@ -2,8 +2,9 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+MODEL ?= smollm2
 SEEDS ?= 200
-WORKERS ?= auto
+WORKERS ?= $(shell expr $$(nproc) + 1)
 
 BIN := $(VENV)/bin
 KERNELS := $(wildcard src/tenuto/kernels/native/*.h src/tenuto/kernels/native/*.cpp)
@@ -14,10 +15,10 @@ STAMP := $(VENV)/.installed
 
 demo: $(STAMP)
 	$(BIN)/tenuto pull
-	$(BIN)/tenuto demo
+	$(BIN)/tenuto demo --model $(MODEL)
 
-# `pytest` alone runs in one process. Here there is one a core, and in each one thread of torch: more would only wait for
-# each other. The model is fetched before, so that they do not all fetch it.
+# `pytest` alone runs in one process. Here there is one a core, and one more, since some tests wait for servers; in each one
+# thread of torch: more would only wait for each other. The model is fetched before, so that they do not all fetch it.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test: check

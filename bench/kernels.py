@@ -26,6 +26,7 @@ from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.kernels.native.build import Machine
 from tenuto.kernels.native.library import OpKind
+from tenuto.models.config import Attention
 from tenuto.models.store import DEFAULT_MODEL, resolve
 
 PAGE = 16
@@ -94,6 +95,17 @@ def read_seconds(size: int) -> float:
     return best
 
 
+def product_seconds(multiplications: int) -> float:
+    """How long so many multiplications in products of matrices of bfloat16 take PyTorch, at best."""
+    size, best = 1024, float("inf")
+    matrix = torch.ones((size, size), dtype=torch.bfloat16)
+    for _ in range(10):
+        began = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - began)
+    return best * multiplications / size**3
+
+
 def shares(forward: Forward) -> str:
     """How the time in native operations since the last call was spent, in per cent."""
     if not isinstance(forward, NativeForward):
@@ -125,6 +137,17 @@ class Prefill:
     seconds: Spread
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A step that computes `tokens` of a sequence after `context` others. `seconds`: of a step. `attention`: seconds
+    that what attention reads and what it multiplies take, measured by `read_seconds` and `product_seconds`."""
+
+    tokens: int
+    context: int
+    seconds: Spread
+    attention: float
+
+
 class Figures:
     """Measures steps of one executor, each `times` times."""
 
@@ -133,6 +156,8 @@ class Figures:
         self.description = forward.description
         self.token_bytes = executor.spec.groups[0].bytes_per_unit // PAGE
         self.weight_bytes = forward.weight_bytes if isinstance(forward, NativeForward) else 0
+        layers = [layer.mixer for layer in forward.config.layers if isinstance(layer.mixer, Attention)]
+        self._per_pair = sum(2 * layer.heads * layer.head_dim for layer in layers)  # multiplications, of two tokens
         self._steps = Steps(executor, rows=32, context=3200)
         self._times = times
 
@@ -146,9 +171,11 @@ class Figures:
         """A prefill of an empty sequence."""
         return Prefill(tokens, self._step(1, 0, tokens))
 
-    def turn(self, context: int, tokens: int) -> Spread:
-        """Seconds of a step that computes `tokens` after `context`."""
-        return self._step(1, context, tokens)
+    def turn(self, context: int, tokens: int) -> Turn:
+        """What a turn waits for: `tokens` after `context`."""
+        reading = read_seconds((context + tokens) * self.token_bytes)
+        attention = reading + product_seconds(tokens * (context + tokens // 2) * self._per_pair)
+        return Turn(tokens, context, self._step(1, context, tokens), attention)
 
     def _step(self, rows: int, start: int, count: int) -> Spread:
         return repeated(lambda: self._steps.run(rows, start, count), self._times)
@@ -162,7 +189,7 @@ def show(kernels: str, times: int) -> None:
         print(f"\n{figures.description}; {sizes}")
         print(f"prefill of 512  {512 / figures.prefill(512).seconds.median:8.0f} tokens/s")
         print(f"  of it  {shares(forward)}")
-        print(f"48 after 3,072  {figures.turn(3072, 48).scaled(1e3).shown('7.2f')} ms")
+        print(f"48 after 3,072  {figures.turn(3072, 48).seconds.scaled(1e3).shown('7.2f')} ms")
         print(f"  of it  {shares(forward)}")
         for rows, context in DECODES:
             one = figures.decode(rows, context)

@@ -12,6 +12,14 @@ settings.register_profile("tenuto", deadline=None)  # no test asserts on time
 settings.load_profile("tenuto")
 
 
+LONG = ("numerics", "sim")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests go first: what is left for the end, several processes can share."""
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file, in the user's cache; fetched by the first test that needs it."""

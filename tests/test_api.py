@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,23 @@ def engine() -> Iterator[tenuto.Engine]:
     with tenuto.Engine("witness", page_size=4, context_length=CONTEXT, audit_every=20) as running:
         yield running
         running.audit()
+
+
+def test_the_files_of_the_disk_tier_go_with_their_engine(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"context_length": 256, "memory_bytes": 10_000, "page_size": 4}
+    for _ in range(2):
+        with tenuto.Engine("witness", disk_tier=str(tmp_path), **options) as running:
+            with pytest.raises(ConfigError, match="in use by another process"):
+                tenuto.Engine("witness", disk_tier=str(tmp_path), **options)
+            sessions = [running.session() for _ in range(12)]
+            for number, session in enumerate(sessions):
+                session.append([number + 3] * 150)
+            assert list(tmp_path.glob("*.units"))
+            turn = sessions[0].turn([1], max_new_tokens=5, ignore_eos=True)
+            assert turn.result().committed
+            assert turn.token_ids == said([3] * 150 + [1], 5)
+            running.audit()
+        assert not list(tmp_path.glob("*.units"))
 
 
 def said(history: list[int], count: int) -> list[int]:

@@ -86,10 +86,6 @@ def _tenuto(setting: Setting, shape: Shape) -> list[str]:
     return [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--log-level", "error", *options]
 
 
-def _tenuto_prefixes(setting: Setting, shape: Shape) -> list[str]:
-    return [*_tenuto(setting, shape), "--prefix-cache"]
-
-
 def _tenuto_inside(setting: Setting, shape: Shape) -> list[str]:
     program = str(INSIDE / "tenuto_engine.py")
     return [sys.executable, program, setting.model, str(_context(shape)), str(CACHE_GIB << 30)]
@@ -142,7 +138,7 @@ PEERS = (
     Peer(
         "tenuto-resend",
         "Tenuto, history resent",
-        _tenuto_prefixes,
+        _tenuto,
         Server(TenutoConversation, "resend", "/v1/engine"),
         single=True,
     ),

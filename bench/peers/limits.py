@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.kernels import DECODES, Decode, Figures, Prefill, executor_of
+from bench.kernels import DECODES, Decode, Figures, Prefill, Turn, executor_of
 from bench.peers.catalog import LLAMA_PROGRAMS, Setting
+from bench.peers.workload import NEW_TOKENS
 
 CHUNKS = (16, 48, 128, 512)
 """Tokens of the prefills."""
+TURNS = (80, 800, 1600, 3120)
+"""Contexts of turns: in the workload, of the second and the last, and two between."""
 TIMES = 7
 LLAMA_TOKENS = 16
 """Decoded at each point by llama.cpp's benchmark."""
@@ -28,6 +31,7 @@ class Limits:
     token_bytes: int
     decodes: tuple[Decode, ...]
     prefills: tuple[Prefill, ...]
+    turns: tuple[Turn, ...]
     llama_decodes: dict[tuple[int, int], float]
     llama_prefills: dict[int, float]
 
@@ -38,9 +42,10 @@ def limits(setting: Setting) -> Limits:
         figures = Figures(executor, TIMES)
         decodes = tuple(figures.decode(rows, context) for rows, context in DECODES)
         prefills = tuple(figures.prefill(tokens) for tokens in CHUNKS)
+        turns = tuple(figures.turn(context, NEW_TOKENS) for context in TURNS)
         kernels, weights, token = figures.description, figures.weight_bytes, figures.token_bytes
     steps, rates = _llama(setting) if (setting.peers / LLAMA_PROGRAMS).exists() else ({}, {})
-    return Limits(kernels, weights, token, decodes, prefills, steps, rates)
+    return Limits(kernels, weights, token, decodes, prefills, turns, steps, rates)
 
 
 def _llama(setting: Setting) -> tuple[dict[tuple[int, int], float], dict[int, float]]:

@@ -168,6 +168,17 @@ def _limits_section(limits: Limits) -> str:
         ]
         for one in limits.prefills
     ]
+    first = limits.turns[0]
+    turns = [
+        [
+            f"{one.context:,}",
+            one.seconds.scaled(1e3).shown(".1f"),
+            f"{1e3 * one.attention:.1f}",
+            f"{one.seconds.median / first.seconds.median:.2f}",
+            f"{1 + (one.attention - first.attention) / first.seconds.median:.2f}",
+        ]
+        for one in limits.turns
+    ]
     heads = ("sequences", "context", "MB read", "GB/s", "limit, ms", "Tenuto, ms", "of the limit", "llama.cpp, ms")
     return "\n\n".join(
         [
@@ -176,6 +187,8 @@ def _limits_section(limits: Limits) -> str:
             table(heads, decodes),
             "Prefill of an empty sequence, in tokens per second:",
             table(("tokens", "Tenuto", "llama.cpp"), prefills),
+            TURNS.format(tokens=first.tokens),
+            table(("context", "Tenuto, ms", "attention, ms", "over the first", "explained"), turns),
         ]
     )
 
@@ -184,6 +197,11 @@ LIMITS = """The engines' steps by themselves, without sessions, sampling options
 than the memory is read: the weights once ({weights:.0f} MB), and the keys and values of all sequences ({token:,} bytes
 a token). *GB/s* is how fast PyTorch reads as many bytes with as many threads, in this run, and *limit* the time
 that takes. Tenuto: {kernels}. llama.cpp: its own `llama-batched-bench`, `-fa off`, run once."""
+
+
+TURNS = """What the first token of a turn waits for: a step of {tokens} tokens after those of the conversation.
+*Attention* is what reading their keys and values takes, and then multiplying them, at the rates of PyTorch in this
+run; *explained* is how much longer than the first that would make the step."""
 
 
 def _told(value: float | None, form: str) -> str:

@@ -83,7 +83,8 @@ def run_demo(model: str = "smollm2", device: str = "cpu", console: Console | Non
     """Show what sessions are good for. Raises the errors of `Engine` if the model cannot be used."""
     show = Demo(console or Console(highlight=False, soft_wrap=True), time.perf_counter())
     show.out.print(f"Loading {model} ...")
-    with Engine(model, device=device, context_length=CONTEXT) as engine:
+    # Without the prefix cache, for what is resent would find what the sessions have in memory.
+    with Engine(model, device=device, context_length=CONTEXT, prefix_cache=False) as engine:
         engine.generate("Once upon a time", max_new_tokens=1).result()  # so that neither way pays for a cold start
         sessions = {name: engine.session(name, system=SYSTEM) for name in QUESTIONS}
         show.turns(engine, sessions)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.grammar import Grammar
 from tenuto.base.options import OPTIONS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_BIASES, Sampling
 
@@ -35,7 +36,7 @@ FULL: TurnOptions = {
 
 
 def test_every_option_arrives_where_it_belongs() -> None:
-    assert FULL.keys() == TurnOptions.__annotations__.keys() == OPTIONS.keys()
+    assert FULL.keys() | {"grammar"} == TurnOptions.__annotations__.keys() == OPTIONS.keys()
     assert turn_params(FULL) == TurnParams(
         max_new_tokens=9,
         sampling=Sampling(0.5, 4, 0.5, 3, 0.25, 1.5, -1, 2, ((7, -100), (8, 1.5))),
@@ -51,6 +52,12 @@ def test_every_option_arrives_where_it_belongs() -> None:
         input_logprobs=0,
     )
     assert turn_params({}) == TurnParams()
+    assert turn_params({"grammar": {"regex": "[0-9]+"}}) == TurnParams(grammar=Grammar("regex", "[0-9]+"))
+
+
+def test_what_may_end_a_turn_too_early_is_not_combined_with_a_grammar_that_may_allow_nothing_else() -> None:
+    with pytest.raises(InvalidRequest, match="stop id"):
+        turn_params({"grammar": {"regex": "[0-9]+"}, "stop_ids": [7], "min_new_tokens": 1})
 
 
 def test_a_logit_bias_may_be_pairs_of_any_kind() -> None:

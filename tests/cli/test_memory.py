@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tenuto.base.errors import ConfigError
-from tenuto.cli.memory import read_memory
+from tenuto.cli.memory import read_memory, read_size
 from tests.cli.test_cli import run
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -59,3 +59,14 @@ def test_the_server_says_what_it_takes_for_memory() -> None:
     done = run("serve", "--model", "witness", "--memory", "lots")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "4GiB" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "size"), [("0", 0), ("123", 123), ("4GiB", 4 << 30), ("1.5 kB", 1500)])
+def test_sizes_of_tiers_may_be_nothing(text: str, size: int) -> None:
+    assert read_size("host_tier", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "0.5", "many", "4 GiX"])
+def test_what_is_no_size_is_refused_by_the_name_of_its_option(text: str) -> None:
+    with pytest.raises(ConfigError, match="disk_tier_size"):
+        read_size("disk_tier_size", text)

@@ -393,7 +393,7 @@ def test_a_deadline_aborts_a_turn(engine: AnyEngine) -> None:
 
 
 def test_the_audit_accounts_for_every_unit(engine: AnyEngine) -> None:
-    engine.session().append(range(10))
+    engine.session().append(range(60, 70))
     report = engine.audit()
     assert isinstance(report, tenuto.AuditReport)
     assert report.pools[0].by_holder["session"] == 3

@@ -16,7 +16,9 @@ from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
 from tenuto.memory.full import FullTable
+from tenuto.memory.unit_files import Disk
 from tenuto.session.session import Session, Turn
+from tenuto.text.masks import Masks
 from tests.clock import ManualClock
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
@@ -68,6 +70,8 @@ class Stage:
         guess: Callable[[Turn, int], list[int]] | None = None,
         eos: tuple[int, ...] = (),
         recount: bool = True,
+        masks: Masks | None = None,
+        disk: Disk | None = None,
         **config: Any,
     ) -> None:
         groups = [GroupSpec(kind, 1, WINDOW if kind is SLIDING else 0) for kind in mix]
@@ -81,6 +85,7 @@ class Stage:
             "max_running": 4,
             "token_budget": 16,
             "audit_every": int(recount),
+            "prefix_cache": False,  # what a closed session had comes free
         }
         self.engine = Engine(
             self.executor,
@@ -91,6 +96,8 @@ class Stage:
             clock=self.clock,
             random=Random(0),
             proposer=_Guesser(guess) if guess is not None else None,
+            masks=masks,
+            disk=disk,
         )
 
     # -- sessions

@@ -168,6 +168,31 @@ def test_a_draft_is_computed_where_closed_sessions_have_filled_memory() -> None:
     assert present(draft.session.memory.turn).computed == 59
 
 
+def test_closed_sessions_that_share_all_they_have_yield_before_an_open_one() -> None:
+    stage = make(units=60)
+    idle = stage.told("idle", 60)
+    stage.told("closed", 80)
+    stage.engine.fork("closed", child="too")  # neither frees anything alone
+    stage.engine.close("closed")
+    stage.engine.close("too")
+    once(stage, count_from(500, 120))
+    assert idle.memory.computed > 0
+    assert not stage.engine.pressure.yielded["idle"]
+
+
+@pytest.mark.parametrize("mix", [(SLIDING,), (STATE,), (FULL, SLIDING, STATE)], ids=str)
+def test_what_a_closed_session_shares_with_an_open_one_is_not_its_to_give(mix) -> None:
+    stage = make(mix)
+    stage.told("open", 60)
+    before = stage.engine.pressure.reclaimable().tolist()
+    stage.engine.fork("open", child="closed")
+    stage.engine.close("closed")
+    assert stage.engine.pressure.reclaimable().tolist() == before
+    stage.engine.close("open")
+    held = [pool.leased for pool in stage.engine.memory.pools]
+    assert stage.engine.pressure.reclaimable().tolist() == held  # what both have, and their checkpoints
+
+
 def test_a_flush_forgets_what_closed_sessions_have_left() -> None:
     stage = make()
     once(stage, COMMON)

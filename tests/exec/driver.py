@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
+from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges, TokenMasks
 from tenuto.base.sampling import Sampling
 from tenuto.exec.model_executor import ModelExecutor
 
@@ -37,6 +37,7 @@ class Driver:
         sampling: Sequence[tuple[int, Sampling | RowSampling]] = (),
         changes: Sequence[tuple[int, int, int]] = (),
         copies: Sequence[tuple[int, int, int]] = (),
+        masks: Sequence[TokenMasks] = (),
     ) -> Plan:
         """The next step; `changes` (row, index, page) and `copies` (source, target, slots) come on top of new pages."""
         changes = list(changes)
@@ -58,6 +59,7 @@ class Driver:
             copies=(PageCopies(*columns(copies)),),
             states=(),
             sampling=tuple((row, new if isinstance(new, RowSampling) else RowSampling(new)) for row, new in sampling),
+            masks=tuple(masks),
         )
 
     def step(self, work: Sequence[Work], **more: Sequence) -> list[int]:

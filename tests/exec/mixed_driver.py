@@ -13,8 +13,8 @@ import torch
 from tenuto.base.groups import Kind
 from tenuto.base.plan import NO_SLOT, PageCopies, Plan, StateMoves, TableChanges
 from tenuto.exec.model_executor import ModelExecutor
-from tenuto.exec.torch_forward import TorchForward
 from tests.exec.driver import columns, ints
+from tests.exec.spoil import spoil
 
 
 class MixedDriver:
@@ -22,31 +22,22 @@ class MixedDriver:
     where it was read, or elsewhere, at random."""
 
     def __init__(self, executor: ModelExecutor, rows: int, units: int = 60, seed: int = 0) -> None:
-        assert isinstance(executor.forward, TorchForward)
         self.executor, self.rng = executor, np.random.default_rng(seed)
         self.size, self.groups = executor.spec.page_size, executor.spec.groups
         executor.prepare((units,) * len(self.groups), rows)
-        self.memories = executor.forward.memories
         self.free = [self.rng.permutation(units).tolist() for _ in self.groups]
         self.held: list[dict[int, dict[int, int]]] = [defaultdict(dict) for _ in self.groups]  # row -> entry -> unit
         self.lengths = [0] * rows
         self.steps = 0
         for group in range(len(self.groups)):
-            self._spoil(group, list(range(units)))
-
-    def _spoil(self, group: int, units: Sequence[int]) -> None:
-        if group in self.memories.pages:
-            self.memories.pages[group].kv.data[:, :, list(units)] = 1e4
-        else:
-            for part in self.memories.states[group].slots.parts:
-                part[:, list(units)] = torch.nan
+            spoil(executor.forward, group, range(units))
 
     def _take(self, group: int) -> int:
         return self.free[group].pop()
 
     def _give_back(self, group: int, row: int, entries: Sequence[int]) -> None:
         units = [self.held[group][row].pop(entry) for entry in entries]
-        self._spoil(group, units)
+        spoil(self.executor.forward, group, units)
         self.free[group] = [*units, *self.free[group]]
 
     def release(self, row: int) -> None:

@@ -2,6 +2,7 @@
 overlapped."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
-from tenuto.base.plan import PREVIOUS_SAMPLE
+from tenuto.base.plan import PREVIOUS_SAMPLE, TokenMasks, Words
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
@@ -252,3 +253,31 @@ def test_a_device_or_dtype_that_does_not_exist_is_a_typed_error(files: ModelFile
 def test_more_pages_than_the_device_can_hold_is_a_typed_error(executor: ModelExecutor) -> None:
     with pytest.raises(ConfigError, match="cannot hold"):
         executor.prepare((10**12,), 1)
+
+
+def only(*tokens: int) -> Words:
+    words = np.zeros(4, np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_a_row_with_masks_samples_what_they_allow_and_no_other_row_changes(driver: Driver, sampling: Sampling) -> None:
+    free = driver.step([(0, text(9), 1), (1, text(7), 1)], sampling=[(0, sampling), (1, sampling)])
+    after: Future[Words | None] = Future()
+    work = [(2, text(9), 1), (3, [*text(7), 5, 6], 3), (4, text(7), 1)]
+    plan = driver.plan(work, sampling=[(row, sampling) for row in (2, 3, 4)], masks=[TokenMasks(1, after)])
+    driver.executor.submit(plan)
+    after.set_result(np.stack([only(40), only(77), only(3, 100)]))  # while the step computes
+    tokens = driver.executor.collect().tokens.tolist()
+    assert (tokens[0], tokens[4]) == tuple(free)
+    assert tokens[1:3] == [40, 77]
+    assert tokens[3] in (3, 100)
+
+
+def test_masks_that_do_not_come_do_not_keep_the_executor_from_closing(driver: Driver) -> None:
+    driver.executor.submit(driver.plan([(0, text(9), 1)], sampling=[(0, GREEDY)], masks=[TokenMasks(0, Future())]))
+    driver.executor.close()
+    with pytest.raises(StepFailed, match="closed"):
+        driver.executor.collect()

@@ -22,9 +22,9 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import VARIANTS, Machine
 from tenuto.models.store import resolve
 from tests.exec.driver import Driver
+from tests.exec.kernels import HERE, every_variant
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
 
-HERE = Machine.this()
 MODEL = tiny_llama(head_dim=32, max_position_embeddings=1024)
 WIDE = tiny_llama(  # for blocks of 256 weights, and weights that are less wild
     max_position_embeddings=1024,
@@ -37,15 +37,6 @@ WIDE = tiny_llama(  # for blocks of 256 weights, and weights that are less wild
 )
 LENGTH = 70
 
-every_variant = pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(
-            name, marks=[] if HERE.compiler and name in HERE.variants() else pytest.mark.skip(f"{name} cannot run here")
-        )
-        for name in VARIANTS
-    ],
-)
 SHAPES: dict[str, dict[str, Any]] = {
     "heads of 16": {},
     "heads of 32": {"head_dim": 32},
@@ -186,6 +177,25 @@ def test_few_tokens_are_computed_as_exactly_as_many(variant: str, tmp_path: Path
     assert relative_error(single, exact) < 1.1 * relative_error(many, exact)
     for each in (executor, reference):
         each.close()
+
+
+@pytest.mark.parametrize("page_size", [5, 16])
+def test_pages_copied_out_and_in_again_elsewhere_hold_the_same(path: Path, page_size: int) -> None:
+    one, other = native(path, page_size=page_size), native(path, page_size=page_size)
+    drivers = Driver(one, 40, 2), Driver(other, 40, 2)
+    history, more = text(70), text(3, 5)
+    drivers[0].step([(0, history, 1)])
+    drivers[1].step([(0, text(70, 9), 1)])  # in the same pages
+    units = np.arange(40, dtype=np.int32)
+    data = one.read_units(0, units)
+    assert data.shape == (40, one.unit_bytes(0))
+    other.write_units(0, units[::-1].copy(), list(data[::-1]))
+    logits = [
+        executor.logits(driver.plan([(0, more, 1)])) for executor, driver in zip((one, other), drivers, strict=True)
+    ]
+    assert torch.equal(*logits)
+    one.close()
+    other.close()
 
 
 def test_one_thread_computes_what_two_do(path: Path) -> None:

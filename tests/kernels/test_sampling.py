@@ -17,10 +17,11 @@ from tenuto.kernels import sampling
 from tenuto.kernels.native.build import VARIANTS, Machine, library
 from tenuto.kernels.native.library import Model, Op, loaded
 from tenuto.kernels.native.sampling import sample as native_sample
-from tenuto.kernels.sampling import Choice, add_biases, kept_probabilities, logprobs, penalise, uniforms
+from tenuto.kernels.sampling import Choice, Masks, add_biases, kept_probabilities, logprobs, mask, penalise, uniforms
 from tests.kernels.reference import Row, reference_kept, reference_logits
 
-Sample = Callable[[torch.Tensor, Choice], torch.Tensor]
+Sample = Callable[..., torch.Tensor]
+"""Of logits, a choice and perhaps masks."""
 HERE = Machine.this()
 
 
@@ -28,21 +29,29 @@ HERE = Machine.this()
 def native(variant: str) -> Sample:
     """Samples with two threads of the native kernels, for logits of any vocabulary."""
     kernels = loaded(library(cache_dir(), HERE, variant, print))
-    frequencies = np.zeros(8, np.float32)
 
     @cache
     def forward(vocab: int) -> int:
-        model = Model(16, 16, 1, 1, 16, 1, vocab, 16, frequencies.ctypes.data)
+        model = Model(hidden=16, vocab=vocab, page_size=16)
         opened: int = kernels.open(byref(model), (Op * 0)(), 0, 2)
         return opened
 
-    return lambda logits, choice: native_sample(kernels, forward(logits.shape[1]), logits, choice)
+    def sample(logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
+        return native_sample(kernels, forward(logits.shape[1]), logits, choice, masks)
+
+    return sample
+
+
+def portable(logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
+    if masks is not None:
+        mask(logits, masks)
+    return sampling.sample(logits, choice)
 
 
 @pytest.fixture(scope="module", params=["torch", *VARIANTS])
 def sample(request: pytest.FixtureRequest) -> Sample:
     if request.param == "torch":
-        return sampling.sample
+        return portable
     if HERE.compiler is None or request.param not in HERE.variants():
         pytest.skip(f"{request.param} cannot run here")
     return native(request.param)
@@ -303,3 +312,22 @@ def test_a_masked_token_is_never_drawn_however_it_is_favoured(sample: Sample) ->
     assert edited[0, 2] == -torch.inf
     ends = np.array([0.0, 1 - 2.0**-52])
     assert 2 not in sample(edited.expand(2, 4), choice([(5.0, 0, 1.0)] * 2, ends)).tolist()
+
+
+@pytest.mark.parametrize("words", [1, 3, 4, 7])
+@pytest.mark.parametrize("vocab", [31, 96, 101, 128])
+def test_masked_rows_draw_as_if_all_other_tokens_were_impossible(sample: Sample, vocab: int, words: int) -> None:
+    """Tokens behind the last word are not allowed; a row that may draw nothing draws anything."""
+    random = np.random.default_rng(vocab + words)
+    logits = torch.from_numpy(random.normal(size=(9, vocab)).astype(np.float32))
+    bits = random.integers(0, 2**32, (4, words), np.uint32)
+    bits[2], bits[3] = 0, 0xFFFFFFFF
+    rows = np.array([1, 3, 4, 8])
+    expected = logits.clone()
+    for row, own in zip(rows, bits, strict=True):
+        allowed = [t for t in range(min(vocab, 32 * words)) if own[t // 32] >> np.uint32(t % 32) & np.uint32(1)]
+        forbidden = [t for t in range(vocab) if allowed and t not in allowed]
+        expected[row, forbidden] = -torch.inf
+    for temperature in (0.0, 3.0):
+        chosen = choice([(temperature, 0, 1.0)] * 9, random.random(9))
+        assert sample(logits.clone(), chosen, Masks(rows, bits)).tolist() == sample(expected, chosen).tolist()

@@ -170,6 +170,15 @@ def test_a_session_has_at_most_one_turn_in_memory() -> None:
         scribe.open(script)
 
 
+def test_a_turn_that_takes_the_end_of_a_history_back_and_adds_nothing_leaves_its_session_cut() -> None:
+    scribe = Scribe([FULL])
+    script = scribe.told(9)
+    scribe.open(script, 4, target=3)
+    scribe.commit(script, 4)
+    assert script.memory.computed == 3
+    scribe.audit()
+
+
 def test_a_session_is_not_cut_under_its_open_turn() -> None:
     scribe = Scribe([FULL])
     script = scribe.told(5)

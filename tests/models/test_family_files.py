@@ -16,12 +16,21 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, ModelError
 from tenuto.exec.load import load_executor
-from tenuto.models.config import Attention, Layer, Mamba2, ModelConfig
+from tenuto.models.config import Attention, Mamba2, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import SUPPORTED, HfCheckpoint
-from tenuto.models.native_llama import obstacle
+from tenuto.models.native.obstacle import obstacle
 from tenuto.models.store import resolve
-from tests.models.tiny_hybrids import tiny_bamba, tiny_gemma3, tiny_gpt_oss, tiny_granite, tiny_mistral, tiny_qwen3_next
+from tests.models.tiny_hybrids import (
+    tiny_bamba,
+    tiny_falcon_h1,
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_granite,
+    tiny_mistral,
+    tiny_nemotron_h,
+    tiny_qwen3_next,
+)
 
 MODELS = {
     "gemma3": tiny_gemma3,
@@ -29,6 +38,8 @@ MODELS = {
     "granite": tiny_granite,
     "qwen3-next": tiny_qwen3_next,
     "gpt-oss": tiny_gpt_oss,
+    "falcon-h1": tiny_falcon_h1,
+    "nemotron-h": tiny_nemotron_h,
 }
 Save = Callable[[str], Path]
 
@@ -99,8 +110,8 @@ def test_a_time_step_has_its_limits(save: Save) -> None:
         ("gemma3", {"layer_types": ["full_attention"]}, "expected: 4 of sliding_attention, full_attention"),
         ("gemma3", {"sliding_window": None}, "sliding_window = None; expected: int"),
         ("bamba", {"mlp_bias": True}, "mlp_bias = True; supported: False"),
-        ("bamba", {"mamba_d_head": 15}, "6 Mamba-2 heads of 15; expected: 96 channels"),
-        ("bamba", {"mamba_n_groups": 4}, "6 Mamba-2 heads cannot form 4 groups"),
+        ("bamba", {"mamba_d_head": 15}, "8 Mamba-2 heads of 15; expected: 128 channels"),
+        ("bamba", {"mamba_n_groups": 3}, "8 Mamba-2 heads cannot form 3 groups"),
         ("bamba", {"mamba_d_conv": 1}, "a kernel of 1; allowed: at least 2"),
         ("bamba", {"attn_layer_indices": 2}, "attn_layer_indices = 2; expected: a list of int"),
         ("bamba", {"time_step_limit": [1]}, r"time_step_limit = \[1\]; expected: two numbers"),
@@ -113,6 +124,12 @@ def test_a_time_step_has_its_limits(save: Save) -> None:
         ("qwen3-next", {"linear_num_value_heads": 3}, "3 value heads cannot share 2 key heads"),
         ("qwen3-next", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "3 elements of a head"),
         ("qwen3-next", {"num_experts": "6"}, "num_experts = '6'; expected: int"),
+        ("falcon-h1", {"projectors_bias": True}, "projectors_bias = True; supported: False"),
+        ("falcon-h1", {"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers = \[1.0, 2.0\]; expected: 5 numbers"),
+        ("falcon-h1", {"mamba_d_ssm": 80}, "6 Mamba-2 heads of 16; expected: 80 channels"),
+        ("nemotron-h", {"moe_latent_size": 32}, "moe_latent_size = 32; supported: None"),
+        ("nemotron-h", {"hybrid_override_pattern": "M-X"}, "'X'.*; supported: linear_attention, full_attention"),
+        ("nemotron-h", {"layers_block_type": ["mlp"]}, "no layer in which tokens see those before"),
     ],
 )
 def test_what_needs_other_arithmetic_is_refused(save: Save, name: str, changes: dict[str, Any], message: str) -> None:
@@ -126,9 +143,24 @@ def test_an_unknown_architecture_is_named_with_what_is_supported(save: Save) -> 
         edit(save("bamba"), architectures=["JambaForCausalLM"])
 
 
+def test_other_files_of_nemotron_h_mean_the_same(save: Save) -> None:
+    directory = save("nemotron-h")
+    file, before = directory / "model.safetensors", HfCheckpoint(directory)
+    expected = {name: weight.decode() for name, weight in before.weights()}
+    renamed = {name.replace("backbone.", "model.", 1): tensor for name, tensor in load_file(file).items()}
+    save_file(renamed | {"mtp.layers.0.norm.weight": torch.ones(1)}, file)
+    assert edit(directory, "layers_block_type", hybrid_override_pattern="M-*EM") == before.config
+    assert edit(directory, layers_block_type=["mamba", "mlp", "attention", "moe", "mamba"]) == before.config
+    weights = dict(HfCheckpoint(directory).weights())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name].decode(), expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "ours"),
     [
+        ("falcon-h1", "model.layers.1.mamba.D", "model.layers.1.mamba.D"),
+        ("nemotron-h", "backbone.layers.3.mixer.gate.e_score_correction_bias", "model.layers.3.mlp.gate.correction"),
         ("gemma3", "model.layers.3.self_attn.q_norm.weight", "model.layers.3.self_attn.q_norm.weight"),
         ("bamba", "model.layers.0.mamba.A_log", "model.layers.0.mamba.A_log"),
         ("granite", "model.layers.1.block_sparse_moe.output_linear.weight", r"model.layers.1.mlp.experts.0.down_proj"),
@@ -195,39 +227,36 @@ def test_layers_that_guess_ahead_are_left_out(save: Save) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "what"),
+    ("make", "changes", "what"),
     [
-        (tiny_mistral, "sliding windows"),
-        (tiny_gemma3, "sliding windows"),
-        (tiny_bamba, "Mamba-2 layers"),
-        (tiny_granite, "Mamba-2 layers, experts"),
-        (tiny_qwen3_next, "gated delta nets, experts"),
-        (tiny_gpt_oss, "sliding windows, experts"),
+        (tiny_gemma3, {"head_dim": 12}, "head_dim 12"),
+        (tiny_bamba, {"mamba_n_heads": 16, "mamba_d_head": 8}, "Mamba-2 head 8"),
+        (tiny_granite, {"mamba_d_state": 4, "intermediate_size": 40}, "convolution 136, expert 40"),
+        (tiny_qwen3_next, {"linear_value_head_dim": 12, "shared_expert_intermediate_size": 20}, "shared expert 20"),
+        (tiny_mistral, {"intermediate_size": 56, "hidden_size": 40}, "ffn 56, hidden 40"),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_pytorch_computes_what_the_native_kernels_cannot_and_says_so(
-    tmp_path: Path, make: Callable[[], PreTrainedModel], what: str
+    tmp_path: Path, make: Callable[..., PreTrainedModel], changes: dict[str, Any], what: str
 ) -> None:
-    make().save_pretrained(tmp_path)
+    make(**changes).save_pretrained(tmp_path)
     files = resolve(str(tmp_path), tmp_path)
     said: list[str] = []
     executor = load_executor(files, 4, cache=cache_dir(), say=said.append)
     assert executor.forward.description == "PyTorch in float32 on cpu"
-    assert said == [f"Plain PyTorch computes: the native kernels cannot run this model: it has {what}"]
+    assert len(said) == 1
+    assert said[0].startswith("Plain PyTorch computes: the native kernels cannot run this model: its ")
+    assert said[0].endswith(f"{what} is no multiple of 16")
     executor.close()
-    with pytest.raises(ConfigError, match=f"'avx2' cannot be used: .* it has {what}"):
+    with pytest.raises(ConfigError, match=f"'avx2' cannot be used: .*{what}"):
         load_executor(files, 4, kernels="avx2", cache=cache_dir())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"embedding_scale": 2.0}, {"residual_scale": 2.0}, {"logit_scale": 2.0}, {"logit_cap": 30.0}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_scales_that_llama_does_not_have_are_an_obstacle(tmp_path: Path, changes: dict[str, Any]) -> None:
-    tiny_mistral(sliding_window=None).save_pretrained(tmp_path)
+def test_long_heads_and_states_in_half_precision_are_obstacles(tmp_path: Path) -> None:
+    tiny_bamba().save_pretrained(tmp_path)
     config = HfCheckpoint(tmp_path).config
     assert obstacle(config) is None
-    assert obstacle(replace(config, **changes)) == "it has norms, scales or heads that Llama has not"
-    mixed = (*config.layers[1:], Layer(config.layers[0].mixer, config.layers[0].feed_forward, post_norms=True))
-    assert obstacle(replace(config, layers=mixed)) is not None
+    assert obstacle(replace(config, state_dtype="bfloat16")) == "its recurrent states are in bfloat16"
+    long = replace(config.layers[2], mixer=Attention(4, 2, 2048, None, 1.0))
+    assert obstacle(replace(config, layers=(long,))) == "its head_dim 2048 is more than 1024"

@@ -12,7 +12,7 @@ from tenuto.base.errors import ModelError
 from tenuto.models.config import Attention
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
-from tenuto.models.native_llama import obstacle
+from tenuto.models.native.obstacle import obstacle
 from tenuto.models.rope import Rope
 from tests.models.tiny import LLAMA3, save_hf, tiny_llama
 

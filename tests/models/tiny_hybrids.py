@@ -1,4 +1,5 @@
-"""Small random models with sliding-window and recurrent layers, made with transformers."""
+"""Small random models with sliding-window and recurrent layers, made with transformers; sizes are such that the native
+kernels run them, too."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -16,6 +19,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -38,7 +43,8 @@ _SHARED = {
     "pad_token_id": 0,
 }
 _MAMBA2 = {
-    "mamba_n_heads": 6,
+    "hidden_size": 64,
+    "mamba_n_heads": 8,
     "mamba_d_head": 16,
     "mamba_d_state": 8,
     "mamba_n_groups": 2,
@@ -81,7 +87,7 @@ def tiny_granite(**changes: Any) -> PreTrainedModel:
     shape = {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-        "shared_intermediate_size": 40,
+        "shared_intermediate_size": 48,
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
         "embedding_multiplier": 3.0,
@@ -103,10 +109,10 @@ def tiny_qwen3_next(**changes: Any) -> PreTrainedModel:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
+        "linear_value_head_dim": 16,
         "num_experts": 6,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
         "mlp_only_layers": [1],
     }
@@ -167,6 +173,51 @@ def tiny_gpt_oss(**changes: Any) -> PreTrainedModel:
         },
     }
     return _made(GptOssForCausalLM, GptOssConfig, shape | changes)
+
+
+def tiny_falcon_h1(**changes: Any) -> PreTrainedModel:
+    """Attention and Mamba-2 side by side, and a multiplier wherever there may be one."""
+    shape = {
+        "num_hidden_layers": 3,
+        "mamba_d_ssm": 96,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.7, 1.3],
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+        "ssm_multipliers": [0.9, 1.3, 0.7, 1.2, 0.8],
+        "ssm_in_multiplier": 1.1,
+        "ssm_out_multiplier": 0.75,
+        **_MAMBA2,
+        "mamba_n_heads": 6,
+    }
+    return _made(FalconH1ForCausalLM, FalconH1Config, shape | changes)
+
+
+def tiny_nemotron_h(**changes: Any) -> PreTrainedModel:
+    """Layers of each kind; 5 experts of which 2 are chosen."""
+    shape = {
+        "hidden_size": 64,
+        "head_dim": 16,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+        "layer_norm_epsilon": 1e-5,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 5,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.7,
+    }
+    model = _made(NemotronHForCausalLM, NemotronHConfig, shape | changes)
+    for name, correction in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(correction, 0.0, 0.2)
+    return model
 
 
 def _made(

@@ -1,9 +1,12 @@
 """The default model twice: ours, and the reference, which reads the same file by itself."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -15,8 +18,8 @@ LICENCE = Path(__file__).parents[2] / "LICENSE"
 
 
 @pytest.fixture(scope="session")
-def reference(smollm2_path: Path) -> LlamaForCausalLM:
-    """The default model in transformers, float32."""
+def reference(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
+    """The default model in transformers, float32. It reads GGUF slowly: the first process of a run leaves a copy."""
     shape = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -30,7 +33,13 @@ def reference(smollm2_path: Path) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
     )
     model = LlamaForCausalLM(shape).eval()
-    weights = load_gguf_checkpoint(smollm2_path, return_tensors=True, model_to_load=model)["tensors"]
+    shared = tmp_path_factory.getbasetemp()
+    copy = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "reference.safetensors"
+    with FileLock(copy.with_suffix(".lock")):
+        if not copy.exists():
+            weights = load_gguf_checkpoint(smollm2_path, return_tensors=True, model_to_load=model)["tensors"]
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, copy)
+    weights = load_file(copy)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     return model

@@ -29,7 +29,7 @@ from tests.numerics.real import real_engine
 
 CLOSE = 2e-3
 CONTEXT, PAGE, PAGES, SESSIONS = 112, 4, 90, 16
-STEPS = 90
+STEPS = 45
 
 Tokens = tuple[int, ...]
 

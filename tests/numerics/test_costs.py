@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tenuto.base.config import EngineConfig
+from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import TurnResult, TurnState
 from tenuto.engine.engine import Engine
-from tenuto.exec.torch_forward import TorchForward
-from tenuto.models.decoder import Decoder
+from tenuto.exec.load import load_executor
+from tenuto.models.store import DEFAULT_MODEL, resolve
 from tenuto.session.session import Session, Turn
 from tests.numerics.real import finish, real_engine
 
@@ -25,9 +25,11 @@ ANSWER = TurnParams(max_new_tokens=OUTPUT, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(model: Decoder) -> Iterator[Engine]:
+def engine() -> Iterator[Engine]:
+    """On the kernels that a server would take here."""
+    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, cache=cache_dir())
     config = EngineConfig(context_length=400, max_running=4, token_budget=BUDGET, audit_every=1)
-    with real_engine(TorchForward(model, PAGE), config, units=(PAGES,)) as engine:
+    with real_engine(executor.forward, config, units=(PAGES,)) as engine:
         yield engine
 
 

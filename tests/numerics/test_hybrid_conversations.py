@@ -2,11 +2,12 @@
 sampled from scratch.
 
 As `test_conversations`, on small random models in float32 with every mix of memory groups, in pools too small for all
-sessions that begin full of garbage; steps also fail at random, half computed. Another token is allowed if its logit is
-less than 1e-3 below the highest: logits of one sequence, cut differently, differ by up to 2e-4 (`test_families`).
+sessions that begin full of garbage; steps also fail at random. In PyTorch another token is allowed if its logit is less
+than 1e-3 below the highest: logits of one sequence, cut differently, differ by up to 2e-4 (`test_families`).
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,18 +16,28 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tenuto.base.config import EngineConfig
+from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.groups import Kind
+from tenuto.base.plan import Plan
+from tenuto.exec.forward import Forward, Longs, Outputs
+from tenuto.exec.load import load_executor
+from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
+from tenuto.models.store import resolve
+from tests.exec.kernels import any_variant
+from tests.exec.mixed_driver import MixedDriver
+from tests.exec.spoil import spoil
 from tests.models.tiny_hybrids import (
     VOCABULARY,
     tiny_bamba,
+    tiny_falcon_h1,
     tiny_gemma3,
     tiny_gpt_oss,
     tiny_granite,
     tiny_mistral,
+    tiny_nemotron_h,
     tiny_qwen3_next,
 )
 from tests.numerics.real import real_engine
@@ -34,6 +45,7 @@ from tests.numerics.test_conversations import (
     CONTEXT,
     PAGE,
     SESSIONS,
+    Comparison,
     Conversations,
     assert_covered,
     compare,
@@ -46,23 +58,20 @@ UNITS = {Kind.FULL: 90, Kind.SLIDING: 70, Kind.STATE: 34}
 
 
 class Spoiled(TorchForward):
-    """Its memory begins with what no sequence wrote: large numbers in pages, NaN in state slots."""
+    """Its memory begins with what no sequence wrote."""
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         super().prepare(units, rows)
-        for pages in self.memories.pages.values():
-            pages.kv.data.fill_(1e4)
-        for states in self.memories.states.values():
-            for part in states.slots.parts:
-                part.fill_(torch.nan)
+        for group, count in enumerate(units):
+            spoil(self, group, range(count))
 
 
 class Flaky:
     """A layer that fails now and then, when those before it have written their states."""
 
-    def __init__(self, layer: Callable[..., torch.Tensor], seed: int) -> None:
+    def __init__(self, layer: Callable[..., torch.Tensor]) -> None:
         self._layer = layer
-        self._rng = Random(seed)
+        self._rng = Random(0)
         self.failures = 0
 
     def __call__(self, *args: Any) -> torch.Tensor:
@@ -72,28 +81,87 @@ class Flaky:
         return self._layer(*args)
 
 
-@pytest.mark.parametrize("overlap", [0, 1], ids=["in turn", "overlapped"])
-@pytest.mark.parametrize("make", [tiny_mistral, tiny_gemma3, tiny_bamba, tiny_granite, tiny_qwen3_next, tiny_gpt_oss])
-def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch(
-    tmp_path_factory: pytest.TempPathFactory, make: Callable[[], PreTrainedModel], overlap: int
-) -> None:
-    reference = make()
-    directory = tmp_path_factory.mktemp("model")
-    reference.save_pretrained(directory)
-    checkpoint = HfCheckpoint(directory)
-    decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
-    flaky = decoder._layers[-1] = Flaky(decoder._layers[-1], seed=overlap)  # type: ignore[call-overload]
-    forward = Spoiled(decoder, PAGE)
+class SpoiledNative(NativeForward):
+    """Likewise; and now and then it fails when a step has been computed."""
+
+    failures = 0
+
+    def prepare(self, units: tuple[int, ...], rows: int) -> None:
+        super().prepare(units, rows)
+        self._rng = Random(1)
+        for group, count in enumerate(units):
+            spoil(self, group, range(count))
+
+    def run(self, plan: Plan, tokens: torch.Tensor, outputs: Longs) -> Outputs:
+        found = super().run(plan, tokens, outputs)
+        if self._rng.random() < 0.03:
+            self.failures += 1
+            raise RuntimeError("told to fail")
+        return found
+
+
+def conversations(forward: Forward, overlap: int) -> Conversations:
+    """Random ones, in a pool too small for all."""
     config = EngineConfig(
         context_length=CONTEXT, max_running=8, max_sessions=SESSIONS, token_budget=48, overlap=overlap, audit_every=1
     )
     text = np.random.default_rng(2).integers(3, VOCABULARY, 600).tolist()
     with real_engine(forward, config, units=tuple(UNITS[group.kind] for group in forward.spec.groups)) as engine:
-        conversations = Conversations(engine, text, seed=overlap)
-        conversations.run(STEPS)
-    comparison = compare(reference, longest(conversations.sampled))  # type: ignore[arg-type]
-    print(comparison, dict(conversations.engine.transitions), sep="\n")
+        running = Conversations(engine, text, seed=overlap)
+        running.run(STEPS)
+    return running
+
+
+def assert_all_compared(comparison: Comparison, running: Conversations, *, close: float) -> None:
+    print(comparison, dict(running.engine.transitions), sep="\n")
     assert comparison.compared > 500
-    assert all(behind < CLOSE for behind in comparison.behind), str(comparison)
+    assert all(behind < close for behind in comparison.behind), str(comparison)
+    assert_covered(running)
+
+
+FAMILIES = (
+    (tiny_mistral, 1),
+    (tiny_gemma3, 0),
+    (tiny_bamba, 1),
+    (tiny_granite, 0),
+    (tiny_qwen3_next, 1),
+    (tiny_gpt_oss, 0),
+)
+"""And whether steps overlap in PyTorch."""
+
+
+@pytest.mark.parametrize(("make", "overlap"), FAMILIES)
+def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch(
+    tmp_path: Path, make: Callable[[], PreTrainedModel], overlap: int
+) -> None:
+    reference = make()
+    reference.save_pretrained(tmp_path)
+    checkpoint = HfCheckpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    flaky = decoder._layers[-1] = Flaky(decoder._layers[-1])  # type: ignore[call-overload]
+    running = conversations(Spoiled(decoder, PAGE), overlap)
+    comparison = compare(reference, longest(running.sampled))  # type: ignore[arg-type]
     assert flaky.failures > 4
-    assert_covered(conversations)
+    assert_all_compared(comparison, running, close=CLOSE)
+
+
+@pytest.mark.skipif(not any_variant, reason="there are no native kernels here")
+@pytest.mark.parametrize("make", [*(make for make, _ in FAMILIES), tiny_falcon_h1, tiny_nemotron_h])
+def test_overlapped_steps_of_native_kernels_sample_what_they_sample_from_scratch(
+    tmp_path: Path, make: Callable[[], PreTrainedModel]
+) -> None:
+    """To the bit: from scratch is every sequence at once, in memory of its own."""
+    make().save_pretrained(tmp_path)
+    executor = load_executor(resolve(str(tmp_path), tmp_path), PAGE, cache=cache_dir())
+    forward = executor.forward
+    assert isinstance(forward, NativeForward)
+    spoiled = SpoiledNative(forward._library, forward._model, threads=2)
+    running = conversations(spoiled, overlap=1)
+    driver, comparison = MixedDriver(executor, rows=1, units=200), Comparison()
+    for tokens, positions in longest(running.sampled):
+        logits = driver.logits({0: tokens})
+        comparison.add(logits[torch.tensor(positions) - 1], tokens, positions)
+        driver.release(0)
+    executor.close()
+    assert spoiled.failures > 4
+    assert_all_compared(comparison, running, close=1e-9)

@@ -1,9 +1,9 @@
 """On the default model in float32, every position's logits match transformers, however prompts are cut and paged.
 
 Compared are all 49,152 logits at every position of two prompts, 1,500 tokens of real text and 520 random tokens,
-computed side by side on pages of 1, 16 and 64 tokens: in chunks of 512 and of 64 tokens; and in chunks of 7 beside
-token by token (prefills beside decodes), both from the first token on and as the end of a long prompt. transformers
-reads the model file by itself and computes each prompt whole.
+computed side by side: in chunks of 512 on pages of 1 token and of 64 on pages of 64; and on pages of 16 in chunks of 7
+beside token by token (prefills beside decodes), both from the first token on and as the end of a long prompt.
+transformers reads the model file by itself and computes each prompt whole.
 
 Tolerance: 3e-3 at most and 5e-5 on average, on logits that reach 36. On 400 random tokens transformers in float32
 differs from itself in float64 by 5e-4 at most and 9e-6 on average, and so do we.
@@ -40,7 +40,7 @@ class Row:
 
 
 SMALL_STEPS = [Row(0, 7, 800, at_once=534), Row(1, 7, 266), Row(0, 1, 39), Row(1, 1, 519, at_once=481)]
-"""39 steps: chunks and single tokens, at the beginning and after many pages; both cross pages of every size."""
+"""39 steps: chunks and single tokens, at the beginning and after many pages; both cross pages."""
 
 
 def rows(chunk: int) -> list[Row]:
@@ -68,8 +68,8 @@ def driver(model: Decoder, page_size: int) -> Iterator[Driver]:
 
 @pytest.mark.parametrize(
     ("page_size", "rows"),
-    [(1, SMALL_STEPS), (16, rows(512)), (16, SMALL_STEPS), (64, rows(64))],
-    ids=["page1-chunk7-and-1", "page16-chunk512", "page16-chunk7-and-1", "page64-chunk64"],
+    [(1, rows(512)), (16, SMALL_STEPS), (64, rows(64))],
+    ids=["page1-chunk512", "page16-chunk7-and-1", "page64-chunk64"],
 )
 def test_logits_match_transformers_at_every_position(
     driver: Driver, prompts: list[list[int]], expected_logits: list[torch.Tensor], rows: list[Row]

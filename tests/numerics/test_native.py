@@ -19,7 +19,7 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.store import DEFAULT_MODEL, resolve
 from tests.exec.driver import Driver
-from tests.exec.test_native_forward import every_variant
+from tests.exec.kernels import every_variant
 from tests.numerics.real import real_engine
 from tests.numerics.test_conversations import PAGE, PAGES, Comparison, Conversations, config_with, longest
 

@@ -21,10 +21,10 @@ from tenuto.kernels.native.build import library
 from tenuto.kernels.native.library import loaded
 from tenuto.models.decoder import Decoder
 from tenuto.models.gguf import GgufCheckpoint
-from tenuto.models.native_llama import NativeLlama
+from tenuto.models.native.program import NativeProgram
 from tenuto.models.weights import StoredWeight
 from tests.exec.driver import Driver
-from tests.exec.test_native_forward import HERE, every_variant
+from tests.exec.kernels import HERE, every_variant
 from tests.models.quantize import quantize
 
 TOKENS = 200
@@ -72,7 +72,7 @@ def exact(weights: Weights, smollm2_path: Path, licence_tokens: list[int]) -> to
 def test_distributions_are_those_of_float32_from_the_same_weights(
     variant: str, weights: Weights, exact: torch.Tensor, smollm2_path: Path, licence_tokens: list[int]
 ) -> None:
-    model = NativeLlama(GgufCheckpoint(smollm2_path).config, weights, 16)
+    model = NativeProgram(GgufCheckpoint(smollm2_path).config, weights, 16)
     kernels = loaded(library(cache_dir(), HERE, variant, print))
     found = distributions(NativeForward(kernels, model, usable_cores()), licence_tokens[:TOKENS])
     divergence = torch.nn.functional.kl_div(found, exact, reduction="batchmean", log_target=True).item()

@@ -27,10 +27,10 @@ from tenuto.base.messages import (
     WorkerSettings,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.turns import Delta, Message
+from tenuto.base.turns import MESSAGE_SIZE, Delta, Message
 from tenuto.base.views import Ticket, Transition
 from tenuto.engine.engine import Engine
-from tenuto.runtime.intake import MESSAGE_SIZE, SHORT_INPUT, size_of
+from tenuto.runtime.intake import SHORT_INPUT, size_of
 from tenuto.runtime.lanes import LONG as LONG_INPUT
 from tenuto.serve.shared.turns import Turns
 from tenuto.session.session import Turn

@@ -27,6 +27,14 @@ def client_of(server: Server, **options: Any) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, **options)
 
 
+@pytest.fixture(scope="module")
+def witness() -> Iterator[Server]:
+    """Without the prefix cache: what closed sessions leave to others would hide what is left by mistake."""
+    with serving("--model", "witness", "--context-length", "4096", "--no-prefix-cache") as server:
+        yield server
+        server.audit()
+
+
 @pytest.fixture
 def client(witness: Server) -> Iterator[OpenAI]:
     before = held(witness)
@@ -37,9 +45,12 @@ def client(witness: Server) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def real(smollm2_server: Server) -> Iterator[OpenAI]:
+    flush = f"{smollm2_server.url}/flush_cache"  # what closed sessions leave to others
+    httpx.post(flush, timeout=60).raise_for_status()
     before = held(smollm2_server)
     with client_of(smollm2_server) as client:
         yield client
+    httpx.post(flush, timeout=60).raise_for_status()
     is_left(smollm2_server, before)
 
 
@@ -47,7 +58,7 @@ def real(smollm2_server: Server) -> Iterator[OpenAI]:
 def slow() -> Iterator[Server]:
     """A server whose turns do not end before they are given up: 4,000 tokens take it 20 seconds."""
     named = ("--served-model-name", "witness")
-    with serving("--model", "witness:0.005", "--context-length", "4096", *named) as server:
+    with serving("--model", "witness:0.005", "--context-length", "4096", "--no-prefix-cache", *named) as server:
         yield server
         server.audit()
 
@@ -425,14 +436,14 @@ def test_a_session_s_answer_may_be_broken_off_and_kept_or_not(slow: Server) -> N
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
+        ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": ""}]}, "tool"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "function"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(client: OpenAI, options: dict[str, Any], name: str) -> None:
@@ -454,7 +465,19 @@ def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
         tool_choice="none",
         tools=[],
         response_format={"type": "text"},
-        extra_body={"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [3]},
+        extra_body={
+            "top_k": -1,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "min_tokens": 2,
+            "stop_token_ids": [3],
+            "request_id": "x",
+            "rid": "y",
+            "separate_reasoning": True,
+            "length_penalty": 1.0,
+            "use_beam_search": False,
+            "lora_path": None,
+        },
     )
 
 

@@ -8,7 +8,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -104,6 +106,21 @@ def test_metrics_show_what_is_under_way_and_how_it_ended(slow_http: httpx.Client
     slow_http.delete(session)
 
 
+def test_sessions_that_yield_are_parked_where_the_options_say_and_come_back(tmp_path: Path) -> None:
+    options = ("--host-tier", "4kB", "--disk-tier", str(tmp_path / "tier"), "--memory", "20000")
+    with serving("--model", "witness", "--context-length", "512", *options) as server, server.client() as http:
+        names = [f"s{number}" for number in range(12)]
+        for number, name in enumerate(names):
+            http.post("/v1/sessions", json={"id": name})
+            turn(http, f"/v1/sessions/{name}", input=[number + 60] * 200)
+        found = scraped(http)
+        assert value(found, "parked_sessions") > 0
+        assert value(found, "moved_units_total", tier="disk") > 0
+        assert list((tmp_path / "tier").glob("*.units"))
+        assert turn(http, f"/v1/sessions/{names[0]}", input=[1])["usage"]["cached_tokens"] > 190
+        assert value(scraped(http), "restored_sessions_total") >= 1
+
+
 def test_why_a_turn_was_computed_again_is_counted() -> None:
     with serving("--model", "witness", "--context-length", "512") as server, server.client() as http:
         http.post("/v1/sessions", json={"id": "dropped"})
@@ -181,10 +198,15 @@ class CountingLink:
         return msgspec.convert(FIGURES, answer_of(type(request)))
 
 
+COUNTED = (
+    *("recomputed", "held_tokens", "prefix_lookups", "prefix_tokens"),
+    *("tiers", "tier_moves", "tier_failures"),
+)
 FIGURES = {
+    **dict.fromkeys(("parked", "restored"), 1),
     **dict.fromkeys(("sessions", "running", "queued", "steps", "holders", "leases"), 1),
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "computed_tokens"), 2),
-    **{name: {"some": 3} for name in ("recomputed", "held_tokens")},
+    **{name: {"some": 3} for name in COUNTED},
     "transitions": {Transition("preempt"): 3},
     "pools": [{"name": "g", "capacity": 9, "free": 4, "in_flight": 0, "leased": 5, "by_holder": {"session": 5}}],
 }
@@ -243,3 +265,16 @@ def test_the_id_is_also_on_refusals(http: httpx.Client, witness: Server) -> None
         answer = http.request(method, path, content=b"{")
         assert answer.status_code == status
         assert logged(witness, answer.headers["x-request-id"])["status"] == status
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_generation_is_paused_and_goes_on(witness: Server, mode: str) -> None:
+    with witness.client() as http, ThreadPoolExecutor(1) as pool:
+        assert http.post("/pause_generation", json={"mode": mode}).json()["status"] == "ok"
+        body = {"text": "hi", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+        asked = pool.submit(httpx.post, f"{witness.url}/generate", json=body, timeout=60)
+        time.sleep(0.3)
+        assert not asked.done()
+        assert http.get("/audit").status_code == 200
+        http.post("/continue_generation").raise_for_status()
+        assert asked.result().json()["meta_info"]["completion_tokens"] == 4

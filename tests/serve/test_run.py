@@ -147,6 +147,7 @@ def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
     other = {place: status for place, status in answers.items() if status != 503}
     of_turns = ("get /v1/sessions/{session_id}/turns/{turn_id}", "get /v1/sessions/{session_id}/turns/{turn_id}/events")
     known = {"get /metrics": 200, "post /v1/sessions/import": 400, **dict.fromkeys(of_turns, 404)}
+    known |= dict.fromkeys(("get /v1/responses/{response_id}", "delete /v1/responses/{response_id}"), 400)
     assert other == known  # what it knows without an engine; the document is none
 
 
@@ -155,6 +156,11 @@ BODIES: dict[str, dict[str, object]] = {
     "/v1/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
     "/v1/sessions/{session_id}/draft": {"input": "a"},
     "/v1/sessions/{session_id}/trim": {"turns": [1]},
+    "/v1/responses": {"model": "witness", "input": "a"},
+    "/v1/messages": {"model": "witness", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]},
+    "/v1/messages/count_tokens": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
     "/generate": {"text": "a"},
     "/abort_request": {"abort_all": True},
     "/open_session": {"capacity_of_str_len": 1},

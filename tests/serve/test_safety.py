@@ -43,7 +43,7 @@ tenant = "line"
 key = "{LINE}"
 limits = {{ queued = 1 }}
 """
-OPEN = ("/health", "/health_generate", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+OPEN = ("/health", "/health_generate", "/ping", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 MAX_BYTES = 100_000
 
 

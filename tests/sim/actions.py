@@ -37,6 +37,10 @@ class RandomWorld(MirroredWorld):
             (self.op_one_shot, 4),
             (self.op_illegal, 3),
         ]
+        if config.prefixes:
+            operations.append((self.op_repeat, 60))
+        if config.tiers:
+            operations += [(self.op_park, 60), (self.op_come_back, 30)]
         if config.seed % 2:  # a calm world: memory is not taken away by hand
             operations = [(op, n) for op, n in operations if op not in (self.op_drop, self.op_preempt)]
         self._names = [operation for operation, _ in operations]
@@ -134,6 +138,25 @@ class RandomWorld(MirroredWorld):
             self.submit(sid, self._tokens() or [1], self._params())
             if self.rng.random() < 0.3:
                 self.fork(sid)
+
+    def op_repeat(self) -> None:
+        """Someone asks the same as another, or nearly: a retry, a sample, a common prompt, a history resent."""
+        sid = self._pick(lambda s: bool(s.history) or s.turn is not None)
+        if sid is None:
+            return
+        session = self.session_of(sid)
+        tokens = list(session.history)
+        if session.turn is not None and not session.turn.drafting:
+            tokens = list(session.turn.tokens(0, session.turn.prompt_length))
+        if self.rng.random() < 0.5:
+            tokens = tokens[: self.rng.randint(0, len(tokens))] + self._tokens()[:8]
+        child = self.open(Policy(ephemeral=self.rng.random() < 0.8, **self.own(sid)))
+        if child is not None:
+            params = self._params(draft=True)
+            if self.rng.random() < 0.1:
+                self.append(child, tokens)
+            else:
+                self.submit(child, tokens or [1], params)
 
     def op_append(self) -> None:
         sid = self._idle()
@@ -268,6 +291,18 @@ class RandomWorld(MirroredWorld):
             self.engine.drop(sid, **self.own(sid))
             if not drafted and session.memory.computed:
                 self.found("drop", f"{sid} was dropped and holds memory")
+
+    def op_park(self) -> None:
+        """A session that has no turn in memory yields, as under pressure."""
+        sid = self._pick(lambda s: s.memory.turn is None and s.memory.computed > 0)
+        if sid is not None:
+            self.engine.lifecycle.drop(self.session_of(sid), "pressure")
+
+    def op_come_back(self) -> None:
+        """A session that has lost its memory goes on."""
+        sid = self._pick(lambda s: s.turn is None and len(s.history) > 1 and s.memory.computed == 0)
+        if sid is not None:
+            self.submit(sid, self._tokens(), self._params(draft=True))
 
     def op_illegal(self) -> None:
         """What the states do not allow is refused with a typed error and changes nothing."""

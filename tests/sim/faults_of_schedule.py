@@ -18,6 +18,7 @@ from tenuto.memory.pool import Pool
 from tenuto.memory.shape import Shape
 from tenuto.memory.state import StateGroup
 from tenuto.sched.admission import Admission
+from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import Suspects
@@ -284,7 +285,7 @@ def a_row_cut_back_keeps_its_alternate_position() -> Any:
 
 
 def admission_ignores_what_drafts_hold() -> Any:
-    """Room that others have, drafts or not, is thought to be free for a draft's asking."""
+    """Room that others have, drafts or not, is thought to be free for a draft's asking, and they yield to it."""
 
     def make(original: Any) -> Any:
         def fits_beside(self: Admission, turn: Turn, need: Any, kept: Any) -> bool:
@@ -293,7 +294,10 @@ def admission_ignores_what_drafts_hold() -> Any:
 
         return fits_beside
 
-    return replaced(Admission, "_fits_beside", make)
+    def anyone(original: Any) -> Any:
+        return lambda self, *given, **draft: original(self, *given)
+
+    return together(replaced(Admission, "_fits_beside", make), replaced(Pressure, "relieve", anyone))
 
 
 def the_audit_of_a_step_in_flight_looks_at_nothing() -> Any:

@@ -30,7 +30,7 @@ def a_tail_names_an_index_again() -> Any:
             in_place = at_end and self.writable(start)
             if in_place and start % self.page_size and not self.has_tail(0, start):
                 self.tail = Tail(start // self.page_size, start)
-            self.open(units, start, in_place=in_place)
+            self.open(units, start, self._page_at(start), in_place=in_place)
 
         return begin_at
 

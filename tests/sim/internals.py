@@ -12,6 +12,7 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.turns import TurnState
+from tenuto.base.views import SessionState
 from tenuto.engine import engine as engine_module
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
@@ -53,7 +54,8 @@ class Event:
     """A transition: "start", "pause", "preempt", "drop", as it happened within a step. `freed`: units that came free by
     it, a group each; `alone`: units that nobody else held before, and `shared`: whether there were others too.
     `fitted`: for a drop of a session whose own turn waits, whether that turn would have fitted. `better`: for a drop
-    that gives nothing by itself, a session that would have."""
+    that gives nothing by itself, a session that would have. `closed`: units of each group that only closed
+    sessions held before, if the session is open."""
 
     kind: str
     turn: Turn | None
@@ -65,6 +67,7 @@ class Event:
     shared: bool = False
     fitted: bool = False
     better: Session | None = None
+    closed: tuple[int, ...] = ()
 
 
 class Log:
@@ -92,6 +95,8 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
             event = Event("preempt", turn, turn.session, turn.state, more[0] if more else "preempted")
             before = self._unused()
             event.alone, event.shared = exclusive(turn.session), shares(turn.session)
+            if log.engine is not None:
+                event.closed = of_closed_sessions(log.engine)
             super().preempt(turn, *more)
             event.freed = tuple(b - a for a, b in zip(before, self._unused(), strict=True))
             log.events.append(event)
@@ -107,6 +112,8 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
             event = Event("drop", turn, session, turn.state if turn is not None else None, why)
             before = self._unused()
             event.alone, event.shared = exclusive(session), shares(session)
+            if session.state is not SessionState.CLOSED and log.engine is not None:
+                event.closed = of_closed_sessions(log.engine)
             if turn is not None and turn.state in (TurnState.QUEUED, TurnState.PREEMPTED):
                 event.fitted = log.would_fit is not None and log.would_fit(turn)
             if log.better_victim is not None and turn is None and not any(event.alone):
@@ -128,6 +135,22 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
 
 
 # -- what is held
+
+
+def of_closed_sessions(engine: Engine) -> tuple[int, ...]:
+    """Units of each group that nobody but closed sessions holds."""
+    pools, closed = engine.memory.pools, list(engine.sessions.prefixes)
+    holders = [holder for session in closed for holder in session.memory.holders()]
+    theirs: list[dict[int, int]] = [{} for _ in pools]
+    for holder in dict.fromkeys(holders):
+        if isinstance(holder, Checkpoint) and holder.references > holders.count(holder):
+            continue  # others refer to it
+        for lease in holder.leases():
+            counts = theirs[pools.index(lease.pool)]
+            for unit in lease.units:
+                counts[unit] = counts.get(unit, 0) + 1
+    pairs = zip(pools, theirs, strict=True)
+    return tuple(sum(pool.counts[unit] == n for unit, n in counts.items()) for pool, counts in pairs)
 
 
 def exclusive(session: Session) -> tuple[int, ...]:
@@ -310,6 +333,11 @@ def bookkeeping(engine: Engine) -> dict[str, int]:
 def has_suspects(engine: Engine) -> bool:
     """Whether steps may be run with a part of the turns only."""
     return bool(engine.suspects)
+
+
+def waits_in_its_row(engine: Engine, turn: Turn) -> bool:
+    """Whether a running turn waits for what another computes."""
+    return engine.lifecycle.sharing is not None and engine.lifecycle.sharing.waits(turn)
 
 
 def in_flight(engine: Engine) -> bool:

@@ -107,7 +107,8 @@ class MirroredWorld(World):
 
     def _check_fork(self, session: Session, child: Session, at: int, held: list[int]) -> None:
         reached = child.memory.computed
-        if self._full_only or at >= len(session.history):
+        found = session.memory.computed > max(0, len(session.history) - 1)  # elsewhere, of the waiting turn's input
+        if self._full_only or (at >= len(session.history) and not found):
             wanted = min(session.memory.computed, max(0, at - 1))
             if reached != wanted:
                 self.found("shared", f"a fork at {at} shares {reached} tokens of {session.memory.computed}")
@@ -274,7 +275,7 @@ class MirroredWorld(World):
             naive.turn.redraft(tokens, self.clock.now())
         return turn
 
-    def abort(self, sid: str, keep: Keep) -> None:
+    def abort(self, sid: str, keep: Keep) -> None:  # noqa: C901 - one rule after the other
         naive, session = self.naive[sid], self.session_of(sid)
         turn, memory = session.turn, session.memory
         reasons = {"illegal_transition"} if turn is None else set()
@@ -291,13 +292,16 @@ class MirroredWorld(World):
         ):
             return
         base = naive.turn.base if naive.turn is not None else 0
+        valid = base if turn.replaces else turn.prompt_length
         self.ended(turn)
         if not self.is_open(session.id):
             return
         kept, committed = memory.computed, turn.result is not None and turn.result.committed
         last = max(0, len(session.history) - 1)
         if not committed:
-            if kept != min(before, last):  # more was found elsewhere, of the input
+            if before > last:  # more was found elsewhere, of the input
+                self._check_cut(session, before, held, last, "an abort")
+            elif kept != before:
                 self.found("kept memory", f"an abort left {kept} of {before} tokens in memory")
         elif memory_of_turn:
             least = min(last, max(reached, min(base, before)))
@@ -307,4 +311,4 @@ class MirroredWorld(World):
             if kept < least:
                 self.found("kept memory", f"a barge-in left {kept} tokens, {reached} computed, checkpoints at {own}")
         else:
-            self._check_cut(session, before, held, min(base, last), "a barge-in without memory")
+            self._check_cut(session, before, held, min(valid, last), "a barge-in without memory")

@@ -34,6 +34,8 @@ JUSTIFIED: dict[str, str] = {
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""
 STORIES: dict[str, str] = {
+    "call tenuto.memory.turn_memory session.truncate(position)": "tests/memory/test_sequence.py::"
+    "test_a_turn_that_takes_the_end_of_a_history_back_and_adds_nothing_leaves_its_session_cut",
     "call tenuto.memory.turn_memory self.checkpoints.relax()": "tests/sched/test_admission.py::"
     "test_a_checkpoint_that_only_saves_work_keeps_nobody_from_starting",
     "slip sched.admission: self._passes // RECONSIDERED_AFTER  ->  0": "tests/sched/test_admission.py::"

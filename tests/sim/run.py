@@ -102,9 +102,10 @@ def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) ->
 
 
 def any_world(seed: int, *, prefixes: bool = False) -> WorldConfig:
-    """A small random world or, every few seeds, a scenario; with `prefixes` always the former, with a prefix cache."""
+    """A small random world or, every few seeds, a scenario; with `prefixes` always the former, with a prefix cache, and
+    every other one with tiers."""
     if prefixes:
-        return replace(small_world(seed), prefixes=True)
+        return replace(small_world(seed), prefixes=True, tiers=seed % 2 == 0)
     return scenario_world(seed) if is_scenario(seed) else small_world(seed)
 
 

@@ -48,7 +48,13 @@ class WorldConfig:
     text: bool = False
     story: str = ""  # of a scenario
     weights: tuple[tuple[str, float], ...] = ()  # of tenants
+    tiers: bool = False  # sessions that yield go to host memory and disk; copies, writes and reads fail
     prefixes: bool = False  # memory of closed sessions is kept, and input begins alike
+
+    @property
+    def copy_fail_rate(self) -> float:
+        """How often a copy between the device and host memory fails."""
+        return 0.05 if self.tiers else 0.0
 
     @property
     def label(self) -> tuple[str, str]:
@@ -166,6 +172,7 @@ def engine_config(config: WorldConfig) -> EngineConfig:
         checkpoint_share=config.checkpoint_share,
         tenant_weights=config.weights,
         prefix_cache=config.prefixes,
+        host_tier=(0, 500, 3000, 10**6)[config.seed % 4] if config.tiers else 0,
         draft_timeout=40.0,
         audit_every=0,
     )

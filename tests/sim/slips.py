@@ -76,7 +76,7 @@ SLIPS = (
     Slip("engine.lifecycle", "turn.changed = self._clock.now()", "pass"),
     Slip("engine.lifecycle", "if a != b), min(len(old), len(new)))", "if a != b), min(len(old), len(new))) + 1"),
     Slip("engine.lifecycle", "        self._queue.remove(turn)\n        self._ended.append", "        self._ended.append"),
-    Slip("engine.lifecycle", "            if turn.cached < 0:\n", "            if True:\n"),
+    Slip("engine.lifecycle", "        if turn.cached < 0:\n", "        if True:\n"),
     Slip("session.registry", "session.last_turn_end + ttl <= now", "ttl <= now"),
     Slip("session.registry", " and session.key not in self._watched:", ":"),
     Slip("session.registry", "use.tokens - session.counted", "use.tokens - 0 * session.counted"),

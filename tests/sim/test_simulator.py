@@ -7,7 +7,9 @@ from tests.sim.planted import Job, is_caught, look_for_all
 from tests.sim.proof import STORIES, everything, is_justified, known_seeds
 from tests.sim.run import run_worlds
 
-STEPS = 24_000
+STEPS = 20_000
+PREFIX_STEPS = 4_000
+"""Of worlds with a prefix cache."""
 WORLD_STEPS = 150
 
 CALLS = 3
@@ -20,6 +22,12 @@ def test_small_worlds_stay_right():
     print(summary.table())
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= STEPS
+
+
+def test_worlds_with_a_prefix_cache_stay_right():
+    summary = run_worlds(range(PREFIX_STEPS // WORLD_STEPS + 1), WORLD_STEPS, prefixes=True)
+    assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+    assert summary.steps >= PREFIX_STEPS
 
 
 def test_large_worlds_stay_right():

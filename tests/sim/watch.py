@@ -48,7 +48,7 @@ class Watch:
         self._suspected = False  # when this step began, so that it is not for all
         self._failures = 0  # steps that had failed before this one
         self._suspicion: tuple[int, set[Turn], str] | None = None  # who yielded, it seems in vain
-        self._needy: set[int] = set()  # numbers of the turns it may have been for
+        self._needy: dict[int, float] = {}  # numbers of the turns it may have been for, and when their drafts changed
         world.log.would_fit = self._fits_with_its_session
         world.log.better_victim = self._better_victim
 
@@ -114,10 +114,12 @@ class Watch:
         starts = [i for i, e in enumerate(events) if e.kind == "start"]
         if self._suspicion is not None:
             step, names, message = self._suspicion
-            withdrawn = not self._needy.issubset(world.turns)
+            withdrawn = any(n not in world.turns or world.turns[n].changed != at for n, at in self._needy.items())
             if any(events[i].turn not in names for i in starts) or self._failures != world.failures or withdrawn:
                 self._suspicion = None
-            elif world.steps - step > 2 * world.config.overlap:
+            elif world.steps - step <= 2 * world.config.overlap:
+                self._suspicion = None if victims else self._suspicion  # others took the room, and yield too
+            else:
                 self._suspicion = None
                 world.found("in vain", message)
         self._check_for_drafts(victims)
@@ -143,12 +145,16 @@ class Watch:
             if not world.config.overlap:
                 world.found("in vain", message)
             elif self._suspicion is None:
-                self._needy = {turn.number for turn in (*world.waiting(), *world.engine.batch.running())}
+                needy = {turn.number for turn in (*world.waiting(), *world.engine.batch.running())}
+                needy |= {number for number, turn in world.turns.items() if turn.drafting}
+                self._needy = {number: world.turns[number].changed for number in needy & world.turns.keys()}
                 names = {e.turn for e in victims if e.turn is not None and e.kind == "preempt"}
                 self._suspicion = (world.steps, names, message)
         if not world.looking:
             return
         for event in victims:
+            if any(event.closed) and all(a >= b for a, b in zip(event.closed, event.freed, strict=True)):
+                world.found("rungs", f"{event.session!r} yielded {event.freed}; closed sessions had {event.closed}")
             alone = event.kind == "drop" and any(event.freed) and not event.shared
             if alone and (other := self._cheaper_victim(event)) is not None:
                 world.found("rungs", f"{event.session!r}, {event.state}, yielded {event.freed}; {other!r} could have")
@@ -176,7 +182,8 @@ class Watch:
                 continue
             if any(e.turn is not None and self._outranks(e.turn, turn) for e in starts[place + 1 :]):
                 continue
-            if turn.number in world.turns and turn.number not in self._planned:
+            waits = internals.waits_in_its_row(world.engine, turn)  # for what another computes
+            if turn.number in world.turns and turn.number not in self._planned and not waits:
                 world.found("starts", f"{turn!r} has started, and the step has nothing for it")
 
     @staticmethod
@@ -234,13 +241,10 @@ class Watch:
         """A session that kept all it has, should yield before the victim and would have given as much in every
         group."""
         engine, events = self._world.engine, self._world.log.events
-        closed = event.session.state is SessionState.CLOSED
-        victim = (-1, 0) if closed else (self._rung(event.state), (event.turn or event.session.policy).priority)
+        if event.session.state is SessionState.CLOSED:
+            return None  # they yield first
+        victim = self._rung(event.state), (event.turn or event.session.policy).priority
         waiting = self._world.waiting()
-        for session in engine.sessions.prefixes:
-            left = internals.exclusive(session)
-            if not closed and all(a >= b for a, b in zip(left, event.freed, strict=True)):
-                return session
         for session in engine.sessions:
             turn = session.turn
             if any(e.session is session for e in events) or (turn is not None and turn in waiting):
@@ -255,7 +259,10 @@ class Watch:
         return None
 
     def _better_victim(self, victim: Session) -> Session | None:
-        """An idle session that kept its memory, ranks no higher, and would give something in every group."""
+        """An idle session that kept its memory, ranks no higher, and would give something in every group. Closed ones
+        yield before it, however they share what they have."""
+        if victim.state is SessionState.CLOSED:
+            return None
         for session in self._world.engine.sessions:
             memory = session.memory
             idle = session is not victim and session.turn is None and memory.computed

@@ -21,6 +21,7 @@ from tenuto.text.stream import TextStream
 from tests.clock import ManualClock
 from tests.sim import internals
 from tests.sim.checked import CheckedExecutor
+from tests.sim.disk import FaultyDisk
 from tests.sim.found import Found
 from tests.sim.naive import EOS, VOCAB, Letters, NaiveSession, NaiveTurn
 from tests.sim.setting import WorldConfig, engine_config
@@ -45,6 +46,7 @@ class World:
         self.ignored = frozenset(ignored)
         self.rng = Random(config.seed * 7919 + 1)
         self._chance = Random(config.seed)  # of what is looked at: the world goes the same way whatever that is
+        self._faults = Random(config.seed * 31 + 7)  # of copies and disks
         self.clock = ManualClock()
         self.naive: dict[str, NaiveSession] = {}
         self.turns: dict[int, NaiveTurn] = {}  # open turns by number
@@ -60,6 +62,7 @@ class World:
             self,
             fail=lambda: self.step_fails(self.executor.collecting),
             late=lambda: self.rng.random() < 0.5,
+            copy_fails=lambda: self._faults.random() < config.copy_fail_rate,
         )
         self.engine = internals.watched_engine(
             self.log,
@@ -72,6 +75,7 @@ class World:
             random=Random(config.seed),
             text=partial(TextStream, Letters()) if config.text else None,  # type: ignore[arg-type]
             proposer=self if config.lookahead else None,
+            disk=FaultyDisk(self._faults) if config.tiers else None,
         )
         self._sizes = [
             n * (config.page_size if group.paged else 1) for n, group in zip(config.units, config.groups, strict=True)
@@ -348,6 +352,8 @@ class World:
                 if turn is not None:
                     self.ended(turn)
                 self.naive.pop(sid, None)
+        if self.engine.parking is not None and (left := self.engine.parking.tiers):
+            self.found("leaks", f"{left.host_used} bytes in host memory and {left.disk_used} on disk are left")
         if self.config.prefixes:
             self.engine.drop()
         self.step()

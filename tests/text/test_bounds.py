@@ -20,7 +20,10 @@ from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
 
-EVERY_CHARACTER = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
+EVERY_CHARACTER = [
+    letter for letter in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(letter) not in ("Cn", "Co", "Cs")
+]
+"""That stands for something; all others are normalized to themselves."""
 
 
 def size(text: str) -> int:

@@ -225,7 +225,7 @@ def test_what_is_kept_of_a_conversation_does_not_grow(small: Tokenizer) -> None:
     _, after_one = chat.delta(conversation, [Message("user", "a")], last_token=0)
     _, after_two = chat.delta(after_one, [Message("user", "b" * 1000)], last_token=0)
     assert after_two == after_one == conversation
-    assert dataclasses.astuple(conversation) == (False, True, "assistant")
+    assert dataclasses.astuple(conversation) == (False, True, "assistant", "")
 
 
 def test_a_template_that_refuses_says_why(small: Tokenizer) -> None:
@@ -284,7 +284,7 @@ def test_a_template_cannot_leave_its_sandbox(small: Tokenizer) -> None:
         {"role": ["user"], "content": "x"},
         {"role": "user", "content": ["x"]},
         {"role": "user"},
-        {"role": "user", "content": "x", "name": "y"},
+        {"role": "user", "content": "x", "nick": "y"},
         "user",
         None,
     ],

@@ -83,7 +83,8 @@ def test_whether_prompts_start_with_bos_comes_from_the_file(
 
 
 @pytest.mark.parametrize(
-    ("model", "pre", "reason"), [("llama", "default", "supported: 'gpt2'"), ("gpt2", "nonesuch", "supported: default,")]
+    ("model", "pre", "reason"),
+    [("bert", "default", "'bert'; supported: 'gpt2' and 'llama'"), ("gpt2", "nonesuch", "supported: default,")],
 )
 def test_kinds_that_are_not_supported_are_named(tmp_path: Path, model: str, pre: str, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):

@@ -40,7 +40,8 @@ class EngineConfig:
     every `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill,
     rounded up to whole pages; those that only save work hold at most `checkpoint_share` of each pool. With
     `prefix_cache`, turns start from what other sessions of their tenant, closed ones included, have in memory of the
-    same tokens.
+    same tokens. The memory of idle sessions that has to yield goes to `host_tier` bytes of host memory, and from there
+    to files in the directory `disk_tier` (empty: none), at most `disk_tier_size` bytes (0: no limit).
     `tenant_weights` are tenants' relative shares of rows and prefill tokens, 1 unless named here.
     `draft_timeout` is in seconds since the draft last changed. A full recount, which may take several steps, begins
     every `audit_every` steps (0: only on demand)."""
@@ -55,7 +56,10 @@ class EngineConfig:
     aging_seconds: float = option(10.0, bounds=SECONDS)
     checkpoint_interval: int = option(512, bounds=_AT_LEAST_ONE)
     checkpoint_share: float = option(0.5, bounds=Bounds(0.0, 1.0))
-    prefix_cache: bool = option(default=False)
+    prefix_cache: bool = option(default=True)
+    host_tier: int = option(0, bounds=Bounds(0, MAX_COUNT))
+    disk_tier: str = ""
+    disk_tier_size: int = option(0, bounds=Bounds(0, MAX_COUNT))
     tenant_weights: tuple[tuple[str, float], ...] = ()
     draft_timeout: float = option(60.0, bounds=SECONDS)
     audit_every: int = option(1000, bounds=Bounds(0, MAX_COUNT))
@@ -85,6 +89,9 @@ class EngineOptions(TypedDict, total=False):
     checkpoint_interval: int
     checkpoint_share: float
     prefix_cache: bool
+    host_tier: int
+    disk_tier: str
+    disk_tier_size: int
     tenant_weights: tuple[tuple[str, float], ...]
     draft_timeout: float
     audit_every: int

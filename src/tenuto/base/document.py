@@ -15,13 +15,14 @@ FORMAT = "tenuto-session-1"
 """A reader of later formats also reads this one."""
 
 
-class Standing(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Standing(View, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the messages up to a turn's end come to: whether they opened with a system message, whether there are
-    others, and who spoke last."""
+    others, who spoke last, and a digest of the tools that they opened with, if they did."""
 
     system: bool
     dialogue: bool
     role: str
+    tools: str = ""
 
 
 class SavedTurn(View, frozen=True, kw_only=True, forbid_unknown_fields=True):

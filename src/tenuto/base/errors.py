@@ -204,6 +204,14 @@ class TurnAborted(TenutoError):
     status = 410
 
 
+class GrammarFailed(TenutoError):
+    """A turn's grammar, or JSON schema, turned out to be too complex, or to ask for what no token of the model can say;
+    the turn was rolled back."""
+
+    code = "grammar_failed"
+    status = 400
+
+
 class TurnFailed(TenutoError):
     """Steps with the turn in them kept failing, so it was rolled back."""
 

@@ -16,6 +16,7 @@ from tenuto.base.config import EngineOptions, Limits, engine_config
 from tenuto.base.document import SessionDocument
 from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.options import Policy, TurnParams
+from tenuto.base.tools import NO_TOOLS, Tools
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
     AuditReport,
@@ -143,7 +144,8 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     `version`: the version the session must have. `keep_bos` false: if the tokenizer adds a beginning-of-sequence token
     by itself, one at the start of the input is dropped where the session has a history. `echo`: the ticket has the
     prompt's tokens and text. `markup`: control tokens written out in a text become those tokens. `name`: a unique name
-    by which it can be withdrawn.
+    by which it can be withdrawn. `tools`: what the model is told that it may call, with the first messages; later turns
+    may repeat it.
     """
 
     kind: TurnKind
@@ -157,6 +159,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     limits: Limits = Limits()
     markup: bool = False
     name: str = ""
+    tools: Tools = NO_TOOLS
 
     @property
     def key(self) -> SessionKey | None:
@@ -225,6 +228,17 @@ class DropMemory(Request[int], frozen=True, kw_only=True):
     """Drop every session without a running turn to its tokens; answers how many held memory."""
 
 
+class Pause(Request[None], frozen=True, kw_only=True):
+    """No more steps until `Resume`: open turns wait where they are, or with `release` give the memory up that they have
+    acquired, to compute it again. Sessions may be changed meanwhile."""
+
+    release: bool = False
+
+
+class Resume(Request[None], frozen=True, kw_only=True):
+    """Go on after `Pause`."""
+
+
 class Audit(Request[AuditReport], frozen=True, kw_only=True):
     """Recount every unit of memory."""
 
@@ -238,6 +252,16 @@ class Detokenize(Request[str], frozen=True, kw_only=True):
 
     tokens: list[int]
     special: bool = True
+
+
+class Tokenize(Request[list[int]], frozen=True, kw_only=True):
+    """The tokens of an input that opens a session, whatever their number. `markup` and `tools`: as in `StartTurn`.
+    `generate`: those of messages end where the assistant begins to speak."""
+
+    input: TurnInput
+    tools: Tools = NO_TOOLS
+    markup: bool = False
+    generate: bool = True
 
 
 AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})

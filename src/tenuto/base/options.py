@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, items, option, shown, whole
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.grammar import Grammar
 from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, MAX_TOKEN_ID, Sampling
 
 MAX_NEW_TOKENS = MAX_COUNT
@@ -27,6 +28,9 @@ class TurnParams:
     The first `min_new_tokens` output tokens are never stop ids, and their text is not searched for stop strings.
     `logprobs` n asks for the log-probability of every output token and of the n likeliest in its place;
     `input_logprobs` does for every input token but the first of the sequence. See `base.sampling.TokenLogprob`.
+
+    `grammar`: the output is a text of it, or the beginning of one where something else ends the turn. The turn ends
+    where nothing may follow; the model's own end tokens are sampled only where the text is complete.
     """
 
     max_new_tokens: int | None = option(None, "As many as fit if not given.", Bounds(0, MAX_NEW_TOKENS))
@@ -41,6 +45,7 @@ class TurnParams:
     min_new_tokens: int = option(0, "Nothing ends the turn before this many.", Bounds(0, MAX_NEW_TOKENS))
     logprobs: int | None = option(None, "Of output tokens, with this many of the likeliest.", Bounds(0, MAX_LOGPROBS))
     input_logprobs: int | None = option(None, "The same for input tokens.", Bounds(0, MAX_LOGPROBS))
+    grammar: Grammar | None = option(None, "What the output must follow: an object with one field, the kind.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -56,6 +61,8 @@ class TurnParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidRequest(f"{name} is {shown(value)}; allowed: true or false", param=name)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequest(f"grammar is {shown(self.grammar)}; allowed: a Grammar", param="grammar")
 
 
 OPTIONS: dict[str, Field[Any]] = {
@@ -102,8 +109,9 @@ class TurnOptions(TypedDict, total=False):
     strings that end the turn, left out of its text unless `include_stop` is set; `stop_ids`: token ids that do, besides
     the model's own unless `ignore_eos`; none does before there are `min_new_tokens`. `logprobs` and `input_logprobs` n:
     log-probabilities of every output or input token, and of the n likeliest in its place. `priority`: higher runs
-    first; the session's if not given. `queue_timeout` and `timeout`: seconds within which the turn must have started,
-    and ended.
+    first; the session's if not given. `grammar`: what the output must follow, a `Grammar` or an object with one field:
+    `json_schema`, `json_object` (`True`), `regex`, `choice` (strings), `ebnf` or `lark`. `queue_timeout` and `timeout`:
+    seconds within which the turn must have started, and ended.
     """
 
     max_new_tokens: int | None
@@ -126,6 +134,7 @@ class TurnOptions(TypedDict, total=False):
     min_new_tokens: int
     logprobs: int | None
     input_logprobs: int | None
+    grammar: Grammar | Mapping[str, Any] | None
 
 
 class RemoteOptions(TurnOptions, total=False):
@@ -150,6 +159,13 @@ def turn_params(options: TurnOptions) -> TurnParams:
     if "logit_bias" in sampling:
         sampling["logit_bias"] = _pairs(sampling["logit_bias"])
     stop = rest.pop("stop", ())
+    if rest.get("grammar") is not None:
+        rest["grammar"] = Grammar.of(rest["grammar"])
+        if rest.get("stop_ids") and rest.get("min_new_tokens"):
+            raise InvalidRequest(
+                "min_new_tokens with stop_ids and a grammar, which may allow only a stop id; allowed: two of them",
+                param="min_new_tokens",
+            )
     return TurnParams(
         sampling=Sampling(**sampling),
         stop=(stop,) if isinstance(stop, str) else items("stop", stop, "a string or a list of strings"),

@@ -6,6 +6,7 @@ A plan is plain data: making it changes nothing. The engine makes it, an executo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +18,9 @@ from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 
 Ints = npt.NDArray[np.int32]
 Singles = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
+"""Bits, one a token: token t has bit `t % 32` of word `t // 32`."""
+Bytes = npt.NDArray[np.uint8]
 
 PREVIOUS_SAMPLE = -1
 """In `Plan.tokens`: the token this row sampled in the step submitted just before (the planner does not know it yet)."""
@@ -82,6 +86,17 @@ class InputScores:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens a row with a grammar may sample. `place`: of its first sample among all of the plan. `allowed`
+    becomes uint32 [samples of the row, words], a bit for every allowed token, while the step computes: an executor
+    waits for it before it samples. Tokens behind the last word are not allowed. `None` allows all: the result will be
+    dropped, or ends the turn."""
+
+    place: int
+    allowed: Future[Words | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One forward pass over a mixed batch of prefill chunks and decodes.
 
@@ -93,7 +108,7 @@ class Plan:
     order of the memory spec. Page tables persist between steps: an executor keeps one row of pages per row id, applies
     `tables` first, then `copies`, then computes. Entries of a sliding group that lie wholly before the
     window of `starts[i]` are stale and must not be read. `sampling` lists the rows whose sampling options are new.
-    `scores` is `None` if no row asks for them.
+    `scores` is `None` if no row asks for them. `masks` has an entry for every row with a grammar that samples.
     """
 
     step: int
@@ -107,6 +122,7 @@ class Plan:
     states: tuple[StateMoves, ...]
     sampling: tuple[tuple[int, RowSampling], ...]
     scores: InputScores | None = None
+    masks: tuple[TokenMasks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +155,28 @@ class StepResult:
     scored: Logprobs | None = None
 
 
-class Executor(Protocol):
+class CopyFailed(Exception):
+    """Units could not be copied from the device or to it."""
+
+
+class Copier(Protocol):
+    """Copies units between the device and host memory, at once. Nothing that a step in flight writes is read, and
+    nothing that it touches is written."""
+
+    def unit_bytes(self, group: int) -> int:
+        """The size of a unit of `group`."""
+        ...
+
+    def read_units(self, group: int, units: Ints) -> Bytes:
+        """Copies of `units`, int32 [n], uint8 [n, bytes a unit]. Raises `CopyFailed`."""
+        ...
+
+    def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
+        """Fill `units` with what `read_units` gave, each uint8 [bytes a unit]. Raises `CopyFailed`."""
+        ...
+
+
+class Executor(Copier, Protocol):
     """Carries out plans in the order in which they are submitted, up to two in flight: `collect` gives the result of
     the oldest that is not yet collected. Writing what a plan newly names (new page table entries, the targets of
     copies, state slots that its row did not have) may begin at `submit`, before an earlier step in flight has ended. A

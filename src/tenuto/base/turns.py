@@ -13,6 +13,7 @@ from tenuto.base.checks import items, shown, whole
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import MAX_NEW_TOKENS
 from tenuto.base.sampling import MAX_TOKEN_ID, TokenLogprob
+from tenuto.base.tools import ToolCall
 
 TurnKind = Literal["turn", "append", "regenerate"]
 """Append input and generate; append input alone; generate the last turn's output again."""
@@ -22,29 +23,48 @@ Keep = int | Literal["delivered", "all"] | None
 delivered, or all."""
 
 
+MESSAGE_SIZE = 2**5
+"""Characters for which a message counts even if it is empty: a template writes something around each."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat. Raises `InvalidRequest` on an unknown role or content that is not text."""
+    """One message of a chat. An assistant's message may have `tool_calls`, and the `reasoning` before it; a tool's says
+    to which call it belongs, and of which function (`name`). Raises `InvalidRequest` on an unknown role or content that
+    is not text."""
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise InvalidRequest(f"a message has role {self.role!r}; allowed: {', '.join(ROLES)}")
-        if not isinstance(self.content, str):
-            raise InvalidRequest(f"a message's content is a {type(self.content).__name__}; allowed: text")
+        for name in ("content", "tool_call_id", "name", "reasoning"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidRequest(f"a message's {name} is a {type(getattr(self, name)).__name__}; allowed: text")
+
+    @property
+    def size(self) -> int:
+        """Characters in it, and some that a template writes around them."""
+        calls = sum(len(call.name) + len(call.arguments) + len(call.id) for call in self.tool_calls)
+        return MESSAGE_SIZE + len(self.content) + len(self.reasoning) + calls
 
     @classmethod
     def from_dict(cls, raw: object) -> Message:
-        """From a client's object, which must have exactly `role` and `content`."""
-        if not isinstance(raw, Mapping) or set(raw) != {"role", "content"}:
+        """From a client's object, which must have `role` and `content`, and may have `tool_calls` (objects with `name`,
+        and if they have them `arguments`, as JSON text, and `id`), `tool_call_id`, `name` and `reasoning`."""
+        if not isinstance(raw, Mapping) or not {"role", "content"} <= set(raw) <= set(cls.__annotations__):
             given = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
-            raise InvalidRequest(f"a message has {given}; allowed: exactly role and content")
-        return cls(raw["role"], raw["content"])
+            more = ", ".join(cls.__annotations__.keys() - {"role", "content"})
+            raise InvalidRequest(f"a message has {given}; allowed: role and content, and of {more} what it has")
+        calls = items("tool_calls", raw.get("tool_calls", ()), "a list of tool calls")
+        rest = {name: value for name, value in raw.items() if name != "tool_calls"}
+        return cls(**rest, tool_calls=tuple(map(ToolCall.of, calls)))
 
 
 TurnInput = str | Sequence[int | Message]
@@ -91,6 +111,7 @@ class EndReason(StrEnum):
     APPENDED = "appended"  # a prefill-only turn is done
     ABORT = "abort"  # by the caller, a disconnect or a closing session
     DEADLINE = "deadline"  # one of its deadlines passed
+    GRAMMAR = "grammar"  # its grammar became too complex to be followed, or asks for what no token can say
     FAILED = "failed"  # steps fail with it, even if it is alone in them
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from tenuto.base.config import EngineConfig
+from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import TurnState
 
 SessionKey = tuple[str, str]
@@ -105,6 +106,7 @@ class ModelView(View, frozen=True, kw_only=True):
     eos_ids: list[int]
     has_text: bool
     has_chat: bool
+    habits: ModelHabits = ModelHabits()
     pid: int
     config: EngineConfig
 
@@ -161,7 +163,10 @@ class Transition:
 
 
 class Stats(View, frozen=True, kw_only=True):
-    """Counts since the start, and the present state. `recomputed`: tokens computed again, by reason."""
+    """Counts since the start, and the present state. `recomputed`: tokens computed again, by reason. `prefix_lookups`:
+    turns that lacked at least a page, by what came of looking for it with others; `prefix_tokens`: the tokens found, by
+    whose they were. `tiers`: bytes that parked sessions hold, by tier; `parked` sessions; `restored` sessions, ever;
+    `tier_moves`: units moved, by where to; `tier_failures`, by cause."""
 
     sessions: int
     running: int
@@ -174,4 +179,11 @@ class Stats(View, frozen=True, kw_only=True):
     generated_tokens: int
     computed_tokens: int
     recomputed: dict[str, int]
+    prefix_lookups: dict[str, int]
+    prefix_tokens: dict[str, int]
+    parked: int
+    restored: int
+    tiers: dict[str, int]
+    tier_moves: dict[str, int]
+    tier_failures: dict[str, int]
     held_tokens: dict[str, int]

@@ -208,11 +208,26 @@ def serve(
     prefix_cache: Annotated[
         bool,
         typer.Option(
-            "--prefix-cache",
             help="Requests begin with what any session of their tenant, closed ones included, has in memory of the same"
             " tokens.",
         ),
-    ] = False,
+    ] = True,
+    host_tier: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory for sessions that have to leave the device: bytes, or a size such as 4GiB. 0: none.",
+        ),
+    ] = "0",
+    disk_tier: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH", help="A directory for what host memory cannot hold of them. none: they are computed again."
+        ),
+    ] = "none",
+    disk_tier_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="The most bytes in it, as of --host-tier. 0: no limit.")
+    ] = "0",
     overlap: Annotated[int, typer.Option(help="1: plan a step while the previous one is computed.")] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for users of SGLang
@@ -231,7 +246,7 @@ def serve(
       TENUTO_API_KEY=... tenuto serve --host 0.0.0.0
     """
     from tenuto.base.messages import WorkerSettings  # noqa: PLC0415 - see the module's docstring
-    from tenuto.cli.memory import read_memory  # noqa: PLC0415
+    from tenuto.cli.memory import read_memory, read_size  # noqa: PLC0415
     from tenuto.cli.serve import run_server  # noqa: PLC0415
     from tenuto.serve.shared.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415
 
@@ -244,6 +259,9 @@ def serve(
         "max_sessions": max_sessions,
         "overlap": overlap,
         "prefix_cache": prefix_cache,
+        "host_tier": read_size("host_tier", host_tier),
+        "disk_tier": "" if disk_tier == "none" else disk_tier,
+        "disk_tier_size": read_size("disk_tier_size", disk_tier_size),
     }
     if context_length is not None:
         config["context_length"] = context_length

@@ -1,4 +1,4 @@
-"""How much memory `--memory` asks for."""
+"""How much memory `--memory` and other options ask for."""
 
 from __future__ import annotations
 
@@ -30,11 +30,19 @@ def read_memory(text: str, device: str) -> int:
     return int(wanted)
 
 
-def _split(text: str) -> tuple[str, str]:
+def read_size(name: str, text: str) -> int:
+    """A number of bytes, which may be 0. Raises `ConfigError`."""
+    number, unit = _split(text, name)
+    if not unit and "." in number:
+        raise ConfigError(f"{name} is {text}; allowed: a number of bytes, or a size such as 4GiB")
+    return int(float(number) * _UNITS[unit]) if unit else int(number)
+
+
+def _split(text: str, name: str = "memory") -> tuple[str, str]:
     """A number and its unit, if any."""
     found = re.fullmatch(rf"(\d{{1,18}}|\d{{0,15}}\.\d{{1,15}}) ?({'|'.join(_UNITS)})?", text.strip(), re.ASCII)
     if found is None:
-        raise ConfigError(f"memory is {text[:40]!r}; allowed: {_ALLOWED}")
+        raise ConfigError(f"{name} is {text[:40]!r}; allowed: {_ALLOWED}")
     return found[1], found[2] or ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from operator import index
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeVar
 from urllib.parse import quote
@@ -10,6 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from tenuto.base.errors import InvalidRequest, NotFound, TenutoError
+from tenuto.base.grammar import Grammar
 from tenuto.base.messages import (
     AbortTurn,
     Audit,
@@ -138,7 +140,13 @@ def input_body(given: TurnInput) -> str | list[Any]:
     """A turn's input as JSON values."""
     if isinstance(given, str):
         return given
-    return [{"role": one.role, "content": one.content} if isinstance(one, Message) else one for one in given]
+    return [_message(one) if isinstance(one, Message) else one for one in given]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """Without what it does not have."""
+    body = {name: value for name, value in asdict(message).items() if value}
+    return {"role": message.role, "content": message.content, **body}
 
 
 def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str, Any]:
@@ -149,6 +157,8 @@ def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str,
             value: Any = options[name]
         else:
             value = getattr(params.sampling if name in OF_SAMPLING else params, name)
+        if isinstance(value, Grammar):
+            value = value.given()
         if value is not None and (kind != "append" or name in (*OF_PREFILL, "if_busy")):
             body[name] = dict(value) if name == "logit_bias" else value
     return body

@@ -26,7 +26,9 @@ from tenuto.base.messages import (
     ListTurns,
     OfSession,
     OpenSession,
+    Pause,
     Request,
+    Resume,
     Rewind,
     StartTurn,
     Trim,
@@ -203,19 +205,20 @@ class Dispatcher:
     @_execute.register
     def _(self, command: StartTurn, prepared: Prepared | None) -> Ticket:
         if command.kind == "regenerate":
-            turn = self._regenerate(command)
+            turn = self._regenerate(command, prepared)
         elif command.session is None:
             turn = self._only_turn(command, _given(prepared))
         else:
             turn = self._turn(command.session, command, _given(prepared))
         return views.ticket(turn, echo=command.echo)
 
-    def _regenerate(self, command: StartTurn) -> Turn:
+    def _regenerate(self, command: StartTurn, prepared: Prepared | None) -> Turn:
         if command.session is None:
             raise InvalidRequest("there is nothing to generate again; name a session")
         session = self._session(command.tenant, command.session)
         params = self._with_stops(command.params, session.conversation)
-        return self._engine.regenerate(command.session, params, tenant=command.tenant)
+        constraint = prepared.constraint if prepared is not None else None
+        return self._engine.regenerate(command.session, params, constraint, tenant=command.tenant)
 
     def _only_turn(self, command: StartTurn, prepared: Prepared) -> Turn:
         session = self._engine.open(None, Policy(tenant=command.tenant, ephemeral=True))
@@ -229,7 +232,9 @@ class Dispatcher:
         self._require_current(self._session(command.tenant, session_id), prepared)
         params = command.params if command.kind == "turn" else replace(command.params, max_new_tokens=0)
         params = self._with_stops(params, prepared.conversation)
-        return self._engine.submit(session_id, prepared.tokens, params, prepared.conversation, tenant=command.tenant)
+        return self._engine.submit(
+            session_id, prepared.tokens, params, prepared.conversation, prepared.constraint, tenant=command.tenant
+        )
 
     @_execute.register
     def _(self, command: Draft, prepared: Prepared | None) -> SessionInfo:
@@ -261,6 +266,14 @@ class Dispatcher:
     @_execute.register
     def _(self, _command: DropMemory, _: None) -> int:
         return self._engine.drop()
+
+    @_execute.register
+    def _(self, command: Pause, _: None) -> None:
+        self._engine.pause(release=command.release)
+
+    @_execute.register
+    def _(self, _command: Resume, _: None) -> None:
+        self._engine.resume()
 
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:

@@ -6,8 +6,10 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from random import Random
 
+from tenuto.base.checks import MAX_COUNT
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
@@ -26,8 +28,11 @@ from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.parking import Parking
 from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
+from tenuto.memory.tiers import Tiers
+from tenuto.memory.unit_files import Disk, UnitFiles
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Planner, Proposer
@@ -42,6 +47,8 @@ from tenuto.session.registry import Registry
 from tenuto.session.session import Session, Turn
 from tenuto.session.turn import as_tokens
 from tenuto.text.chat import Conversation
+from tenuto.text.constraint import Constraint
+from tenuto.text.masks import Masks, MasksAtOnce
 
 
 @dataclass(slots=True)
@@ -59,7 +66,7 @@ class Engine:
     """Owns sessions, memory and the schedule; single-threaded. `units[g]` is the size of each pool of the model. An
     operation finds a session by its id among those of a `tenant`; without tenants, that is left out."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - every collaborator is named
         self,
         executor: Executor,
         units: tuple[int, ...],
@@ -71,8 +78,10 @@ class Engine:
         random: Random,
         text: TextFactory | None = None,
         proposer: Proposer | None = None,
+        masks: Masks | None = None,
+        disk: Disk | None = None,
     ) -> None:
-        """Raises `ConfigError`."""
+        """`disk` replaces the files that `config.disk_tier` asks for. Raises `ConfigError`."""
         if config.lookahead and proposer is None:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
         self.config = config
@@ -86,8 +95,16 @@ class Engine:
         shares = Shares(dict(config.tenant_weights))
         self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
         self.prefixes = PrefixIndex(self.memory.page_size) if config.prefix_cache else None
+        self.parking = self._tiers(executor, disk)
         self.lifecycle = Lifecycle(
-            self.memory, self.sessions, self.prefixes, self._queue, self.batch, clock, config.draft_timeout
+            self.memory,
+            self.sessions,
+            self.prefixes,
+            self.parking,
+            self._queue,
+            self.batch,
+            clock,
+            config.draft_timeout,
         )
         self.pressure = self.lifecycle.pressure
         self._admission = Admission(
@@ -99,26 +116,51 @@ class Engine:
             self.lifecycle.pause,
             self.lifecycle.drop,
             self.lifecycle.share,
+            self.parking,
         )
         self.suspects = Suspects()
         self._planner = Planner(self.memory, self.batch, self.suspects, config.token_budget, proposer, config.lookahead)
         self._settler = Settler(self.memory, self.batch)
-        self._flights = Flights(executor, self.memory, self.lifecycle, self._planner, self._settler, self.suspects)
+        self._flights = Flights(
+            executor,
+            self.memory,
+            self.lifecycle,
+            self._planner,
+            self._settler,
+            self.suspects,
+            masks or MasksAtOnce(),
+        )
         self._numbers = count(1)
         self.auditor = Auditor(self.memory, self.sessions, (self._admission,), self.batch, config.audit_every)
+        self.paused = False  # nothing is planned; written by `pause` and `resume`
         self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`
         self.transitions = self.lifecycle.transitions
         self.totals = self.lifecycle.totals
 
+    def _tiers(self, executor: Executor, disk: Disk | None) -> Parking | None:
+        """Where the memory of idle sessions goes, if there is more than the device."""
+        config = self.config
+        if disk is None and config.disk_tier:
+            disk = UnitFiles(Path(config.disk_tier).expanduser(), config.disk_tier_size or MAX_COUNT)
+        if disk is None and not config.host_tier:
+            return None
+        memory = self.memory
+        tiers = Tiers(memory.pools, executor, config.host_tier, disk, memory.page_size, self._clock.now)
+        return Parking(memory, tiers)
+
     # -- the loop
 
     @guarded
     def step(self) -> StepReport:
-        """Admit waiting turns, plan a step, let the executor compute it, settle what it has computed, audit."""
+        """Admit waiting turns and plan a step, unless paused; let the executor compute it, settle what it has computed,
+        audit."""
         self.lifecycle.expire()
-        self._admission.admit()
-        planned = self._flights.plan()
+        self.lifecycle.join()
+        planned = None
+        if not self.paused:
+            self._admission.admit()
+            planned = self._flights.plan()
         if planned is not None:
             self._flights.submit(planned)
         report = StepReport(worked=len(self._flights) > 0)
@@ -285,6 +327,8 @@ class Engine:
                 raise SessionBusy(f"cannot drop session {session_id}: its turn is running")
         dropped = 0
         for session in sessions:
+            if self.parking is not None:
+                self.parking.forget(session)
             held = session.memory.computed > 0 or session.memory.turn is not None
             while session.memory.computed or session.memory.turn is not None:
                 self.lifecycle.drop(session, "flushed")
@@ -300,13 +344,14 @@ class Engine:
         tokens: Iterable[int] = (),
         params: TurnParams | None = None,
         conversation: Conversation | None = None,
+        constraint: Constraint | None = None,
         *,
         tenant: str = "",
     ) -> Turn:
         """Open a turn: append `tokens`, which make the conversation `conversation`, and generate, or with
-        `max_new_tokens` 0 commit them once they are computed. An open draft becomes this turn, and what it has computed
-        of `tokens` is kept. Raises `SessionBusy`, `ContextExceeded`,
-        `InvalidRequest` or `Overloaded`, having changed nothing."""
+        `max_new_tokens` 0 commit them once they are computed. `constraint`: the grammar of `params`, compiled for this
+        turn. An open draft becomes this turn, and what it has computed of `tokens` is kept. Raises `SessionBusy`,
+        `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
         checked, params = self._read(tokens), params or TurnParams()
         session = self.sessions.get(session_id, tenant)
         session.require_open()
@@ -316,7 +361,7 @@ class Engine:
         elif params.input_logprobs is not None:
             raise InvalidRequest("input_logprobs of a turn that was a draft: tokens computed earlier have none")
         allowed = self._gate.allowed(session, len(session.history) + len(checked), params.max_new_tokens)
-        text = self._gate.admit(params)
+        text = self._gate.admit(params, constraint)
         turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
         if draft is not None:
             self.lifecycle.redraft(draft, checked)
@@ -324,13 +369,21 @@ class Engine:
         else:
             turn.input = checked
         turn.conversation = conversation
-        turn.max_new_tokens, turn.text = allowed, text
+        turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
         self.lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
         return turn
 
     @guarded
-    def regenerate(self, session_id: str, params: TurnParams | None = None, *, tenant: str = "") -> Turn:
-        """Open a turn that generates the last turn's output again. The old output stays until this turn commits."""
+    def regenerate(
+        self,
+        session_id: str,
+        params: TurnParams | None = None,
+        constraint: Constraint | None = None,
+        *,
+        tenant: str = "",
+    ) -> Turn:
+        """Open a turn that generates the last turn's output again. The old output stays until this turn commits.
+        `constraint`: as of `submit`."""
         session = self.sessions.get(session_id, tenant)
         session.require_idle("regenerate in")
         params = params or TurnParams()
@@ -340,10 +393,10 @@ class Engine:
         if params.max_new_tokens == 0:
             raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
         allowed = self._gate.allowed(session, record.input_end, params.max_new_tokens)
-        text = self._gate.admit(params)
+        text = self._gate.admit(params, constraint)
         turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
         turn.replaces, turn.conversation = True, record.conversation
-        turn.max_new_tokens, turn.text = allowed, text
+        turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
         self.lifecycle.enqueue(turn, "regenerate")
         return turn
 
@@ -385,10 +438,32 @@ class Engine:
             self.lifecycle.commit(turn, EndReason.ABORT, kept)
         return turn
 
+    # -- pauses
+
+    @guarded
+    def pause(self, *, release: bool = False) -> None:
+        """Plan nothing more until `resume`. With `release` running turns give up what they have acquired, and queue."""
+        self.paused = True
+        if release:
+            for turn in list(self.batch.running()):
+                self.lifecycle.preempt(turn)
+
+    @guarded
+    def resume(self) -> None:
+        """Go on."""
+        self.paused = False
+
+    def end(self) -> None:
+        """Release the files of the disk tier. Nothing is asked of the engine afterwards."""
+        if self.parking is not None:
+            self.parking.tiers.close()
+
     # -- audit
 
     def audit(self) -> AuditReport:
         """Recount every unit from its holders, now. Raises `InvariantError` if anything is not as it should be."""
+        if self.parking is not None:
+            self.parking.audit()
         return self.auditor.recount(self._flights)
 
     @guarded

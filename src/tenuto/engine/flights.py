@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.plan import Executor, StepResult
@@ -15,6 +16,10 @@ from tenuto.sched.planner import Flight, Planner
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
 from tenuto.session.session import Turn
+from tenuto.text.masks import MaskRequest, Masks, give_up
+
+PREFILL_TOKENS = 16
+"""Tokens a row, on average, from which a step is mostly prefill."""
 
 log = logging.getLogger("tenuto.engine")
 
@@ -30,8 +35,10 @@ class Flights:
         planner: Planner,
         settler: Settler,
         suspects: Suspects,
+        masks: Masks,
     ) -> None:
         self._executor = executor
+        self._masks = masks
         self._memory = memory
         self._lifecycle = lifecycle
         self._batch = lifecycle.batch
@@ -39,6 +46,7 @@ class Flights:
         self._settler = settler
         self._suspects = suspects
         self._flights: deque[Flight] = deque()
+        self._began = 0.0  # when the oldest step in flight was submitted, or the one before it ended
         self._void = 0  # the last step whose result is dropped because an earlier one failed
 
     def __len__(self) -> int:
@@ -67,7 +75,11 @@ class Flights:
     def submit(self, planned: Flight) -> None:
         """Have the executor compute it."""
         self._memory.step_submitted()
+        if not self._flights:
+            self._began = self._lifecycle.now()
         self._flights.append(planned)
+        if len(self._flights) == 1:
+            self._ask_masks()
         self._executor.submit(planned.plan)
 
     def collect(self) -> tuple[Flight, StepResult | None]:
@@ -75,13 +87,24 @@ class Flights:
         flight, result = self._flights.popleft(), None
         try:
             result = self._executor.collect()
+            self._measure(flight)
         except StepFailed as error:
             if not self.is_void(flight):
                 self._lifecycle.count("step failed")
                 turns = [turn.name for turn in self._live(flight)]
                 log.warning("a step failed", extra={"step": flight.plan.step, "turns": turns, "error": str(error)})
         self._memory.step_settled()
+        if self.is_void(flight):
+            self._ask_masks()
         return flight, result
+
+    def _measure(self, flight: Flight) -> None:
+        """Note what computing tokens costs, for those that could be brought back instead: of steps that are mostly
+        prefill."""
+        ended, parking = self._lifecycle.now(), self._lifecycle.parking
+        if parking is not None and len(flight.plan.tokens) >= PREFILL_TOKENS * len(flight.rows):
+            parking.tiers.rates.note("compute", len(flight.plan.tokens), ended - self._began)
+        self._began = ended
 
     def is_void(self, flight: Flight) -> bool:
         """Whether its result is dropped because an earlier step failed."""
@@ -99,7 +122,33 @@ class Flights:
                 self._lifecycle.rest(turn)
             else:
                 self._lifecycle.commit(turn, EndReason.APPENDED)
+        for turn in settled.stuck:
+            log.warning("a grammar cannot be followed", extra={"turn": turn.name, "error": _failure(turn)})
+            self._lifecycle.abort(turn, EndReason.GRAMMAR)
+        self._ask_masks()
+        self._ask_slow_masks(settled.progressed)
         return settled.progressed
+
+    def _ask_masks(self) -> None:
+        """Have the masks of the oldest step in flight computed. To be called when it becomes that: all tokens that it
+        builds on have been settled. The executor waits for them with what it samples, not with what it computes."""
+        if not self._flights or not self._flights[0].masked:
+            return
+        flight, requests = self._flights[0], []
+        live = self._memory.rows.run[flight.rows] == flight.runs
+        for index, masks in zip(flight.masked, flight.plan.masks, strict=True):
+            turn: Turn | None = self._batch.turns[flight.rows[index]] if live[index] else None
+            if turn is None or turn.constraint is None or self.is_void(flight):
+                give_up(masks.allowed)
+            else:
+                requests.append(MaskRequest(turn.constraint, flight.guesses.get(index, ()), masks.allowed))
+        self._masks.ask(requests)
+
+    def _ask_slow_masks(self, progressed: list[Turn]) -> None:
+        """Have those that take long computed before they are wanted; see `Planner`."""
+        slow = [turn.constraint for turn in progressed if turn.constraint is not None and turn.constraint.slow]
+        if slow:
+            self._masks.ask([MaskRequest(constraint, (), Future()) for constraint in slow])
 
     def retry(self, failed: Flight) -> None:
         """A step failed, and so did those submitted since: their turns go on from what is settled, and the turns of the
@@ -116,8 +165,15 @@ class Flights:
                 self._lifecycle.retry(turn)
         for flight in void:
             self._batch.return_news(flight.news)
+        for flight in self._flights:
+            for masks in flight.plan.masks:
+                give_up(masks.allowed)
 
     def _live(self, flight: Flight) -> list[Turn]:
         """The turns of a flight that are still in their rows."""
         same = self._memory.rows.run[flight.rows] == flight.runs
         return list(self._batch.turns[flight.rows[same]])
+
+
+def _failure(turn: Turn) -> str:
+    return turn.constraint.failure if turn.constraint is not None else ""

@@ -9,6 +9,7 @@ from tenuto.base.errors import ContextExceeded, InvalidRequest, Overloaded
 from tenuto.base.options import TurnParams
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session
+from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
 
 TextFactory = Callable[[tuple[str, ...], int, bool], TextStream]
@@ -37,8 +38,11 @@ class TurnGate:
             )
         return room if wanted is None else min(wanted, room)
 
-    def admit(self, params: TurnParams) -> TextStream | None:
-        """What turns its tokens into text, if anything does. Raises `InvalidRequest`; `Overloaded` if too many wait."""
+    def admit(self, params: TurnParams, constraint: Constraint | None = None) -> TextStream | None:
+        """What turns its tokens into text, if anything does. `constraint`: the turn's grammar, compiled. Raises
+        `InvalidRequest`; `Overloaded` if too many wait."""
+        if params.grammar is not None and constraint is None:
+            raise InvalidRequest("a grammar needs a tokenizer, and this engine has none", param="grammar")
         for token in params.stop_ids:
             whole("a stop id", token, 0, self._vocab_size - 1)
         for token, _ in params.sampling.logit_bias:

@@ -13,6 +13,8 @@ from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
 from tenuto.base.turns import EndReason, TurnState, Usage
 from tenuto.base.views import SessionKey, SessionState, Transition
+from tenuto.engine.parking import Parking
+from tenuto.engine.sharing import Found, Sharing
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.sched.batch import Batch, continues_from, is_computed, start_target
@@ -44,6 +46,7 @@ class Lifecycle:
         memory: Memory,
         sessions: Registry,
         prefixes: PrefixIndex | None,
+        parking: Parking | None,
         queue: WaitingQueue,
         batch: Batch,
         clock: Clock,
@@ -51,11 +54,15 @@ class Lifecycle:
     ) -> None:
         self._sessions = sessions
         self._prefixes = prefixes
+        self.parking = parking
         self._queue = queue
         self._clock = clock
         self._draft_timeout = draft_timeout
         self.batch = batch
         self.pressure = Pressure(memory, batch, self.preempt, self.drop)
+        self.sharing: Sharing | None = None
+        if prefixes is not None:
+            self.sharing = Sharing(memory, prefixes, sessions, batch, self.pressure, queue.aging_seconds)
         self.transitions: Counter[Transition] = Counter()
         self.totals: Counter[str] = Counter()  # tokens of all ended turns, by field of `Usage`
         self.recomputed: Counter[str] = Counter()  # tokens that must be computed again, by reason
@@ -65,6 +72,10 @@ class Lifecycle:
         self._entries = count()
         self._ended: list[Turn] = []
         self._changes: list[Change] = []
+
+    def now(self) -> float:
+        """Seconds, by the engine's clock."""
+        return self._clock.now()
 
     def take_ended(self) -> list[Turn]:
         """Turns that have ended since the last call, in order."""
@@ -86,6 +97,13 @@ class Lifecycle:
         parent: Session | None = None,
     ) -> None:
         """Record a change that has just happened; see `Change`."""
+        if self.parking is not None:
+            if parent is not None:
+                self.parking.fork(parent, session)
+            elif kind == "close":
+                self.parking.forget(session)
+            else:
+                self.parking.changed(session, kept)
         self._changes.append(Change.of(kind, session, kept, turn, parent))
 
     def count(self, operation: str, state: str | None = None) -> None:
@@ -129,16 +147,33 @@ class Lifecycle:
             self.count("start" if turn.state is TurnState.QUEUED else "resume")
             turn.go("start")
             turn.started = True
-            if turn.cached < 0:
-                turn.cached = min(continues_from(turn), turn.prompt_length)
-                turn.computed_before = turn.computed_tokens
-                self._note_recomputed(turn)
-        if is_computed(turn):  # it needs no units, so its `slots` are empty
+        if self.parking is not None:
+            self.parking.restore(turn, slots)
+        if is_computed(turn):  # it needs no units
+            for lease in slots:
+                lease.release(unused=True)
             if not turn.drafting:
+                self._first_run(turn)
                 self.commit(turn, EndReason.APPENDED)
             return
         self.batch.add(turn, slots)
+        if self.sharing is not None:
+            self.sharing.started(turn)
+        if not (turn.drafting or self._waits(turn)):
+            self._first_run(turn)
         self.pressure.note(turn.session)
+
+    def _waits(self, turn: Turn) -> bool:
+        return self.sharing is not None and self.sharing.waits(turn)
+
+    def _first_run(self, turn: Turn) -> None:
+        """A submitted turn begins to compute: note what it found in memory, once."""
+        if turn.cached < 0:
+            turn.cached = min(continues_from(turn), turn.prompt_length)
+            turn.computed_before = turn.computed_tokens
+            self._note_recomputed(turn)
+            if self.sharing is not None:
+                self.sharing.counted(turn)
 
     def _note_recomputed(self, turn: Turn) -> None:
         """Count the tokens of the history that a starting turn has to compute again, by reason."""
@@ -150,6 +185,8 @@ class Lifecycle:
         """Take the turn out of the batch. To be called before its memory is detached."""
         memory = turn.session.memory.turn
         if memory is not None and memory.row >= 0:
+            if self.sharing is not None:
+                self.sharing.left(turn)
             self.batch.remove(turn, memory.row)
 
     def preempt(self, turn: Turn, why: str = "preempted") -> None:
@@ -174,6 +211,8 @@ class Lifecycle:
             return
         if running:
             self.batch.add(turn, ())
+            if self.sharing is not None:
+                self.sharing.started(turn)
         elif turn.drafting:
             self._queue.push(turn)
 
@@ -213,8 +252,15 @@ class Lifecycle:
             self._leave_row(turn)
             turn.lose_memory()
         else:
+            if self.parking is not None and session.state is not SessionState.CLOSED:
+                if why == "pressure":
+                    self.parking.park(session)
+                else:
+                    self.parking.forget(session)
             session.memory.drop()
             session.memory.lost = why
+            if turn is not None and why == "restart" and self.sharing is not None:
+                self.sharing.no_room(turn)
         if self._sessions.forget_prefix(session):
             self.count("drop", "prefix")
         else:
@@ -234,35 +280,36 @@ class Lifecycle:
                 self._prefixes.enter(session)
         self.pressure.note(session)
 
-    @staticmethod
-    def _may_share(turn: Turn) -> bool:
-        """Not what changes, whose input is scored, or would give up a checkpoint: after an abort the session stands
-        where it stood."""
-        memory = turn.session.memory
-        keeps = memory.computed > 0 and memory.memory.needs_checkpoints
-        return not (turn.drafting or turn.params.input_logprobs is not None or memory.turn is not None or keeps)
-
     def share(self, turn: Turn) -> None:
-        """A waiting turn without memory of its own begins with what another session of its tenant has in memory, if
-        that is more of its tokens than its own session has."""
-        session, prefixes = turn.session, self._prefixes
-        if prefixes is None or turn.sought == prefixes.version or not self._may_share(turn):
+        """A waiting turn begins with what others have in memory of its tokens."""
+        if self.sharing is not None:
+            self.sharing.share(turn)
+
+    def join(self) -> None:
+        """Have turns that waited in their rows for what others compute go on with it."""
+        for turn, found in self.sharing.ready() if self.sharing is not None else ():
+            if found is not None:
+                self._begin_again(turn, found)
+            if turn.running and not self._waits(turn):
+                self._first_run(turn)
+
+    def _begin_again(self, turn: Turn, found: Found) -> None:
+        """A turn in a row, which has not begun, begins with what was found."""
+        memory, sharing = turn.session.memory.turn, self.sharing
+        if memory is None or sharing is None:
+            raise InvariantError(f"{turn.name} has no memory to begin again with")
+        self.batch.remove(turn, memory.row)
+        units = memory.withdraw()
+        sharing.begin_with(turn, found)
+        if not is_computed(turn):
+            self.batch.add(turn, units)
+            sharing.started(turn)
             return
-        turn.sought = prefixes.version
-        have = continues_from(turn)
-        found = prefixes.find(session, turn.tokens(0, turn.prompt_length), have)
-        if found is None:
-            return
-        owner, length = found
-        position = owner.memory.resumable(min(length, turn.resume_position))
-        if position < have + session.memory.memory.page_size:
-            return
-        session.memory.drop()
-        owner.memory.fork(session.memory, position)
-        session.origin = owner
-        self._sessions.use_prefix(owner)
-        self.pressure.note(owner)
-        self.pressure.note(session)
+        for lease in units:
+            lease.release(unused=True)
+        sharing.left(turn)
+        self._first_run(turn)
+        self.commit(turn, EndReason.APPENDED)
 
     def rest(self, turn: Turn) -> None:
         """Free the row of a draft that is fully computed. The draft keeps its memory."""
@@ -340,7 +387,7 @@ class Lifecycle:
         self.note_memory(session)
         origin, session.origin = session.origin, None
         if origin in self._sessions.prefixes and self._prefixes is not None and self._prefixes.covers(session, origin):
-            self.drop(origin)
+            self.drop(origin, "covered")
         self.count("close")
         self.note("close", session, kept=len(session.history))
 

@@ -9,10 +9,12 @@ from typing import NamedTuple, Self
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.base.tools import NO_TOOLS, Tools
 from tenuto.base.turns import Message
 from tenuto.session.records import TurnRecord
 from tenuto.session.session import Session
 from tenuto.text.chat import ChatTemplate, Conversation, Rendered
+from tenuto.text.constraint import Constraint
 from tenuto.text.prompt import Prompt
 from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer
@@ -68,11 +70,13 @@ class Outdated(Exception):
 
 
 class Prepared(NamedTuple):
-    """Input as a turn takes it. `conversation`: what the turn makes of it; see `Basis`."""
+    """Input as a turn takes it. `conversation`: what the turn makes of it; see `Basis`. `constraint`: its grammar,
+    compiled."""
 
     basis: Basis
     tokens: array[int]
     conversation: Conversation | None
+    constraint: Constraint | None = None
 
 
 class Renderer:
@@ -82,17 +86,19 @@ class Renderer:
         self._template = template
         self._tokenizer = tokenizer
 
-    def prepare(self, basis: Basis, prompt: Prompt, *, generate: bool) -> Prepared:
+    def prepare(self, basis: Basis, prompt: Prompt, *, generate: bool, tools: Tools = NO_TOOLS) -> Prepared:
         """The tokens that append `prompt`. Raises `InvalidRequest`, `IllegalTransition` if the history is not one that
         messages can follow, and `ContextExceeded` if it is clear that too little room is left."""
-        prepared = self._prepare(basis, prompt, generate=generate)
+        prepared = self._prepare(basis, prompt, generate, tools)
         basis.room(generate=generate).require(len(prepared.tokens))
         return prepared
 
-    def _prepare(self, basis: Basis, prompt: Prompt, *, generate: bool) -> Prepared:
+    def _prepare(self, basis: Basis, prompt: Prompt, generate: bool, tools: Tools) -> Prepared:
         if prompt.messages or (not prompt.tokens and not basis.empty and basis.conversation is not None):
-            rendered = self._render(basis, list(prompt.messages), generate=generate)
+            rendered = self._render(basis, list(prompt.messages), generate, tools)
             return Prepared(basis, array("i", rendered.tokens), rendered.conversation)
+        if tools:
+            raise InvalidRequest("tools without messages; allowed: with chat messages", param="tools")
         if basis.empty:
             return Prepared(basis, array("i", self._opening_tokens(basis, prompt)), None)
         return Prepared(basis, array("i", prompt.tokens), None)
@@ -105,14 +111,14 @@ class Renderer:
             return [tokenizer.bos_id, *prompt.tokens]
         return prompt.tokens
 
-    def _render(self, basis: Basis, messages: list[Message], *, generate: bool) -> Rendered:
+    def _render(self, basis: Basis, messages: list[Message], generate: bool, tools: Tools) -> Rendered:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; give text or token ids instead of messages")
         room = basis.room(generate=generate)
         if basis.last_token is None:
             if basis.system is not None and messages[0].role != "system":
                 messages.insert(0, Message("system", basis.system))
-            return self._template.opening(messages, generate, room)
+            return self._template.opening(messages, generate, room, tools)
         if basis.conversation is None:
             raise IllegalTransition(
                 f"messages cannot follow in session {basis.session}: its last turn was raw text or tokens; allowed: "
@@ -122,6 +128,12 @@ class Renderer:
             raise IllegalTransition(
                 f"messages cannot follow in session {basis.session}: its history was cut inside a turn's input; "
                 "allowed: rewind to the end of a turn, or into its output"
+            )
+        if tools and tools.digest != basis.conversation.tools:
+            had = "others" if basis.conversation.tools else "none"
+            raise InvalidRequest(
+                f"session {basis.session} has opened with {had}, not these tools; allowed: the same, or none",
+                param="tools",
             )
         return self._template.delta(
             basis.conversation, messages, last_token=basis.last_token, generate=generate, room=room

@@ -104,7 +104,8 @@ def ticket(turn: Turn, *, echo: bool) -> Ticket:
 
 def stats(engine: Engine) -> Stats:
     """What the engine counts."""
-    totals = engine.totals
+    totals, sharing, parking = engine.totals, engine.lifecycle.sharing, engine.parking
+    tiers = parking.tiers if parking is not None else None
     return Stats(
         sessions=len(engine.sessions),
         running=len(engine.batch),
@@ -119,5 +120,12 @@ def stats(engine: Engine) -> Stats:
         generated_tokens=totals["generated"],
         computed_tokens=totals["computed"],
         recomputed=dict(engine.lifecycle.recomputed),
+        prefix_lookups=dict(sharing.outcomes) if sharing is not None else {},
+        prefix_tokens=dict(sharing.found_tokens) if sharing is not None else {},
+        parked=len(parking) if parking is not None else 0,
+        restored=parking.restored if parking is not None else 0,
+        tiers={"host": tiers.host_used, "disk": tiers.disk_used} if tiers is not None else {},
+        tier_moves=dict(tiers.moved) if tiers is not None else {},
+        tier_failures=dict(tiers.failures) if tiers is not None else {},
         held_tokens=engine.sessions.held(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from tenuto.base.groups import MemorySpec
-from tenuto.base.plan import Plan
-from tenuto.kernels.sampling import Choice
+from tenuto.base.plan import Bytes, Ints, Plan
+from tenuto.kernels.sampling import Choice, Masks
 from tenuto.models.config import ModelConfig
 
 Longs = npt.NDArray[np.int64]
@@ -62,10 +63,26 @@ class Forward(Protocol):
         `tokens` after which logits are wanted."""
         ...
 
-    def sample(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """As `kernels.sampling.sample`, the reference."""
+    def sample(self, logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
+        """As `kernels.sampling.sample`, the reference, after `kernels.sampling.mask` if there are masks."""
+        ...
+
+    def read_units(self, group: int, units: Ints) -> Bytes:
+        """See `Copier.read_units`."""
+        ...
+
+    def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
+        """See `Copier.write_units`."""
         ...
 
     def close(self) -> None:
         """Release what it computes with."""
         ...
+
+
+def describe(units: Sequence[int], spec: MemorySpec) -> str:
+    """So many units of each group, for people."""
+    return ", ".join(
+        f"{n} {'pages' if group.paged else 'state slots'} ({n * group.bytes_per_unit} bytes)"
+        for n, group in zip(units, spec.groups, strict=True)
+    )

@@ -17,7 +17,8 @@ from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
 from tenuto.models.checkpoint import Checkpoint, open_checkpoint
 from tenuto.models.decoder import Decoder
-from tenuto.models.native_llama import NativeLlama, obstacle
+from tenuto.models.native.obstacle import obstacle
+from tenuto.models.native.program import NativeProgram
 from tenuto.models.store import ModelFiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,8 +91,8 @@ def _native(checkpoint: Checkpoint, cache: Path, machine: Machine, kernels: str,
     raise failed
 
 
-def _packed(checkpoint: Checkpoint, page_size: int, dtype: str | None) -> NativeLlama:
+def _packed(checkpoint: Checkpoint, page_size: int, dtype: str | None) -> NativeProgram:
     try:
-        return NativeLlama(checkpoint.config, checkpoint.weights(), page_size, plain=dtype is not None)
+        return NativeProgram(checkpoint.config, checkpoint.weights(), page_size, plain=dtype is not None)
     except OSError as error:
         raise ConfigError(f"there is no memory for the model's weights: {error}") from error

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.groups import MemorySpec
-from tenuto.base.plan import InputScores, Logprobs, Plan, StepResult
+from tenuto.base.plan import Bytes, CopyFailed, InputScores, Ints, Logprobs, Plan, StepResult, TokenMasks
 from tenuto.exec.forward import Forward, Outputs
 from tenuto.exec.row_options import RowOptions
 from tenuto.kernels.paged import ragged_arange
-from tenuto.kernels.sampling import logprobs
+from tenuto.kernels.sampling import Masks, logprobs
+
+T = TypeVar("T")
 
 
 class ModelExecutor:
@@ -28,6 +32,7 @@ class ModelExecutor:
         self.forward = forward
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenuto-step")
         self._in_flight: deque[Future[StepResult]] = deque()
+        self._masks: deque[TokenMasks] = deque()  # of the steps in flight, and perhaps of earlier ones
 
     @property
     def spec(self) -> MemorySpec:
@@ -44,6 +49,9 @@ class ModelExecutor:
         """See `Executor.submit`. Raises `InvariantError` if two steps are in flight."""
         if len(self._in_flight) > 1:
             raise InvariantError(f"step {plan.step} was submitted while two others are in flight")
+        while self._masks and self._masks[0].allowed.done():
+            self._masks.popleft()
+        self._masks += plan.masks
         self._in_flight.append(self._worker.submit(self._step, plan))
 
     def collect(self) -> StepResult:
@@ -53,10 +61,32 @@ class ModelExecutor:
             raise InvariantError("collect was called with no step in flight")
         try:
             return self._in_flight.popleft().result()
+        except CancelledError:
+            raise StepFailed("the executor was closed") from None
         except (NotImplementedError, RecursionError):  # runtime errors too, but no device's
             raise
         except (RuntimeError, MemoryError) as error:  # PyTorch's device and out-of-memory errors are runtime errors
             raise StepFailed(f"{type(error).__name__}: {error}") from error
+
+    def unit_bytes(self, group: int) -> int:
+        """See `Copier.unit_bytes`."""
+        return self.spec.groups[group].bytes_per_unit
+
+    def read_units(self, group: int, units: Ints) -> Bytes:
+        """See `Copier.read_units`. Steps in flight are waited for."""
+        return self._copied(lambda: self.forward.read_units(group, units))
+
+    def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
+        """See `Copier.write_units`. Steps in flight are waited for."""
+        self._copied(lambda: self.forward.write_units(group, units, data))
+
+    def _copied(self, copy: Callable[[], T]) -> T:
+        try:
+            return self._worker.submit(copy).result()
+        except (NotImplementedError, RecursionError):
+            raise
+        except (RuntimeError, MemoryError) as error:  # as of steps
+            raise CopyFailed(f"{type(error).__name__}: {error}") from error
 
     def logits(self, plan: Plan) -> torch.Tensor:
         """Carry out `plan` but sample nothing: float32 [sum(plan.samples), vocab] on the device. For tests and
@@ -64,7 +94,10 @@ class ModelExecutor:
         return self._worker.submit(self._compute, plan).result().logits
 
     def close(self) -> None:
-        """Wait for the step in flight, end the worker thread and release the model."""
+        """Wait for the step in flight, end the worker thread and release the model. Masks that the step still waits for
+        do not come any more."""
+        for masks in self._masks:
+            masks.allowed.cancel()
         self._worker.shutdown()
         self.forward.close()
 
@@ -109,7 +142,8 @@ class ModelExecutor:
         options, sampled, logits = self._options, None, computed.logits
         rows = np.repeat(plan.rows, plan.samples).astype(np.int64)
         positions = np.repeat(plan.starts + plan.counts - plan.samples, plan.samples) + ragged_arange(plan.samples) + 1
-        if options.plain:
+        masks = _masks(plan.masks)
+        if options.plain and masks is None:
             if computed.best is not None and not options.draws(rows):
                 return computed.best, None
             return self.forward.sample(logits, options.choice(rows, positions)), None
@@ -117,7 +151,7 @@ class ModelExecutor:
         places = self._indices(wanted)
         raw = logits.index_select(0, places) if len(wanted) else logits
         options.edit(logits, rows, positions)
-        tokens = self.forward.sample(logits, options.choice(rows, positions))
+        tokens = self.forward.sample(logits, options.choice(rows, positions), masks)
         options.counts.add(rows, tokens)
         if len(wanted):
             sampled = _logprobs(wanted, raw, tokens[places], most)
@@ -130,6 +164,15 @@ class ModelExecutor:
     def _indices(self, values: np.ndarray[tuple[int], np.dtype[np.integer]]) -> torch.Tensor:
         """Host indices as int64 on the device."""
         return torch.from_numpy(values.astype(np.int64)).to(self.forward.device)
+
+
+def _masks(given: Sequence[TokenMasks]) -> Masks | None:
+    """What rows of samples may be, once all of it is known."""
+    known = [(masks.place, words) for masks in given if (words := masks.allowed.result()) is not None]
+    if not known:
+        return None
+    rows = np.concatenate([place + np.arange(len(words)) for place, words in known])
+    return Masks(rows, np.concatenate([words for _, words in known]))
 
 
 def _logprobs(

@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import byref
+from collections.abc import Sequence
+from ctypes import Array, byref, c_int64, c_uint8
 
 import numpy as np
 import torch
 
 from tenuto.base.errors import ConfigError
-from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.base.plan import Plan
-from tenuto.exec.forward import Longs, Outputs
-from tenuto.kernels.native.library import Library, OpKind, Step
-from tenuto.kernels.native.pack import LANES
+from tenuto.base.groups import MemorySpec
+from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
+from tenuto.exec.forward import Longs, Outputs, describe
+from tenuto.kernels.native.library import Library, Moves, OpKind, Step
 from tenuto.kernels.native.sampling import sample
-from tenuto.kernels.sampling import Choice
+from tenuto.kernels.sampling import Choice, Masks
 from tenuto.models.config import ModelConfig
-from tenuto.models.native_llama import NativeLlama
+from tenuto.models.native.program import NativeProgram
 
-BFLOAT16_BYTES = 2
+
+class _Table:
+    """The page table of one memory group: `pages`, int32 [row ids, pages]."""
+
+    def __init__(self, rows: int) -> None:
+        self.pages: np.ndarray[tuple[int, int], np.dtype[np.int32]] = np.zeros((rows, 64), np.int32)
+
+    def apply(self, changes: TableChanges) -> None:
+        if not len(changes.rows):
+            return
+        rows, width = self.pages.shape
+        needed = int(changes.index.max()) + 1
+        if needed > width:
+            wider = np.zeros((rows, max(needed, 2 * width)), np.int32)
+            wider[:, :width] = self.pages
+            self.pages = wider
+        self.pages[changes.rows, changes.index] = changes.pages
 
 
 class NativeForward:
-    """A `Forward` for models with one full-attention group. Keys and values are bfloat16.
+    """A `Forward` for any mix of layers that the native kernels have operations for.
 
     `op_seconds`, float64 [len(OpKind)], is how long steps have spent in operations of each kind so far.
 
     Invariant: `_model` lives as long as `_handle`, which points into it.
     """
 
-    def __init__(self, library: Library, model: NativeLlama, threads: int) -> None:
+    def __init__(self, library: Library, model: NativeProgram, threads: int) -> None:
         """`threads`: how many compute. Raises `ConfigError` if there can be no more, or there is no memory."""
-        c = model.shape
         self._library, self._model = library, model
         self.threads = threads
-        page_size = model.model.page_size
-        slots = -(-page_size // LANES) * LANES  # a page is kept in whole blocks of 16 slots
-        token_bytes = c.layers * 2 * c.kv_heads * c.head_dim * BFLOAT16_BYTES
-        self._spec = MemorySpec(page_size, (GroupSpec(Kind.FULL, slots * token_bytes),))
         self._handle = library.open(byref(model.model), model.ops, len(model.ops), self.threads)
         if not self._handle:
             raise ConfigError(f"there can be no {self.threads} threads, or there is no memory for their work")
@@ -56,8 +67,8 @@ class NativeForward:
 
     @property
     def spec(self) -> MemorySpec:
-        """One group of kind full; a unit is a page of keys and values of all layers."""
-        return self._spec
+        """The groups that the model's layers form."""
+        return self._model.spec
 
     @property
     def description(self) -> str:
@@ -69,18 +80,22 @@ class NativeForward:
         return self._model.weight_bytes
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        (pages,) = units
-        if self._library.prepare(self._handle, pages):
-            size = pages * self._spec.groups[0].bytes_per_unit
-            raise ConfigError(f"this machine cannot hold {pages} pages, {size} bytes")
-        # As wide as a turn can ever need, so that it never moves; the system gives memory where it is written.
-        self._table = np.zeros((rows, pages), np.int32)
+        if self._library.prepare(self._handle, (c_int64 * len(units))(*units)):
+            raise ConfigError(f"this machine cannot hold {describe(units, self.spec)}")
+        self._units = units
+        self._tables = {g: _Table(rows) for g, group in enumerate(self.spec.groups) if group.paged}
+
+    def memory(self, group: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        """The units of a group, uint8 [units, bytes a unit]; not a copy. Steps change it."""
+        shape = self._units[group], self.spec.groups[group].bytes_per_unit
+        start = self._library.memory(self._handle, group)
+        return np.ctypeslib.as_array((c_uint8 * (shape[0] * shape[1])).from_address(start)).reshape(shape)
 
     def apply(self, plan: Plan) -> None:
-        (tables,), (copies,) = plan.tables, plan.copies
-        self._table[tables.rows, tables.index] = tables.pages
-        if len(copies.sources):
-            self._library.copy(self._handle, len(copies.sources), _address(copies.sources), _address(copies.targets))
+        for (group, table), changes, copies in zip(self._tables.items(), plan.tables, plan.copies, strict=True):
+            table.apply(changes)
+            if count := len(copies.sources):
+                self._library.copy(self._handle, group, count, _address(copies.sources), _address(copies.targets))
 
     def run(self, plan: Plan, tokens: torch.Tensor, outputs: Longs) -> Outputs:
         inputs, wanted = tokens.to(torch.int32).numpy(), outputs.astype(np.int32)
@@ -94,8 +109,7 @@ class NativeForward:
             _address(plan.starts),
             _address(plan.counts),
             _address(inputs),
-            _address(self._table),
-            self._table.shape[1],
+            self._moves(plan),
             _address(wanted),
             self._logits.data_ptr(),
             self._best.data_ptr(),
@@ -105,8 +119,29 @@ class NativeForward:
             raise MemoryError(f"there is no memory for a step of {len(inputs)} tokens")
         return Outputs(self._logits[: len(wanted)], self._best[: len(wanted)].long())
 
-    def sample(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
-        return sample(self._library, self._handle, logits, choice)
+    def _moves(self, plan: Plan) -> Array[Moves]:
+        """What a step does in each group; it points into `plan` and the page tables."""
+        states = iter(plan.states)
+        made = []
+        for group in range(len(self.spec.groups)):
+            if table := self._tables.get(group):
+                made.append(Moves(_address(table.pages), table.pages.shape[1]))
+            else:
+                moves = next(states)
+                made.append(Moves(reads=_address(moves.reads), writes=_address(moves.writes)))
+        return (Moves * len(made))(*made)
+
+    def read_units(self, group: int, units: Ints) -> Bytes:
+        copied: Bytes = self.memory(group)[units]
+        return copied
+
+    def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
+        memory = self.memory(group)
+        for unit, copied in zip(units.tolist(), data, strict=True):
+            memory[unit] = copied
+
+    def sample(self, logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
+        return sample(self._library, self._handle, logits, choice, masks)
 
     def _room_for(self, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """For logits and likeliest tokens after so many tokens."""
@@ -117,7 +152,7 @@ class NativeForward:
         self._close()
 
 
-def _address(values: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> int:
+def _address(values: Ints) -> int:
     if values.dtype != np.int32 or not values.flags.c_contiguous:
         raise TypeError(f"the native kernels are given {values.dtype}, contiguous {values.flags.c_contiguous}")
     return values.ctypes.data

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import MemorySpec
-from tenuto.base.plan import Plan
-from tenuto.exec.forward import Longs, Outputs
+from tenuto.base.plan import Bytes, Ints, Plan
+from tenuto.exec.forward import Longs, Outputs, describe
 from tenuto.exec.torch_memory import Memories, indices
 from tenuto.kernels.paged import ragged_arange
-from tenuto.kernels.sampling import Choice, sample
+from tenuto.kernels.sampling import Choice, Masks, mask, sample
 from tenuto.models.config import ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.groups import layer_groups, memory_spec
@@ -46,12 +48,7 @@ class TorchForward:
         try:
             self.memories = Memories(self._groups, units, rows, self._spec.page_size, self.device)
         except RuntimeError as error:
-            sizes = [n * group.bytes_per_unit for n, group in zip(units, self._spec.groups, strict=True)]
-            each = ", ".join(
-                f"{n} {'pages' if group.paged else 'state slots'} ({size} bytes)"
-                for n, group, size in zip(units, self._spec.groups, sizes, strict=True)
-            )
-            raise ConfigError(f"{self.device} cannot hold {each}: {error}") from error
+            raise ConfigError(f"{self.device} cannot hold {describe(units, self._spec)}: {error}") from error
 
     def apply(self, plan: Plan) -> None:
         self.memories.apply(plan)
@@ -61,7 +58,15 @@ class TorchForward:
         wanted, positions = indices(outputs, self.device), indices(places, self.device)
         return Outputs(self._model.forward(tokens, positions, wanted, self.memories.step(plan)))
 
-    def sample(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def read_units(self, group: int, units: Ints) -> Bytes:
+        return self.memories.read_units(group, units)
+
+    def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
+        self.memories.write_units(group, units, data)
+
+    def sample(self, logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
+        if masks is not None:
+            mask(logits, masks)
         return sample(logits, choice)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tenuto.base.plan import PageCopies, Plan, StateMoves, TableChanges
+from tenuto.base.plan import Bytes, Ints, PageCopies, Plan, StateMoves, TableChanges
 from tenuto.kernels.paged import PagedAttention, PagedKV
 from tenuto.kernels.recurrent import StateSlots, pieces
 from tenuto.models.groups import LayerGroup, PageShape, StateShape
@@ -44,6 +44,11 @@ class PageMemory:
             wider[:, :width] = self._table
             self._table = wider
 
+    @property
+    def parts(self) -> list[tuple[torch.Tensor, int]]:
+        """What a unit consists of: tensors, and in which of their dimensions units are numbered."""
+        return [(self.kv.data, 2)]
+
     def step(self, plan: Plan) -> PagedAttention:
         """Attention of the rows of `plan`, which has been applied."""
         return PagedAttention(self.kv, self._table, plan.rows, plan.starts, plan.counts, window=self._window)
@@ -55,6 +60,11 @@ class StateMemory:
     def __init__(self, shape: StateShape, layers: int, units: int, device: torch.device) -> None:
         self.slots = StateSlots(layers, units, shape.parts, device)
         self._device = device
+
+    @property
+    def parts(self) -> list[tuple[torch.Tensor, int]]:
+        """As of `PageMemory`."""
+        return [(part, 1) for part in self.slots.parts]
 
     def step(self, moves: StateMoves) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots that a step reads and those it writes, both int64 [rows]."""
@@ -81,6 +91,27 @@ class Memories:
         """Change page tables, then copy pages, as `plan` says."""
         for memory, changes, copies in zip(self.pages.values(), plan.tables, plan.copies, strict=True):
             memory.apply(changes, copies)
+
+    def read_units(self, group: int, units: Ints) -> Bytes:
+        """See `Copier.read_units`."""
+        places = indices(units, self._device)
+        taken = [tensor.index_select(at, places).movedim(at, 0).contiguous() for tensor, at in self._parts(group)]
+        parts = [part.view(len(units), -1).view(torch.uint8).cpu().numpy() for part in taken]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
+        """See `Copier.write_units`."""
+        places, begin, rows = indices(units, self._device), 0, np.stack(list(data))
+        for tensor, at in self._parts(group):
+            shape = tensor.movedim(at, 0)[0].shape
+            size = shape.numel() * tensor.element_size()
+            part = torch.from_numpy(np.ascontiguousarray(rows[:, begin : begin + size]))
+            values = part.to(self._device).view(tensor.dtype).view(len(units), *shape).movedim(0, at)
+            tensor.index_copy_(at, places, values)
+            begin += size
+
+    def _parts(self, group: int) -> list[tuple[torch.Tensor, int]]:
+        return self.pages[group].parts if group in self.pages else self.states[group].parts
 
     def step(self, plan: Plan) -> MemoriesStep:
         """The memory as the layers see it while `plan`, which has been applied, is computed."""

@@ -17,7 +17,20 @@ import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, InputScores, Logprobs, Plan, RowSampling, StepResult
+from tenuto.base.plan import (
+    NO_SLOT,
+    PREVIOUS_SAMPLE,
+    Bytes,
+    CopyFailed,
+    InputScores,
+    Ints,
+    Logprobs,
+    Plan,
+    RowSampling,
+    StepResult,
+    TokenMasks,
+    Words,
+)
 from tenuto.base.sampling import LEAST_LOGPROB
 
 Hashes = npt.NDArray[np.uint64]
@@ -69,6 +82,17 @@ def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
     return token
 
 
+def next_allowed(state: int, vocab_size: int, masked: Collection[int], allowed: Words) -> int:
+    """One of the tokens that have their bit in `allowed` and are not among `masked`, all equally likely; as
+    `next_unmasked` if there are none."""
+    bits = np.unpackbits(allowed.view(np.uint8), count=vocab_size, bitorder="little")
+    bits[list(masked)] = 0
+    tokens = np.flatnonzero(bits)
+    if not len(tokens):
+        return next_unmasked(state, vocab_size, masked)
+    return int(tokens[next_token(state, len(tokens))])
+
+
 def _advance(states: Hashes, tokens: Longs) -> Hashes:
     mixed = (states ^ (tokens + 1).astype(np.uint64)) * np.uint64(MULTIPLIER)
     return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
@@ -106,8 +130,9 @@ class WitnessExecutor:
     is still to be computed: pages and state slots that are new to their sequences are then marked as never written at
     once. So a unit that was handed out before a step that reads it had settled is caught when that step computes.
 
-    Of a row's sampling options it heeds the masked ids and, unless it is greedy, the seed. What it says has probability
-    1, all else `LEAST_LOGPROB`; for input tokens, what it would say with seed 0."""
+    Of a row's sampling options it heeds the masked ids, what its grammar allows and, unless it is greedy, the seed. A
+    step whose masks are not known when it is submitted is computed at `collect`. What it says has probability 1, all
+    else `LEAST_LOGPROB`; for input tokens, what it would say with seed 0."""
 
     def __init__(
         self,
@@ -120,6 +145,7 @@ class WitnessExecutor:
         late: Callable[[], bool] = lambda: False,
         wait: Callable[[], None] = lambda: None,
         eager: bool = False,
+        copy_fails: Callable[[], bool] = lambda: False,
     ) -> None:
         self._spec = MemorySpec(page_size, tuple(groups))
         self._vocab_size = vocab_size
@@ -128,6 +154,7 @@ class WitnessExecutor:
         self._late = late
         self._wait = wait
         self._eager = eager
+        self._copy_fails = copy_fails
         self._flight: deque[_Step] = deque()  # the oldest first
         self._losing: list[_Step] = []  # their rows are lost when all of them are computed
         self._trusting = False  # a void step is computed: nothing it reads is verified
@@ -153,7 +180,8 @@ class WitnessExecutor:
     def submit(self, plan: Plan) -> None:
         if len(self._flight) >= MAX_IN_FLIGHT:
             raise InvariantError(f"a step was submitted while {MAX_IN_FLIGHT} are in flight")
-        step, late = _Step(plan), self._late()
+        late = self._late() or not all(masks.allowed.done() for masks in plan.masks)
+        step = _Step(plan)
         behind = bool(self._flight) and self._flight[-1].result is None
         if behind and self._eager:
             self._begin_writing(plan, self._flight[-1].plan)
@@ -183,6 +211,29 @@ class WitnessExecutor:
         if failed:
             raise StepFailed("the witness was told to fail this step")
         return step.result
+
+    def unit_bytes(self, group: int) -> int:
+        """See `Copier.unit_bytes`: a hash and a token, or position, for every slot."""
+        return 16 * self._slots_of(group)
+
+    def read_units(self, group: int, units: Ints) -> Bytes:
+        """See `Copier.read_units`."""
+        if self._copy_fails():
+            raise CopyFailed("the witness was told to fail this copy")
+        parts = [stored.reshape(-1, self._slots_of(group))[units] for stored in self._slots[group]]
+        return np.concatenate([part.view(np.uint8) for part in parts], axis=1)
+
+    def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
+        """See `Copier.write_units`."""
+        if self._copy_fails():
+            raise CopyFailed("the witness was told to fail this copy")
+        rows = np.stack(list(data))
+        half = rows.shape[1] // 2
+        for stored, part in zip(self._slots[group], (rows[:, :half], rows[:, half:]), strict=True):
+            stored.reshape(-1, self._slots_of(group))[units] = np.ascontiguousarray(part).view(stored.dtype)
+
+    def _slots_of(self, group: int) -> int:
+        return self._spec.page_size if self._spec.groups[group].paged else 1
 
     def close(self) -> None:
         """See `Executor.close`. There is nothing but arrays."""
@@ -361,9 +412,9 @@ class WitnessExecutor:
         within = np.arange(int(samples.sum())) - np.repeat(np.cumsum(samples) - samples, samples)
         sampled = hashes[stops[owner] - samples[owner] + within] ^ self._seeds[rows[owner]]
         tokens = self._next_tokens(sampled)
-        if self._asking:
+        if self._asking or plan.masks:
             positions = (plan.starts + plan.counts - samples)[owner] + within + 1
-            self._mask(rows[owner], positions, sampled, tokens)
+            self._mask(rows[owner], positions, sampled, tokens, plan.masks)
         self._last[rows[owner]] = tokens  # the last of a row's samples stays
         return np.asarray(tokens, np.int32), self._logprobs(rows[owner], tokens) if self._asking else None
 
@@ -371,12 +422,20 @@ class WitnessExecutor:
         mixed = (states >> np.uint64(17)) ^ (states >> np.uint64(41))
         return (mixed % np.uint64(self._vocab_size)).astype(np.int64)
 
-    def _mask(self, rows: Longs, positions: Longs, states: Hashes, tokens: Longs) -> None:
+    def _mask(self, rows: Longs, positions: Longs, states: Hashes, tokens: Longs, masks: Sequence[TokenMasks]) -> None:
         """Replace tokens that may not come at their positions."""
+        allowed: dict[int, Words] = {}
+        for each in masks:
+            words = each.allowed.result()
+            if words is not None:
+                allowed.update(enumerate(words, each.place))
         for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             asked = self._asking.get(row)
-            if asked is not None and position < asked.masked_before:
-                tokens[i] = next_unmasked(int(states[i]), self._vocab_size, asked.masked)
+            masked = asked.masked if asked is not None and position < asked.masked_before else ()
+            if i in allowed:
+                tokens[i] = next_allowed(int(states[i]), self._vocab_size, masked, allowed[i])
+            elif masked:
+                tokens[i] = next_unmasked(int(states[i]), self._vocab_size, masked)
 
     def _logprobs(self, rows: Longs, tokens: Longs) -> Logprobs | None:
         most = [(asked.logprobs if (asked := self._asking.get(row)) is not None else None) for row in rows.tolist()]

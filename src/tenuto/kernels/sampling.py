@@ -14,6 +14,7 @@ from tenuto.base.sampling import LEAST_LOGPROB
 Floats = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
 
 _CANDIDATES = 1024
 """How many of the likeliest tokens are looked at first; if they do not settle what is kept, all are sorted."""
@@ -39,6 +40,26 @@ class Choice:
         return Choice(
             self.temperature[chosen], self.top_k[chosen], self.top_p[chosen], self.min_p[chosen], self.uniform[chosen]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens some rows of a batch may sample: `rows` int64 [n], and `words` uint32 [n, words], in which bit `t %
+    32` of word `t // 32` allows token t. Tokens behind the last word are not allowed. On the host."""
+
+    rows: Longs
+    words: Words
+
+
+def mask(logits: torch.Tensor, masks: Masks) -> None:
+    """Set the logits, float32 [rows, vocab], of tokens that are not allowed to minus infinity, in place. A row that may
+    sample none keeps all."""
+    vocab = logits.shape[-1]
+    bits = np.unpackbits(masks.words.view(np.uint8), axis=1, count=vocab, bitorder="little")
+    bits[~bits.any(axis=1)] = 1
+    places = torch.from_numpy(masks.rows).to(logits.device)
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    logits[places] = logits[places].masked_fill_(forbidden, -torch.inf)
 
 
 def uniforms(seeds: Longs, positions: Longs) -> Floats:

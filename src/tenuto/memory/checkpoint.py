@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import ClassVar, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
 from tenuto.memory.pool import HolderKind, Lease, Pool
@@ -82,6 +83,10 @@ class _CachedUnits:
         index = np.frombuffer(lease.units, dtype=np.int32)
         self._counts[index] -= 1
         self.distinct -= int((self._counts[index] == 0).sum())
+
+    def leases(self) -> npt.NDArray[np.int32]:
+        """How many cached checkpoints hold each unit, int32 [capacity], a copy."""
+        return self._counts.copy()
 
     def reclaimable(self) -> int:
         """Units that only cached checkpoints hold."""
@@ -198,6 +203,10 @@ class CheckpointCache:
     def reclaimable(self, group: int) -> int:
         """Units of `group` that would become free if the whole cache were evicted."""
         return self._held[group].reclaimable()
+
+    def leases(self, group: int) -> npt.NDArray[np.int32]:
+        """How many cached checkpoints hold each unit of `group`, int32 [capacity], a copy."""
+        return self._held[group].leases()
 
     def evict_for(self, groups: Iterable[int]) -> bool:
         """Free a unit of one of `groups` by evicting the oldest checkpoint that frees one. Where several cached

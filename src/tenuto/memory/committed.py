@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 from tenuto.base.errors import InvariantError
 from tenuto.memory.checkpoint import Checkpoint, Checkpoints
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, HolderKind, Lease
+from tenuto.memory.tiers import KeptUnits
 
 
 class CommittedMemory:
@@ -93,6 +94,27 @@ class CommittedMemory:
         for group, table in enumerate(self.tables):
             table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
         self.stand_at(position, checkpoint)
+
+    # -- leaving the device and coming back
+
+    def kept(self) -> list[KeptUnits]:
+        """What is kept of `computed`, which is not 0, by group. Older checkpoints are left out."""
+        needed = self.checkpoints.needed
+        parts = needed.parts if needed is not None else [None] * len(self.tables)
+        return [
+            KeptUnits(table.kept(part).units, table.used(self.computed))
+            for table, part in zip(self.tables, parts, strict=True)
+        ]
+
+    def receive(self, position: int, units: Sequence[Lease]) -> None:
+        """Stand at `position`, having nothing, with `units` of each group, in which its state is."""
+        made = Checkpoint(position, self.holder_name) if self.memory.needs_checkpoints else None
+        holder = made if made is not None else self
+        parts = [table.receive(lease, holder) for table, lease in zip(self.tables, units, strict=True)]
+        if made is not None:
+            made.parts = parts
+            self.memory.cache.pin(made)
+        self.stand_at(position, made)
 
     def stand_at(self, position: int, checkpoint: Checkpoint | None) -> None:
         """The memory now ends at `position`. `checkpoint`, pinned, stands there and is moved here."""

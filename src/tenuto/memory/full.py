@@ -47,13 +47,22 @@ class FullTable(PagedTable):
     def frees(self) -> bool:  # whoever holds a page holds all before it
         return len(self.base) > 0 and self.pool.counts[self.base.units[-1]] == 1
 
+    def kept(self, part: Lease | None) -> Lease:
+        return self.base
+
+    def receive(self, units: Lease, holder: Holder) -> None:
+        self.base.absorb(units)
+
+    def own_frees(self) -> bool:  # likewise
+        return self.own is not None and len(self.own) > 0 and self.pool.counts[self.own.units[-1]] == 1
+
     # -- the open turn
 
     def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
         in_place = self.writes_in_place(start, at_end=at_end)
         if in_place and start % self.page_size and not self.has_tail(self._page_at(start), start):
             self.tail = Tail(self._page_at(start), start)
-        self.open(units, start, in_place=in_place)
+        self.open(units, start, self._page_at(start), in_place=in_place)
 
     def writes_in_place(self, start: int, *, at_end: bool) -> bool:
         return at_end and self.writable(start)
@@ -101,6 +110,14 @@ class FullTable(PagedTable):
         """Share the pages below `position` with the fresh table `child`. The tail stays here."""
         child.base.absorb(self.base.share(0, pages_for(position, self.page_size), child.base.holder))
         self.lend(self._page_at(position), position)
+
+    def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
+        entries, holder = pages_for(position, self.page_size), child.base.holder
+        child.base.absorb(self.base.share(0, min(entries, self.first), holder))
+        if entries > self.first:
+            child.base.absorb(self.opened.share(0, entries - self.first, holder))
+        if self.first:
+            self.lend_of_turn(self.base.units[self.first - 1], position)
 
     def truncate(self, position: int, part: Lease | None) -> None:
         """Cut the session's pages to slots below `position`."""

@@ -162,6 +162,27 @@ class Table(ABC):
         """Whether giving up those leases frees a unit."""
         return False
 
+    def own_frees(self) -> bool:
+        """Whether giving up what the open turn has acquired frees a unit; may be wrongly true."""
+        return self.own is not None and len(self.own) > 0
+
+    @abstractmethod
+    def kept(self, part: Lease | None) -> Lease:
+        """What the session keeps of its last position, where a checkpoint with `part` stands."""
+
+    @abstractmethod
+    def used(self, position: int) -> int:
+        """Slots of value in the last unit that is kept of `position`."""
+
+    @abstractmethod
+    def kept_units(self, position: int) -> int:
+        """How many units are kept of `position`."""
+
+    @abstractmethod
+    def receive(self, units: Lease, holder: Holder) -> Lease | None:
+        """The session, which has nothing, gets the units of a position. Those that the checkpoint `holder` there has to
+        hold are returned, held by it."""
+
     def covers(self, at: int, position: int) -> bool:
         """Whether a checkpoint at `at` is enough to resume at the earlier `position`."""
         return False
@@ -173,6 +194,10 @@ class Table(ABC):
     @abstractmethod
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
         """Share everything below `position`, where a checkpoint with `part` stands, with the fresh table `child`."""
+
+    @abstractmethod
+    def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
+        """As `fork`, at a settled `position` of the open turn, past where it began and within its input."""
 
     @abstractmethod
     def truncate(self, position: int, part: Lease | None) -> None:
@@ -198,6 +223,11 @@ class Table(ABC):
         if self.own is None:
             raise InvariantError(f"{self.pool.name}: no turn is open on this table")
         return self.own
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the open turn has acquired units, besides those it was given to start with."""
+        return False
 
     def take_up(self, units: Lease) -> None:
         """A turn opens and is given `units` to start with."""

@@ -135,11 +135,11 @@ class Memory:
         return np.array([pool.free for pool in self.pools], np.int64)
 
     @contextmanager
-    def reserve(self, turns: int, holder: Holder) -> Iterator[Reservation]:
-        """Reserve what this many turns are given when they start, as far as it is free. What they do not take goes back
-        at the end."""
+    def reserve(self, turns: int, holder: Holder, *, restored: bool = False) -> Iterator[Reservation]:
+        """Reserve what this many turns are given when they start, as far as it is free, and, if their sessions may be
+        `restored`, a unit for what each session had. What they do not take goes back at the end."""
         with ExitStack() as stack:
-            counts = [turns * group.units_at_start for group in self.groups]
+            counts = [turns * (n + restored) if (n := group.units_at_start) else 0 for group in self.groups]
             reserved = [pool.reserve(n, holder) for pool, n in zip(self.pools, counts, strict=True)]
             yield Reservation(self.groups, [stack.enter_context(lease) for lease in reserved])
 

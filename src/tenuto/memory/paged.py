@@ -92,6 +92,12 @@ class PagedTable(Table):
         """How many table entries resuming at `position` needs."""
         return pages_for(position, self.page_size) - self.first_entry(position)
 
+    def used(self, position: int) -> int:
+        return (position - 1) % self.page_size + 1
+
+    def kept_units(self, position: int) -> int:
+        return self.span(position)
+
     def covers(self, at: int, position: int) -> bool:
         return self.first_entry(position) >= self.first_entry(at)
 
@@ -117,12 +123,18 @@ class PagedTable(Table):
 
     # -- the open turn
 
-    def open(self, units: Lease, start: int, *, in_place: bool) -> None:
-        """Open a turn that computes from `start` on; `in_place`: it may fill the page `start` lies in."""
+    def open(self, units: Lease, start: int, page: int, *, in_place: bool) -> None:
+        """Open a turn that computes from `start` on; `in_place`: it may fill `page`, in which `start` lies."""
         self.take_up(units)
         self.released = 0
         self._copy_slots = 0 if in_place else start % self.page_size
         self.first = start // self.page_size if self._copy_slots else pages_for(start, self.page_size)
+        if in_place and start % self.page_size:
+            self.pool.generation[page] += 1
+
+    @property
+    def has_grown(self) -> bool:
+        return self.own is not None and len(self.own) + self.released > 0
 
     @property
     def entries(self) -> int:
@@ -167,6 +179,12 @@ class PagedTable(Table):
         """Another sequence now reads `page` below `position`, without getting the tail."""
         if self.tail is not None and self.tail.page == page:
             self.tail.floor = max(self.tail.floor, position)
+
+    def lend_of_turn(self, page: int, position: int) -> None:
+        """Another sequence now reads what the open turn has computed below `position`. If the turn writes in place, to
+        the session's last page `page`, the session cannot go on there without it."""
+        if not self._copy_slots:
+            self.lend(page, position)
 
     def brings(self, position: int) -> bool:
         """Whether the open turn acquired the page of slot `position`."""

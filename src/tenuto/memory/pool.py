@@ -12,7 +12,7 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 
-HolderKind = Literal["session", "prefix", "turn", "checkpoint", "admission"]
+HolderKind = Literal["session", "prefix", "turn", "checkpoint", "admission", "copy"]
 BULK = 24
 """From this many units on, one NumPy call changes the counts instead of a loop."""
 
@@ -48,6 +48,8 @@ class Pool:
         # One buffer, two views: scalar access is fastest through `array`, bulk access through NumPy.
         self.counts = array("i", bytes(4 * capacity))
         self._counts = np.frombuffer(self.counts, dtype=np.int32)
+        # Of each unit, raised when it is acquired, or slots of it may be written that held something else:
+        self.generation = array("q", bytes(8 * capacity))
         self._free = list(range(capacity - 1, -1, -1))
         self._limbo: deque[list[int]] = deque()  # a list for each step in flight, of what was released since it began
         self.leased = 0  # units with at least one lease, kept as leases come and go
@@ -69,6 +71,11 @@ class Pool:
         """A lease on `count` fresh units, or `None` if fewer are free now."""
         lease = Lease(self, array("i"), holder)
         return lease if lease.grow(count) else None
+
+    def share(self, units: array[int], holder: Holder) -> Lease:
+        """A lease on units, int32, that others hold."""
+        self._add(units)
+        return Lease(self, units, holder)
 
     def step_submitted(self) -> None:
         """One more step is in flight, which may touch what is released from now on."""
@@ -126,6 +133,7 @@ class Pool:
             if self.counts[unit]:
                 raise InvariantError(f"{self.name} unit {unit} is on the free list with count {self.counts[unit]}")
             self.counts[unit] = 1
+            self.generation[unit] += 1
         self.touched += count
         self.leased += count
         return units

@@ -57,10 +57,10 @@ class SessionMemory(CommittedMemory):
 
     def frees(self, group: int) -> bool:
         """Whether giving up the open turn's memory, or without one the session's, frees a unit of `group`. For a turn
-        this may be wrongly true: cached checkpoints may hold its units too."""
+        this may be wrongly true: checkpoints may hold its units too."""
         table = self.tables[group]
         if self.turn is not None:
-            return table.own is not None and len(table.own) > 0
+            return table.own_frees()
         if table.frees():
             return True
         needed = self.checkpoints.needed
@@ -78,13 +78,13 @@ class SessionMemory(CommittedMemory):
             if checkpoint.references == 1:
                 yield checkpoint
 
-    def need(self, target: int, end: int, *, generates: bool) -> Longs:
+    def need(self, target: int, end: int, *, generates: bool, restored: int = 0) -> Longs:
         """An upper bound on the units to acquire, int64 [groups], for the open turn to compute up to `end`, or without
-        one, for a turn that begins at or below `target`."""
-        start = self.resumable(target)
+        one, for a turn that begins at or below `target`, or where the memory ends once it is `restored`."""
+        start = restored or self.resumable(target)
         worst_case = self.memory.turn_units(end, generates=generates)
         held = self.turn.own_units() if self.turn is not None else [0] * len(worst_case)
-        at_end = start == self.computed
+        at_end = start == (restored or self.computed)
         units = zip(self.tables, worst_case, held, strict=True)
         return np.array([table.need(n, had, start, end, at_end=at_end) for table, n, had in units], np.int64)
 

@@ -72,10 +72,18 @@ class SlidingTable(PagedTable):
     def first_entry(self, position: int) -> int:
         return min(max(0, position - self.window + 1) // self.page_size, pages_for(position, self.page_size))
 
+    def kept(self, part: Lease | None) -> Lease:
+        if part is None:
+            raise InvariantError(f"{self.pool.name}: a position is kept without its units")
+        return part
+
+    def receive(self, units: Lease, holder: Holder) -> Lease:
+        return units.transfer(holder)
+
     # -- the open turn
 
     def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
-        self.open(units, start, in_place=at_end and self.has_tail(last_page(part), start))
+        self.open(units, start, last_page(part), in_place=at_end and self.has_tail(last_page(part), start))
         self._read_through(part, start)
 
     def _read_through(self, source: Lease | None, position: int) -> None:
@@ -144,6 +152,9 @@ class SlidingTable(PagedTable):
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
         """The child refers to the same checkpoints. The tail stays here."""
         self.lend(last_page(part), position)
+
+    def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
+        self.lend_of_turn(last_page(self._source), position)
 
     def truncate(self, position: int, part: Lease | None) -> None:
         self.end_at(position, last_page(part))

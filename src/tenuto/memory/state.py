@@ -109,6 +109,20 @@ class StateTable(Table):
     def counted(self, kept: Lease | None) -> int:
         return len(self.opened) + (len(kept) if kept is not None else 0)
 
+    def kept(self, part: Lease | None) -> Lease:
+        if part is None:
+            raise InvariantError(f"{self.pool.name}: a position is kept without its units")
+        return part
+
+    def receive(self, units: Lease, holder: Holder) -> Lease:
+        return units.transfer(holder)
+
+    def used(self, position: int) -> int:
+        return 1
+
+    def kept_units(self, position: int) -> int:
+        return 1
+
     # -- the open turn
 
     def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
@@ -189,6 +203,9 @@ class StateTable(Table):
 
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
         """The child refers to the same checkpoints."""
+
+    def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
+        """Likewise."""
 
     def truncate(self, position: int, part: Lease | None) -> None:
         """Everything that the session keeps is in its checkpoints."""

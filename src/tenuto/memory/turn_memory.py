@@ -186,6 +186,42 @@ class TurnMemory:
             resumable.append(live)
         return max((p for p in resumable if p <= target), default=self.start)
 
+    # -- what others may begin with
+
+    def shareable(self, target: int) -> int:
+        """The highest settled position at or below `target`, past where the turn began, that another sequence can
+        begin at; 0 if there is none. `target` is within the turn's input, which it never gives up while it keeps
+        anything. Changes nothing."""
+        target = min(target, self.computed)
+        if self.memory.needs_checkpoints:
+            found = self.checkpoints.at(target) or self.checkpoints.below(target)
+            target = found.position if found is not None else 0
+        return target if target > self.start else 0
+
+    def fork(self, child: CommittedMemory, position: int) -> None:
+        """Share everything up to `position`, which `shareable` has returned, with the fresh `child`."""
+        child.checkpoints.refer_to(self.session.checkpoints, self.start + 1)
+        child.checkpoints.refer_to(self.checkpoints, position)
+        kept = self.checkpoints.at(position) if self.memory.needs_checkpoints else None
+        if kept is not None:
+            self.memory.cache.pin(kept)
+        for group, (mine, its) in enumerate(zip(self._tables, child.tables, strict=True)):
+            mine.fork_turn(its, position, kept.parts[group] if kept is not None else None)
+        child.stand_at(position, kept)
+        child.lost = self.session.lost
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has computed anything, or acquired units for it."""
+        computing = self.scheduled > self.start or self.unsettled is not None
+        return computing or any(table.has_grown for table in self._tables)
+
+    def withdraw(self) -> tuple[Lease, ...]:
+        """End a turn that has not begun, and hand back the units it was given to start with."""
+        units = tuple(table.opened.take(0, len(table.opened), self) for table in self._tables)
+        self.abort()
+        return units
+
     def _live_below(self, target: int) -> int:
         """The highest position at or below `target` from which every group can go on."""
         position = min(table.live_below(target, self.scheduled) for table in self._tables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tenuto.kernels.linear import linear
-from tenuto.models.block import Norm, Places, Room, Step
+from tenuto.models.block import Norm, Places, Room, Step, scaled
 from tenuto.models.config import Attention
 from tenuto.models.rope import rotate
 
@@ -61,4 +61,4 @@ class AttentionBlock:
         found = step.memory.attend(layer, q, k, v, s.scale, self._sinks)
         if gate is not None:
             found = found * gate.sigmoid()
-        return linear(found.reshape(len(x), -1), self._out, self._out_bias)
+        return scaled(linear(found.reshape(len(x), -1), self._out, self._out_bias), s.out_scale)

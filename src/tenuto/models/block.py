@@ -12,6 +12,12 @@ from torch.nn import functional
 from tenuto.kernels.recurrent import Piece
 from tenuto.models.rope import Rope
 
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """`x` times `factor`, which is mostly 1."""
+    return x if factor == 1 else x * factor
+
+
 Places = Mapping[str, torch.Tensor]
 """Where a block's weights go, by their names in the block: views of its tensors."""
 
@@ -32,6 +38,18 @@ GATES: dict[str, Gate] = {
     "clamped": _clamped,
 }
 """What is made of a gate and what it gates, by the names in `config.ACTIVATIONS`."""
+
+UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2": lambda up: functional.relu(up).square()}
+"""What is made of the only input of a network without a gate."""
+
+
+def activate(activation: str, projected: torch.Tensor, gate_scale: float = 1.0) -> torch.Tensor:
+    """What comes out, [tokens, width], of what has been projected: gates, if there are any, and beside them what they
+    gate, [tokens, parts * width]."""
+    if activation in UNGATED:
+        return UNGATED[activation](projected)
+    gate, up = projected.chunk(2, dim=1)
+    return GATES[activation](scaled(gate, gate_scale), up)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 from tenuto.base.errors import ModelError
 from tenuto.models.rope import Rope
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")
+UNGATED = ("relu2",)
+"""Activations of networks that have no gate: what is projected up is their only input."""
 
 
 def _check_sizes(shape: object, name: str, *optional: str) -> None:
@@ -24,11 +26,11 @@ class Attention:
     """Attention in which `heads` query heads share `kv_heads` key and value heads of `head_dim` elements
     (arXiv:2305.13245).
 
-    Scores are multiplied by `scale`. A token attends to `window` tokens, itself included, or with 0 to all before it.
-    `bias` is about all four projections. With `qk_norm` every query and key head is normalised before rotation; with
-    `gated` what a head found is multiplied by the sigmoid of a gate, which the query projection computes beside each
-    head's query. `rope` `None`: positions do not count. With `sinks` each head has a score of its own for attending to
-    nothing (arXiv:2309.17453).
+    Scores are multiplied by `scale`, and what the layer gives by `out_scale`. A token attends to `window` tokens,
+    itself included, or with 0 to all before it. `bias` is about all four projections. With `qk_norm` every query and
+    key head is normalised before rotation; with `gated` what a head found is multiplied by the sigmoid of a gate, which
+    the query projection computes beside each head's query. `rope` `None`: positions do not count. With `sinks` each
+    head has a score of its own for attending to nothing (arXiv:2309.17453).
     """
 
     heads: int
@@ -41,6 +43,7 @@ class Attention:
     qk_norm: bool = False
     gated: bool = False
     sinks: bool = False
+    out_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check_sizes(self, "model", "window")
@@ -55,7 +58,10 @@ class Mamba2:
     """Mamba-2 (Dao and Gu, arXiv:2405.21060): `heads` heads of `head_dim` channels, each channel with a state of
     `state` elements; `groups` groups of heads share input and output projections of the state. A causal convolution
     over `kernel` tokens precedes it. Time steps are clamped to `least_step` .. `most_step`. `conv_bias` and `proj_bias`
-    say whether convolution and the projections in and out have biases."""
+    say whether convolution and the projections in and out have biases. With `normed` what the heads give is normalised,
+    after the gate if `gate_first`. What is projected is multiplied: for gate and time steps by `gate_scale` and
+    `step_scale`, for what is convolved by `input_scales`, those of inputs and of projections of the state in and out.
+    What the layer gives is multiplied by `out_scale`."""
 
     heads: int
     head_dim: int
@@ -66,6 +72,12 @@ class Mamba2:
     proj_bias: bool
     least_step: float = 0.0
     most_step: float = float("inf")
+    normed: bool = True
+    gate_first: bool = True
+    gate_scale: float = 1.0
+    step_scale: float = 1.0
+    input_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    out_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check_sizes(self, "model", "least_step")
@@ -81,7 +93,12 @@ class Mamba2:
     @property
     def convolved(self) -> int:
         """Channels of the convolution: inputs, and projections of the state in and out."""
-        return self.channels + 2 * self.groups * self.state
+        return sum(self.convolved_parts)
+
+    @property
+    def convolved_parts(self) -> tuple[int, int, int]:
+        """How many channels there are of each."""
+        return self.channels, self.groups * self.state, self.groups * self.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +136,13 @@ Mixer = Attention | Mamba2 | GatedDelta
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A gated feed-forward network `width` wide; `activation` is one of `ACTIVATIONS`."""
+    """A feed-forward network `width` wide, with a gate unless its `activation`, one of `ACTIVATIONS`, is `UNGATED`.
+    What is projected for the gate is multiplied by `gate_scale`, and what the network gives by `out_scale`."""
 
     width: int
     activation: str = "silu"
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check_sizes(self, "model")
@@ -130,8 +150,10 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of `count` gated networks `width` wide the `chosen` ones with the highest scores compute a token, weighted by
-    their probability among all, or with `normalised` among the chosen. `shared`, the width of one that computes every
+    """Of `count` networks `width` wide, as `Mlp` has them, the `chosen` ones with the highest scores compute a token,
+    weighted by their probability among all, or with `normalised` among the chosen. With `sigmoid` a network's weight is
+    the sigmoid of its score instead, with `normalised` divided by the sum of those of the chosen, and it is chosen by
+    that and a correction of its own. Weights are multiplied by `scale`. `shared`, the width of one that computes every
     token, may be 0: there is none; with `shared_gate` it is multiplied by the sigmoid of a gate. `biased`: scores and
     the networks that are chosen from have biases."""
 
@@ -143,6 +165,8 @@ class Experts:
     shared_gate: bool
     activation: str = "silu"
     biased: bool = False
+    sigmoid: bool = False
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         _check_sizes(self, "model", "shared")
@@ -152,12 +176,23 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A mixer and then a feed-forward network, each after a norm and added to what came in. With `post_norms`, as in
-    Gemma, what each gives is normalised too before it is added."""
+    """A mixer and then a feed-forward network, each after a norm and added to what came in; there may be only one of
+    them. A mixer `beside` the first sees the same, and both are added. With `post_norms`, as in Gemma, what each gives
+    is normalised too before it is added."""
 
-    mixer: Mixer
-    feed_forward: Mlp | Experts
+    mixer: Mixer | None
+    feed_forward: Mlp | Experts | None
     post_norms: bool = False
+    beside: Mixer | None = None
+
+    def __post_init__(self) -> None:
+        if (self.beside is not None and self.mixer is None) or not (self.mixer or self.feed_forward):
+            raise ModelError("a layer of the model has neither a mixer nor a feed-forward network")
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """One, two or none."""
+        return tuple(mixer for mixer in (self.mixer, self.beside) if mixer is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +225,10 @@ class ModelConfig:
         _check_sizes(self, "model", "bos", "logit_cap")
         if not self.layers:
             raise ModelError("the model has no layers; allowed: at least 1")
+        if not self.mixers:
+            raise ModelError("the model has no layer in which tokens see those before; allowed: at least 1")
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers of all layers; what keeps their memory knows them by their numbers here."""
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -30,7 +31,7 @@ class MixerBlock(Protocol):
         ...
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
-        """What layer number `layer` of the model makes of `x`, both [tokens, hidden]."""
+        """What mixer number `layer` of the model makes of `x`, both [tokens, hidden]."""
         ...
 
 
@@ -53,31 +54,36 @@ def _feed_forward(shape: Mlp | Experts, hidden: int, room: Room) -> MlpBlock | E
 
 
 class _LayerBlock:
-    """The weights of one layer."""
+    """The weights of one layer, whose mixers have the numbers from `first` on in the model."""
 
-    def __init__(self, layer: Layer, config: ModelConfig, room: Room) -> None:
+    def __init__(self, layer: Layer, first: int, config: ModelConfig, room: Room) -> None:
         hidden, epsilon = config.hidden, config.norm_eps
+        self._first = first
         self._scale = config.residual_scale
-        self._mixer = _mixer(layer.mixer, hidden, epsilon, room)
-        self._feed_forward = _feed_forward(layer.feed_forward, hidden, room)
-        self._norms = {"input_layernorm": Norm(hidden, epsilon, room)}
-        self._norms["post_attention_layernorm"] = Norm(hidden, epsilon, room)
+        self._mixers = [_mixer(mixer, hidden, epsilon, room) for mixer in layer.mixers]
+        self._feed_forward = _feed_forward(layer.feed_forward, hidden, room) if layer.feed_forward else None
+        names = ["input_layernorm"] * bool(self._mixers) + ["post_attention_layernorm"] * bool(layer.feed_forward)
         if layer.post_norms:
-            self._norms |= {name: Norm(hidden, epsilon, room) for name in ("mixer_post_norm", "mlp_post_norm")}
+            names += ["mixer_post_norm", "mlp_post_norm"]
+        self._norms = {name: Norm(hidden, epsilon, room) for name in names}
 
     def places(self) -> Places:
         """See `Places`."""
         parts = {f"{name}.weight": norm.weight for name, norm in self._norms.items()}
-        for block in (self._mixer, self._feed_forward):
-            parts |= {block.prefix + name: place for name, place in block.places().items()}
+        for block in (*self._mixers, self._feed_forward):
+            if block is not None:
+                parts |= {block.prefix + name: place for name, place in block.places().items()}
         return parts
 
-    def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
-        mixed = self._mixer(self._norms["input_layernorm"](x), layer, step)
-        x = self._add(x, mixed, "mixer_post_norm")
-        fed = self._feed_forward(self._norms["post_attention_layernorm"](x))
-        return self._add(x, fed, "mlp_post_norm")
+        if self._mixers:
+            seen = self._norms["input_layernorm"](x)
+            first, *beside = (mixer(seen, self._first + i, step) for i, mixer in enumerate(self._mixers))
+            x = self._add(x, sum(beside, start=first), "mixer_post_norm")
+        if self._feed_forward is not None:
+            x = self._add(x, self._feed_forward(self._norms["post_attention_layernorm"](x)), "mlp_post_norm")
+        return x
 
     def _add(self, x: torch.Tensor, found: torch.Tensor, norm: str) -> torch.Tensor:
         if norm in self._norms:
@@ -105,7 +111,10 @@ class Decoder:
         self._embedding = room.matrix(config.vocab, config.hidden)
         self._head = self._embedding if config.tied else room.matrix(config.vocab, config.hidden)
         self._norm = Norm(config.hidden, config.norm_eps, room)
-        self._layers = [_LayerBlock(layer, config, room) for layer in config.layers]
+        firsts = accumulate((len(layer.mixers) for layer in config.layers), initial=0)
+        self._layers = [
+            _LayerBlock(layer, first, config, room) for layer, first in zip(config.layers, firsts, strict=False)
+        ]
         self._fill(weights)
 
     def _fill(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
@@ -137,8 +146,8 @@ class Decoder:
         x = functional.embedding(tokens, self._embedding)
         if c.embedding_scale != 1:
             x = x * torch.tensor(c.embedding_scale, dtype=self.dtype)  # as the reference: rounded first
-        for i, layer in enumerate(self._layers):
-            x = layer(x, i, step)
+        for layer in self._layers:
+            x = layer(x, step)
         logits = linear(self._norm(x.index_select(0, outputs)), self._head).float()
         if c.logit_scale != 1:
             logits *= c.logit_scale

@@ -5,49 +5,53 @@ from __future__ import annotations
 import torch
 
 from tenuto.kernels.linear import linear
-from tenuto.models.block import GATES, Places, Room
+from tenuto.models.block import UNGATED, Places, Room, activate, scaled
 from tenuto.models.config import Experts, Mlp
 from tenuto.models.mlp import MlpBlock
 
 
 class ExpertsBlock:
-    """The weights of one layer's experts: `gate_up` is [experts, 2 width, hidden], `down` [experts, hidden, width], and
-    the biases are the router's and theirs."""
+    """The weights of one layer's experts: `inner` is [experts, parts * width, hidden], the parts being gates, if there
+    are any, and projections up; `down` [experts, hidden, width]; the biases are the router's and theirs."""
 
     prefix = "mlp."
 
     def __init__(self, shape: Experts, hidden: int, room: Room) -> None:
         self._shape = shape
-        self._gated = GATES[shape.activation]
+        self._parts = ["up_proj"] if shape.activation in UNGATED else ["gate_proj", "up_proj"]
+        width = len(self._parts) * shape.width
         self._router = room.matrix(shape.count, hidden)
+        self._correction = room.floats(shape.count) if shape.sigmoid else None
         self._biases = (
-            (room.matrix(shape.count), room.matrix(shape.count, 2 * shape.width), room.matrix(shape.count, hidden))
+            (room.matrix(shape.count), room.matrix(shape.count, width), room.matrix(shape.count, hidden))
             if shape.biased
             else None
         )
-        self._gate_up = room.matrix(shape.count, 2 * shape.width, hidden)
+        self._inner = room.matrix(shape.count, width, hidden)
         self._down = room.matrix(shape.count, hidden, shape.width)
         self._shared = MlpBlock(Mlp(shape.shared, shape.activation), hidden, room) if shape.shared else None
         self._shared_gate = room.matrix(1, hidden) if shape.shared and shape.shared_gate else None
 
     def places(self) -> Places:
         """See `Places`."""
-        parts = {"gate.weight": self._router}
-        for i, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            parts |= {f"experts.{i}.gate_proj.weight": gate, f"experts.{i}.up_proj.weight": up}
-            parts[f"experts.{i}.down_proj.weight"] = down
+        parts = {"gate.weight": self._router} | self._expert_places("weight", self._inner, self._down)
+        if self._correction is not None:
+            parts["gate.correction"] = self._correction
         if self._biases is not None:
-            parts["gate.bias"] = self._biases[0]
-            for i, (gate_up, down) in enumerate(zip(*self._biases[1:], strict=True)):
-                gate, up = gate_up.chunk(2)
-                parts |= {f"experts.{i}.gate_proj.bias": gate, f"experts.{i}.up_proj.bias": up}
-                parts[f"experts.{i}.down_proj.bias"] = down
+            parts |= {"gate.bias": self._biases[0]} | self._expert_places("bias", *self._biases[1:])
         if self._shared is not None:
             parts |= {f"shared_expert.{name}": place for name, place in self._shared.places().items()}
         if self._shared_gate is not None:
             parts["shared_expert_gate.weight"] = self._shared_gate
         return parts
+
+    def _expert_places(self, kind: str, inner: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {}
+        for i, (whole, last) in enumerate(zip(inner, down, strict=True)):
+            for name, part in zip(self._parts, whole.chunk(len(self._parts)), strict=True):
+                found[f"experts.{i}.{name}.{kind}"] = part
+            found[f"experts.{i}.down_proj.{kind}"] = last
+        return found
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
@@ -66,16 +70,21 @@ class ExpertsBlock:
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """What one of the experts makes of `x`, both [tokens, hidden]."""
         inner, outer = (bias[expert] for bias in self._biases[1:]) if self._biases is not None else (None, None)
-        gate, up = linear(x, self._gate_up[expert], inner).chunk(2, dim=1)
-        return linear(self._gated(gate, up), self._down[expert], outer)
+        activated = activate(self._shape.activation, linear(x, self._inner[expert], inner))
+        return linear(activated, self._down[expert], outer)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token, int64, and their weights, both [tokens, chosen]."""
-        bias = self._biases[0] if self._biases is not None else None
+        s, bias = self._shape, self._biases[0] if self._biases is not None else None
         scores = linear(x, self._router, bias).float()
-        if self._shape.normalised:
-            highest, chosen = scores.topk(self._shape.chosen, dim=-1)
+        if self._correction is not None:
+            shares = scores.sigmoid()
+            chosen = (shares + self._correction).topk(s.chosen, dim=-1).indices
+            weights = shares.gather(1, chosen)
+            weights = weights / weights.sum(dim=-1, keepdim=True) if s.normalised else weights
+        elif s.normalised:
+            highest, chosen = scores.topk(s.chosen, dim=-1)
             weights = highest.softmax(dim=-1)
         else:
-            weights, chosen = scores.softmax(dim=-1).topk(self._shape.chosen, dim=-1)
-        return chosen, weights.to(x.dtype)
+            weights, chosen = scores.softmax(dim=-1).topk(s.chosen, dim=-1)
+        return chosen, scaled(weights, s.scale).to(x.dtype)

@@ -41,28 +41,32 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers, by their numbers in the model, that keep the same."""
+    """Layers that keep the same, by the numbers of their mixers in the model."""
 
     shape: PageShape | StateShape
     layers: tuple[int, ...]
 
-    def spec(self, page_size: int) -> GroupSpec:
-        """The group as the engine knows it; a unit is a page, or a state slot, of all its layers."""
+    def spec(self, slots: int) -> GroupSpec:
+        """The group as the engine knows it; a unit is a page, of `slots` token slots, or a state slot, of all its
+        layers."""
         if isinstance(self.shape, StateShape):
             return GroupSpec(Kind.STATE, len(self.layers) * self.shape.unit_bytes)
         kind = Kind.SLIDING if self.shape.window else Kind.FULL
-        return GroupSpec(kind, len(self.layers) * self.shape.unit_bytes(page_size), self.shape.window)
+        return GroupSpec(kind, len(self.layers) * self.shape.unit_bytes(slots), self.shape.window)
 
 
-def layer_groups(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-    """The groups of a model that computes in `dtype`, in the order of their first layers."""
+def layer_groups(
+    config: ModelConfig, dtype: torch.dtype, convolutions: torch.dtype | None = None
+) -> tuple[LayerGroup, ...]:
+    """The groups of a model whose keys and values are in `dtype`, in the order of their first layers. The states of
+    `convolutions` are, too, unless they have a type of their own."""
     found: dict[PageShape | StateShape, list[int]] = {}
-    for i, layer in enumerate(config.layers):
-        match layer.mixer:
+    for i, mixer in enumerate(config.mixers):
+        match mixer:
             case Attention() as a:
                 shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, dtype)
             case recurrent:
-                shape = StateShape(state_parts(recurrent, dtype, getattr(torch, config.state_dtype)))
+                shape = StateShape(state_parts(recurrent, convolutions or dtype, getattr(torch, config.state_dtype)))
         found.setdefault(shape, []).append(i)
     return tuple(LayerGroup(shape, tuple(layers)) for shape, layers in found.items())
 
@@ -80,6 +84,6 @@ def state_parts(
     return StatePart((mixer.convolved, mixer.kernel - 1), dtype), StatePart(recurrent, state_dtype)
 
 
-def memory_spec(groups: tuple[LayerGroup, ...], page_size: int) -> MemorySpec:
-    """All groups as the engine knows them."""
-    return MemorySpec(page_size, tuple(group.spec(page_size) for group in groups))
+def memory_spec(groups: tuple[LayerGroup, ...], page_size: int, slots: int | None = None) -> MemorySpec:
+    """All groups as the engine knows them. A page has room for `slots` tokens, `page_size` if that is not given."""
+    return MemorySpec(page_size, tuple(group.spec(slots or page_size) for group in groups))

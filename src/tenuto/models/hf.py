@@ -11,12 +11,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tenuto.base.errors import ModelError
-from tenuto.models.families import bamba, gemma3, gpt_oss, granite, llama, qwen3_next
+from tenuto.models.families import bamba, falcon_h1, gemma3, gpt_oss, granite, llama, nemotron_h, qwen3_next, tenuto
 from tenuto.models.families.family import Family
 from tenuto.models.settings import Settings, read_json
 from tenuto.models.weights import BYTES, FLOATS, StoredWeight, raw
 
-FAMILIES = (llama.FAMILY, llama.MISTRAL, gemma3.FAMILY, bamba.FAMILY, granite.FAMILY, qwen3_next.FAMILY, gpt_oss.FAMILY)
+FAMILIES = (
+    llama.FAMILY,
+    llama.MISTRAL,
+    gemma3.FAMILY,
+    bamba.FAMILY,
+    granite.FAMILY,
+    falcon_h1.FAMILY,
+    nemotron_h.FAMILY,
+    qwen3_next.FAMILY,
+    gpt_oss.FAMILY,
+    tenuto.FAMILY,
+)
 SUPPORTED = ", ".join(family.name for family in FAMILIES)
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from torch.nn import functional
 from tenuto.kernels.linear import linear
 from tenuto.kernels.mamba2 import scan
 from tenuto.kernels.recurrent import convolve
-from tenuto.models.block import Norm, Places, Room, Step
+from tenuto.models.block import Norm, Places, Room, Step, scaled
 from tenuto.models.config import Mamba2
 
 
@@ -20,6 +20,8 @@ class Mamba2Block:
     def __init__(self, shape: Mamba2, hidden: int, epsilon: float, room: Room) -> None:
         s = self._shape = shape
         inputs = s.channels + s.convolved + s.heads
+        parts = zip(s.convolved_parts, s.input_scales, strict=True)
+        self._input_scales = torch.cat([torch.full((n,), scale) for n, scale in parts]).to(room.device, room.dtype)
         self._in = room.matrix(inputs, hidden)
         self._in_bias = room.matrix(inputs) if s.proj_bias else None
         self._conv = room.matrix(s.convolved, 1, s.kernel)
@@ -27,7 +29,7 @@ class Mamba2Block:
         self._log_rates = room.floats(s.heads)
         self._step_bias = room.floats(s.heads)
         self._skip = room.floats(s.heads)
-        self._norm = Norm(s.channels, epsilon, room, groups=s.groups)
+        self._norm = Norm(s.channels, epsilon, room, groups=s.groups) if s.normed else None
         self._out = room.matrix(hidden, s.channels)
         self._out_bias = room.matrix(hidden) if s.proj_bias else None
 
@@ -39,9 +41,10 @@ class Mamba2Block:
             "A_log": self._log_rates,
             "dt_bias": self._step_bias,
             "D": self._skip,
-            "norm.weight": self._norm.weight,
             "out_proj.weight": self._out,
         }
+        if self._norm is not None:
+            parts["norm.weight"] = self._norm.weight
         if self._conv_bias is not None:
             parts["conv1d.bias"] = self._conv_bias
         if self._in_bias is not None and self._out_bias is not None:
@@ -53,6 +56,8 @@ class Mamba2Block:
         s = self._shape
         sizes = [s.channels, s.convolved, s.heads]
         gate, inputs, steps = torch.split(linear(x, self._in, self._in_bias), sizes, dim=1)
+        if s.input_scales != (1.0, 1.0, 1.0):
+            inputs = inputs * self._input_scales
         convolution, state = step.memory.read(layer)
         found = torch.empty(len(x), s.channels, device=x.device)
         for piece in step.memory.pieces:
@@ -61,8 +66,14 @@ class Mamba2Block:
             )
             found[piece.tokens], state[piece.rows] = self._scan(out, steps[piece.tokens], state[piece.rows])
         step.memory.write(layer, convolution, state)
-        gated = self._norm(found * functional.silu(gate.float()))
-        return linear(gated.to(x.dtype), self._out, self._out_bias)
+        return scaled(linear(self._gated(found, gate).to(x.dtype), self._out, self._out_bias), s.out_scale)
+
+    def _gated(self, found: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """What the heads give, gated, and normalised before or after that; float32 [tokens, channels]."""
+        s, opened = self._shape, functional.silu(scaled(gate.float(), self._shape.gate_scale))
+        if self._norm is None:
+            return found * opened
+        return self._norm(found * opened) if s.gate_first else self._norm(found) * opened
 
     def _scan(
         self, convolved: torch.Tensor, steps: torch.Tensor, state: torch.Tensor
@@ -70,10 +81,11 @@ class Mamba2Block:
         """What comes out of rows of equal length, float32 [rows, length, channels], and the state after them.
         `convolved` is [rows, length, channels of the convolution], `steps` [rows, length, heads]."""
         s = self._shape
-        shared = s.groups * s.state
-        parts = torch.split(functional.silu(convolved).float(), [s.channels, shared, shared], dim=2)
+        parts = torch.split(functional.silu(convolved).float(), list(s.convolved_parts), dim=2)
         heads = (s.heads, s.groups, s.groups)
         x, b, c = (part.reshape(*part.shape[:2], n, -1) for part, n in zip(parts, heads, strict=True))
-        steps = functional.softplus(steps.float() + self._step_bias).clamp(s.least_step, s.most_step)
+        steps = functional.softplus(scaled(steps.float(), s.step_scale) + self._step_bias).clamp(
+            s.least_step, s.most_step
+        )
         out, state = scan(x, steps, -self._log_rates.exp(), b, c, state.float())
         return (out + x * self._skip[:, None]).flatten(2), state

@@ -5,26 +5,28 @@ from __future__ import annotations
 import torch
 
 from tenuto.kernels.linear import linear
-from tenuto.models.block import GATES, Places, Room
+from tenuto.models.block import UNGATED, Places, Room, activate, scaled
 from tenuto.models.config import Mlp
 
 
 class MlpBlock:
-    """The weights of one network. Gate and up are one matrix, [2 width, hidden]."""
+    """The weights of one network. Gate, if there is one, and up are one matrix, [2 width, hidden]."""
 
     prefix = "mlp."
 
     def __init__(self, shape: Mlp, hidden: int, room: Room) -> None:
-        self._gated = GATES[shape.activation]
-        self._gate_up = room.matrix(2 * shape.width, hidden)
+        self._shape = shape
+        self._parts = ["up_proj"] if shape.activation in UNGATED else ["gate_proj", "up_proj"]
+        self._gate_up = room.matrix(len(self._parts) * shape.width, hidden)
         self._down = room.matrix(hidden, shape.width)
 
     def places(self) -> Places:
         """See `Places`."""
-        gate, up = self._gate_up.chunk(2)
-        return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": self._down}
+        parts = zip(self._parts, self._gate_up.chunk(len(self._parts)), strict=True)
+        return {f"{name}.weight": part for name, part in parts} | {"down_proj.weight": self._down}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
-        gate, up = linear(x, self._gate_up).chunk(2, dim=1)
-        return linear(self._gated(gate, up), self._down)
+        s = self._shape
+        activated = activate(s.activation, linear(x, self._gate_up), s.gate_scale)
+        return scaled(linear(activated, self._down), s.out_scale)

@@ -155,13 +155,13 @@ class Settings:
         usual = yarn_magnitude(factor, self.optional("mscale", float), self.optional("mscale_all_dim", float))
         return Rope(theta, divisors, self.get("attention_factor", float, usual))
 
-    def facts(self, eos: tuple[int, ...], *, tied: bool = False) -> dict[str, Any]:
+    def facts(self, eos: tuple[int, ...], *, tied: bool = False, norm_eps: float | None = None) -> dict[str, Any]:
         """What all families say of the whole model in the same words, as fields of `ModelConfig`; `tied` is what they
-        mean if they do not say."""
+        mean if they do not say. `norm_eps`, if a family says that in other words."""
         return {
             "hidden": self.get("hidden_size", int),
             "vocab": self.get("vocab_size", int),
-            "norm_eps": self.get("rms_norm_eps", float),
+            "norm_eps": self.get("rms_norm_eps", float) if norm_eps is None else norm_eps,
             "tied": self.get("tie_word_embeddings", bool, tied),
             "max_context": self.get("max_position_embeddings", int),
             "eos": eos,

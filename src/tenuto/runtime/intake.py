@@ -28,8 +28,6 @@ SHORT_INPUT = 2**12
 """Characters, or tokens, up to which input is prepared by whoever puts it in: that takes a millisecond or two, and
 another thread might have to wait longer for its turn. Input that is `LONG` is prepared only after the engine has said
 that its session would take it."""
-MESSAGE_SIZE = 2**5
-"""Characters for which a message counts even if it is empty: a template writes something around each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +48,8 @@ class Input:
 
     def __post_init__(self) -> None:
         self.size = size_of(self.command.input)
+        if isinstance(self.command, StartTurn):
+            self.size += len(self.command.tools.source)
 
     @property
     def session(self) -> SessionKey | None:
@@ -80,14 +80,19 @@ class Intake:
         with self._lock:
             item.number = next(self._numbers)
             waits = item.session in self._pending
-        if item.size > SHORT_INPUT or waits or not self._take_at_once(item):
+        if (
+            item.size > SHORT_INPUT
+            or waits
+            or self._preparer.must_compile(item.command)
+            or not self._take_at_once(item)
+        ):
             if item.session is not None:
                 self._loop.call(lambda engine: _meet(engine, item))  # before any other session can have the id
             self._put(item)
 
     def _put(self, item: Input) -> None:
         with self._lock:
-            lane = self._lanes.of(item.size)
+            lane = self._lanes.of(item.size, compiles=self._preparer.must_compile(item.command))
             if item.session is not None:
                 lane, inputs = self._pending.get(item.session, (lane, 0))
                 self._pending[item.session] = lane, inputs + 1
@@ -226,11 +231,11 @@ class Intake:
 
 
 def size_of(given: TurnInput) -> int:
-    """Characters of text or messages, or token ids; a message counts `MESSAGE_SIZE` besides its content."""
+    """Characters of text or messages, or token ids; a message counts for something besides its content."""
     if isinstance(given, str):
         return len(given)
     if given and isinstance(given[0], Message):
-        return sum(MESSAGE_SIZE + len(part.content) for part in given if isinstance(part, Message))
+        return sum(part.size for part in given if isinstance(part, Message))
     return len(given)
 
 

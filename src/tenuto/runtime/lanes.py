@@ -48,15 +48,17 @@ class Lane:
 
 
 class Lanes:
-    """One for what is short, and one for what is long."""
+    """One for what is short, one for what is long, and one for what brings a grammar that is to be compiled."""
 
     def __init__(self) -> None:
-        self.short, self.long = Lane("short"), Lane("long")
+        self.short, self.long, self.grammars = Lane("short"), Lane("long"), Lane("grammars")
 
-    def of(self, size: int) -> Lane:
+    def of(self, size: int, *, compiles: bool = False) -> Lane:
         """The lane for work on `size` characters or tokens."""
-        return self.long if size >= LONG else self.short
+        if size >= LONG:
+            return self.long
+        return self.grammars if compiles else self.short
 
     def close(self) -> None:
-        for lane in (self.short, self.long):
+        for lane in (self.short, self.long, self.grammars):
             lane.close()

@@ -19,6 +19,8 @@ from tenuto.exec.witness import WitnessExecutor
 from tenuto.memory.memory import turn_units, units_for_budget
 from tenuto.memory.shape import Shape
 from tenuto.text.chat import ChatTemplate
+from tenuto.text.grammars import GrammarCompiler
+from tenuto.text.masks import Masks
 from tenuto.text.stream import TextStream
 from tenuto.text.tokenizer import Tokenizer
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
@@ -46,6 +48,14 @@ class Model:
     path: str = ""
     spare_bytes: int = 2**28
     compute: str = "no model: each token follows from a hash of the history"
+
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles grammars for its tokens, if it has a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return GrammarCompiler(
+            self.tokenizer, self.vocab_size, (*self.eos_ids, *(self.chat.stop_ids if self.chat else ()))
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -97,7 +107,7 @@ def _witness(name: str, page_size: int, step_seconds: str) -> Model:
     return Model(executor, WITNESS_VOCABULARY, (), 2**20, tokenizer, ChatTemplate(CHAT_TEMPLATE, tokenizer))
 
 
-def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None) -> Engine:
+def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, masks: Masks | None = None) -> Engine:
     """An engine that uses `memory_bytes` for model state; `None` takes room for two turns of the whole context. Raises
     `ConfigError` if one does not fit."""
     spec = model.executor.spec
@@ -116,6 +126,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None) -
         clock=SystemClock(),
         random=SystemRandom(),
         text=text,
+        masks=masks,
     )
 
 

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
-from tenuto.base.messages import Draft, StartTurn
+from tenuto.base.checks import MAX_COUNT
+from tenuto.base.messages import Draft, StartTurn, Tokenize
+from tenuto.base.options import TurnParams
 from tenuto.engine.rendering import Basis, Prepared, Renderer
+from tenuto.text.grammars import GrammarCompiler
 from tenuto.text.prompt import Prompt, parse_input
 from tenuto.text.tokenizer import Tokenizer
 
 
 class Preparer:
-    """Parses, encodes and renders the input of commands."""
+    """Parses, encodes and renders the input of commands, and compiles their grammars."""
 
-    def __init__(self, renderer: Renderer, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, renderer: Renderer, tokenizer: Tokenizer | None, grammars: GrammarCompiler | None) -> None:
         self._renderer = renderer
         self._tokenizer = tokenizer
+        self._grammars = grammars
+
+    def must_compile(self, command: StartTurn | Draft) -> bool:
+        """Whether the command has a grammar that is still to be compiled, which may take long."""
+        grammar = command.params.grammar if isinstance(command, StartTurn) else None
+        return grammar is not None and self._grammars is not None and not self._grammars.has(grammar)
 
     def prepare(self, command: StartTurn | Draft, basis: Basis) -> Prepared:
-        """The tokens that the command appends to what `basis` says. Raises as `Renderer.prepare`."""
-        generate = _generates(command)
-        if isinstance(command, StartTurn):
-            prompt = self._prompt(command, basis, generate=generate)
-        else:
+        """The tokens that the command appends to what `basis` says, and its grammar. Raises as `Renderer.prepare` and
+        `GrammarCompiler.constraint`."""
+        if not isinstance(command, StartTurn):
             prompt = parse_input(command.input, self._tokenizer, basis.room(generate=False))
-        return self._renderer.prepare(basis, prompt, generate=generate)
+            return self._renderer.prepare(basis, prompt, generate=False)
+        if command.kind == "regenerate":
+            prepared = Prepared(basis, array("i"), None)
+        else:
+            generate = _generates(command)
+            prompt = self._prompt(command, basis, generate=generate)
+            prepared = self._renderer.prepare(basis, prompt, generate=generate, tools=command.tools)
+        grammar = command.params.grammar
+        if grammar is None or self._grammars is None:
+            return prepared
+        return prepared._replace(constraint=self._grammars.constraint(grammar))
+
+    def tokens(self, request: Tokenize) -> list[int]:
+        """What `request` asks for. Raises as `Renderer.prepare`."""
+        start = StartTurn(
+            kind="turn",
+            tenant="",
+            input=request.input,
+            markup=request.markup,
+            tools=request.tools,
+            params=TurnParams(max_new_tokens=int(request.generate)),
+        )
+        return list(self.prepare(start, Basis.opening(MAX_COUNT)).tokens)
 
     def _prompt(self, command: StartTurn, basis: Basis, *, generate: bool) -> Prompt:
         tokenizer = self._tokenizer
@@ -44,10 +74,8 @@ class Preparer:
         return replace(prompt, tokens=prompt.tokens[1:])
 
 
-def _generates(command: StartTurn | Draft) -> bool:
+def _generates(command: StartTurn) -> bool:
     """Whether an answer is asked for after the input."""
-    if isinstance(command, Draft):
-        return False
     if command.session is None:
         return command.params.max_new_tokens != 0
     return command.kind == "turn"

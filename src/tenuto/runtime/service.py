@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,12 +25,16 @@ from tenuto.base.messages import (
     GetStats,
     ImportSession,
     OpenSession,
+    Pause,
     Request,
+    Resume,
     StartTurn,
     Stopped,
+    Tokenize,
     Withdraw,
     WorkerSettings,
 )
+from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import Delta
 from tenuto.base.views import ModelView, RecordPage, SessionInfo, Ticket
 from tenuto.engine.acknowledge import Acknowledger
@@ -38,13 +43,14 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.journaling import JournalWriter
 from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Renderer
-from tenuto.runtime.intake import Input, Intake
+from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.models import Model, build_engine, load_model, server_budget
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer
 from tenuto.runtime.texts import Texts
 from tenuto.session.journal import Journal
+from tenuto.text.masks import MaskThreads
 
 log = logging.getLogger("tenuto.runtime")
 
@@ -73,14 +79,16 @@ class Service:
         Raises `ConfigError`."""
         self._model = model
         self._config = config
-        try:
-            engine = build_engine(model, config, memory_bytes)
+        self._masks = MaskThreads()
+        with ExitStack() as undo:  # whoever tries again finds files free
+            undo.callback(self._masks.close)
+            if journal is not None:
+                undo.callback(journal.close)
+            self._engine = engine = build_engine(model, config, memory_bytes, self._masks)
+            undo.callback(engine.end)
             if journal is not None:
                 _restore(journal, engine)
-        except BaseException:
-            if journal is not None:
-                journal.close()  # whoever tries again finds it free
-            raise
+            undo.pop_all()
         self._writer = JournalWriter(journal) if journal is not None else None
         self._describe = self._describe_model(engine)
         self._renderer = Renderer(model.chat, model.tokenizer)
@@ -92,7 +100,8 @@ class Service:
         self._loop = EngineLoop(engine, self._stopped, self._flush, self._writer or acknowledger)
         if self._writer is not None:
             self._writer.start(self._loop.wake)
-        self._intake = Intake(self._dispatcher, Preparer(self._renderer, model.tokenizer), self._loop, self._lanes)
+        self._preparer = Preparer(self._renderer, model.tokenizer, model.grammars())
+        self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
 
     def close(self) -> None:
         """Stop after the step in progress; turns that are open end with `EngineStopped`."""
@@ -118,14 +127,13 @@ class Service:
                 self._outbox.answer(request, self._describe)
             case Audit():
                 self._loop.audit().add_done_callback(partial(self._reply, request))
-            case GetStats() | DropMemory():
+            case GetStats() | DropMemory() | Pause() | Resume():
                 self._ask(request)
-            case Detokenize():
-                size = len(request.tokens)
-                self._later(request, size, lambda: self._texts.of(request.tokens, special=request.special))
+            case Detokenize() | Tokenize():
+                self._convert(request)
             case Withdraw():
                 self._outbox.answer(request, self._intake.withdraw(request.name))
-            case StartTurn(kind="regenerate"):
+            case StartTurn(kind="regenerate") if request.params.grammar is None:
                 self._execute(request, lambda engine: self._regenerate(engine, request))
             case StartTurn() | Draft():
                 self._take_in(request)
@@ -138,6 +146,15 @@ class Service:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
             case _:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
+
+    def _convert(self, request: Detokenize | Tokenize) -> None:
+        """Answer with the text of tokens, or the tokens of a text."""
+        if isinstance(request, Detokenize):
+            size, told = len(request.tokens), request
+            self._later(request, size, lambda: self._texts.of(told.tokens, special=told.special))
+        else:
+            size, asked = size_of(request.input), request
+            self._later(request, size, lambda: self._preparer.tokens(asked))
 
     def _ask(self, request: Request[T]) -> None:
         """Have a command carried out that shows nothing of what sessions are, and answer."""
@@ -228,7 +245,9 @@ class Service:
 
     def _stopped(self, stopped: Stopped) -> None:
         self._flush()
+        self._engine.end()
         self._model.executor.close()
+        self._masks.close()
         self._outbox.stopped(stopped)
 
     def _describe_model(self, engine: Engine) -> ModelView:
@@ -251,6 +270,7 @@ class Service:
             eos_ids=list(model.eos_ids),
             has_text=tokenizer is not None,
             has_chat=model.chat is not None,
+            habits=model.chat.habits if model.chat is not None else ModelHabits(),
             pid=os.getpid(),
             config=self._config,
         )

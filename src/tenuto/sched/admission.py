@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -17,6 +17,19 @@ from tenuto.session.session import Session, Turn
 
 RECONSIDERED_AFTER = 8
 """Steps after which a turn that found no room is considered again, at a cost in proportion to what is in memory."""
+
+
+class Restoring(Protocol):
+    """Knows what can be brought back of sessions that have left the device."""
+
+    def plan(self, turn: Turn) -> int:
+        """Where a waiting turn would begin if its session were restored, as it is if the turn starts next; 0:
+        nowhere."""
+        ...
+
+    def units(self, turn: Turn) -> Longs:
+        """Units of each group to acquire for that."""
+        ...
 
 
 class Admission:
@@ -40,6 +53,7 @@ class Admission:
         pause: Callable[[Turn], None],
         drop: Callable[[Session, str], None],
         share: Callable[[Turn], None],
+        restoring: Restoring | None,
     ) -> None:
         self._memory = memory
         self._batch = batch
@@ -49,6 +63,7 @@ class Admission:
         self._pause = pause
         self._drop = drop
         self._share = share
+        self._restoring = restoring
         self._refused: tuple[int, ...] | None = None  # for what no room could be made, as in `_make_room`
         self._room_for: Turn | None = None  # others have yielded to it; not started since
         self._passes = 0  # over the queue, in total
@@ -87,7 +102,8 @@ class Admission:
         memory, aside = self._memory, list[Turn]()
         if not len(self._queue):
             return None
-        with memory.reserve(min(len(self._queue), memory.rows.free), self) as reserved:
+        restored = self._restoring is not None
+        with memory.reserve(min(len(self._queue), memory.rows.free), self, restored=restored) as reserved:
             while (turn := self._next(aside)) is not None:
                 self._share(turn)
                 need = self._need(turn)
@@ -115,6 +131,7 @@ class Admission:
             return False  # until a turn leaves its row, or a few steps later: windows and checkpoints are freed
         need = self._need(turn)
         keeps = turn.session.memory.computed or turn.session.memory.turn is not None
+        keeps = keeps or (self._restoring is not None and self._restoring.plan(turn))
         if keeps and (need > self._pressure.room_beside([turn])).any():
             self._drop(turn.session, "restart")  # it never fits beside what it keeps, but does from nothing
             return True
@@ -127,9 +144,10 @@ class Admission:
             self._pause(victims.pop(0))
         self._room_for = turn
         self._pressure.relieve(
-            lambda: need + self._pledged(turn, later=True),
+            lambda: need + self._pledged(turn, later=not turn.drafting),
             [turn, *kept],
             (victim for victim in victims if victim in self._batch),
+            draft=turn.drafting,
         )
         return bool((need + self._pledged(turn) <= memory.free()).all())
 
@@ -185,4 +203,6 @@ class Admission:
         if is_computed(turn):
             return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))
-        return turn.session.memory.need(start_target(turn), end, generates=turn.generating)
+        restored = self._restoring.plan(turn) if self._restoring is not None else 0
+        need = turn.session.memory.need(start_target(turn), end, generates=turn.generating, restored=restored)
+        return need + self._restoring.units(turn) if self._restoring is not None and restored else need

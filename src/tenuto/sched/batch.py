@@ -47,8 +47,11 @@ class Batch:
         self.stop_ids = np.full((rows, max(1, len(eos_ids))), NO_STOP, np.int32)
         self.has_text = np.zeros(rows, np.bool_)
         self.stepwise = np.zeros(rows, np.bool_)  # what may come next depends on every token before: no lookahead
+        self.constrained = np.zeros(rows, np.bool_)  # has a grammar, and generates
         self.scoring: set[int] = set()  # rows with input tokens still to be scored
+        self.held: set[int] = set()  # rows that compute nothing for now; written by `Sharing`
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
+        self._wanted_marks: dict[Turn, set[int]] = {}  # besides those that every turn makes
         self._left: dict[Turn, None] = {}  # turns that left their row while a step was computing them
         self.departures = 0  # turns that have left, in total
         self.crowded = False  # a submitted turn lacks room; written by admission
@@ -130,6 +133,7 @@ class Batch:
         rows.next_token[row] = turn.tokens(turn.length - 1, turn.length)[0]
         self.work[row] = 0
         self.has_text[row] = turn.text is not None
+        self.constrained[row] = generates and turn.constraint is not None
         stops = (() if turn.params.ignore_eos else self._eos_ids) + turn.params.stop_ids
         if len(stops) > self.stop_ids.shape[1]:
             more = np.full((len(self.stop_ids), len(stops) - self.stop_ids.shape[1]), NO_STOP, np.int32)
@@ -149,12 +153,22 @@ class Batch:
 
     def next_mark(self, turn: Turn, position: int) -> int:
         """The next position after `position` at which the turn wants a checkpoint: page-aligned ones spaced through its
-        input and, if it generates, the end of the input, where a turn that regenerates or keeps no output resumes."""
+        input, those that others want and, if it generates, the end of the input, where a turn that regenerates or keeps
+        no output resumes."""
         end, interval = turn.resume_position, self.memory.shape.checkpoint_interval
         spaced = (position // interval + 1) * interval
-        if spaced < end:
-            return spaced
+        wanted = min((mark for mark in self._wanted_marks.get(turn, ()) if mark > position), default=end)
+        if min(spaced, wanted) < end:
+            return min(spaced, wanted)
         return end if position < end and turn.generating else int(FAR)
+
+    def mark_at(self, turn: Turn, position: int) -> None:
+        """The running turn makes a checkpoint at `position` too, if that is still to come and there is a unit to
+        spare."""
+        row = self.row_of(turn)
+        if position > self.rows.scheduled[row]:
+            self._wanted_marks.setdefault(turn, set()).add(position)
+            self.rows.mark[row] = min(int(self.rows.mark[row]), position)
 
     def marks_due(self, scheduled: npt.NDArray[np.int64]) -> None:
         """Make the checkpoints whose marks the rows `scheduled` have just reached or passed."""
@@ -182,6 +196,8 @@ class Batch:
         self.turns[row] = None
         self._sampling.pop(row, None)
         self.scoring.discard(row)
+        self.held.discard(row)
+        self._wanted_marks.pop(turn, None)
         self._taken = [growth for growth in self._taken if growth.row != row]
         turn.computed_tokens += int(self.work[row])
         if self.rows.scheduled[row] > self.rows.computed[row]:

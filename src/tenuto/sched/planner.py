@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.plan import PREVIOUS_SAMPLE, InputScores, Plan
+from tenuto.base.plan import PREVIOUS_SAMPLE, InputScores, Plan, TokenMasks
 from tenuto.memory.group import Mask, Moves
 from tenuto.memory.memory import Memory
 from tenuto.memory.rows import Longs
@@ -71,7 +72,8 @@ class Scored:
 @dataclass(frozen=True, slots=True)
 class Flight:
     """An applied plan: `rows` int64 [n] and the run of each at that time, by which late results are recognized.
-    `scored`: the input tokens of its scores, in their order."""
+    `scored`: the input tokens of its scores, in their order. `masked`: indices of the rows of its masks, in their
+    order."""
 
     plan: Plan
     rows: Longs
@@ -79,6 +81,7 @@ class Flight:
     guesses: dict[int, list[int]]
     news: News
     scored: tuple[Scored, ...] = ()
+    masked: tuple[int, ...] = ()
 
 
 class Planner:
@@ -110,8 +113,12 @@ class Planner:
         starts = rows.scheduled[order]
         wanted = np.minimum(rows.expected[order], rows.limit[order]) - starts
         wanted[rows.uncertain[order]] = 0
+        if self._batch.held:
+            wanted[np.isin(order, list(self._batch.held))] = 0
         if suspected := self._suspects.rows():
             wanted[~np.isin(order, suspected)] = 0
+        if self._batch.constrained[order].any():
+            self._leave_out_slow(order, wanted)
         if self._memory.stands_at_step_ends:
             np.minimum(wanted, rows.mark[order] - starts, out=wanted)
         if self._batch.scoring:
@@ -128,6 +135,18 @@ class Planner:
         if self._proposer is not None:
             self._look_ahead(proposal, self._proposer)
         return proposal
+
+    def _leave_out_slow(self, order: Longs, wanted: Longs) -> None:
+        """A row whose masks take long is left out until the next is known, unless nobody else can go on: a step waits
+        for all of its masks."""
+        rows, fast = self._memory.rows, wanted.copy()
+        for index in np.flatnonzero(self._batch.constrained[order]).tolist():
+            row = int(order[index])
+            constraint = self._batch.turns[row].constraint
+            if constraint.slow and (rows.expected[row] > rows.known[row] or not constraint.ready):
+                fast[index] = 0
+        if fast.any():
+            wanted[:] = fast
 
     def _limit_scoring(self, order: Longs, wanted: Longs) -> None:
         """Rows whose input is scored share `MAX_SCORES`; each gets at least one token."""
@@ -224,6 +243,8 @@ class Planner:
         news = self._batch.take_news()
         moves = self._move(proposal, ends, news)
         scores, scored = self._score_input(proposal) if self._batch.scoring else (None, ())
+        masked = np.flatnonzero(self._batch.constrained[chosen] & (samples > 0))
+        places = (np.cumsum(samples) - samples)[masked].tolist()
         self._steps += 1
         rows.step[chosen] = self._steps
         rows.scheduled[chosen] = ends
@@ -245,8 +266,9 @@ class Planner:
             tuple(moves.states),
             tuple(news.sampling.items()),
             scores,
+            tuple(TokenMasks(place, Future()) for place in places),
         )
-        return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news, scored)
+        return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news, scored, tuple(masked.tolist()))
 
     def _score_input(self, proposal: Proposal) -> tuple[InputScores | None, tuple[Scored, ...]]:
         """The input tokens to score whose predecessors this step computes."""

@@ -91,30 +91,45 @@ class Pressure:
         return held
 
     def reclaimable(self) -> Longs:
-        """Units of each group that nobody holds but cached checkpoints, or else but closed sessions, int64 [groups]."""
-        found = [self._memory.cache.reclaimable(group) for group in range(len(self._memory.pools))]
-        counts = [np.zeros(pool.capacity, np.int32) for pool in self._memory.pools]
-        for (rung, _), sessions in self._rungs.items():
-            for session in sessions if rung is Rung.PREFIX else ():
-                for group, lease in session.memory.essential_leases():
-                    counts[group][units_of(lease)] += 1
-        for group, (held, pool) in enumerate(zip(counts, self._memory.pools, strict=True)):
-            found[group] += int(((held > 0) & (held == np.frombuffer(pool.counts, dtype=np.int32))).sum())
-        return np.array(found, np.int64)
+        """Units of each group that nobody holds but cached checkpoints and closed sessions, int64 [groups]."""
+        return np.array([int(mask.sum()) for mask in self._reclaimable()], np.int64)
+
+    def _reclaimable(self) -> Masks:
+        """The same, as masks. A checkpoint that an open session needs too is not for closed sessions to give."""
+        held = [self._memory.cache.leases(group) for group in range(len(self._memory.pools))]
+        closed = [s for (rung, _), sessions in self._rungs.items() if rung is Rung.PREFIX for s in sessions]
+        for session in closed:
+            for counts, table in zip(held, session.memory.tables, strict=True):
+                for lease in table.leases():
+                    counts[units_of(lease)] += 1
+        for checkpoint, pins in Counter(session.memory.checkpoints.needed for session in closed).items():
+            if checkpoint is not None and checkpoint.pins == pins:
+                for counts, part in zip(held, checkpoint.parts, strict=True):
+                    if part is not None:
+                        counts[units_of(part)] += 1
+        pools = zip(held, self._memory.pools, strict=True)
+        return tuple((counts > 0) & (counts == np.frombuffer(pool.counts, np.int32)) for counts, pool in pools)
 
     # -- making room
 
-    def relieve(self, needed: Callable[[], Longs], kept: Sequence[Turn], victims: Iterable[Turn]) -> None:
+    def relieve(
+        self, needed: Callable[[], Longs], kept: Sequence[Turn], victims: Iterable[Turn], *, draft: bool = False
+    ) -> None:
         """Free units until `needed()` of each group are free, or will be when the steps in flight settle. The turns
-        `kept` and their sessions keep everything; running turns yield in the order of `victims`. The caller has checked
-        with `room_beside` that there is enough."""
+        `kept` and their sessions keep everything; running turns yield in the order of `victims`. For a `draft` only
+        cached checkpoints and closed sessions yield. The caller has checked with `room_beside`, or for a draft with
+        `reclaimable`, that there is enough."""
         held, spared, running = self._held_by(kept), {turn.session for turn in kept}, iter(victims)
         cache = self._memory.cache
         while short := self._short(needed()):
             evicted = cache.evicted
             if cache.evict_for(short):
                 self.yielded["checkpoint"] += cache.evicted - evicted
-            elif not (self._drop_one(short, spared) or self._drop_sharing(short, held, spared)):
+            elif self._drop_closed(short) or (
+                not draft and (self._drop_one(short, spared) or self._drop_sharing(short, held, spared))
+            ):
+                continue
+            else:
                 victim = next(running, None)
                 if victim is None:
                     return
@@ -154,30 +169,43 @@ class Pressure:
         pools = self._memory.pools
         return [g for g, n in enumerate(needed.tolist()) if n > pools[g].free + pools[g].limbo]
 
-    def _droppable(self, spared: set[Session]) -> Iterator[tuple[Rung, Session]]:
+    def _droppable(self, spared: set[Session], last: Rung = Rung.WAITING) -> Iterator[tuple[Rung, Session]]:
+        """Sessions up to the rung `last` that are not `spared`, in the order in which they yield."""
         for place in sorted(self._rungs):
-            for session in self._rungs[place]:
+            for session in self._rungs[place] if place[0] <= last else ():
                 if session not in spared:
                     yield place[0], session
 
-    def _drop_one(self, short: Sequence[int], spared: set[Session]) -> bool:
-        """Drop the first session that frees a unit of a `short` group."""
-        for rung, session in self._droppable(spared):
+    def _drop_closed(self, short: Sequence[int]) -> bool:
+        """Drop closed sessions until a unit of a `short` group is free, if nobody else holds it: the first that frees
+        one alone, or those who share one. So they yield before anyone else, however they share."""
+        if (Rung.PREFIX, 0) not in self._rungs:
+            return False
+        if self._drop_one(short, set(), Rung.PREFIX):
+            return True
+        theirs = self._reclaimable()
+        if not any(theirs[group].any() for group in short):
+            return False
+        return self._drop_sharing(short, tuple(~mask for mask in theirs), set(), Rung.PREFIX)
+
+    def _drop_one(self, short: Sequence[int], spared: set[Session], last: Rung = Rung.WAITING) -> bool:
+        """Drop the first session, up to the rung `last`, that frees a unit of a `short` group."""
+        for rung, session in self._droppable(spared, last):
             if any(session.memory.frees(group) for group in short):
                 self._yield(rung, session)
                 return True
         return False
 
-    def _drop_sharing(self, short: Sequence[int], held: Masks, spared: set[Session]) -> bool:
-        """No session frees a unit by itself: take the first with short units that are not `held`, pick of these the one
-        with the fewest leases, and drop those who share it until a unit is free."""
-        shared = (self._least_shared(session, short, held) for _, session in self._droppable(spared))
+    def _drop_sharing(self, short: Sequence[int], held: Masks, spared: set[Session], last: Rung = Rung.WAITING) -> bool:
+        """No session up to the rung `last` frees a unit by itself: take the first of them with short units that are
+        not `held`, pick of these the one with the fewest leases, and drop those who share it until a unit is free."""
+        shared = (self._least_shared(session, short, held) for _, session in self._droppable(spared, last))
         wanted = next((unit for unit in shared if unit is not None), None)
         if wanted is None:
             return False
         group, page = wanted
         dropped, unused = False, self._unused(short)
-        for rung, session in list(self._droppable(spared)):
+        for rung, session in list(self._droppable(spared, last)):
             while any(at == group and page in lease.units for at, lease in session.memory.essential_leases()):
                 self._yield(rung, session)  # its turn's memory first, then its own
                 dropped = True

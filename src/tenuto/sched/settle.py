@@ -19,9 +19,10 @@ from tenuto.session.session import Turn
 @dataclass(slots=True)
 class Settled:
     """The outcome of a step: turns with new output, turns that end and why, and prefill-only turns with nothing left to
-    compute."""
+    compute. `stuck`: turns whose grammar lets nothing follow, and whose text is not complete."""
 
     progressed: list[Turn] = field(default_factory=list)
+    stuck: list[Turn] = field(default_factory=list)
     ended: list[tuple[Turn, EndReason]] = field(default_factory=list)
     prefilled: list[Turn] = field(default_factory=list)
 
@@ -93,10 +94,25 @@ class Settler:
             if text is not None and text.push(turns[index].output[-1]):
                 stopped[index] = True
         full = rows.known[chosen] > rows.limit[chosen]
+        for index in np.flatnonzero(batch.constrained[chosen] & ~stopped).tolist():
+            stopped[index], stuck = self._follow(turns[index])
+            if stuck:
+                settled.stuck.append(turns[index])
+                full[index] = False
         for index in np.flatnonzero(stopped | full).tolist():
             if stopped[index]:
                 turns[index].stop = self._stop_of(turns[index], int(chosen[index]))
             settled.ended.append((turns[index], EndReason.STOP if stopped[index] else EndReason.LENGTH))
+
+    @staticmethod
+    def _follow(turn: Turn) -> tuple[bool, bool]:
+        """Whether the turn's last output token completes the text of its grammar, if it has one; and whether the turn
+        cannot go on."""
+        constraint = turn.constraint
+        if constraint is None:
+            return False, False
+        complete = constraint.push(turn.output[-1])
+        return complete, bool(constraint.failure)
 
     def _stop_of(self, turn: Turn, row: int) -> str | int | None:
         """The stop id or stop string at which the turn's last output token ended it."""
@@ -130,6 +146,13 @@ class Settler:
                 stopped = True
             if stopped:
                 turn.stop = self._stop_of(turn, row)
+                settled.ended.append((turn, EndReason.STOP))
+                return
+            complete, stuck = self._follow(turn)
+            if stuck:
+                settled.stuck.append(turn)
+                return
+            if complete:
                 settled.ended.append((turn, EndReason.STOP))
                 return
         if rows.known[row] > rows.limit[row]:

@@ -18,12 +18,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
-from tenuto.serve import admin
+from tenuto.serve import admin, documents
+from tenuto.serve.anthropic import routes as anthropic
 from tenuto.serve.invalid import refusal_of
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
+from tenuto.serve.openai import response_routes as openai_responses
 from tenuto.serve.openai import routes as openai
+from tenuto.serve.openai import tokens as openai_tokens
 from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
 from tenuto.serve.shared.edge import Edge
@@ -45,12 +48,25 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         description="An LLM inference server in which the session, not the request, owns model state.",
         version="1",
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere
+        redoc_url=None,
     )
     app.state.edge = edge
     app.state.metrics = metrics
     edge.turns.on_delta.append(metrics.turn_updated)
     edge.turns.on_end.append(metrics.turn_ended)
-    for part in (native_sessions, native_turns, sglang, sglang_server, openai, admin):
+    for part in (
+        native_sessions,
+        native_turns,
+        sglang,
+        sglang_server,
+        openai,
+        openai_responses,
+        anthropic,
+        openai_tokens,
+        admin,
+        documents,
+    ):
         app.include_router(part.router)
     app.add_exception_handler(TenutoError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tenuto.base.errors import InvalidRequest, TenutoError, Unsupported, UnsupportedMediaType
-from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, UNSUPPORTED
+from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REQUIRED, UNSUPPORTED
 
 MAX_SHOWN = 8
 """Problems listed in one message."""
@@ -51,6 +51,7 @@ _RULES = {
     "too_long": "should have at most {max_length} items, not {actual_length}",
     "too_short": "should have {min_length} or more items, not {actual_length}",
     "value_error": "is refused: {error}",
+    REQUIRED: "is required",
     UNSUPPORTED: "{problem}",
 }
 """What is wrong with a value of the right kind, by Pydantic's error type; filled in with the error's context."""

@@ -1,10 +1,11 @@
-"""The prefix index: which memory begins with given tokens."""
+"""The prefix index: which memory begins with given tokens, and which running turns do."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
-from tenuto.session.session import Session
+from tenuto.session.session import Session, Turn
 
 
 class PrefixIndex:
@@ -19,7 +20,7 @@ class PrefixIndex:
     """
 
     def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         self._owners: dict[int, dict[Session, None]] = {}
         self._hashes: dict[Session, list[int]] = {}
         self._entered: dict[Session, int] = {}
@@ -31,7 +32,7 @@ class PrefixIndex:
 
     def enter(self, session: Session) -> None:
         """The session has committed, or its memory has changed: it is found by the full pages that both have."""
-        pages = min(session.memory.computed, len(session.history)) // self._page_size
+        pages = min(session.memory.computed, len(session.history)) // self.page_size
         entered = self._entered.get(session, 0)
         if pages <= entered:
             self._leave(session, pages)
@@ -44,7 +45,7 @@ class PrefixIndex:
 
     def changed(self, session: Session, kept: int) -> None:
         """Only the first `kept` tokens of what the session has entered, or looked for, still count."""
-        pages = kept // self._page_size
+        pages = kept // self.page_size
         self._leave(session, pages)
         if session in self._hashes:
             del self._hashes[session][pages:]
@@ -76,26 +77,74 @@ class PrefixIndex:
         """Another session whose memory begins with the most of `tokens`, the sequence that `session` goes on with, and
         with how many; `None` if with less than a page more than `beyond`."""
         found: Session | None = None
-        for page in range(beyond // self._page_size, len(tokens) // self._page_size):
+        tenant = session.policy.tenant  # hashes are salted with it, but may collide
+        for page in range(beyond // self.page_size, len(tokens) // self.page_size):
             owners = self._owners.get(self._follow(session, tokens, page + 1)[page], {})
-            other = next((owner for owner in owners if owner is not session), None)
+            other = next((owner for owner in owners if owner is not session and owner.policy.tenant == tenant), None)
             if other is None:
                 break
             found = other
         if found is None:
             return None
         length = _common(found.history, tokens, min(len(tokens), found.memory.computed))
-        return (found, length) if length >= beyond + self._page_size else None
+        return (found, length) if length >= beyond + self.page_size else None
+
+    def first_page(self, session: Session, tokens: array[int]) -> int | None:
+        """The hash of the first page of the session's sequence `tokens`, if it has one."""
+        return self._follow(session, tokens, 1)[0] if len(tokens) >= self.page_size else None
 
     def _follow(self, session: Session, tokens: array[int], pages: int) -> list[int]:
         """The hashes of at least the first `pages` pages of the session's sequence `tokens`."""
-        hashes, size = self._hashes.setdefault(session, []), self._page_size
+        hashes, size = self._hashes.setdefault(session, []), self.page_size
         while len(hashes) < pages:
             before = hashes[-1] if hashes else hash(session.policy.tenant)
             begin = len(hashes) * size
             hashes.append(_digest(before, tokens[begin : begin + size].tobytes()))
             self.hashed += 1
         return hashes
+
+
+class RunningPrompts:
+    """The prompts of running turns, by their first page, so that others can begin with what they compute."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._turns: dict[int, dict[Turn, array[int]]] = {}  # by the hash of the first page
+        self._hashes: dict[Turn, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def add(self, turn: Turn) -> None:
+        """The turn has got a row."""
+        tokens = turn.tokens(0, turn.resume_position)
+        first = self._index.first_page(turn.session, tokens)
+        if first is not None:
+            self._hashes[turn] = first
+            self._turns.setdefault(first, {})[turn] = tokens
+
+    def remove(self, turn: Turn) -> None:
+        """The turn has left its row."""
+        first = self._hashes.pop(turn, None)
+        if first is not None:
+            del self._turns[first][turn]
+            if not self._turns[first]:
+                del self._turns[first]
+
+    def has_alike(self, turn: Turn) -> bool:
+        """Whether `alike` may have something to say. Costs no more with a long prompt."""
+        if not self._turns:
+            return False
+        first = self._index.first_page(turn.session, turn.tokens(0, self._index.page_size))
+        return any(other is not turn for other in self._turns.get(first, ())) if first is not None else False
+
+    def alike(self, turn: Turn, tokens: array[int]) -> Iterator[tuple[Turn, int]]:
+        """Running turns whose prompts, all but the last token, begin with as many of `tokens`, the sequence of `turn`,
+        as is said; those with less than a page are left out."""
+        first = self._index.first_page(turn.session, tokens)
+        for other, others in self._turns.get(first, {}).items() if first is not None else ():
+            if other is not turn and other.session.policy.tenant == turn.session.policy.tenant:
+                yield other, _common(others, tokens, min(len(others), len(tokens)))
 
 
 def _digest(before: int, tokens: bytes) -> int:

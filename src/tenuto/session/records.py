@@ -66,7 +66,9 @@ class SavedSession:
         return SavedTurn(
             input=list(self.tokens[record.start : record.input_end]),
             output=list(self.tokens[record.input_end : record.end]),
-            conversation=Standing(system=talk.system, dialogue=talk.dialogue, role=talk.role) if talk else None,
+            conversation=Standing(system=talk.system, dialogue=talk.dialogue, role=talk.role, tools=talk.tools)
+            if talk
+            else None,
             cut=record.cut,
         )
 

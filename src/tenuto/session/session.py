@@ -16,6 +16,7 @@ from tenuto.memory.session_memory import SessionMemory
 from tenuto.session.records import SavedSession, TurnRecord, cut_records
 from tenuto.session.turn import TRANSITIONS, Rank
 from tenuto.text.chat import Conversation
+from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
 
 
@@ -46,7 +47,7 @@ class Session:
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
         self.counted = 0  # tokens counted for its tenant; written by the registry
-        self.origin: Session | None = None  # whose memory its own last began with; written by the life cycle
+        self.origin: Session | None = None  # whose memory its own last began with; written by `Sharing`
 
     def __repr__(self) -> str:
         return f"<session {self.id} {self.state.value}, {len(self.history)} tokens>"
@@ -212,12 +213,14 @@ class Turn:
         self.started = False  # has run as a submitted turn
         self.failures = 0  # failed steps with it alone, until it comes to `failed_end`; written by `Suspects`
         self.failed_end = 0  # where the last failed step with it was to end; lowered when a draft changes
-        self.sought = -1  # version of the prefix index it was last looked for in; written by the life cycle
+        self.sought = -1  # version of the prefix index it was last looked for in; written by `Sharing`, as the next
+        self.looked = ""  # what came of that: one of its `HITS` and `MISSES`
         self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle, as the next
         self.computed_before = 0  # tokens it had computed then, as a draft
         self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
         self.conversation: Conversation | None = None  # what the messages come to with it; set where it is submitted
-        self.text: TextStream | None = None
+        self.text: TextStream | None = None  # set where it is submitted, as the next
+        self.constraint: Constraint | None = None  # what its output has to follow
         self.stop: str | int | None = None  # what ended it; written by the settler, as the two below
         self.output_logprobs: list[TokenLogprob] = []  # one an output token if asked for
         self.input_scores: list[TokenLogprob] = []  # of the leading input tokens that something precedes, if asked for

@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers.models import BPE
 
+from tenuto.text.alphabet import SPACE
+
 _SHRINKS = {"ByteLevel": 1, "NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
 """By normalizer: by which factor it may shrink a text in UTF-8. Others may leave out any part of it."""
+_BLANKS_WRITTEN = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+"""The only replacement that leaves nothing out."""
 _IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))
 """The bytes that can occur in UTF-8."""
 WINDOW = 2**16
@@ -69,9 +73,12 @@ def _parts(component: Any, several: str) -> Iterable[dict[str, Any]]:
 def _shrinks(normalizer: Any) -> int | None:
     total = 1
     for part in _parts(normalizer, "normalizers"):
-        if part["type"] not in _SHRINKS:
+        if part == _BLANKS_WRITTEN:
+            total *= len(SPACE.encode())  # where a text has this letter, it counts as a blank
+        elif part["type"] in _SHRINKS:
+            total *= _SHRINKS[part["type"]]
+        else:
             return None
-        total *= _SHRINKS[part["type"]]
     return total
 
 
@@ -87,6 +94,8 @@ def _lost(backend: tokenizers.Tokenizer, byte_letters: Mapping[int, str]) -> byt
     model = backend.model
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
+    if model.byte_fallback:
+        return b"" if all(model.token_to_id(letter) is not None for letter in byte_letters.values()) else None
     parts = [*_parts(backend.normalizer, "normalizers"), *_parts(backend.pre_tokenizer, "pretokenizers")]
     if not any(part["type"] == "ByteLevel" for part in parts):
         return None

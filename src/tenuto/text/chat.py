@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tenuto.base.errors import InvalidRequest, ModelError, TenutoError
+from tenuto.base.tools import NO_TOOLS, Tools
 from tenuto.base.turns import Message
 from tenuto.text.guard import Guard, Markup
 from tenuto.text.room import Room
 from tenuto.text.template import Template
 from tenuto.text.tokenizer import Tokenizer
+from tenuto.text.tools import for_template, habits_of, protected, texts_of, without_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,15 @@ class Conversation:
     """Whether it has messages other than system messages."""
     role: str
     """Who spoke last, or speaks now."""
+    tools: str = ""
+    """A digest of the tools that it opened with."""
 
     def then(self, messages: Sequence[Message], generate: bool) -> Conversation:
         """The conversation with `messages` appended, and with `generate` also the assistant's answer."""
         roles = [message.role for message in messages] + ["assistant"] * generate
         return replace(self, dialogue=self.dialogue or set(roles) != {"system"}, role=roles[-1])
 
-    def stand_in(self, last: str, filler: str) -> list[dict[str, str]]:
+    def stand_in(self, last: str, filler: str) -> list[dict[str, Any]]:
         """The shortest conversation that a template continues in the same way. The last message's content is `last`,
         the others' `filler`."""
         if not self.dialogue:
@@ -83,7 +87,7 @@ class ChatTemplate:
         try:
             closer = self._tail(answered, [], generate=False)[0]
             self._tail(answered, question, generate=True)
-            self._tail(asked, [], generate=True)
+            prompt = self._tail(asked, [], generate=True)[0]
         except TenutoError as error:
             raise ModelError(f"the chat template cannot be rendered turn by turn: {error}") from None
         self._system_refusal: str | None = None
@@ -91,25 +95,38 @@ class ChatTemplate:
             self._tail(replace(answered, system=True), question, generate=True)
         except TenutoError as error:
             self._system_refusal = str(error)
+        self.habits = habits_of(source, prompt)
+        """How its model writes calls and thoughts."""
         first = next(tokenizer.split_markup(closer), None)
         self.end_of_turn = first if isinstance(first, int) else None
         """The token that closes an assistant message, if the template closes it with a control token."""
         self.stop_ids = frozenset({*tokenizer.eos_ids, *([first] if isinstance(first, int) else [])})
         """The tokens that end an answer."""
 
-    def opening(self, messages: Sequence[Message], generate: bool = True, room: Room | None = None) -> Rendered:
-        """The tokens of a session's first turn, complete as they are. With `generate` they end where the assistant
-        begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages or the
-        template does not allow them, and `ContextExceeded` if they certainly do not fit into `room`; they are rendered
-        by then, but not encoded."""
+    def opening(
+        self,
+        messages: Sequence[Message],
+        generate: bool = True,
+        room: Room | None = None,
+        tools: Tools = NO_TOOLS,
+    ) -> Rendered:
+        """The tokens of a session's first turn, complete as they are, which tell of `tools`. With `generate` they end
+        where the assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no
+        messages or the template does not allow them, and `ContextExceeded` if they certainly do not fit into `room`;
+        they are rendered by then, but not encoded."""
         if not messages:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
+        digest = tools.digest
         system = messages[0].role == "system"
         if system and self._system_refusal is not None:
             raise InvalidRequest(self._system_refusal)
-        later = Conversation(system=system, dialogue=False, role="system").then(messages, generate)
-        guard = self._guard(messages)
-        text = self._template.render(_protected(messages, guard), generate)
+        if not self._template.knows_tools:
+            messages, tools = without_tools(messages, tools, system=self._system_refusal is None), NO_TOOLS
+            system = messages[0].role == "system"
+        later = Conversation(system=system, dialogue=False, role="system", tools=digest).then(messages, generate)
+        guard = self._guard(messages, tools)
+        told = protected(tools.parsed(), guard.protect)
+        text = self._template.render(_protected(messages, guard), generate, told)
         return Rendered(guard.encode(text if generate else self._unclosed(text, later), room), later)
 
     def delta(
@@ -131,6 +148,8 @@ class ChatTemplate:
         ended = answering and last_token in self.stop_ids
         if not messages and (not generate or (answering and not ended)):
             return Rendered([], earlier)
+        if not self._template.knows_tools:
+            messages = without_tools(messages, NO_TOOLS, system=True)
         later = earlier.then(messages, generate)
         text, guard = self._tail(earlier, messages, generate=generate)
         if room is not None:
@@ -140,8 +159,8 @@ class ChatTemplate:
             del tokens[0]
         return Rendered(tokens, later)
 
-    def _guard(self, messages: Sequence[Message]) -> Guard:
-        return Guard(self._markup, [self._source, *(message.content for message in messages)])
+    def _guard(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Guard:
+        return Guard(self._markup, [self._source, *texts_of(messages, tools)])
 
     def _tail(self, earlier: Conversation, messages: Sequence[Message], *, generate: bool) -> tuple[str, Guard]:
         """What the template writes after the content of `earlier`'s last message."""
@@ -163,5 +182,5 @@ class ChatTemplate:
         return text.removesuffix(closer)
 
 
-def _protected(messages: Sequence[Message], guard: Guard) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": guard.protect(message.content)} for message in messages]
+def _protected(messages: Sequence[Message], guard: Guard) -> list[dict[str, Any]]:
+    return [for_template(message, guard.protect) for message in messages]

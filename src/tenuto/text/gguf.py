@@ -6,18 +6,21 @@ The keys and token types are those of the GGUF specification (ggml, docs/gguf.md
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
+from tenuto.text.alphabet import SUPPORTED
+from tenuto.text.sentencepiece import sentencepiece
 from tenuto.text.tokenizer import Tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""The values of `tokenizer.ggml.token_type` that are not ordinary vocabulary."""
+"""The values of `tokenizer.ggml.token_type` of tokens that are found in text before it is cut into words."""
 
 # The patterns the models were trained with, as published in their tokenizer.json files.
 _LLAMA_3 = (
@@ -32,17 +35,24 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     meta = GgufFile(path).metadata
     try:
         kind, pre = meta["tokenizer.ggml.model"], meta.get("tokenizer.ggml.pre", "default")
-        if kind != "gpt2":
-            raise ModelError(f"{path} has a tokenizer of kind {kind!r}; supported: 'gpt2' (byte-level BPE)")
-        if pre not in _PRE_TOKENIZERS:
-            supported = ", ".join(sorted(_PRE_TOKENIZERS))
-            raise ModelError(f"{path} has pre-tokenizer {pre!r}; supported: {supported}")
         tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
-        merges = meta["tokenizer.ggml.merges"]
+        if kind == "llama":
+            if meta.get("tokenizer.ggml.add_space_prefix", True):
+                raise ModelError(f"{path} has a tokenizer that puts a space before each text; supported: {SUPPORTED}")
+            scores = meta["tokenizer.ggml.scores"]
+            make = partial(sentencepiece, tokens, types, scores)
+        elif kind == "gpt2":
+            if pre not in _PRE_TOKENIZERS:
+                supported = ", ".join(sorted(_PRE_TOKENIZERS))
+                raise ModelError(f"{path} has pre-tokenizer {pre!r}; supported: {supported}")
+            make = partial(_byte_level, pre, tokens, meta["tokenizer.ggml.merges"])
+        else:
+            raise ModelError(f"{path} has a tokenizer of kind {kind!r}; supported: 'gpt2' and 'llama', {SUPPORTED}")
     except KeyError as error:
         raise ModelError(f"{path} has no metadata key {error}") from None
     try:
-        backend = _backend(pre, tokens, types, [tuple(merge.split(" ", 1)) for merge in merges])
+        backend = make()
+        backend.add_tokens(_added(tokens, types))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a damaged vocabulary
         raise ModelError(f"{path} has a tokenizer that cannot be built: {error}") from None
     ends = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
@@ -50,27 +60,30 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
         backend,
         bos_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
-        adds_bos=bool(meta.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
+        adds_bos=bool(meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre == "llama-bpe")),
         chat_template=meta.get("tokenizer.chat_template"),
     )
 
 
-def _backend(pre: str, tokens: list[str], types: list[int], merges: list[Any]) -> tokenizers.Tokenizer:
-    """`tokens[i]` and `types[i]` describe token i; `merges` are pairs, the most frequent first."""
+def _byte_level(pre: str, tokens: list[str], merges: list[str]) -> tokenizers.Tokenizer:
+    """`tokens[i]` is how token i is written; `merges` are pairs, the most frequent first."""
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     # Llama 3 looks a whole word up before it merges; the others only merge.
-    model = models.BPE({text: i for i, text in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe")
-    backend = tokenizers.Tokenizer(model)
+    vocabulary = {text: i for i, text in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, cast("Any", pairs), ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()
-    added = [
+    return backend
+
+
+def _added(tokens: list[str], types: list[int]) -> list[AddedToken]:
+    return [
         AddedToken(text, special=kind != USER_DEFINED, normalized=False)
         for text, kind in zip(tokens, types, strict=True)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
-    backend.add_tokens(added)
-    return backend
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:

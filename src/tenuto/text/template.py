@@ -8,13 +8,15 @@ from datetime import datetime
 from typing import Any, Never
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tenuto.base.errors import InvalidRequest, ModelError
 
 
 class Template:
-    """A chat template's source, compiled. `variables` are visible to it in every rendering."""
+    """A chat template's source, compiled. `variables` are visible to it in every rendering. `knows_tools`: it has a
+    place for them."""
 
     def __init__(self, source: str, variables: Mapping[str, str], local_time: Callable[[], datetime]) -> None:
         """Raises `ModelError` if `source` is not a template."""
@@ -28,17 +30,22 @@ class Template:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda layout: local_time().strftime(layout)
         try:
+            self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"line {error.lineno} of the chat template: {error.message}") from None
         self._variables = dict(variables)
 
-    def render(self, messages: Sequence[Mapping[str, str]], generate: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], generate: bool, tools: Sequence[Any] = ()) -> str:
         """Render `messages`, with `generate` up to where the assistant begins to speak. Raises `InvalidRequest` if the
         template refuses them or fails."""
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=generate, tools=None, documents=None, **self._variables
+                messages=messages,
+                add_generation_prompt=generate,
+                tools=list(tools) or None,
+                documents=None,
+                **self._variables,
             )
         except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may raise anything
             raise InvalidRequest(f"the model's chat template cannot render these messages: {error}") from None

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 
 import tokenizers
-from tokenizers.decoders import ByteLevel
 
 from tenuto.base.errors import InvalidRequest, ModelError
+from tenuto.text.alphabet import Alphabet, alphabet_of
 from tenuto.text.bounds import token_bound
 
 LONG_TEXT = 2048
@@ -17,7 +17,7 @@ LONG_TEXT = 2048
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer.
+    """A BPE tokenizer in which a token is the same bytes everywhere.
 
     Control tokens (`<|im_end|>` and the like) steer the model. Text never turns into them unless the caller of `encode`
     declares it as markup. Tokens that a model adds without calling them special are ordinary text.
@@ -32,16 +32,14 @@ class Tokenizer:
         adds_bos: bool = False,
         chat_template: str | None = None,
     ) -> None:
-        """Take over `backend` and set it up. Raises `ModelError` if it is not byte-level, since only then is a token
-        the same bytes everywhere, or if plain text can encode to a control token."""
-        if not isinstance(backend.decoder, ByteLevel):
-            kind = type(backend.decoder).__name__
-            raise ModelError(f"the tokenizer decodes with {kind}; supported: byte-level BPE (decoder ByteLevel)")
+        """Take over `backend` and set it up. Raises `ModelError` if it is of another kind than `alphabet_of` knows, or
+        if plain text can encode to a control token."""
+        alphabet = alphabet_of(backend)
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True  # in the library's words: encode special tokens as ordinary text
         self._backend = backend
-        self._bytes = _token_bytes(backend)
+        self._bytes = _token_bytes(backend, alphabet)
         self._control = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
         self._control_ids = {text: i for i, text in self._control.items()}
         self._control_pattern = _control_pattern(backend)
@@ -54,8 +52,7 @@ class Tokenizer:
         self.chat_template = chat_template
         """The Jinja source that comes with the model."""
         longest = max(len(self.written_bytes(i)) for i in self._bytes)
-        letters = {byte: letter for letter, byte in _byte_of_letter().items()}
-        self._bound = token_bound(backend, longest, letters)
+        self._bound = token_bound(backend, longest, alphabet.letters)
         for i, text in self._control.items():
             if not self._control.keys().isdisjoint(self.encode(text)):
                 raise ModelError(f"token {i} is a control token, but the plain text {text!r} encodes to one")
@@ -150,26 +147,11 @@ def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     return re.compile("|".join(alternatives)) if alternatives else None
 
 
-def _token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
+def _token_bytes(backend: tokenizers.Tokenizer, alphabet: Alphabet) -> dict[int, bytes]:
     """Token id -> the bytes it stands for."""
-    byte_of = _byte_of_letter()
-    added = backend.get_added_tokens_decoder()
-    table: dict[int, bytes] = {}
-    for text, i in backend.get_vocab(with_added_tokens=False).items():
-        try:
-            table[i] = bytes([byte_of[letter] for letter in text])
-        except KeyError:  # not in the byte alphabet: it stands for itself
-            table[i] = text.encode()
-    for i, token in added.items():
-        table[i] = b"" if token.special else token.content.encode()
+    table = {i: alphabet.bytes_of(text) for text, i in backend.get_vocab(with_added_tokens=False).items()}
+    for i, token in backend.get_added_tokens_decoder().items():
+        table[i] = b"" if token.special else alphabet.added_bytes(token.content)
     if not table:
         raise ModelError("the tokenizer has no tokens")
     return table
-
-
-def _byte_of_letter() -> dict[str, int]:
-    """The byte-level alphabet (GPT-2's): visible Latin-1 letters stand for themselves, the other bytes, in order, for
-    the code points from 256 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = sorted(set(range(256)) - set(visible))
-    return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}

@@ -49,11 +49,12 @@ INLINE float *weighted(Partial *p) { return (float *)(p + 8); } // 64 bytes on, 
 INLINE int64_t partial_bytes(int head_dim) { return 64 + 4 * (int64_t)head_dim; }
 
 constexpr int CHUNK = 8; // blocks whose scores are taken together
+constexpr int AHEAD = 2; // blocks whose keys are asked for early: one is too short for the CPU to foresee the next
 
-// One query row: its values, how many tokens of its sequence it sees, and its result.
+// One query row: its values, the tokens of its sequence that it sees, from `first` up to `end`, and its result.
 struct QueryRow {
   const Half *query;
-  int visible;
+  int first, end;
   Partial *result;
 };
 
@@ -85,6 +86,7 @@ struct Blocks {
   const Cache &cache;
   int layer, head;
   const int32_t *pages;
+  int count; // of the sequence's
 
   const uint16_t *at(int i) const { return cache.block(layer, pages[i / cache.blocks], head, i % cache.blocks); }
   int first(int i) const { return i / cache.blocks * cache.page_size + i % cache.blocks * LANES; }
@@ -92,11 +94,12 @@ struct Blocks {
     return i / cache.blocks * cache.page_size + std::min(cache.page_size, (i % cache.blocks + 1) * LANES);
   }
   // `scores`, of the slots of block i, with those that a row does not see set to minus infinity.
-  f32x16 masked(f32x16 scores, int i, int visible) const {
-    const int seen = std::min(visible, end(i)) - first(i);
-    return select(lane_numbers() < seen, scores, splat(-INFINITY));
+  f32x16 masked(f32x16 scores, int i, const QueryRow &row) const {
+    const int before = first(i), seen = std::min(row.end, end(i)) - before;
+    scores = select(lane_numbers() < seen, scores, splat(-INFINITY));
+    return row.first > before ? select(lane_numbers() < row.first - before, splat(-INFINITY), scores) : scores;
   }
-  // A block is too short for the CPU to foresee the next: ask for it.
+  // Ask for a block early.
   void prefetch(int i) const {
     const char *block = (const char *)at(i);
     for (int64_t b = 0; b < 2 * cache.block_values(); b += 64)
@@ -109,6 +112,10 @@ INLINE void begin(const QueryRow &row, int dim) {
   memset(weighted(row.result), 0, sizeof(float) * dim);
 }
 
+// Where the blocks whose scores are taken together with those of block `i` end: always at the same blocks, also if the
+// first of them have left the window.
+INLINE int chunk_end(int i, int to) { return std::min(to, i / CHUNK * CHUNK + CHUNK); }
+
 // ROWS query rows attend to blocks `from` up to `to` of one sequence's cache, a head of it.
 template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, float scale) {
   const int dim = blocks.cache.head_dim;
@@ -116,14 +123,17 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
   alignas(64) Half shares[ROWS][CHUNK * LANES];
   for (int r = 0; r < ROWS; r++)
     begin(rows[r], dim);
-  for (int start = from; start < to; start += CHUNK) {
-    const int count = std::min(CHUNK, to - start);
+  for (int start = from, count; start < to; start += count) {
+    count = chunk_end(start, to) - start;
     for (int i = 0; i < count; i++) {
       const uint16_t *block = blocks.at(start + i);
-      if (start + i + 1 < to)
-        blocks.prefetch(start + i + 1);
+      const uint16_t *values = block + LANES * dim, *next = blocks.at(std::min(start + i + AHEAD, blocks.count - 1));
       f32x16 even[ROWS] = {}, odd[ROWS] = {};
       for (int j = 0; j < dim / 2; j += 2) {
+        for (int k = j * 2 * LANES; k < (j + 2) * 2 * LANES; k += 2 * LANES) {
+          __builtin_prefetch(next + k);
+          __builtin_prefetch(values + k);
+        }
         const Pairs a = load_pairs(block + j * 2 * LANES), b = load_pairs(block + (j + 1) * 2 * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
@@ -133,7 +143,7 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
       }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        store(&scores[r][i * LANES], blocks.masked((even[r] + odd[r]) * scale, start + i, rows[r].visible));
+        store(&scores[r][i * LANES], blocks.masked((even[r] + odd[r]) * scale, start + i, rows[r]));
     }
     float shrink[ROWS];
     for (int r = 0; r < ROWS; r++)

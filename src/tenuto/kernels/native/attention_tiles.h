@@ -14,8 +14,8 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
       memcpy(queries + d * LANES + r * BLOCK, rows[r].query + d, 2 * BLOCK);
   }
   configure(ATTENTION, count);
-  for (int start = from; start < to; start += CHUNK) {
-    const int now = std::min(CHUNK, to - start);
+  for (int start = from, now; start < to; start += now) {
+    now = chunk_end(start, to) - start;
     for (int i = 0; i < now; i++) {
       const uint16_t *block = blocks.at(start + i);
       if (start + i + 1 < to)
@@ -31,7 +31,7 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
     }
     for (int r = 0; r < count; r++) {
       for (int i = 0; i < now; i++)
-        store(scores[i][r], blocks.masked(load<f32x16>(scores[i][r]) * scale, start + i, rows[r].visible));
+        store(scores[i][r], blocks.masked(load<f32x16>(scores[i][r]) * scale, start + i, rows[r]));
       shrink[r] = weigh(scores[0][r], shares[0][r], now, LANES, *rows[r].result);
     }
     for (int d = 0; d < dim; d += 4 * LANES) {

@@ -1,4 +1,4 @@
-"""The C interface of the native kernels; `forward.cpp` says what each field means."""
+"""The C interface of the native kernels; `interface.h` and `matrix.h` say what each field means."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ class OpKind(IntEnum):
     GATED = 5
     SELECT = 6
     LOGITS = 7
+    POST = 8
+    PROJECT = 9
+    CONVOLVE = 10
+    SCAN = 11
+    DELTA = 12
+    GATE = 13
+    EXPERTS = 14
+
+
+class Activation(IntEnum):
+    """What is made of a gate and what it gates; by the names in `models.config.ACTIVATIONS`."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED = 2
+    RELU2 = 3
 
 
 class PanelKind(IntEnum):
@@ -51,18 +67,109 @@ class Matrix(ctypes.Structure):
     )
 
 
+class Rope(ctypes.Structure):
+    """How heads are rotated."""
+
+    _fields_ = (("pairs", c_int32), ("magnitude", c_float), ("frequencies", c_void_p))
+
+
+class Group(ctypes.Structure):
+    """A memory group."""
+
+    _fields_ = (
+        ("layers", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("window", c_int32),
+        ("kept", c_int32),
+        ("convolved", c_int32),
+        ("recurrent", c_int32),
+    )
+
+
+class Attention(ctypes.Structure):
+    """An attention layer."""
+
+    _fields_ = (
+        ("group", c_int32),
+        ("place", c_int32),
+        ("heads", c_int32),
+        ("rope", c_int32),
+        ("gated", c_int32),
+        ("scale", c_float),
+        ("epsilon", c_float),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("sinks", c_void_p),
+    )
+
+
+class Recurrent(ctypes.Structure):
+    """A recurrent layer."""
+
+    _fields_ = (
+        ("group", c_int32),
+        ("place", c_int32),
+        ("heads", c_int32),
+        ("head_dim", c_int32),
+        ("groups", c_int32),
+        ("size", c_int32),
+        ("kernel", c_int32),
+        ("inputs", c_int32),
+        ("gate", c_int32),
+        ("steps", c_int32),
+        ("writes", c_int32),
+        ("norm_groups", c_int32),
+        ("gate_first", c_int32),
+        ("least_step", c_float),
+        ("most_step", c_float),
+        ("gate_scale", c_float),
+        ("step_scale", c_float),
+        ("epsilon", c_float),
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("rates", c_void_p),
+        ("step_bias", c_void_p),
+        ("skip", c_void_p),
+        ("norm", c_void_p),
+    )
+
+
+class Experts(ctypes.Structure):
+    """A layer's experts."""
+
+    _fields_ = (
+        ("count", c_int32),
+        ("chosen", c_int32),
+        ("normalised", c_int32),
+        ("scale", c_float),
+        ("correction", c_void_p),
+        ("gate", POINTER(Matrix)),
+        ("up", POINTER(Matrix)),
+        ("down", POINTER(Matrix)),
+    )
+
+
 class Op(ctypes.Structure):
     """One operation."""
 
     _fields_ = (
         ("kind", c_int32),
-        ("layer", c_int32),
         ("reader", c_int32),
+        ("activation", c_int32),
+        ("apart", c_int32),
+        ("column", c_int32),
         ("epsilon", c_float),
+        ("scale", c_float),
+        ("gate_scale", c_float),
+        ("cap", c_float),
         ("norm", c_void_p),
         ("first", Matrix),
         ("second", Matrix),
         ("third", Matrix),
+        ("attention", POINTER(Attention)),
+        ("recurrent", POINTER(Recurrent)),
+        ("experts", POINTER(Experts)),
     )
 
 
@@ -71,15 +178,19 @@ class Model(ctypes.Structure):
 
     _fields_ = (
         ("hidden", c_int32),
-        ("widest", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("layers", c_int32),
         ("vocab", c_int32),
         ("page_size", c_int32),
-        ("frequencies", c_void_p),
+        ("groups_count", c_int32),
+        ("ropes_count", c_int32),
+        ("groups", POINTER(Group)),
+        ("ropes", POINTER(Rope)),
     )
+
+
+class Moves(ctypes.Structure):
+    """A step in one memory group."""
+
+    _fields_ = (("table", c_void_p), ("width", c_int64), ("reads", c_void_p), ("writes", c_void_p))
 
 
 class Step(ctypes.Structure):
@@ -93,8 +204,7 @@ class Step(ctypes.Structure):
         ("starts", c_void_p),
         ("counts", c_void_p),
         ("tokens", c_void_p),
-        ("table", c_void_p),
-        ("table_width", c_int64),
+        ("moves", POINTER(Moves)),
         ("outputs", c_void_p),
         ("logits", c_void_p),
         ("best", c_void_p),
@@ -117,7 +227,14 @@ class SamplingOptions(ctypes.Structure):
 class Draws(ctypes.Structure):
     """Tokens to choose."""
 
-    _fields_ = (("rows", c_int32), ("logits", c_void_p), ("options", c_void_p), ("tokens", c_void_p))
+    _fields_ = (
+        ("rows", c_int32),
+        ("words", c_int32),
+        ("logits", c_void_p),
+        ("options", c_void_p),
+        ("masks", c_void_p),
+        ("tokens", c_void_p),
+    )
 
 
 class Library:
@@ -136,9 +253,11 @@ class Library:
         self.open = loaded.tenuto_open
         self.open.argtypes, self.open.restype = (POINTER(Model), POINTER(Op), c_int, c_int), c_void_p
         self.prepare = loaded.tenuto_prepare
-        self.prepare.argtypes = (c_void_p, c_int64)
+        self.prepare.argtypes = (c_void_p, POINTER(c_int64))
         self.copy = loaded.tenuto_copy
-        self.copy.argtypes, self.copy.restype = (c_void_p, c_int, c_void_p, c_void_p), None
+        self.copy.argtypes, self.copy.restype = (c_void_p, c_int, c_int, c_void_p, c_void_p), None
+        self.memory = loaded.tenuto_memory
+        self.memory.argtypes, self.memory.restype = (c_void_p, c_int), c_void_p
         self.step = loaded.tenuto_step
         self.step.argtypes = (c_void_p, POINTER(Step))
         self.sample = loaded.tenuto_sample

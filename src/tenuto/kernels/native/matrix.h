@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "simd.h"
 
@@ -82,14 +83,15 @@ constexpr Form form_for(int kind, int rows) {
 
 // Quants of the input are of 8 bits, or of 15 bits, 128 * quants + fine: where a block's highest value is so far above
 // the others (`UNEVEN` times their mean square, with its own) that these would get few of 8 bits; and everywhere, where
-// few rows are computed by quants and the memory is slower than that. A sixteenth of the blocks are uneven, and most of
-// the error that quants cause is in those.
+// few rows are computed by quants and the memory is slower than that. Up to a tenth of the blocks are uneven, and most
+// of the error that quants cause is in those.
 constexpr bool ALL_FINE = TENUTO_AMX;
 constexpr float UNEVEN = 23.0f;
+constexpr float FINE = 1.0f / 128.0f; // of a quant
 
 // Rows that matrices are multiplied with, in tiles of 16 rows and blocks of 32 columns: `quants` and `fine` int8
-// [rows / 16][blocks][16][32] with float `scales`, `sums` (scale times the sum of the block's quants) and `low_sums`
-// (of its first 16), and whether they are `fine_too` [rows / 16][blocks][16]; or `halves` or `floats` [rows /
+// [rows / 16][blocks][16][32] with float `scales` of `quants`, `sums` of what a block's quants stand for and `low_sums`
+// of its first 16, and whether they are `fine_too` [rows / 16][blocks][16]; or `halves` or `floats` [rows /
 // 16][blocks][16][32].
 struct Input {
   int blocks;
@@ -130,10 +132,69 @@ struct Input {
     store(quants + at * BLOCK, to_bytes(coarse_a));
     store(quants + at * BLOCK + 16, to_bytes(coarse_b));
     fine_too[at] = finely;
-    scales[at] = scale;
+    scales[at] = finely ? scale / FINE : scale;
     sums[at] = scale * sum16(to_float(qa + qb));
     low_sums[at] = scale * sum16(to_float(qa));
   }
+
+  // Copy row `own` of another input of the same form to a row.
+  void take(int row, const Input &other, int own) const {
+    for (int block = 0; block < blocks; block++) {
+      const int64_t to = place(row, block), from = other.place(own, block);
+      if (form == Form::HALVES) {
+        memcpy(halves + to * BLOCK, other.halves + from * BLOCK, sizeof(Half) * BLOCK);
+      } else if (form == Form::FLOATS) {
+        memcpy(floats + to * BLOCK, other.floats + from * BLOCK, sizeof(float) * BLOCK);
+      } else {
+        memcpy(quants + to * BLOCK, other.quants + from * BLOCK, BLOCK);
+        memcpy(fine + to * BLOCK, other.fine + from * BLOCK, BLOCK);
+        scales[to] = other.scales[from], sums[to] = other.sums[from], low_sums[to] = other.low_sums[from];
+        fine_too[to] = other.fine_too[from];
+      }
+    }
+  }
+};
+
+// The uneven blocks of rows of an input, as products take them: of `ROWS_AT_ONCE` rows block after block, so that a
+// block of weights serves for several rows.
+class UnevenBlocks {
+public:
+  struct Place {
+    int32_t row, block, at; // `at` in the input
+  };
+
+  // Room for inputs of so many rows and blocks.
+  void reserve(int rows, int blocks) {
+    places_.reserve((int64_t)rows * blocks);
+    pieces_.reserve(rows / ROWS_AT_ONCE + 2);
+  }
+
+  // Of rows `from`, a multiple of 16, up to `to`.
+  void find(const Input &x, int from, int to) {
+    places_.clear(), pieces_.clear();
+    from_ = from;
+    for (int first = from; first < to && x.form == Form::QUANTS && !ALL_FINE; first += ROWS_AT_ONCE) {
+      pieces_.push_back((int)places_.size());
+      const int last = std::min(to, first + ROWS_AT_ONCE);
+      for (int block = 0; block < x.blocks; block++)
+        for (int eight = first; eight < last; eight += 8) {
+          uint64_t flags = load<uint64_t>(x.fine_too + x.place(eight, block));
+          for (; flags; flags &= flags - 1)
+            if (const int row = eight + __builtin_ctzll(flags) / 8; row < last)
+              places_.push_back({row, block, (int32_t)x.place(row, block)});
+        }
+    }
+    pieces_.push_back((int)places_.size());
+  }
+
+  // Those of the rows of a product that begins with row `first`.
+  const Place *begin(int first) const { return places_.data() + pieces_[(first - from_) / ROWS_AT_ONCE]; }
+  const Place *end(int first) const { return places_.data() + pieces_[(first - from_) / ROWS_AT_ONCE + 1]; }
+
+private:
+  std::vector<Place> places_;
+  std::vector<int> pieces_; // where those of each product begin
+  int from_ = 0;
 };
 
 struct Scales {
@@ -167,7 +228,7 @@ INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float qua
   return acc + w.minimum * quant_sum;
 }
 
-// ROWS rows of one tile of the input, from row `from` of it, times a panel.
+// ROWS rows of one tile of the input, from row `from` of it, times a panel; without what is `fine`, unless all is.
 template <int KIND, int ROWS>
 static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
   constexpr int BITS = bits_of(KIND), PARTS = scales_a_block(KIND);
@@ -180,8 +241,6 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
     const uint8_t *block = panel + (int64_t)b * block_bytes(KIND);
     for (int i = 0; i < block_bytes(KIND) + 64; i += 64, ahead += 64)
       __builtin_prefetch(ahead, 0, 2);
-    uint64_t finely = 0; // a byte a row
-    memcpy(&finely, x.fine_too + at, ROWS);
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS; part++) {
       Dot dots[ROWS], fine[ROWS];
@@ -199,13 +258,11 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
         i32x16 sum = dots[r].template total<BITS>();
-        if (ALL_FINE || finely >> 8 * r & 1) {
-          for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS) && !ALL_FINE; j++)
-            fine[r].template add<BITS>(quads<KIND>(block, j), x.fine + (at + r) * BLOCK + 4 * j);
-          sum = (sum << 7) + fine[r].template total<BITS>();
-        }
+        float scale = x.scales[at + r];
+        if (ALL_FINE)
+          sum = (sum << 7) + fine[r].template total<BITS>(), scale *= FINE;
         const float first = PARTS > 1 ? x.low_sums[at + r] : x.sums[at + r];
-        acc[r] = add_block(acc[r], sum, s, x.scales[at + r], part ? x.sums[at + r] - first : first);
+        acc[r] = add_block(acc[r], sum, s, scale, part ? x.sums[at + r] - first : first);
       }
     }
   }
@@ -214,7 +271,43 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
     store(out + r * LANES, acc[r]);
 }
 
-// The same with bfloat16 weights; two sums, so that one need not wait for the other.
+// Add what is `fine` in uneven blocks of rows from `first` on, times a panel.
+template <int KIND>
+static void add_fine(const uint8_t *panel, const Input &x, const UnevenBlocks::Place *place,
+                     const UnevenBlocks::Place *end, int first, float *out) {
+  constexpr int BITS = bits_of(KIND), PARTS = scales_a_block(KIND);
+  const uint8_t *behind = panel + (int64_t)x.blocks * block_bytes(KIND);
+  u32x16 weights[8];
+  f32x16 scales[PARTS];
+  for (int there = -1; place < end; place++) {
+    if (place->block != there) {
+      there = place->block;
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++)
+        weights[j] = quads<KIND>(panel + (int64_t)there * block_bytes(KIND), j);
+#pragma GCC unroll 2
+      for (int part = 0; part < PARTS; part++)
+        scales[part] = scales_of<KIND>(behind, x.blocks, there, part).scale;
+    }
+    const int64_t at = place->at;
+    const float scale = x.scales[at] * FINE;
+    float *to = out + (int64_t)(place->row - first) * LANES;
+    f32x16 acc = load<f32x16>(to);
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+      Dot even, odd; // so that one need not wait for the other
+#pragma GCC unroll 8
+      for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j += 2) {
+        even.template add<BITS>(weights[j], x.fine + at * BLOCK + 4 * j);
+        odd.template add<BITS>(weights[j + 1], x.fine + at * BLOCK + 4 * j + 4);
+      }
+      acc += to_float(even.template total<BITS>() + odd.template total<BITS>()) * (scales[part] * scale);
+    }
+    store(to, acc);
+  }
+}
+
+// The same as `quantized_rows` with bfloat16 weights; two sums, so that one need not wait for the other.
 template <int ROWS> static void pair_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
   int64_t at = (int64_t)tile * x.blocks * LANES + from;
   f32x16 even[ROWS] = {}, odd[ROWS] = {};
@@ -272,7 +365,9 @@ INLINE void some_rows(const uint8_t *panel, const Input &x, int tile, int from, 
 }
 
 // Rows `first` up to `last` of the input, `first` a multiple of 16, times a panel: float [last - first][16].
-template <int KIND> static void panel_product(const uint8_t *panel, const Input &x, int first, int last, float *out) {
+template <int KIND>
+static void panel_product(const uint8_t *panel, const Input &x, const UnevenBlocks &uneven, int first, int last,
+                          float *out) {
   for (int row = first; row < last;) {
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
@@ -285,6 +380,8 @@ template <int KIND> static void panel_product(const uint8_t *panel, const Input 
     else
       some_rows<KIND, 1>(panel, x, tile, from, to), row += 1;
   }
+  if constexpr (KIND != PAIRS && !of_floats(KIND) && !ALL_FINE)
+    add_fine<KIND>(panel, x, uneven.begin(first), uneven.end(first), first, out);
 }
 
 #if TENUTO_AMX
@@ -292,9 +389,10 @@ template <int KIND> static void panel_product(const uint8_t *panel, const Input 
 #endif
 
 // `count` panels from `panel` on, times rows `first` up to `last` of the input: float [count][last - first][16]. At
-// most `ROWS_AT_ONCE` rows; `first` is a multiple of 16; `buffer` has room for two unpacked panels.
-static void product(const Matrix &w, int panel, int count, const Input &x, int first, int last, float *out,
-                    uint8_t *buffer) {
+// most `ROWS_AT_ONCE` rows; `first` is a multiple of 16; `uneven` are the input's; `buffer` has room for two unpacked
+// panels.
+static void product(const Matrix &w, int panel, int count, const Input &x, const UnevenBlocks &uneven, int first,
+                    int last, float *out, uint8_t *buffer) {
 #if TENUTO_AMX
   if (x.form == Form::HALVES) {
     tiles::product(w, panel, count, x, first, last, out, buffer);
@@ -303,7 +401,7 @@ static void product(const Matrix &w, int panel, int count, const Input &x, int f
 #endif
   for (int i = 0; i < count; i++, out += (int64_t)(last - first) * LANES) {
     const uint8_t *data = w.data + (panel + i) * w.stride;
-    by_kind(w.kind, [&](auto kind) { panel_product<decltype(kind)::value>(data, x, first, last, out); });
+    by_kind(w.kind, [&](auto kind) { panel_product<decltype(kind)::value>(data, x, uneven, first, last, out); });
   }
 }
 

@@ -17,6 +17,8 @@ public:
   // Raises std::bad_alloc. What was here is gone.
   void resize(int64_t bytes) {
     release();
+    if (bytes == 0)
+      return;
     void *got = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (got == MAP_FAILED)
       throw std::bad_alloc();

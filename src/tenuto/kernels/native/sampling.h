@@ -27,6 +27,28 @@ static int likeliest(const float *logits, int vocab) {
   return best;
 }
 
+// Set the logits of tokens whose bits in `mask`, of `words` words, are clear to minus infinity; tokens behind the last
+// word are not allowed either. A row that may sample none keeps all.
+static void forbid(float *logits, int vocab, const uint32_t *mask, int words) {
+  bool any = false;
+  for (int word = 0; word < words && word * 32 < vocab && !any; word++)
+    any = (mask[word] & (vocab - word * 32 >= 32 ? ~0u : (1u << (vocab - word * 32)) - 1)) != 0;
+  if (!any)
+    return;
+  for (int i = 0; i < vocab; i += 32) {
+    const uint32_t allowed = i / 32 < words ? mask[i / 32] : 0;
+    const int width = std::min(32, vocab - i);
+    if (allowed == ~0u)
+      continue;
+    if (allowed == 0)
+      std::fill(logits + i, logits + i + width, -INFINITY);
+    else
+      for (int k = 0; k < width; k++)
+        if (!(allowed >> k & 1))
+          logits[i + k] = -INFINITY;
+  }
+}
+
 // Chooses tokens, one after another, with work space of its own.
 class Sampler {
 public:

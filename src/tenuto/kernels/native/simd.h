@@ -114,6 +114,11 @@ INLINE f32x16 silu16(f32x16 x) {
   f32x16 e = exp_nonpositive(select(x < 0.0f, x, -x)); // exp(-|x|)
   return select(x < 0.0f, x * e, x) / (1.0f + e);
 }
+// 1 / (1 + exp(-x)), for any x.
+INLINE f32x16 sigmoid16(f32x16 x) {
+  f32x16 e = exp_nonpositive(select(x < 0.0f, x, -x));
+  return select(x < 0.0f, e, splat(1.0f)) / (1.0f + e);
+}
 
 // What is not finite becomes 0, what would not be finite as bfloat16 the largest that is.
 INLINE f32x16 storable(f32x16 x) {

@@ -7,10 +7,11 @@ from tenuto.models.config import Mamba2
 from tenuto.models.settings import Settings
 
 
-def mamba2(settings: Settings) -> Mamba2:
-    """The Mamba-2 layers of a model. Raises `ModelError` if their channels are not `mamba_expand` times its size."""
+def mamba2(settings: Settings, channels: int | None = None) -> Mamba2:
+    """The Mamba-2 layers of a model. Raises `ModelError` if their heads do not have `channels` channels, by default
+    `mamba_expand` times the model's size."""
     hidden, heads = settings.get("hidden_size", int), settings.get("mamba_n_heads", int, 128)
-    channels = settings.get("mamba_expand", int, 2) * hidden
+    channels = channels or settings.get("mamba_expand", int, 2) * hidden
     head_dim = settings.automatic("mamba_d_head", channels // max(heads, 1))
     if heads * head_dim != channels:
         raise ModelError(

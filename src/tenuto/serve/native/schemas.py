@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
+from tenuto.base.tools import MAX_TOOLS, ToolCall
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import Record
 from tenuto.serve.shared.schemas import (
@@ -38,11 +39,30 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
+class Call(Object):
+    """A call of a function. `arguments`: a JSON object as text."""
+
+    name: str = Field(max_length=256)
+    arguments: str = "{}"
+    id: str = Field("", max_length=256)
+
+
 class NewMessage(Object):
     """A chat message."""
 
     role: str = Field(min_length=1, max_length=64, examples=["user"])
     content: str = Field(examples=["Hello!"])
+    tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(
+        default_factory=list, description="Of an assistant's message."
+    )
+    tool_call_id: str = Field("", max_length=256, description="Of a tool's message: the call that it answers.")
+    name: str = Field("", max_length=256, description="Of a tool's message: the function.")
+    reasoning: str = Field("", description="What an assistant thought before its answer.")
+
+    def message(self) -> Message:
+        """As the engine takes it. Raises `InvalidRequest`."""
+        calls = tuple(ToolCall(call.name, call.arguments, call.id) for call in self.tool_calls)
+        return Message(self.role, self.content, calls, self.tool_call_id, self.name, self.reasoning)
 
 
 Input = Annotated[
@@ -140,6 +160,7 @@ class FileStanding(Object):
     system: bool
     dialogue: bool
     role: str = Field(min_length=1, max_length=64, examples=["assistant"])
+    tools: str = Field("", max_length=64)
 
 
 class FileTurn(Object):
@@ -216,8 +237,8 @@ class Usage(BaseModel):
 
 
 class Turn(BaseModel):
-    """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline or failed, and `kept` is the
-    number of output tokens committed."""
+    """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline, grammar or failed, and `kept`
+    is the number of output tokens committed."""
 
     id: str
     session_id: str
@@ -270,4 +291,4 @@ def turn_input(given: str | list[int] | list[NewMessage]) -> TurnInput:
     """The input as the engine takes it."""
     if isinstance(given, str):
         return given
-    return [Message(part.role, part.content) if isinstance(part, NewMessage) else part for part in given]
+    return [part.message() if isinstance(part, NewMessage) else part for part in given]

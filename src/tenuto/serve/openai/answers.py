@@ -32,8 +32,13 @@ class Writer(Protocol):
         """The choice of a chunk before any text, or `None` for no such chunk."""
         ...
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
-        """The choice of a chunk with new output."""
+    @property
+    def called(self) -> bool:
+        """Whether tools have been called."""
+        ...
+
+    def piece(self, delta: Delta) -> dict[str, Any] | None:
+        """The choice of a chunk with new output, or `None` if it is held back."""
         ...
 
     def closing(self) -> dict[str, Any]:
@@ -81,7 +86,8 @@ class Choices:
         for index, (turn, writer) in enumerate(zip(self._turns, self._writers, strict=True)):
             result = await turn.finished()
             check_end(self._edge, result)
-            choices.append(_choice(index, writer.whole(turn.reply()), result))
+            written = writer.whole(turn.reply())
+            choices.append(_choice(index, written, result, called=writer.called))
         return {**self._head, "choices": choices, "usage": self._usage(), **self._session()}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -108,10 +114,12 @@ class Choices:
         delta, writer = joined(deltas), self._writers[index]
         event = b""
         if delta.text or delta.logprobs or delta.input_logprobs:
-            event = self._chunk(_choice(index, writer.piece(delta)))
+            piece = writer.piece(delta)
+            event = self._chunk(_choice(index, piece)) if piece is not None else b""
         if delta.result is not None:
             check_end(self._edge, delta.result)
-            event += self._chunk(_choice(index, writer.closing(), delta.result), self._session())
+            closing = writer.closing()
+            event += self._chunk(_choice(index, closing, delta.result, called=writer.called), self._session())
         return event
 
     def _chunk(self, choice: dict[str, Any], session: dict[str, Any] | None = None) -> bytes:
@@ -135,5 +143,8 @@ class Choices:
         }
 
 
-def _choice(index: int, written: dict[str, Any], result: TurnResult | None = None) -> dict[str, Any]:
-    return {"index": index, **written, "finish_reason": FINISH_REASONS[result.reason] if result is not None else None}
+def _choice(
+    index: int, written: dict[str, Any], result: TurnResult | None = None, *, called: bool = False
+) -> dict[str, Any]:
+    reason = FINISH_REASONS[result.reason] if result is not None else None
+    return {"index": index, **written, "finish_reason": "tool_calls" if called and reason == "stop" else reason}

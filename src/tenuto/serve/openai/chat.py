@@ -6,33 +6,72 @@ from collections.abc import Sequence
 from typing import Any
 
 from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.tools import ToolCall
 from tenuto.base.turns import Delta
+from tenuto.serve.shared.tool_calls import AnswerReader, Said
 
 
 class ChatWriter:
-    """Writes one choice; see `answers.Writer`."""
+    """Writes one choice; see `answers.Writer`. `reader`: takes the answer apart."""
 
-    def __init__(self, *, logprobs: bool) -> None:
+    def __init__(self, reader: AnswerReader, *, logprobs: bool) -> None:
+        self._reader = reader
         self._logprobs = logprobs
+        self._calls = 0
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer has calls so far."""
+        return self._calls > 0
 
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
-        return {"delta": {"content": delta.text}, "logprobs": self._logprobs_of(delta.logprobs)}
+    def piece(self, delta: Delta) -> dict[str, Any] | None:
+        said, logprobs = self._reader.push(delta.text), self._logprobs_of(delta.logprobs)
+        return {"delta": self._delta(said), "logprobs": logprobs} if said or logprobs else None
 
     def closing(self) -> dict[str, Any]:
-        return {"delta": {}, "logprobs": None}
+        return {"delta": self._delta(self._reader.finish()), "logprobs": None}
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        parts = (self._reader.push(delta.text), self._reader.finish())
+        calls = [call for said in parts for call in said.calls]
+        self._calls = len(calls)
+        text = "".join(said.text for said in parts)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not text else text,
+            "refusal": None,
+        }
+        if reasoning := "".join(said.reasoning for said in parts):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
         return {"message": message, "logprobs": self._logprobs_of(delta.logprobs)}
+
+    def _delta(self, said: Said) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if said.text:
+            delta["content"] = said.text
+        if said.reasoning:
+            delta["reasoning_content"] = said.reasoning
+        if said.calls:
+            delta["tool_calls"] = [
+                {"index": index, **_call(call)} for index, call in enumerate(said.calls, self._calls)
+            ]
+            self._calls += len(said.calls)
+        return delta
 
     def _logprobs_of(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = [{**_token(entry), "top_logprobs": [_token(other) for other in entry.top]} for entry in entries]
         return {"content": content, "refusal": None}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _token(entry: TokenLogprob | Candidate) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class CompletionWriter:
         self._silent = frozenset(silent)
         self._characters = Characters()
 
+    called = False
+
     def opening(self) -> dict[str, Any] | None:
         """The echo, unless its logprobs come with the answer."""
         if self._echo is None or (self._logprobs and not self._echo.scores):

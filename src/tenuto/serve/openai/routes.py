@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, NotFound, TenutoError
 from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
+from tenuto.base.tools import NO_TOOLS
 from tenuto.base.turns import TurnInput
 from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
@@ -24,6 +25,7 @@ from tenuto.serve.shared.samples import Samples, close_all, start_all
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
+from tenuto.serve.shared.tool_calls import reader_of
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
@@ -84,7 +86,7 @@ async def complete(
 ) -> Response:
     """Continue texts. With `session_id`, the prompt is appended to the session's history and continued."""
     _check(edge, body, len(body.prompts))
-    starts = [_start(tenant, body, prompt) for prompt in body.prompts]
+    starts = [_start(edge, tenant, body, prompt) for prompt in body.prompts]
     samples = await _begin(edge, tenant, body, request, starts, idempotency_key)
     return await _respond(edge, body, request, samples, lambda: _completion_writers(edge, body, samples))
 
@@ -107,13 +109,16 @@ async def chat(
 ) -> Response:
     """Answer messages. With `session_id`, send only the new ones: the session has the earlier ones."""
     _check(edge, body, 1)
-    start = _start(tenant, body, [message.rendered() for message in body.messages])
+    start = _start(edge, tenant, body, [message.rendered() for message in body.messages])
     samples = await _begin(edge, tenant, body, request, [start], idempotency_key)
-    return await _respond(edge, body, request, samples, lambda: _chat_writers(body, samples))
+    return await _respond(edge, body, request, samples, lambda: _chat_writers(edge, body, samples))
 
 
-async def _chat_writers(body: ChatBody, samples: Sequence[Samples]) -> list[Writer]:
-    return [ChatWriter(logprobs=bool(body.logprobs)) for answers in samples for _ in answers.turns]
+async def _chat_writers(edge: Edge, body: ChatBody, samples: Sequence[Samples]) -> list[Writer]:
+    names = [function.name for function in body.chosen]
+    turns = [turn for answers in samples for turn in answers.turns]
+    readers = [reader_of(edge.model.habits, names, turn.request.params.grammar) for turn in turns]
+    return [ChatWriter(reader, logprobs=bool(body.logprobs)) for reader in readers]
 
 
 # -- from requests to turns, and from turns to answers
@@ -126,13 +131,14 @@ def _check(edge: Edge, body: Generation, prompts: int) -> None:
         raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MAX_CHOICES} answers in all")
 
 
-def _start(tenant: Tenant, body: Generation, turn_input: TurnInput) -> StartTurn:
+def _start(edge: Edge, tenant: Tenant, body: Generation, turn_input: TurnInput) -> StartTurn:
     return StartTurn(
         kind="turn",
         tenant=tenant.name,
         session=body.session_id,
         input=turn_input,
-        params=body.params(),
+        params=body.params(edge.model.habits),
+        tools=body.told_tools() if isinstance(body, ChatBody) else NO_TOOLS,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         limits=tenant.limits,
     )

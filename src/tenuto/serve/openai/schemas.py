@@ -3,94 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
+from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
+from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import Message
+from tenuto.serve.openai.formats import Structured
+from tenuto.serve.openai.tools import NO_CALLS, Calls, WithTools
+from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.samples import MAX_SAMPLES
 from tenuto.serve.shared.schemas import (
     MAX_MESSAGES,
     Id,
     Items,
     Messages,
-    Object,
     Prompts,
     TokenId,
     field_of,
     options_of,
     random_seed,
+    required,
     unsupported,
     with_options,
 )
 
-_NONE: tuple[Any, ...] = (None, False, [], {})
 IGNORED = frozenset(
     {
+        "guided_decoding_backend",
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_options",
+        "cache_salt",
         "prompt_cache_retention",
+        "request_id",
+        "rid",
         "safety_identifier",
+        "separate_reasoning",
         "service_tier",
+        "stream_reasoning",
         "user",
     }
 )
 """Fields that never change an answer here."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None, False),
+    "allowed_token_ids": NOTHING,
+    "bad_words": NOTHING,
+    "chat_template": (None, ""),
+    "chat_template_kwargs": NOTHING,
+    "custom_logit_processor": (None, ""),
+    "documents": NOTHING,
+    "early_stopping": NOTHING,
+    "kv_transfer_params": NOTHING,
+    "length_penalty": (None, 1),
+    "logits_processors": NOTHING,
+    "lora_path": (None, ""),
+    "mm_processor_kwargs": NOTHING,
+    "no_stop_trim": NOTHING,
+    "prompt_logprobs": (None,),
+    "return_hidden_states": NOTHING,
+    "return_token_ids": NOTHING,
+    "return_tokens_as_token_ids": NOTHING,
+    "structural_tag": NOTHING,
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": NOTHING,
+    "vllm_xargs": NOTHING,
     "add_generation_prompt": (None, True),
-    "audio": _NONE,
-    "continue_final_message": _NONE,
+    "audio": NOTHING,
+    "continue_final_message": NOTHING,
     "function_call": (None, "none"),
-    "functions": _NONE,
+    "functions": NOTHING,
     "modalities": (None, ["text"]),
-    "moderation": _NONE,
-    "prediction": _NONE,
+    "moderation": NOTHING,
+    "prediction": NOTHING,
     "reasoning_effort": (None, "none"),
-    "response_format": (None, {"type": "text"}),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
-    "store": _NONE,
+    "store": NOTHING,
     "suffix": (None,),
-    "tool_choice": (None, "none"),
-    "tools": _NONE,
     "verbosity": (None,),
     "web_search_options": (None,),
 }
 """Known fields that are not supported, with the values that ask for nothing."""
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 """Of messages; the first two mean the same."""
 
 
-class OpenAIObject(Object):
-    """An object in a request. Known fields that are not supported are refused unless they ask for nothing."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        for name, harmless in cls.not_supported.items():
-            if name in given and not any(given[name] == value for value in harmless):
-                raise unsupported(name, f"is {shown(given[name])}; it is not supported, allowed: to leave it out")
-        return {
-            name: value for name, value in given.items() if name not in cls.ignored and name not in cls.not_supported
-        }
-
-
-class StreamOptions(OpenAIObject):
+class StreamOptions(ForeignObject):
     """How a stream is written."""
 
-    not_supported = dict.fromkeys(("continuous_usage_stats",), _NONE)
+    not_supported = dict.fromkeys(("continuous_usage_stats",), NOTHING)
     ignored = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage of all choices.")
@@ -109,7 +118,7 @@ class StreamOptions(OpenAIObject):
     "timeout",
     "top_p",
 )
-class Generation(OpenAIObject):
+class Generation(Structured):
     """The fields that both kinds of completion share. Options added by `with_options` have the engine's names. Fields
     from `top_k` on are not OpenAI's, nor are `ignore_eos`, `min_p`, `priority`, `repetition_penalty` and timeouts."""
 
@@ -156,17 +165,24 @@ class Generation(OpenAIObject):
 
     def param(self, option: str | None) -> str | None:
         """The field that sets an option of the engine."""
+        if option == "grammar" and (asked := self.grammar_field()) is not None:
+            return asked.name
         return {**_FIELDS, "input": self.input_field}.get(option or "", option)
 
-    def params(self) -> TurnParams:
-        """The turn's parameters, with OpenAI's defaults. Raises `InvalidRequest`."""
+    def params(self, habits: ModelHabits) -> TurnParams:
+        """The turn's parameters, with OpenAI's defaults, for a model with these `habits`. Raises `InvalidRequest`."""
         try:
-            return turn_params(self.options())
+            return turn_params(self.options(habits))
         except InvalidRequest as error:
             error.param = self.param(error.param)
             raise
 
-    def options(self) -> TurnOptions:
+    def wanted_grammar(self, habits: ModelHabits) -> Grammar | None:  # noqa: ARG002 - of chats it depends on them
+        """What answers must follow. Raises `InvalidRequest`."""
+        asked = self.grammar_field()
+        return asked.grammar if asked is not None else None
+
+    def options(self, habits: ModelHabits) -> TurnOptions:
         """The given options, under the engine's names."""
         given: TurnOptions = {"temperature": 1.0, **options_of(self)}
         given.pop("logprobs", None)  # which means something else here
@@ -174,6 +190,8 @@ class Generation(OpenAIObject):
             given["min_new_tokens"] = self.min_tokens
         if self.stop_token_ids is not None:
             given["stop_ids"] = self.stop_token_ids
+        if (grammar := self.wanted_grammar(habits)) is not None:
+            given["grammar"] = grammar
         if self.include_stop_str_in_output is not None:
             given["include_stop"] = self.include_stop_str_in_output
         given["top_k"] = max(0, self.top_k or 0)
@@ -220,8 +238,8 @@ class CompletionBody(Generation):
                 "session_id with several prompts or echo; allowed: one prompt, without echo", param="session_id"
             )
 
-    def options(self) -> TurnOptions:
-        given = super().options()
+    def options(self, habits: ModelHabits) -> TurnOptions:
+        given = super().options(habits)
         given["max_new_tokens"] = 16 if self.max_tokens is None else self.max_tokens
         if self.logprobs is not None:
             given["logprobs"] = self.logprobs
@@ -230,7 +248,7 @@ class CompletionBody(Generation):
         return given
 
 
-class Part(OpenAIObject):
+class Part(ForeignObject):
     """A piece of a message's content."""
 
     ignored = frozenset({"prompt_cache_breakpoint"})
@@ -247,16 +265,18 @@ class Part(OpenAIObject):
         return given
 
 
-class ChatMessage(OpenAIObject):
+class ChatMessage(ForeignObject):
     """A message. The other fields of messages in this server's answers are accepted."""
 
-    ignored = frozenset({"name"})
-    not_supported = dict.fromkeys(
-        ("annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls"), _NONE
-    )
+    ignored = frozenset({"reasoning"})
+    not_supported = NO_CALLS
 
     role: str = Field(max_length=64, examples=["user"])
-    content: str | Messages[Part] = Field(examples=["Hello!"])
+    content: str | Messages[Part] | None = Field(None, examples=["Hello!"])
+    tool_calls: Calls | None = Field(None, description="Of an assistant's message.")
+    name: str | None = Field(None, max_length=256, description="Of a tool's message: the function.")
+    tool_call_id: str | None = Field(None, max_length=256, description="Of a tool's message: the call it answers.")
+    reasoning_content: str | None = Field(None, description="What an assistant thought before its answer.")
 
     @field_validator("role")
     @classmethod
@@ -267,11 +287,26 @@ class ChatMessage(OpenAIObject):
 
     def rendered(self) -> Message:
         """The message as the engine takes it."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return Message("system" if self.role == "developer" else self.role, text)
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        return Message(
+            "system" if self.role == "developer" else self.role,
+            text,
+            tuple(call.call() for call in self.tool_calls or ()),
+            self.tool_call_id or "",
+            (self.name or "") if self.role == "tool" else "",
+            self.reasoning_content or "",
+        )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise unsupported("tool_calls", f"is in a message of role {self.role}; allowed: of role assistant")
+        if self.content is None and self.role != "assistant":
+            raise required("content")
+        return self
 
 
-class ChatBody(Generation):
+class ChatBody(Generation, WithTools):
     """Messages to answer."""
 
     input_field = "messages"
@@ -296,17 +331,25 @@ class ChatBody(Generation):
             )
         return given
 
+    def wanted_grammar(self, habits: ModelHabits) -> Grammar | None:
+        return self.calls_grammar(habits, super().wanted_grammar(habits))
+
+    def param(self, option: str | None) -> str | None:
+        named = super().param(option)
+        return "tools" if named == "grammar" else named
+
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
                 "top_logprobs without logprobs; allowed: only with logprobs true", param="top_logprobs"
             )
+        self.check_tools()
         if not self.messages and self.session_id is None:
             raise InvalidRequest("there are no messages; allowed: at least one, or a session_id", param="messages")
 
-    def options(self) -> TurnOptions:
-        given = super().options()
+    def options(self, habits: ModelHabits) -> TurnOptions:
+        given = super().options(habits)
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if limit is not None:
             given["max_new_tokens"] = limit

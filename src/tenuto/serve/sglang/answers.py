@@ -21,6 +21,7 @@ WEIGHT_VERSION = "default"
 ABORT_MESSAGES = {
     EndReason.ABORT: "the request was aborted",
     EndReason.DEADLINE: "the request did not start or end by its deadline",
+    EndReason.GRAMMAR: "the grammar is too complex to be followed further",
     EndReason.FAILED: "the steps with the request failed; try again",
 }
 

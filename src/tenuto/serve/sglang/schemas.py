@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import ConfigDict, Field
 
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest, Unsupported
+from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_LOGPROBS, MAX_TOKEN_ID
+from tenuto.serve.shared.grammars import GrammarField, of_rules, of_schema, only_one
 from tenuto.serve.shared.samples import MAX_SAMPLES
 from tenuto.serve.shared.schemas import (
     ID_LENGTH,
@@ -85,6 +87,13 @@ class AbortRequest(SGLangObject):
     abort_all: bool = False
 
 
+class PauseRequest(SGLangObject):
+    """What becomes of open requests while the engine pauses: `abort` ends them, `retract` has them give up their
+    memory, which is computed again, and with `in_place` they wait as they are."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
 class SessionParams(SGLangObject):
     """Where in a session a request continues: after the request `rid`, without its output if `drop_previous_output`,
     and after its first `offset` tokens if that is given. `replace` discards what followed it."""
@@ -115,11 +124,24 @@ class SamplingParams(SGLangObject):
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1: all.")
     stop_token_ids: TokenIds | None = field_of("stop_ids")
     sampling_seed: int | None = field_of("seed")
+    json_schema: str | None = Field(None, description="The output is JSON by this schema, given as JSON text.")
+    regex: str | None = Field(None, description="The output matches this expression as a whole.")
+    ebnf: str | None = Field(None, description="The output follows these rules, written as EBNF or for Lark.")
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     spaces_between_special_tokens: bool | None = Field(None, description="No effect: there are no such spaces.")
     stream_interval: int | None = Field(None, ge=1, description="No effect: chunks arrive as tokens do.")
+
+    def grammar_field(self) -> GrammarField | None:
+        """The grammar that is asked for, and by which field. Raises `InvalidRequest` if there are several."""
+        return only_one(
+            {
+                "json_schema": of_schema("json_schema", self.json_schema) if self.json_schema is not None else None,
+                "regex": Grammar("regex", self.regex) if self.regex is not None else None,
+                "ebnf": of_rules(self.ebnf) if self.ebnf is not None else None,
+            }
+        )
 
     def options(self) -> TurnOptions:
         """The given options, under the engine's names."""
@@ -128,6 +150,8 @@ class SamplingParams(SGLangObject):
             raise InvalidRequest("top_k is 0; allowed: -1 for all, or at least 1", param="top_k")
         if self.top_k == -1:
             del given["top_k"]
+        if (asked := self.grammar_field()) is not None:
+            given["grammar"] = asked.grammar
         if self.stop_token_ids:
             given["stop_ids"] = self.stop_token_ids
         if given["temperature"] < GREEDY_BELOW:
@@ -192,6 +216,9 @@ class GenerateRequest(SGLangObject):
         if option == "input":
             return "text" if self.text is not None else "input_ids"
         name = {"stop_ids": "stop_token_ids", "seed": "sampling_seed"}.get(option or "", option)
+        if name == "grammar" and isinstance(self.sampling_params, SamplingParams):
+            asked = self.sampling_params.grammar_field()
+            name = asked.name if asked is not None else name
         inner = name in SamplingParams.model_fields and isinstance(self.sampling_params, SamplingParams)
         return f"sampling_params.{name}" if inner else name
 

@@ -11,13 +11,15 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
 from tenuto.base.errors import LimitReached, Overloaded, TenutoError
-from tenuto.base.messages import DropMemory, GetStats, StartTurn
+from tenuto.base.messages import DropMemory, GetStats, Pause, Resume, StartTurn
 from tenuto.base.options import TurnParams
 from tenuto.serve.sglang.answers import WEIGHT_VERSION
 from tenuto.serve.sglang.requests import RequestsOf
+from tenuto.serve.sglang.schemas import PauseRequest
 from tenuto.serve.shared.edge import Admin, Caller, Edge, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
+from tenuto.serve.shared.tasks import all_of
 
 router = APIRouter(tags=["sglang"])
 
@@ -32,6 +34,23 @@ async def flush_cache(edge: EdgeOf, _: Admin) -> Response:
     """Drop the memory of sessions without a running turn; it is computed again when it is needed."""
     dropped = await edge.link.call(DropMemory())
     return PlainTextResponse(f"Dropped the memory of {dropped} sessions; running turns keep theirs.\n")
+
+
+@router.post("/pause_generation", responses=REFUSALS)
+async def pause(edge: EdgeOf, _: Admin, body: PauseRequest | None = None) -> dict[str, str]:
+    """No more steps until `/continue_generation`: what is open waits, or ends. New requests queue."""
+    mode = body.mode if body is not None else "abort"
+    await edge.link.call(Pause(release=mode == "retract"))
+    if mode == "abort":
+        await all_of(edge.turns.abort_quietly(turn) for turn in edge.turns.open_turns())
+    return {"status": "ok", "message": f"paused, {mode}"}
+
+
+@router.post("/continue_generation", responses=REFUSALS)
+async def resume(edge: EdgeOf, _: Admin) -> dict[str, str]:
+    """Go on after a pause."""
+    await edge.link.call(Resume())
+    return {"status": "ok", "message": "continued"}
 
 
 @router.get("/health", response_class=Response, responses=UNHEALTHY)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 
-from tenuto.base.errors import DeadlinePassed, Draining, TurnAborted, TurnFailed
+from tenuto.base.errors import DeadlinePassed, Draining, GrammarFailed, TurnAborted, TurnFailed
 from tenuto.base.messages import CloseSession, Fork, OpenSession, StartTurn
 from tenuto.base.options import OF_PREFILL, Policy, TurnParams
 from tenuto.base.sampling import MAX_SEED
@@ -136,6 +136,8 @@ def check_end(edge: Edge, result: TurnResult) -> None:
         return
     if result.reason is EndReason.DEADLINE:
         raise DeadlinePassed("the turn did not start or end by its deadline, and was rolled back")
+    if result.reason is EndReason.GRAMMAR:
+        raise GrammarFailed("the grammar is too complex to be followed further, and the turn was rolled back")
     if result.reason is EndReason.FAILED:
         raise TurnFailed("the steps with the turn failed, and it was rolled back; try again")
     if edge.draining:

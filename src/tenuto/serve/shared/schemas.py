@@ -24,6 +24,8 @@ ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
 ID_LENGTH = 64
 UNSUPPORTED = "unsupported"
 """The Pydantic error type of the errors that `unsupported` makes."""
+REQUIRED = "required"
+"""The same for `required`."""
 MAX_FIELDS = 128
 """In an object of a request."""
 MAX_MESSAGES = 10_000
@@ -56,6 +58,7 @@ TokenKey = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=False)]
 """A token id as a key: JSON has only strings there."""
 
 _TYPES: dict[str, Any] = {
+    "grammar": Annotated[dict[str, Any], at_most(1)],
     "logit_bias": Annotated[dict[TokenKey, float], at_most(MAX_BIASES)],
     "stop": str | Items[str],
     "stop_ids": Items[TokenId],
@@ -126,6 +129,11 @@ def random_seed() -> int:
 def unsupported(field: str, problem: str) -> PydanticCustomError:
     """An error for validators to raise: `field` (empty: the one being validated) is known but not supported."""
     return PydanticCustomError(UNSUPPORTED, "{field} {problem}", {"field": field, "problem": problem})
+
+
+def required(field: str) -> PydanticCustomError:
+    """An error for validators to raise: `field` must be given here."""
+    return PydanticCustomError(REQUIRED, "{field} is required", {"field": field})
 
 
 IdempotencyKey = Annotated[

@@ -1,33 +1,49 @@
-"""State slots in PyTorch: what a step reads stays as it was, whether the step is finished or not."""
+"""State slots: what a step reads stays as it was, whether the step is finished or not."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, StepFailed
-from tenuto.base.plan import NO_SLOT, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.base.plan import NO_SLOT, CopyFailed, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
+from tenuto.models.store import resolve
 from tests.exec.driver import columns, ints
+from tests.exec.kernels import any_variant
 from tests.models.tiny_hybrids import tiny_bamba
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bamba")
     tiny_bamba().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def decoder(directory: Path) -> Decoder:
     checkpoint = HfCheckpoint(directory)
     return Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
 
 
-@pytest.fixture
-def executor(decoder: Decoder) -> Iterator[ModelExecutor]:
+@pytest.fixture(params=["PyTorch", "native"])
+def executor(request: pytest.FixtureRequest, decoder: Decoder, directory: Path) -> Iterator[ModelExecutor]:
     """Two rows with pages 0 and 1, and 6 state slots, the first of which holds the state after 5 tokens of row 0."""
-    executor = ModelExecutor(TorchForward(decoder, page_size=16))
+    if request.param == "PyTorch":
+        executor = ModelExecutor(TorchForward(decoder, page_size=16))
+    elif any_variant:
+        executor = load_executor(resolve(str(directory), directory), 16, cache=cache_dir())
+    else:
+        pytest.skip("there are no native kernels here")
     executor.prepare((6, 2), 2)
     told = TableChanges(*columns([(0, 0, 0), (1, 0, 1)]))
     executor.submit(plan({0: [7, 8, 9, 10, 11]}, 0, [NO_SLOT], [0], told))
@@ -55,8 +71,11 @@ def plan(
 
 def states(executor: ModelExecutor) -> list[torch.Tensor]:
     """Copies of both parts of all slots of all recurrent layers, [layers, slots, ...]."""
-    assert isinstance(executor.forward, TorchForward)
-    return [part.clone() for memory in executor.forward.memories.states.values() for part in memory.slots.parts]
+    forward = executor.forward
+    if isinstance(forward, NativeForward):
+        return [torch.from_numpy(forward.memory(0).copy())[None]]
+    assert isinstance(forward, TorchForward)
+    return [part.clone() for memory in forward.memories.states.values() for part in memory.slots.parts]
 
 
 def changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> set[int]:
@@ -71,6 +90,7 @@ def test_rows_that_start_from_one_state_write_their_own_and_leave_it(executor: M
     assert changed(before, states(executor)) == {2, 3}
 
 
+@pytest.mark.parametrize("executor", ["PyTorch"], indirect=True)
 def test_a_step_that_fails_half_way_leaves_the_states_it_read(
     executor: ModelExecutor, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +111,30 @@ def test_a_step_that_fails_half_way_leaves_the_states_it_read(
     assert executor.collect().tokens.tolist() == again
     slots = states(executor)
     assert all(torch.equal(part[:, 3], part[:, 4]) for part in slots)
+
+
+def test_units_copied_out_and_in_again_elsewhere_hold_the_same(executor: ModelExecutor) -> None:
+    slot, page = executor.read_units(0, ints([0])), executor.read_units(1, ints([0]))
+    assert [part.shape for part in (slot, page)] == [(1, executor.unit_bytes(group)) for group in (0, 1)]
+    executor.write_units(0, ints([4]), list(slot))
+    executor.write_units(1, ints([1]), list(page))
+    more = plan({0: [4, 5], 1: [4, 5]}, 5, [0, 4], [3, 2])
+    logits = executor.logits(more)
+    assert torch.allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6)
+    kept = states(executor)
+    executor.write_units(0, ints([5, 1]), list(executor.read_units(0, ints([0, 2]))))
+    assert changed(kept, states(executor)) == {5, 1}
+
+
+def test_copies_that_the_device_refuses_are_a_typed_error(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(executor.forward, "read_units", fail)
+    with pytest.raises(CopyFailed, match="out of memory"):
+        executor.read_units(0, ints([0]))
 
 
 def test_a_state_may_be_written_where_it_was_read(executor: ModelExecutor) -> None:

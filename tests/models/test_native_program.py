@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 from tenuto.models.checkpoint import Checkpoint
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
-from tenuto.models.native_llama import NativeLlama
+from tenuto.models.native.program import NativeProgram
 from tenuto.models.weights import StoredWeight
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
 
@@ -46,5 +46,5 @@ def test_a_model_is_packed_tensor_by_tensor(source: str, plain: bool, tmp_path: 
         checkpoint = HfCheckpoint(save_hf(tmp_path, tiny_llama()))
     Counted.most = 0
     weights = [(name, replace(stored, read=Counted(stored).read)) for name, stored in checkpoint.weights()]
-    NativeLlama(checkpoint.config, weights, 16, plain=plain)
+    NativeProgram(checkpoint.config, weights, 16, plain=plain)
     assert (Counted.most, Counted.alive) == (1, 0)

@@ -1,0 +1,88 @@
+"""`python -m bench.grammars [MODEL]`: steps of 16 turns that write JSON by a schema, beside steps of 16 free turns.
+
+The same engine runs both, in turns; a figure is the median over all steps in which 16 turns decode, and in brackets the
+fastest and the slowest of the rounds' medians. Masks are computed while the step computes, so they cost what is left of
+them when it is done, and what the cores spend on them meanwhile.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+from bench.spread import Spread
+from tenuto.base.config import EngineConfig
+from tenuto.base.grammar import Grammar
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.sampling import Sampling
+from tenuto.engine.engine import Engine
+from tenuto.runtime.models import Model, build_engine, load_model
+from tenuto.text.grammars import GrammarCompiler
+from tenuto.text.masks import MaskThreads
+
+STREAMS = 16
+TOKENS = 96
+ROUNDS = 5
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "role": {"enum": ["engineer", "artist", "teacher", "farmer"]},
+        "notes": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "role", "notes"],
+    "additionalProperties": False,
+}
+SCHEMA = Grammar.of_schema({"type": "array", "items": PERSON, "minItems": 50})
+KINDS: dict[str, Sampling] = {"greedy": Sampling(), "temperature 0.8": Sampling(temperature=0.8)}
+
+
+def decode_seconds(
+    engine: Engine, model: Model, compiler: GrammarCompiler, grammar: Grammar | None, sampling: Sampling
+) -> float:
+    """The median time of a step in which all streams decode."""
+    assert model.tokenizer is not None
+    turns = []
+    for n in range(STREAMS):
+        session = engine.open(policy=Policy(ephemeral=True))
+        prompt = model.tokenizer.encode(f"Here is a list of people, number {n}, as JSON:\n")
+        params = TurnParams(max_new_tokens=TOKENS, sampling=sampling, grammar=grammar, ignore_eos=True)
+        constraint = compiler.constraint(grammar) if grammar is not None else None
+        turns.append(engine.submit(session.id, prompt, params, None, constraint))
+    seconds = []
+    while not all(turn.state.ended for turn in turns):
+        decoding = all(turn.output and not turn.state.ended for turn in turns)
+        began = time.perf_counter()
+        engine.step()
+        if decoding:
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    """Print the figures."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
+    model, masks = load_model(name, "cpu", None, 16), MaskThreads()
+    compiler = model.grammars()
+    assert compiler is not None
+    print(f"{name}: {model.compute}; {STREAMS} streams of {TOKENS} tokens, milliseconds a step")
+    for overlap in (0, 1):
+        config = EngineConfig(context_length=256, max_running=STREAMS, overlap=overlap, token_budget=512)
+        engine = build_engine(model, config, 2**29, masks)
+        for kind, sampling in KINDS.items():
+            rounds = [
+                [1000 * decode_seconds(engine, model, compiler, grammar, sampling) for grammar in (None, SCHEMA)]
+                for _ in range(ROUNDS)
+            ]
+            free, bound = ([each[column] for each in rounds] for column in (0, 1))
+            ratio = statistics.median(b / a for a, b in rounds)
+            shown = f"free {Spread.of(free).shown()}, with a schema {Spread.of(bound).shown()}"
+            print(f"  overlap {overlap}, {kind}: {shown}, ratio {ratio:.2f}")
+    model.executor.close()
+    masks.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""`python -m bench.hybrid_rates`: how fast a hybrid computes, beside transformers, and beside what the memory allows.
+
+The model is Granite 4's architecture with random bfloat16 weights: Mamba-2 layers and a few of full attention, 207
+million parameters. A decode step cannot be faster than the memory is read: weights once, and of every sequence keys and
+values once and states twice, since they are written, too. That limit is measured in the same run, as PyTorch reads as
+many bytes with as many threads. Figures are medians, and in brackets the fastest and the slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+from transformers.utils import logging
+
+from bench.kernels import read_seconds, shares
+from bench.spread import Spread, repeated
+from tenuto.base.config import cache_dir
+from tenuto.base.plan import NO_SLOT, PageCopies, Plan, RowSampling, StateMoves, TableChanges
+from tenuto.base.sampling import GREEDY
+from tenuto.exec.load import load_executor
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.native_forward import NativeForward
+from tenuto.models.store import resolve
+
+PAGE = 16
+CONTEXT, CHUNK = 1024, 512
+DECODES = ((1, 512), (4, 512), (16, 512))
+NO_INTS = np.zeros(0, np.int32)
+VOCABULARY = 16_384
+
+
+def model() -> GraniteMoeHybridForCausalLM:
+    """24 layers, of which every sixth attends."""
+    kinds = ["full_attention" if i % 6 == 5 else "linear_attention" for i in range(24)]
+    config = GraniteMoeHybridConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=768,
+        shared_intermediate_size=2048,
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        num_local_experts=0,
+        mamba_n_heads=24,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_expand=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    made: GraniteMoeHybridForCausalLM = GraniteMoeHybridForCausalLM(config)
+    torch.nn.Module.to(made, torch.bfloat16)
+    torch.nn.Module.eval(made)
+    return made
+
+
+class Steps:
+    """Rows of one executor, each with pages for `CONTEXT` tokens and a state slot of its own."""
+
+    def __init__(self, executor: ModelExecutor, rows: int) -> None:
+        self.executor = executor
+        self.groups = executor.spec.groups
+        pages = CONTEXT // PAGE
+        executor.prepare(tuple(rows * pages if group.paged else rows for group in self.groups), rows)
+        entries = np.arange(rows * pages, dtype=np.int32)
+        self._table = TableChanges(entries // pages, entries % pages, entries)
+        self._sampling = tuple((row, RowSampling(GREEDY)) for row in range(rows))
+        self._tokens = np.random.default_rng(0).integers(0, VOCABULARY, CONTEXT * rows).astype(np.int32)
+
+    def run(self, rows: int, start: int, count: int) -> float:
+        """Seconds of a step in which `rows` rows compute `count` tokens from position `start` on and sample one."""
+        ids = np.arange(rows, dtype=np.int32)
+        reads = ids if start else np.full(rows, NO_SLOT, np.int32)
+        paged = sum(group.paged for group in self.groups)
+        plan = Plan(
+            step=1,
+            rows=ids,
+            starts=np.full(rows, start, np.int32),
+            counts=np.full(rows, count, np.int32),
+            tokens=self._tokens[: rows * count],
+            samples=np.ones(rows, np.int32),
+            tables=(self._table,) * paged,
+            copies=(PageCopies(NO_INTS, NO_INTS, NO_INTS),) * paged,
+            states=(StateMoves(reads, ids),) * (len(self.groups) - paged),
+            sampling=self._sampling,
+        )
+        self._table, self._sampling = TableChanges(NO_INTS, NO_INTS, NO_INTS), ()
+        began = time.perf_counter()
+        self.executor.submit(plan)
+        self.executor.collect()
+        return time.perf_counter() - began
+
+    def bytes_read(self, rows: int, context: int, weights: int) -> int:
+        """What a decode reads, and writes of states."""
+        each = sum(
+            context // PAGE * group.bytes_per_unit if group.paged else 2 * group.bytes_per_unit for group in self.groups
+        )
+        return weights + rows * each
+
+
+@torch.inference_mode()
+def theirs(reference: GraniteMoeHybridForCausalLM, rows: int, times: int) -> tuple[Spread, Spread]:
+    """Seconds of a prefill of `CHUNK` tokens in one row, and of a decode of `rows` rows after as many."""
+    tokens = torch.randint(0, VOCABULARY, (rows, CHUNK))
+
+    def timed(work: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    prefill = repeated(lambda: timed(lambda: reference(tokens[:1], logits_to_keep=1)), times)
+    cache = reference(tokens, use_cache=True, logits_to_keep=1).past_key_values
+    one = tokens[:, :1]
+    decode = repeated(lambda: timed(lambda: reference(one, past_key_values=cache, use_cache=True)), times)
+    return prefill, decode
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kernels", nargs="*", default=["auto", "torch"])
+    parser.add_argument("--times", type=int, default=7, help="measurements of each figure")
+    options = parser.parse_args()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    reference = model()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        reference.save_pretrained(directory)
+        print(
+            f"{sum(p.numel() for p in reference.parameters()):,} parameters, {torch.get_num_threads()} threads of torch"
+        )
+        for kernels in options.kernels:
+            files = resolve(name, directory)
+            dtype = "bfloat16" if kernels == "torch" else None
+            executor = load_executor(files, PAGE, dtype=dtype, kernels=kernels, cache=cache_dir(), say=print)
+            ours(executor, options.times)
+            executor.close()
+    print("\ntransformers in bfloat16")
+    for rows, _ in DECODES:
+        prefill, decode = theirs(reference, rows, options.times)
+        if rows == 1:
+            print(f"prefill of {CHUNK}: {prefill.scaled(1e3).shown()} ms, {CHUNK / prefill.median:,.0f} tokens/s")
+        print(f"decode of {rows:>2} at {CHUNK}: {decode.scaled(1e3).shown()} ms")
+
+
+def ours(executor: ModelExecutor, times: int) -> None:
+    """Print the figures of one executor."""
+    forward = executor.forward
+    print(f"\n{forward.description}")
+    steps = Steps(executor, rows=max(rows for rows, _ in DECODES))
+    prefill = repeated(lambda: steps.run(1, 0, CHUNK), times)
+    print(f"prefill of {CHUNK}: {prefill.scaled(1e3).shown()} ms, {CHUNK / prefill.median:,.0f} tokens/s")
+    print(f"  per cent of it: {shares(forward)}")
+    for rows, context in DECODES:
+        decode = repeated(lambda rows=rows, context=context: steps.run(rows, context, 1), times)  # type: ignore[misc]
+        line = f"decode of {rows:>2} at {context}: {decode.scaled(1e3).shown()} ms"
+        if isinstance(forward, NativeForward):
+            size = steps.bytes_read(rows, context, forward.weight_bytes)
+            limit = read_seconds(size)
+            line += f", {decode.median / limit:.2f} times the {1e3 * limit:.1f} ms of reading {size / 1e6:.0f} MB"
+        print(line)
+    print(f"  per cent of these: {shares(forward)}")
+
+
+if __name__ == "__main__":
+    main()

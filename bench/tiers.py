@@ -1,0 +1,154 @@
+"""What the next turn of a session costs with its state on the device, in host memory, on disk, or gone:
+`python -m bench.tiers [MODEL [DIRECTORY]]`.
+
+For each length a session is told a text, its state is put where it is to be, and a turn of a few tokens is timed up to
+its first output token. Beside them is how fast the same bytes are copied from memory to memory, and how fast they are
+read from a file that the system has not cached.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from tenuto.base.config import EngineOptions, engine_config
+from tenuto.base.options import TurnParams
+from tenuto.engine.engine import Engine
+from tenuto.memory.unit_files import SUFFIX
+from tenuto.runtime.models import Model, build_engine, load_model
+
+LENGTHS = (2048, 4096, 8000)
+NEW_TOKENS = 16
+MEMORY = 1 << 30
+ROUNDS = 3
+CHUNK = 1 << 20
+
+
+def make(model: Model, **options: object) -> Engine:
+    """An engine with room for one long session and a turn."""
+    given: EngineOptions = {"context_length": 8192, "prefix_cache": False, **options}  # type: ignore[typeddict-item]
+    return build_engine(model, engine_config(given, model.max_context), MEMORY)
+
+
+def tell(engine: Engine, name: str, length: int, draw: random.Random) -> None:
+    """A session of `length` tokens."""
+    engine.open(name)
+    engine.submit(name, [draw.randrange(1000, 20000) for _ in range(length)], TurnParams(max_new_tokens=0))
+    while not engine.idle:
+        engine.step()
+
+
+def next_turn(engine: Engine, name: str, draw: random.Random) -> float:
+    """Seconds from a turn's submission to its first token. The session is then what it was."""
+    length = len(engine.sessions.get(name).history)
+    tokens = [draw.randrange(1000, 20000) for _ in range(NEW_TOKENS)]
+    began = time.perf_counter()
+    turn = engine.submit(name, tokens, TurnParams(max_new_tokens=1, ignore_eos=True))
+    while not turn.output:
+        engine.step()
+    seconds = time.perf_counter() - began
+    while not engine.idle:
+        engine.step()
+    engine.rewind(name, position=length)
+    return seconds
+
+
+def timed(engine: Engine, name: str, draw: random.Random, before: Callable[[], None], count: int = ROUNDS) -> float:
+    """The median of `count` rounds; `before` puts the state where it is to be."""
+    rounds = []
+    for _ in range(count):
+        before()
+        rounds.append(next_turn(engine, name, draw))
+    return median(rounds)
+
+
+def flush(engine: Engine) -> None:
+    """Nothing is left but the tokens."""
+    engine.drop("s")
+
+
+def uncache(directory: Path) -> None:
+    """Have the system forget what it has of the files."""
+    for path in directory.glob(f"*{SUFFIX}"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cold_read(directory: Path) -> float:
+    """Bytes a second that a plain read gets from the largest file, not cached."""
+    uncache(directory)
+    path = max(directory.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_size)
+    room = bytearray(CHUNK)
+    began = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(room):
+            pass
+    return path.stat().st_size / (time.perf_counter() - began)
+
+
+def memcpy(size: int) -> float:
+    """Bytes a second from memory to memory."""
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - began)
+    return size / median(seconds)
+
+
+def main() -> None:
+    """Run from the command line."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
+    model, other = (load_model(name, "cpu", None, 16) for _ in range(2))
+    with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else None) as directory:
+        host, disk = make(model, host_tier=8 << 30), make(other, disk_tier=directory)
+        print(f"{model.name}, {model.compute}; a turn of {NEW_TOKENS} tokens, seconds to its first output token")
+        columns = f"{'tokens':>7} {'device':>8} {'host':>8} {'disk':>8} {'recomputed':>11}"
+        print(f"{columns}   restored, GB/s (memcpy, cold read)")
+        draw = random.Random(1)
+        for length in LENGTHS:
+            report(host, disk, length, draw, Path(directory))
+        host.end()
+        disk.end()
+    model.executor.close()
+    other.executor.close()
+
+
+def report(host: Engine, disk: Engine, length: int, draw: random.Random, directory: Path) -> None:
+    """A line of the table."""
+    for engine in (host, disk):
+        tell(engine, "s", length, draw)
+
+    def leave(engine: Engine) -> None:
+        engine.lifecycle.drop(engine.sessions.get("s"), "pressure")
+        uncache(directory)
+
+    next_turn(host, "s", draw)
+    on_device = timed(host, "s", draw, lambda: None)
+    computed = timed(host, "s", draw, lambda: flush(host), 1)
+    size = sum(pool.leased * host.memory.spec.groups[g].bytes_per_unit for g, pool in enumerate(host.memory.pools))
+    in_host = timed(host, "s", draw, lambda: leave(host))
+    on_disk = timed(disk, "s", draw, lambda: leave(disk))
+    leave(disk)
+    plain = cold_read(directory)
+    rates = size / max(1e-9, in_host - on_device), size / max(1e-9, on_disk - on_device)
+    print(
+        f"{length:>7} {on_device:>8.3f} {in_host:>8.3f} {on_disk:>8.3f} {computed:>11.3f}   "
+        f"host {rates[0] / 1e9:.1f} ({memcpy(size) / 1e9:.1f}), disk {rates[1] / 1e9:.1f} ({plain / 1e9:.1f})"
+    )
+    for engine in (host, disk):
+        engine.close("s")
+
+
+if __name__ == "__main__":
+    main()

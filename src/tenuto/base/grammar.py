@@ -1,0 +1,110 @@
+"""A grammar that a turn's output has to follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from tenuto.base.checks import check_unicode, shown
+from tenuto.base.errors import InvalidRequest
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]
+KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
+MAX_GRAMMAR = 2**18
+"""Characters of a grammar's source."""
+MAX_CHOICES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must be: JSON by a schema, any JSON object, text that matches a regular expression as a whole,
+    one of several strings, or a text of a context-free grammar, written as EBNF (rules `name ::= ...`, the first called
+    `root`) or for Lark (rules `name: ...`, the first called `start`).
+
+    `source`: the schema as JSON text, the expression, the choices as a JSON list, or the rules; empty for
+    `json_object`.
+    """
+
+    kind: GrammarKind
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest` unless it could be a grammar; whether it is one shows when it is compiled."""
+        if self.kind not in KINDS:
+            raise InvalidRequest(f"grammar is of kind {shown(self.kind)}; allowed: {', '.join(KINDS)}", param="grammar")
+        if not isinstance(self.source, str):
+            raise InvalidRequest(f"grammar has the source {shown(self.source)}; allowed: text", param="grammar")
+        if len(self.source) > MAX_GRAMMAR:
+            raise InvalidRequest(
+                f"grammar has {len(self.source)} characters; allowed: at most {MAX_GRAMMAR}", param="grammar"
+            )
+        check_unicode("grammar", self.source)
+        if not self.source and self.kind != "json_object":
+            raise InvalidRequest(f"grammar is an empty {self.kind}; allowed: something to follow", param="grammar")
+
+    @classmethod
+    def of(cls, given: object) -> Self:
+        """From what a client writes: an object with one field, named as the kind. Its value is a schema (an object, a
+        boolean or JSON text), `true` for `json_object`, a list of strings for `choice`, and text for all others."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in KINDS:
+            raise InvalidRequest(
+                f"grammar is {shown(given)}; allowed: an object with one of {', '.join(KINDS)}", param="grammar"
+            )
+        ((kind, value),) = given.items()
+        if kind == "json_schema":
+            return cls.of_schema(value)
+        if kind == "choice":
+            return cls.of_choice(value)
+        if kind == "json_object":
+            if value is not True:
+                raise InvalidRequest(f"grammar.json_object is {shown(value)}; allowed: true", param="grammar")
+            return cls(kind)
+        return cls(kind, value)
+
+    @classmethod
+    def of_schema(cls, schema: object) -> Self:
+        """JSON by a schema: an object, a boolean, or JSON text of either. Raises `InvalidRequest`."""
+        if isinstance(schema, Mapping | bool):
+            try:
+                return cls("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidRequest(f"the JSON schema cannot be written as JSON: {error}", param="grammar") from None
+        if isinstance(schema, str):
+            return cls("json_schema", schema)
+        raise InvalidRequest(f"the JSON schema is {shown(schema)}; allowed: an object or JSON text", param="grammar")
+
+    @classmethod
+    def of_choice(cls, choices: object) -> Self:
+        """One of several strings. Raises `InvalidRequest`."""
+        if not isinstance(choices, Sequence) or isinstance(choices, str | bytes):
+            raise InvalidRequest(f"choice is {shown(choices)}; allowed: a list of strings", param="grammar")
+        strings = tuple(choices)
+        if not 1 <= len(strings) <= MAX_CHOICES:
+            raise InvalidRequest(f"there are {len(strings)} choices; allowed: 1 to {MAX_CHOICES}", param="grammar")
+        for string in strings:
+            if not isinstance(string, str) or not string:
+                raise InvalidRequest(f"a choice is {shown(string)}; allowed: text, not empty", param="grammar")
+        return cls("choice", json.dumps(strings, ensure_ascii=False))
+
+    def choices(self) -> list[str]:
+        """The strings of a `choice`. Raises `InvalidRequest` if its source is not a list of strings."""
+        strings: list[str] = _json(self.source)
+        self.of_choice(strings)
+        return strings
+
+    def given(self) -> dict[str, Any]:
+        """As a client writes it; the inverse of `of`."""
+        if self.kind == "json_object":
+            return {self.kind: True}
+        return {self.kind: self.choices() if self.kind == "choice" else self.source}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"the grammar is not JSON: {error}", param="grammar") from None

@@ -1,0 +1,120 @@
+"""Functions that a model may call, and its calls of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tenuto.base.checks import check_unicode, shown
+from tenuto.base.errors import InvalidRequest
+
+MAX_TOOLS = 128
+MAX_TOOLS_SIZE = 2**20
+"""Characters of all tools' definitions as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function. `arguments`: a JSON object as text. `id`: what its result refers to."""
+
+    name: str
+    arguments: str = "{}"
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest`."""
+        for name in ("name", "arguments", "id"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise InvalidRequest(f"a tool call's {name} is {shown(value)}; allowed: text", param="tool_calls")
+            check_unicode(f"the {name} of a tool call", value)
+        self.parsed()
+
+    @classmethod
+    def of(cls, given: object) -> ToolCall:
+        """From a client's object. Raises `InvalidRequest`."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping) or not {"name"} <= set(given) <= set(cls.__annotations__):
+            raise InvalidRequest(f"a tool call is {shown(given)}; allowed: name, arguments and id", param="tool_calls")
+        return cls(**given)
+
+    def parsed(self) -> dict[str, Any]:
+        """The arguments. Raises `InvalidRequest`."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"a tool call's arguments are not JSON: {error}", param="tool_calls") from None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(
+                f"a tool call's arguments are {shown(arguments)}; allowed: a JSON object", param="tool_calls"
+            )
+        return arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions a model is told of: a JSON list, each entry as templates expect it, `{"type": "function",
+    "function": {"name", "description", "parameters"}}`."""
+
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest`."""
+        if not isinstance(self.source, str):
+            raise InvalidRequest(f"tools are {shown(self.source)}; allowed: JSON text", param="tools")
+        if len(self.source) > MAX_TOOLS_SIZE:
+            raise InvalidRequest(
+                f"tools have {len(self.source)} characters; allowed: at most {MAX_TOOLS_SIZE}", param="tools"
+            )
+
+    @classmethod
+    def of(cls, functions: list[Mapping[str, Any]]) -> Tools:
+        """From the definitions of functions: `name`, and if they have them `description` and `parameters`."""
+        if not functions:
+            return cls()
+        wrapped = [{"type": "function", "function": dict(function)} for function in functions]
+        try:
+            return cls(json.dumps(wrapped, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"tools cannot be written as JSON: {error}", param="tools") from None
+
+    def parsed(self) -> list[dict[str, Any]]:
+        """The list. Raises `InvalidRequest`."""
+        if not self.source:
+            return []
+        try:
+            tools = json.loads(self.source)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"tools are not JSON: {error}", param="tools") from None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise InvalidRequest("tools are not a list of objects", param="tools")
+        return tools
+
+    @property
+    def digest(self) -> str:
+        """Tells them from others; empty if there are none."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16] if self.source else ""
+
+    def __bool__(self) -> bool:
+        return bool(self.source)
+
+
+NO_TOOLS = Tools()
+
+ToolFormat = Literal["tags", "json"]
+"""How a model writes calls: objects between `<tool_call>` and `</tool_call>` (Hermes, Qwen), or an object or a list of
+objects that is the whole answer (Llama 3, Mistral behind its control token, and models that know of no tools)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHabits:
+    """How a model writes what is not text for its readers. `arguments`: the key of a call's arguments. `thinks`:
+    between `<think>` and `</think>`, `opened` if the template writes the first."""
+
+    tools: ToolFormat = "json"
+    arguments: str = "arguments"
+    thinks: Literal["no", "tags", "opened"] = "no"

@@ -1,0 +1,222 @@
+"""Turns begin with what others have in memory of the same tokens, or wait in their rows for what others compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tenuto.base.views import SessionState
+from tenuto.memory.memory import Memory
+from tenuto.sched.batch import Batch, continues_from
+from tenuto.sched.pressure import Pressure
+from tenuto.session.prefixes import PrefixIndex, RunningPrompts
+from tenuto.session.registry import Registry
+from tenuto.session.session import Session, Turn
+
+HITS = ("open", "closed", "running")
+"""Whose memory a turn begins with: that of an open session, of one that is closed and kept, or of a running turn."""
+NO_ROOM = "no room"
+MISSES = ("nothing alike", "no checkpoint", "own checkpoint", "scored", NO_ROOM)
+"""Why a turn computes a page or more itself: nobody has it, nobody can begin there, its session would lose a
+checkpoint, its input is scored, or it does not fit beside what it would begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A sequence can begin with the first `position` tokens of `session`'s memory; `running`: of its open turn's."""
+
+    session: Session
+    position: int
+    running: bool
+
+
+@dataclass(slots=True)
+class Wait:
+    """A turn waits until `provider` has computed `goal` tokens; 0: it has left its row."""
+
+    provider: Turn
+    goal: int
+
+
+class Sharing:
+    """Finds the memory that turns begin with.
+
+    A turn that gets a row, while an earlier one of no lower priority computes what both begin with, waits in its row
+    for that. It goes on as soon as that is settled, or the other leaves its row: so it waits for nobody who could wait
+    for it, and for nothing that it would not compute itself. Whoever is waited for makes a checkpoint where the two
+    part, if the model needs one.
+
+    Invariant: `_waits` has exactly the turns in rows that wait; the rows of those whose provider has a row are in
+    `Batch.held`.
+    """
+
+    def __init__(
+        self, memory: Memory, index: PrefixIndex, sessions: Registry, batch: Batch, pressure: Pressure, aging: float
+    ) -> None:
+        self._memory = memory
+        self._index = index
+        self._sessions = sessions
+        self._batch = batch
+        self._pressure = pressure
+        self._aging = aging
+        self._running = RunningPrompts(index)
+        self._waits: dict[Turn, Wait] = {}
+        self.outcomes: Counter[str] = Counter()  # turns that lacked at least a page, by `HITS` and `MISSES`
+        self.found_tokens: Counter[str] = Counter()  # tokens found, by `HITS`
+
+    # -- before a turn has a row
+
+    def share(self, turn: Turn) -> None:
+        """A waiting turn without memory of its own begins with what others have, if that is at least a page more of its
+        tokens than its own session has."""
+        if turn.session.memory.turn is not None:
+            return
+        if turn.looked in HITS:  # and has lost what it found
+            turn.looked = ""
+        found = self._find(turn)
+        if found is not None:
+            self.begin_with(turn, found)
+
+    def _find(self, turn: Turn) -> Found | None:
+        have, cause = continues_from(turn), self._cannot_share(turn)
+        least = have + self._memory.page_size
+        if turn.drafting or turn.resume_position < least:
+            return None
+        if cause:
+            turn.looked = cause
+            return None
+        best = self._best(turn, have) if turn.sought != self._index.version or self._running.has_alike(turn) else None
+        if best is not None and best.position >= least:
+            return best
+        if turn.looked not in HITS and (best is not None or not turn.looked):
+            turn.looked = "no checkpoint" if best is not None else "nothing alike"
+        return None
+
+    def _best(self, turn: Turn, have: int) -> Found | None:
+        """Whose memory begins with at least a page more of the turn's tokens than the `have` its session has, the one
+        that can be begun with farthest. That may be nowhere: without a checkpoint there."""
+        tokens, best = turn.tokens(0, turn.resume_position), None
+        if turn.sought != self._index.version:
+            turn.sought = self._index.version
+            owner = self._index.find(turn.session, tokens, have)
+            if owner is not None:
+                best = Found(owner[0], owner[0].memory.resumable(owner[1]), running=False)
+        for other, common in self._running.alike(turn, tokens):
+            memory = other.session.memory.turn
+            if memory is not None and min(common, memory.computed) >= have + self._memory.page_size:
+                position = memory.shareable(common)
+                if best is None or position > best.position:
+                    best = Found(other.session, position, running=True)
+        return best
+
+    def _cannot_share(self, turn: Turn) -> str:
+        """Why the turn computes everything that its session has not; empty if it need not. After an abort a session
+        stands where it stood, so it gives up no checkpoint."""
+        if turn.looked == NO_ROOM:
+            return NO_ROOM
+        if turn.params.input_logprobs is not None:
+            return "scored"
+        return "own checkpoint" if turn.session.memory.computed and self._memory.needs_checkpoints else ""
+
+    def begin_with(self, turn: Turn, found: Found) -> None:
+        """The turn's session, which has no turn in memory, has what was found instead of its own."""
+        session, owner = turn.session, found.session
+        more = found.position - session.memory.computed
+        session.memory.drop()
+        if found.running and owner.memory.turn is not None:
+            owner.memory.turn.fork(session.memory, found.position)
+        else:
+            owner.memory.fork(session.memory, found.position)
+        session.origin = owner
+        kind = "running" if found.running else "closed" if owner.state is SessionState.CLOSED else "open"
+        turn.looked = kind
+        self.found_tokens[kind] += more
+        self._sessions.use_prefix(owner)
+        self._pressure.note(owner)
+        self._pressure.note(session)
+
+    @staticmethod
+    def no_room(turn: Turn) -> None:
+        """The turn does not fit beside its session's memory, and begins from nothing."""
+        turn.looked = NO_ROOM
+
+    # -- while it has a row
+
+    def started(self, turn: Turn) -> None:
+        """The turn has got a row: it may wait there, and others for it."""
+        if turn.drafting:
+            return
+        self._running.add(turn)
+        wait = self._worth_waiting(turn)
+        if wait is not None:
+            self._waits[turn] = wait
+            self._batch.held.add(self._batch.row_of(turn))
+            if self._memory.needs_checkpoints:
+                self._batch.mark_at(wait.provider, wait.goal)
+
+    def waits(self, turn: Turn) -> bool:
+        """Whether it waits in its row."""
+        return turn in self._waits
+
+    def counted(self, turn: Turn) -> None:
+        """The turn begins to compute for the first time."""
+        if turn.looked:
+            self.outcomes[turn.looked] += 1
+
+    def left(self, turn: Turn) -> None:
+        """The turn is about to leave its row. Those who wait for it go on at the next step."""
+        self._running.remove(turn)
+        if self._waits.pop(turn, None) is not None:
+            self._batch.held.discard(self._batch.row_of(turn))
+        for other, wait in self._waits.items():
+            if wait.provider is turn:
+                wait.goal = 0
+                self._batch.held.discard(self._batch.row_of(other))
+
+    def ready(self) -> Iterator[tuple[Turn, Found | None]]:
+        """Turns that need not wait any more, with what they begin with now; `None`: as they are."""
+        for turn, wait in list(self._waits.items()):
+            theirs = wait.provider.session.memory.turn
+            if wait.goal and theirs is not None and theirs.computed < wait.goal:
+                continue
+            del self._waits[turn]
+            self._batch.held.discard(self._batch.row_of(turn))
+            yield turn, None if self._has_begun(turn) else self._find(turn)
+
+    @staticmethod
+    def _has_begun(turn: Turn) -> bool:
+        """Whether the turn in a row has computed anything."""
+        memory = turn.session.memory.turn
+        return memory is None or memory.has_begun
+
+    def _worth_waiting(self, turn: Turn) -> Wait | None:
+        """Whom to wait for: whoever comes farthest with what both begin with, of those who yield later."""
+        have = continues_from(turn)
+        least = have + self._memory.page_size
+        if turn.resume_position < least or self._cannot_share(turn) or self._has_begun(turn):
+            return None
+        tokens = turn.tokens(0, turn.resume_position)
+        best: Wait | None = None
+        for other, common in self._running.alike(turn, tokens):
+            if other.priority < turn.priority or other.rank(self._aging) > turn.rank(self._aging):
+                continue
+            goal = self._goal(other, common)
+            theirs = other.session.memory.turn
+            if theirs is None or theirs.computed >= goal or goal < max(least, best.goal + 1 if best is not None else 0):
+                continue
+            best = Wait(other, goal)
+        return best
+
+    def _goal(self, other: Turn, common: int) -> int:
+        """The highest position, at or below `common`, at which others can begin with what a running turn computes."""
+        memory = other.session.memory.turn
+        if not self._memory.needs_checkpoints or memory is None:
+            return common
+        if common == other.resume_position and other.generating:
+            return common  # it makes a checkpoint there anyway
+        aligned = common - common % self._memory.page_size
+        if aligned > memory.scheduled:
+            return aligned
+        made = memory.checkpoints.below(common + 1)
+        return made.position if made is not None else 0

@@ -1,0 +1,166 @@
+// Operations that compute each token by itself.
+#pragma once
+
+#include "work.h"
+
+// 1 / rms of `width` floats; there are `count`, a multiple of 16, and those behind are zero.
+INLINE float inverse_rms(const float *x, int count, int width, float epsilon) {
+  f32x16 squares = {};
+  for (int k = 0; k < count; k += LANES) {
+    f32x16 v = load<f32x16>(x + k);
+    squares += v * v;
+  }
+  return 1.0f / sqrtf(sum16(squares) / width + epsilon);
+}
+
+INLINE f32x16 activate(int activation, f32x16 gate, f32x16 up) {
+  switch (activation) {
+  case GELU_TANH: // 1 + tanh(u) is twice the sigmoid of 2 u
+    return gate * sigmoid16((gate + gate * gate * gate * 0.044715f) * 1.5957691f) * up;
+  case CLAMPED:
+    gate = select(gate > 7.0f, splat(7.0f), gate);
+    up = select(up > 7.0f, splat(7.0f), select(up < -7.0f, splat(-7.0f), up));
+    return gate * sigmoid16(gate * 1.702f) * (up + 1.0f);
+  case RELU2:
+    return select(gate > 0.0f, gate * gate, f32x16{});
+  default:
+    return silu16(gate) * up;
+  }
+}
+
+INLINE f32x16 bias_of(const Matrix &w, int panel) { return w.bias ? load<f32x16>(w.bias + panel * LANES) : f32x16{}; }
+
+static void embed(Work &work, const TenutoOp &op, Member &member) {
+  for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {
+    float *to = work.x(token);
+    weight_row(op.first, work.step->tokens[token], to);
+    if (op.scale != 1.0f)
+      for (int i = 0; i < work.model.hidden; i++)
+        to[i] *= op.scale;
+    for (int r = 0; r < (int)work.ropes.size(); r++) {
+      const TenutoRope &rope = work.ropes[r];
+      float *angles = work.rotation(token, r);
+      for (int i = 0; i < rope.pairs; i++) {
+        const float angle = (float)work.batch.position(token) * rope.frequencies[i];
+        angles[i] = cosf(angle) * rope.magnitude, angles[rope.pairs + i] = sinf(angle) * rope.magnitude;
+      }
+    }
+  }
+}
+
+static void norm(Work &work, const TenutoOp &op, Member &member, int count, const int32_t *which) {
+  const Input to = work.a(work.model.hidden, count, op.reader);
+  for (int i; (i = work.team.take(member.number, count)) >= 0;) {
+    const float *from = work.x(which ? which[i] : i);
+    const float factor = inverse_rms(from, work.widths.hidden, work.model.hidden, op.epsilon);
+    for (int b = 0; b < to.blocks; b++) {
+      f32x16 low = load<f32x16>(from + b * BLOCK) * factor * load<f32x16>(op.norm + b * BLOCK);
+      f32x16 high = load<f32x16>(from + b * BLOCK + LANES) * factor * load<f32x16>(op.norm + b * BLOCK + LANES);
+      to.set(i, b, low, high);
+    }
+  }
+}
+
+static void post(Work &work, const TenutoOp &op, Member &member) {
+  const int width = work.widths.hidden;
+  for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {
+    float *from = work.y(token), *to = work.x(token);
+    const float factor = (op.norm ? inverse_rms(from, width, work.model.hidden, op.epsilon) : 1.0f) * op.scale;
+    for (int k = 0; k < width; k += LANES) {
+      const f32x16 found = load<f32x16>(from + k) * factor;
+      store(to + k, load<f32x16>(to + k) + (op.norm ? found * load<f32x16>(op.norm + k) : found));
+      store(from + k, f32x16{});
+    }
+  }
+}
+
+static void add(Work &work, const TenutoOp &op, Member &member) {
+  const float *values = member.products.as<float>();
+  work.share(op.first, op.second, 2, work.b(op.first), work.tokens(), member,
+             [&](const Matrix &w, int panel, int count, int first, int last) {
+               const float *from = values;
+               for (int p = panel; p < panel + count; p++) {
+                 const f32x16 bias = bias_of(w, p);
+                 for (int row = first; row < last; row++, from += LANES) {
+                   float *to = work.target(op, row) + p * LANES;
+                   f32x16 found = load<f32x16>(from) + bias;
+                   if (op.column >= 0)
+                     found = found * (1.0f / (1.0f + expf(-work.projected(row)[op.column])));
+                   store(to, load<f32x16>(to) + (op.scale == 1.0f ? found : found * op.scale));
+                 }
+               }
+             });
+}
+
+// Two neighbouring panels, of 32 gates and what they gate, if there is that, become one block of an input.
+INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const TenutoOp &op, const Input &from,
+                       const Input &to, int start, int end, Member &member) {
+  const int panels = std::min(2, gate.panels - 2 * block);
+  for (int first = start; first < end; first += ROWS_AT_ONCE) {
+    const int last = std::min(end, first + ROWS_AT_ONCE);
+    const int64_t step = (int64_t)(last - first) * LANES;
+    float *gates = member.products.as<float>(), *ups = gates + panels * step;
+    product(gate, 2 * block, panels, from, member.uneven, first, last, gates, member.buffer.as<uint8_t>());
+    if (up.panels)
+      product(up, 2 * block, panels, from, member.uneven, first, last, ups, member.buffer.as<uint8_t>());
+    else
+      ups = gates;
+    for (int row = first; row < last; row++) {
+      f32x16 out[2] = {};
+      for (int p = 0; p < panels; p++) {
+        const int64_t at = p * step + (int64_t)(row - first) * LANES;
+        const f32x16 opened = load<f32x16>(gates + at) + bias_of(gate, 2 * block + p);
+        out[p] = activate(op.activation, op.gate_scale == 1.0f ? opened : opened * op.gate_scale,
+                          load<f32x16>(ups + at) + bias_of(up, 2 * block + p));
+      }
+      to.set(row, block, out[0], out[1]);
+    }
+  }
+}
+
+static void gated(Work &work, const TenutoOp &op, Member &member) {
+  const Input from = work.a(op.first), to = work.b(op.first.outputs, op.reader);
+  member.uneven.find(from, 0, work.tokens());
+  for (int block; (block = work.team.take(member.number, to.blocks)) >= 0;)
+    gate_block(op.first, op.second, block, op, from, to, 0, work.tokens(), member);
+}
+
+static void project(Work &work, const TenutoOp &op, Member &member) {
+  const float *values = member.products.as<float>();
+  work.share(op.first, op.second, 2, work.a(op.first), work.tokens(), member,
+             [&](const Matrix &w, int panel, int count, int first, int last) {
+               const float *from = values;
+               const int behind = &w == &op.first ? 0 : op.first.panels;
+               for (int p = panel; p < panel + count; p++) {
+                 const f32x16 bias = bias_of(w, p);
+                 for (int row = first; row < last; row++, from += LANES)
+                   store(work.projected(row) + (behind + p) * LANES, load<f32x16>(from) + bias);
+               }
+             });
+}
+
+static void logits(Work &work, const TenutoOp &op, Member &member) {
+  const TenutoStep &step = *work.step;
+  const int vocab = work.model.vocab;
+  const Input from = work.a(op.first.inputs, step.outputs_count, op.first.kind);
+  float *values = member.products.as<float>();
+  work.share(op.first, op.second, 4, from, step.outputs_count, member,
+             [&](const Matrix &, int panel, int count, int first, int last) {
+               float *found = values;
+               for (int p = panel; p < panel + count; p++)
+                 for (int row = first; row < last; row++, found += LANES) {
+                   if (op.scale != 1.0f)
+                     store(found, load<f32x16>(found) * op.scale);
+                   for (int i = 0; i < LANES && op.cap != 0.0f; i++)
+                     found[i] = op.cap * tanhf(found[i] / op.cap);
+                   const int token = p * LANES, width = std::min(LANES, vocab - token);
+                   memcpy(step.logits + (int64_t)row * vocab + token, found, sizeof(float) * width);
+                   Best &best = member.best[row];
+                   if (width == LANES && !(highest16(load<f32x16>(found)) > best.value))
+                     continue;
+                   for (int i = 0; i < width; i++)
+                     if (found[i] > best.value)
+                       best = {found[i], token + i};
+                 }
+             });
+}

@@ -1,0 +1,204 @@
+// Recurrent layers: Mamba-2 (Dao and Gu, arXiv:2405.21060) and gated delta nets (Yang et al., arXiv:2412.06464), token
+// by token, so that results do not depend on how tokens are cut into steps.
+#pragma once
+
+#include "dense.h"
+
+// The state slots of one memory group.
+class States {
+public:
+  explicit States(const TenutoGroup &group) : group_(group) {}
+  int64_t unit_bytes() const { return group_.layers * layer_floats() * 4; }
+  int kept() const { return group_.kept; }
+  int convolved() const { return group_.convolved; }
+
+  // Of a layer in a slot; null for the zero state. The last inputs of the convolution, [kept][convolved].
+  float *convolution(int slot, int place) const {
+    return slot < 0 ? nullptr : data + (slot * (int64_t)group_.layers + place) * layer_floats();
+  }
+  float *recurrent(int slot, int place) const {
+    float *const layer = convolution(slot, place);
+    return layer ? layer + (int64_t)group_.kept * group_.convolved : nullptr;
+  }
+
+  float *data = nullptr;
+
+private:
+  int64_t layer_floats() const { return (int64_t)group_.kept * group_.convolved + group_.recurrent; }
+  const TenutoGroup group_;
+};
+
+constexpr int STRIPS = 4; // vectors of channels, or of a head's lanes, that are computed together
+
+// A causal convolution of each channel and then x * sigmoid(x). The state is what precedes the next token.
+static void convolve(Work &work, const States &states, const TenutoOp &op, Member &member) {
+  const TenutoRecurrent &r = *op.recurrent;
+  const TenutoMoves &moves = work.moves(r.group);
+  const int kept = states.kept(), width = states.convolved(), blocks = (width + STRIPS * LANES - 1) / (STRIPS * LANES);
+  for (int task; (task = work.team.take(member.number, work.step->rows * blocks)) >= 0;) {
+    const int row = task / blocks, from = task % blocks * STRIPS * LANES, to = std::min(width, from + STRIPS * LANES);
+    const int first = work.batch.first(row), count = work.step->counts[row];
+    const float *before = states.convolution(moves.reads[row], r.place);
+    float *after = states.convolution(moves.writes[row], r.place);
+    for (int channel = from; channel < to; channel += LANES) {
+      // The input of the row's token i, or of one before the step.
+      auto input = [&](int i) __attribute__((always_inline)) {
+        if (i >= 0)
+          return load<f32x16>(work.projected(first + i) + r.inputs + channel);
+        return before ? load<f32x16>(before + (int64_t)(kept + i) * width + channel) : f32x16{};
+      };
+      for (int i = 0; i < count; i++) {
+        f32x16 sum = r.bias ? load<f32x16>(r.bias + channel) : f32x16{};
+        for (int k = 0; k <= kept; k++)
+          sum += input(i - kept + k) * load<f32x16>(r.weights + (int64_t)k * width + channel);
+        store(work.convolved(first + i) + channel, silu16(sum));
+      }
+      for (int k = 0; k < kept; k++)
+        store(after + (int64_t)k * width + channel, input(count - kept + k));
+    }
+  }
+}
+
+INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// WIDTH vectors of a head's lanes: the state h, [size][lanes], becomes decay * h + in x^T, and gives h out.
+template <int WIDTH>
+INLINE void scan_lanes(const float *before, float *after, int lanes, int size, float decay, const float *in,
+                       const float *out, const f32x16 *x, f32x16 *given) {
+  f32x16 entering[WIDTH], sum[WIDTH] = {};
+  for (int v = 0; v < WIDTH; v++)
+    entering[v] = x[v];
+  for (int n = 0; n < size; n++, before += lanes, after += lanes)
+#pragma GCC unroll 4
+    for (int v = 0; v < WIDTH; v++) {
+      const f32x16 h = load<f32x16>(before + v * LANES) * decay + entering[v] * in[n];
+      store(after + v * LANES, h);
+      sum[v] += h * out[n];
+    }
+  for (int v = 0; v < WIDTH; v++)
+    given[v] = sum[v];
+}
+
+// Call `use(lane, width)` for all lanes of a head, `width` vectors together.
+template <class Use> INLINE void by_strips(int lanes, Use use) {
+  int lane = 0;
+  for (; lane + STRIPS * LANES <= lanes; lane += STRIPS * LANES)
+    use(lane, std::integral_constant<int, STRIPS>());
+  for (; lane < lanes; lane += LANES)
+    use(lane, std::integral_constant<int, 1>());
+}
+
+// Where a head's state is after the step, and where it is before: there, too, but with the zero state.
+INLINE const float *state_before(const States &states, const TenutoMoves &moves, const TenutoRecurrent &r, int row,
+                                 int64_t offset, float *after, int64_t floats) {
+  const float *before = states.recurrent(moves.reads[row], r.place);
+  if (before)
+    return before + offset;
+  memset(after, 0, sizeof(float) * floats);
+  return after;
+}
+
+// Mamba-2: a head's lanes enter its state times their step, by what its group writes with, and are read by what it
+// reads with.
+static void scan(Work &work, const States &states, const TenutoOp &op, Member &member) {
+  const TenutoRecurrent &r = *op.recurrent;
+  const TenutoMoves &moves = work.moves(r.group);
+  const int64_t floats = (int64_t)r.size * r.head_dim;
+  for (int task; (task = work.team.take(member.number, work.step->rows * r.heads)) >= 0;) {
+    const int row = task / r.heads, head = task % r.heads, group = head / (r.heads / r.groups);
+    const int first = work.batch.first(row);
+    float *const after = states.recurrent(moves.writes[row], r.place) + head * floats;
+    const float *before = state_before(states, moves, r, row, head * floats, after, floats);
+    for (int token = first; token < first + work.step->counts[row]; token++, before = after) {
+      const float *x = work.convolved(token) + head * r.head_dim;
+      const float *in = work.convolved(token) + r.heads * r.head_dim + group * r.size, *out = in + r.groups * r.size;
+      float step = softplus(work.projected(token)[r.steps + head] * r.step_scale + r.step_bias[head]);
+      step = std::min(std::max(step, r.least_step), r.most_step);
+      const float decay = expf(step * r.rates[head]);
+      by_strips(r.head_dim, [&](int lane, auto width) {
+        constexpr int WIDTH = decltype(width)::value;
+        f32x16 entering[WIDTH], given[WIDTH];
+        for (int v = 0; v < WIDTH; v++)
+          entering[v] = load<f32x16>(x + lane + v * LANES) * step;
+        scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.size, decay, in, out, entering, given);
+        for (int v = 0; v < WIDTH; v++)
+          store(work.found(token) + head * r.head_dim + lane + v * LANES,
+                given[v] + load<f32x16>(x + lane + v * LANES) * r.skip[head]);
+      });
+    }
+  }
+}
+
+// Of `size` elements, scaled to length `length`; 1e-6 is added to the square of theirs.
+INLINE void normalise(const float *from, int size, float length, float *to) {
+  float squares = 1e-6f;
+  for (int i = 0; i < size; i++)
+    squares += from[i] * from[i];
+  const float factor = length / sqrtf(squares);
+  for (int i = 0; i < size; i++)
+    to[i] = from[i] * factor;
+}
+
+// The gated delta rule: the state S, [size][lanes], becomes T + k u^T with T = decay * S and u = strength * (v - T^T
+// k), and gives S^T q.
+static void delta(Work &work, const States &states, const TenutoOp &op, Member &member) {
+  const TenutoRecurrent &r = *op.recurrent;
+  const TenutoMoves &moves = work.moves(r.group);
+  const int64_t floats = (int64_t)r.size * r.head_dim;
+  float *const query = member.row.data(), *const key = query + r.size;
+  for (int task; (task = work.team.take(member.number, work.step->rows * r.heads)) >= 0;) {
+    const int row = task / r.heads, head = task % r.heads, group = head / (r.heads / r.groups);
+    const int first = work.batch.first(row);
+    float *const after = states.recurrent(moves.writes[row], r.place) + head * floats;
+    const float *before = state_before(states, moves, r, row, head * floats, after, floats);
+    for (int token = first; token < first + work.step->counts[row]; token++, before = after) {
+      const float *channels = work.convolved(token), *projected = work.projected(token);
+      normalise(channels + group * r.size, r.size, 1.0f / sqrtf((float)r.size), query);
+      normalise(channels + (r.groups + group) * r.size, r.size, 1.0f, key);
+      const float *value = channels + 2 * r.groups * r.size + head * r.head_dim;
+      const float decay = expf(softplus(projected[r.steps + head] + r.step_bias[head]) * r.rates[head]);
+      const float strength = 1.0f / (1.0f + expf(-projected[r.writes + head]));
+      by_strips(r.head_dim, [&](int lane, auto width) {
+        constexpr int WIDTH = decltype(width)::value;
+        f32x16 known[WIDTH] = {}, written[WIDTH], given[WIDTH];
+        for (int n = 0; n < r.size; n++)
+#pragma GCC unroll 4
+          for (int v = 0; v < WIDTH; v++)
+            known[v] += load<f32x16>(before + (int64_t)n * r.head_dim + lane + v * LANES) * key[n];
+        for (int v = 0; v < WIDTH; v++)
+          written[v] = (load<f32x16>(value + lane + v * LANES) - known[v] * decay) * strength;
+        scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.size, decay, key, query, written, given);
+        for (int v = 0; v < WIDTH; v++)
+          store(work.found(token) + head * r.head_dim + lane + v * LANES, given[v]);
+      });
+    }
+  }
+}
+
+// What was found, gated and normalised, becomes the next product's input.
+static void gate(Work &work, const TenutoOp &op, Member &member) {
+  const TenutoRecurrent &r = *op.recurrent;
+  const int width = r.heads * r.head_dim, part = width / r.norm_groups;
+  const Input to = work.b(width, op.reader);
+  float *const row = member.row.data();
+  for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {
+    const float *found = work.found(token), *gates = work.projected(token) + r.gate;
+    for (int begin = 0; begin < width; begin += part) {
+      auto opened = [&](int d)
+                        __attribute__((always_inline)) { return silu16(load<f32x16>(gates + d) * r.gate_scale); };
+      for (int d = begin; d < begin + part; d += LANES)
+        store(row + d, r.gate_first ? load<f32x16>(found + d) * opened(d) : load<f32x16>(found + d));
+      const float factor = r.norm ? inverse_rms(row + begin, part, part, r.epsilon) : 1.0f;
+      for (int d = begin; d < begin + part; d += LANES) {
+        f32x16 normalised = load<f32x16>(row + d) * factor;
+        if (r.norm)
+          normalised = normalised * load<f32x16>(r.norm + d);
+        store(row + d, r.gate_first ? normalised : normalised * opened(d));
+      }
+    }
+    if (width % BLOCK)
+      store(row + width, f32x16{});
+    for (int b = 0; b < to.blocks; b++)
+      to.set(token, b, load<f32x16>(row + b * BLOCK), load<f32x16>(row + b * BLOCK + LANES));
+  }
+}

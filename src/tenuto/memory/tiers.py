@@ -1,0 +1,349 @@
+"""Host memory and disk: copies of units that are not on the device, each kept once for all who want it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.plan import Bytes, Copier, CopyFailed
+from tenuto.memory.pool import Pool
+from tenuto.memory.unit_files import Disk, DiskFailed, UnitFile
+
+Place = tuple[int, int]
+"""A unit of a pool and its generation, see `Pool.generation`."""
+
+
+@dataclass(eq=False, slots=True)
+class StoredUnit:
+    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. The first `used` token slots of
+    a page are of value. `place`: where the same is on the device, as long as that is leased and of the same generation.
+
+    Invariant: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it.
+    """
+
+    group: int
+    used: int
+    size: int
+    data: Bytes | None
+    place: Place
+    references: int = 0
+    file: UnitFile | None = None
+    row: int = -1
+
+
+@dataclass(eq=False, slots=True)
+class Parked:
+    """The memory of the first `position` tokens of a sequence, off the device: for each group the units, in order."""
+
+    position: int
+    units: list[list[StoredUnit]]
+
+    def __iter__(self) -> Iterator[StoredUnit]:
+        return (unit for group in self.units for unit in group)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(unit.size for group in self.units for unit in group)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether some of it has to be read from disk."""
+        return any(unit.file is not None for group in self.units for unit in group)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptUnits:
+    """What a session keeps of one group: `units`, of whose last one the first `used` slots are of value."""
+
+    units: Sequence[int]
+    used: int
+
+
+class Rates:
+    """What moving and computing have cost so far, in seconds, as moving averages; `None` until measured."""
+
+    WEIGHT = 0.2
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def note(self, what: str, amount: int, seconds: float) -> None:
+        """`amount` tokens or bytes took `seconds`."""
+        if amount > 0 and seconds > 0:
+            new = seconds / amount
+            self._seconds[what] = (1 - self.WEIGHT) * self._seconds.get(what, new) + self.WEIGHT * new
+
+    def get(self, what: str) -> float | None:
+        """Seconds for one token or byte."""
+        return self._seconds.get(what)
+
+    def worth(self, tier: str, size: int, tokens: int) -> bool:
+        """Whether bringing back `size` bytes from a tier takes less time than computing `tokens`. Nothing is ruled out
+        before it is measured."""
+        copying, computing = self._seconds.get(tier), self._seconds.get("compute")
+        return copying is None or computing is None or size * copying < tokens * computing
+
+
+class Tiers:
+    """Parks and brings back memory. Parked memory that was used least recently leaves host memory for disk, and disk
+    for nowhere. A unit that several parked sequences share is kept, moved and restored once.
+
+    Invariant: `host_used` is the size of all stored units with `data`, each of which belongs to some `Parked` of
+    `_in_host`.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        copier: Copier,
+        host_bytes: int,
+        disk: Disk | None,
+        page_size: int,
+        timer: Callable[[], float],
+    ) -> None:
+        self._pools = pools
+        self._copier = copier
+        self._host_bytes = host_bytes
+        self._disk = disk
+        self._page_size = page_size
+        self._timer = timer
+        self._copies: dict[tuple[int, int], StoredUnit] = {}  # the last copy of each unit, by group and unit
+        self._parked: dict[Parked, None] = {}
+        self._in_host: OrderedDict[Parked, None] = OrderedDict()  # those not moved to disk, least recently used first
+        self.host_used = 0
+        self.disk_used = 0
+        self.rates = Rates()
+        self.moved: Counter[str] = Counter()  # units, by where to: "host", "disk", "device"
+        self.failures: Counter[str] = Counter()  # by cause
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    # -- parking
+
+    def park(self, position: int, kept: Sequence[KeptUnits]) -> Parked | None:
+        """Copy what a session keeps for its first `position` tokens; `None` if there is no room, copying failed or
+        computing it again is faster."""
+        size = sum(self._unit_size(group) * len(each.units) for group, each in enumerate(kept))
+        tier = "host" if size <= self._host_bytes else "disk"
+        if (tier == "disk" and self._disk is None) or not self.rates.worth(tier, size, position):
+            return None
+        parked = Parked(position, [])
+        try:
+            for group, each in enumerate(kept):
+                parked.units.append(self._stored(group, each))
+        except CopyFailed:
+            self.failures["copy"] += 1
+            self._discard(parked)
+            return None
+        self._parked[parked] = self._in_host[parked] = None
+        if not self._fit():
+            self.forget(parked)
+        return parked if parked in self._parked else None
+
+    def _unit_size(self, group: int) -> int:
+        return self._copier.unit_bytes(group)
+
+    def _stored(self, group: int, kept: KeptUnits) -> list[StoredUnit]:
+        pool, units = self._pools[group], list(kept.units)
+        used = [self._page_size] * (len(units) - 1) + [kept.used] if units else []
+        found = [self._copy_of(group, unit, n) for unit, n in zip(units, used, strict=True)]
+        missing = [i for i, copy in enumerate(found) if copy is None]
+        if missing:
+            began = self._timer()
+            data = self._copier.read_units(group, np.array([units[i] for i in missing], np.int32))
+            self.rates.note("park", data.nbytes, self._timer() - began)
+            for row, i in enumerate(missing):
+                place = units[i], pool.generation[units[i]]
+                copy = StoredUnit(group, used[i], data[row].nbytes, data[row], place)
+                self._copies[group, units[i]] = found[i] = copy
+                self.host_used += copy.size
+            self.moved["host"] += len(missing)
+        stored = [copy for copy in found if copy is not None]
+        for copy in stored:
+            copy.references += 1
+        return stored
+
+    def _copy_of(self, group: int, unit: int, used: int) -> StoredUnit | None:
+        """A copy of the unit as it is now, or was when no more than `used` of its slots were."""
+        copy = self._copies.get((group, unit))
+        current = copy is not None and copy.place == (unit, self._pools[group].generation[unit])
+        return copy if copy is not None and current and copy.references and copy.used >= used else None
+
+    def _fit(self) -> bool:
+        """Move the least recently used to disk, or nowhere, until host memory holds the rest. False if that failed."""
+        while self.host_used > self._host_bytes and self._in_host:
+            parked = next(iter(self._in_host))
+            if self._to_disk(parked):
+                del self._in_host[parked]
+            else:
+                self.forget(parked)
+        return self.host_used <= self._host_bytes
+
+    def _to_disk(self, parked: Parked) -> bool:
+        """Move to disk what of it is in host memory. False if that is not possible, or not worth it."""
+        moving = [[unit for unit in group if unit.data is not None] for group in parked.units]
+        size = sum(unit.size for group in moving for unit in group)
+        if self._disk is None or not self.rates.worth("disk", parked.size, parked.position):
+            return False
+        if not size:
+            return True
+        data = {g: [u.data for u in group if u.data is not None] for g, group in enumerate(moving) if group}
+        try:
+            file = self._disk.write(data)
+        except DiskFailed as error:
+            self.failures[error.cause] += 1
+            return False
+        file.wanted = sum(map(len, moving))
+        for group in moving:
+            for row, unit in enumerate(group):
+                unit.data, unit.file, unit.row = None, file, row
+        self.host_used -= size
+        self.disk_used += size
+        self.moved["disk"] += file.wanted
+        return True
+
+    # -- bringing back
+
+    def lacking(self, parked: Parked, units: Sequence[int]) -> list[int]:
+        """How many units of each group have to be acquired to bring back the first `units` of each."""
+        return [
+            sum(self._on_device(unit) is None for unit in stored[:n])
+            for stored, n in zip(parked.units, units, strict=True)
+        ]
+
+    def _on_device(self, unit: StoredUnit) -> int | None:
+        """The unit of the pool that still has the same."""
+        number, generation = unit.place
+        pool = self._pools[unit.group]
+        return number if pool.counts[number] > 0 and pool.generation[number] == generation else None
+
+    def on_device(self, parked: Parked, group: int, count: int) -> list[int | None]:
+        """For each of the first `count` units of a group, the unit on the device that has the same, if there is one."""
+        return [self._on_device(unit) for unit in parked.units[group][:count]]
+
+    def fetch(self, parked: Parked, counts: Sequence[int]) -> list[list[Bytes | None]] | None:
+        """The first `counts` units of each group, those read that are not on the device. `None`, having forgotten it,
+        if some could not be read."""
+        wanted = [
+            [unit if self._on_device(unit) is None else None for unit in stored[:n]]
+            for stored, n in zip(parked.units, counts, strict=True)
+        ]
+        read: dict[StoredUnit, Bytes] = {}
+        files: dict[UnitFile, list[StoredUnit]] = {}
+        for group in wanted:
+            for unit in group:
+                if unit is not None and unit.file is not None:
+                    files.setdefault(unit.file, []).append(unit)
+        began = self._timer()
+        for file, units in files.items():
+            by_group: dict[int, list[StoredUnit]] = {}
+            for unit in units:
+                by_group.setdefault(unit.group, []).append(unit)
+            try:
+                found = self._disk_read(file, by_group)
+            except DiskFailed as error:
+                self.failures[error.cause] += 1
+                self.forget(parked)
+                return None
+            for number, members in by_group.items():
+                read.update(zip(members, found[number], strict=True))
+        if read:
+            self.rates.note("disk", sum(data.nbytes for data in read.values()), self._timer() - began)
+        return [[None if unit is None else read.get(unit, unit.data) for unit in group] for group in wanted]
+
+    def _disk_read(self, file: UnitFile, by_group: dict[int, list[StoredUnit]]) -> dict[int, list[Bytes]]:
+        if self._disk is None:
+            raise InvariantError("units are on disk, and there is no disk")
+        return self._disk.read(file, {group: [unit.row for unit in units] for group, units in by_group.items()})
+
+    def write(self, group: int, units: Sequence[int], data: Sequence[Bytes]) -> bool:
+        """Write copies to units of the device. False if that failed."""
+        if not units:
+            return True
+        began = self._timer()
+        try:
+            self._copier.write_units(group, np.array(units, np.int32), data)
+        except CopyFailed:
+            self.failures["copy"] += 1
+            return False
+        self.rates.note("host", sum(each.nbytes for each in data), self._timer() - began)
+        self.moved["device"] += len(units)
+        return True
+
+    def landed(self, parked: Parked, group: int, units: Sequence[int]) -> None:
+        """The first units of a group are on the device now."""
+        pool = self._pools[group]
+        for stored, unit in zip(parked.units[group], units, strict=False):
+            stored.place = unit, pool.generation[unit]
+            self._copies[group, unit] = stored
+
+    # -- references
+
+    def use(self, parked: Parked) -> None:
+        """It was of use."""
+        if parked in self._in_host:
+            self._in_host.move_to_end(parked)
+
+    def share(self, parked: Parked, position: int, counts: Sequence[int]) -> Parked:
+        """A second one of the first `position` tokens: the first `counts` units of each group."""
+        shared = Parked(position, [stored[:n] for stored, n in zip(parked.units, counts, strict=True)])
+        for group in shared.units:
+            for unit in group:
+                unit.references += 1
+        self._parked[shared] = self._in_host[shared] = None
+        return shared
+
+    def forget(self, parked: Parked) -> None:
+        """It is not needed any more."""
+        if parked in self._parked:
+            del self._parked[parked]
+            self._in_host.pop(parked, None)
+            self._discard(parked)
+
+    def __contains__(self, parked: Parked) -> bool:
+        return parked in self._parked
+
+    def _discard(self, parked: Parked) -> None:
+        for group in parked.units:
+            for unit in group:
+                unit.references -= 1
+                if not unit.references:
+                    self._end(unit)
+        parked.units = [[] for _ in parked.units]
+
+    def _end(self, unit: StoredUnit) -> None:
+        if self._copies.get((unit.group, unit.place[0])) is unit:
+            del self._copies[unit.group, unit.place[0]]
+        if unit.data is not None:
+            self.host_used -= unit.size
+            unit.data = None
+        elif unit.file is not None:
+            self.disk_used -= unit.size
+            unit.file.wanted -= 1
+            if not unit.file.wanted and self._disk is not None:
+                self._disk.remove(unit.file)
+            unit.file = None
+
+    def audit(self) -> None:
+        """Recount references and bytes. Raises `InvariantError`."""
+        found: Counter[StoredUnit] = Counter(u for parked in self._parked for group in parked.units for u in group)
+        host = sum(unit.size for unit in found if unit.data is not None)
+        disk = sum(unit.size for unit in found if unit.file is not None)
+        if any(unit.references != n or (unit.data is None) == (unit.file is None) for unit, n in found.items()):
+            raise InvariantError("a stored unit has a wrong count of references, or is in two places or none")
+        if (host, disk) != (self.host_used, self.disk_used):
+            raise InvariantError(
+                f"stored units: {host} bytes in host memory and {disk} on disk, "
+                f"counted as {self.host_used} and {self.disk_used}"
+            )
+
+    def close(self) -> None:
+        """Release files."""
+        if self._disk is not None:
+            self._disk.close()

@@ -1,0 +1,85 @@
+"""Falcon-H1 (arXiv:2507.22448): in every layer attention and Mamba-2 side by side, and a multiplier wherever there may
+be one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tenuto.base.errors import ModelError
+from tenuto.models.config import Attention, Layer, Mamba2, Mlp, ModelConfig
+from tenuto.models.families.family import Family, Named, each, renamed
+from tenuto.models.families.mamba2_settings import mamba2
+from tenuto.models.settings import Settings
+from tenuto.models.weights import StoredWeight
+
+_NAMES = {
+    "model.final_layernorm.": "model.norm.",
+    "pre_ff_layernorm.": "post_attention_layernorm.",
+    "feed_forward.": "mlp.",
+}
+
+
+def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    settings.only(
+        {
+            "hidden_act": ("silu",),
+            "mlp_bias": (None, False),
+            "attention_bias": (None, False),
+            "mamba_proj_bias": (None, False),
+            "projectors_bias": (None, False),
+        }
+    )
+    gate, down = _multipliers(settings, "mlp_multipliers", 2)
+    mlp = Mlp(settings.get("intermediate_size", int), gate_scale=gate, out_scale=down)
+    layer = Layer(_attention(settings), mlp, beside=_mamba2(settings))
+    return ModelConfig(
+        (layer,) * settings.get("num_hidden_layers", int),
+        **settings.facts(eos),
+        embedding_scale=settings.get("embedding_multiplier", float, 1.0),
+        logit_scale=settings.get("lm_head_multiplier", float, 1.0),
+    )
+
+
+def _attention(settings: Settings) -> Attention:
+    """What comes in is multiplied, and so are keys: scores by both factors and the first once more, what is found by
+    the first."""
+    heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
+    entering = settings.get("attention_in_multiplier", float, 1.0)
+    return Attention(
+        heads,
+        settings.get("num_key_value_heads", int, heads),
+        head_dim,
+        settings.rope(head_dim),
+        scale=head_dim**-0.5 * entering**2 * settings.get("key_multiplier", float, 1.0),
+        out_scale=entering * settings.get("attention_out_multiplier", float, 1.0),
+    )
+
+
+def _mamba2(settings: Settings) -> Mamba2:
+    entering = settings.get("ssm_in_multiplier", float, 1.0)
+    gate, inputs, into, out_of, steps = (entering * m for m in _multipliers(settings, "ssm_multipliers", 5))
+    return replace(
+        mamba2(settings, settings.optional("mamba_d_ssm", int)),
+        normed=settings.get("mamba_rms_norm", bool, default=False),
+        gate_first=not settings.get("mamba_norm_before_gate", bool, default=True),
+        gate_scale=gate,
+        step_scale=steps,
+        input_scales=(inputs, into, out_of),
+        out_scale=settings.get("ssm_out_multiplier", float, 1.0),
+    )
+
+
+def _multipliers(settings: Settings, key: str, count: int) -> list[float]:
+    """Raises `ModelError` if there are others than `count` numbers, or none."""
+    value = settings.get(key, list, [1.0] * count)
+    if len(value) != count or any(type(one) not in (int, float) for one in value):
+        raise ModelError(f"{settings.source} has {key} = {value!r}; expected: {count} numbers")
+    return [float(one) for one in value]
+
+
+def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+    yield renamed(name, _NAMES), weight
+
+
+FAMILY = Family("Falcon-H1", ("FalconH1ForCausalLM",), _read, each(_translate))

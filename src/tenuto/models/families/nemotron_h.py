@@ -1,0 +1,144 @@
+"""Nemotron-H (arXiv:2504.03624) and Nemotron 3: every layer is only one thing: Mamba-2, attention, a feed-forward
+network without a gate, or experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tenuto.base.errors import ModelError
+from tenuto.models.config import Attention, Experts, Layer, Mamba2, Mlp, ModelConfig
+from tenuto.models.families.family import Family, Named, each, split_layer
+from tenuto.models.settings import Settings
+from tenuto.models.weights import StoredWeight
+
+_KINDS = ("linear_attention", "full_attention", "mlp", "moe")
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_TOP = {"embeddings.": "embed_tokens.", "norm_f.": "norm."}
+_WITHIN_EXPERTS = {
+    "gate.e_score_correction_bias": "gate.correction",
+    "shared_experts.": "shared_expert.",
+}
+
+
+def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    settings.only(
+        {
+            "mlp_hidden_act": (None, "relu2"),
+            "mamba_hidden_act": (None, "silu"),
+            "mlp_bias": (None, False),
+            "sliding_window": (None,),
+            "moe_latent_size": (None,),
+            "n_group": (None, 1),
+        }
+    )
+    mlp = Mlp(settings.get("intermediate_size", int), "relu2")
+    kinds = _kinds(settings)
+    made = {
+        "linear_attention": Layer(_mamba2(settings), None),
+        "full_attention": Layer(_attention(settings), None),
+        "mlp": Layer(None, mlp),
+    }
+    if "moe" in kinds:
+        made["moe"] = Layer(None, _experts(settings))
+    epsilon = settings.get("layer_norm_epsilon", float, 1e-5)
+    return ModelConfig(tuple(made[kind] for kind in kinds), **settings.facts(eos, norm_eps=epsilon))
+
+
+def _kinds(settings: Settings) -> list[str]:
+    """What each layer is: a list, or in older files a letter a layer."""
+    letters = settings.optional("hybrid_override_pattern", str)
+    if letters is None:
+        value = settings.get("layers_block_type", list)
+        found = [_OLDER.get(one, one) if isinstance(one, str) else one for one in value]
+    else:
+        found = [_LETTERS.get(letter, letter) for letter in letters]
+    if any(one not in _KINDS for one in found):
+        raise ModelError(f"{settings.source} has layers {found!r}; supported: {', '.join(_KINDS)}")
+    return found
+
+
+def _attention(settings: Settings) -> Attention:
+    heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
+    return Attention(
+        heads,
+        settings.get("num_key_value_heads", int, heads),
+        head_dim,
+        rope=None,
+        scale=head_dim**-0.5,
+        bias=settings.get("attention_bias", bool, default=False),
+    )
+
+
+def _mamba2(settings: Settings) -> Mamba2:
+    return Mamba2(
+        settings.get("mamba_num_heads", int),
+        settings.get("mamba_head_dim", int),
+        state=settings.get("ssm_state_size", int),
+        groups=settings.get("n_groups", int),
+        kernel=settings.get("conv_kernel", int),
+        conv_bias=settings.get("use_conv_bias", bool, default=True),
+        proj_bias=settings.get("use_bias", bool, default=False),
+        least_step=settings.get("time_step_min", float, 0.001),
+    )
+
+
+def _experts(settings: Settings) -> Experts:
+    shared = settings.get("moe_shared_expert_intermediate_size", int)
+    return Experts(
+        settings.get("n_routed_experts", int),
+        settings.get("num_experts_per_tok", int),
+        settings.get("moe_intermediate_size", int),
+        normalised=settings.get("norm_topk_prob", bool, default=True),
+        shared=shared,
+        shared_gate=False,
+        activation="relu2",
+        sigmoid=True,
+        scale=settings.get("routed_scaling_factor", float, 1.0),
+    )
+
+
+def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+    """Layers that guess several tokens ahead are left out."""
+    name = name.replace("backbone.", "model.", 1) if name.startswith("backbone.") else name
+    if name.startswith("mtp."):
+        return
+    head, part = split_layer(name)
+    if not head:
+        yield _top(name), weight
+        return
+    number = int(head.split(".")[2])
+    layer = config.layers[number] if number < len(config.layers) else None
+    if layer is None:
+        yield name, weight
+    elif layer.mixer is not None:
+        inside = "mamba." if isinstance(layer.mixer, Mamba2) else "self_attn."
+        yield head + _moved(part, "input_layernorm.", inside), weight
+    elif isinstance(layer.feed_forward, Experts):
+        yield head + _of_experts(_moved(part, "post_attention_layernorm.", "mlp.")), weight
+    else:
+        yield head + _moved(part, "post_attention_layernorm.", "mlp."), weight
+
+
+def _top(name: str) -> str:
+    for old, new in _TOP.items():
+        if name.startswith(f"model.{old}"):
+            return f"model.{new}{name.removeprefix(f'model.{old}')}"
+    return name
+
+
+def _moved(part: str, norm: str, inside: str) -> str:
+    """A weight of the one norm of a layer, or of the one thing it is."""
+    if part.startswith("norm."):
+        return norm + part.removeprefix("norm.")
+    return inside + part.removeprefix("mixer.") if part.startswith("mixer.") else part
+
+
+def _of_experts(part: str) -> str:
+    for old, new in _WITHIN_EXPERTS.items():
+        if part.startswith(f"mlp.{old}"):
+            return f"mlp.{new}{part.removeprefix(f'mlp.{old}')}"
+    return part
+
+
+FAMILY = Family("Nemotron-H", ("NemotronHForCausalLM",), _read, each(_translate))

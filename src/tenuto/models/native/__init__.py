@@ -1,0 +1,1 @@
+"""Models as operations of the native kernels."""

@@ -1,0 +1,86 @@
+"""Feed-forward networks and experts as operations, as `mixers` has mixers."""
+
+from __future__ import annotations
+
+from tenuto.kernels.native import library
+from tenuto.kernels.native.library import Activation, Op, OpKind
+from tenuto.kernels.native.pack import LANES
+from tenuto.models.config import ACTIVATIONS, UNGATED, Experts, Mlp
+from tenuto.models.native.building import Building, op
+
+_PARTS = ("gate_proj", "up_proj")
+
+
+def feed_forward(b: Building, shape: Mlp | Experts, name: str, *, apart: bool) -> list[Op]:
+    """The operations of a layer whose weights' names begin with `name`; the first is a norm."""
+    match shape:
+        case Mlp():
+            return _mlp(b, shape, name, apart=apart)
+        case Experts():
+            return _experts(b, shape, name, apart=apart)
+
+
+def _mlp(b: Building, mlp: Mlp, name: str, *, apart: bool) -> list[Op]:
+    part = f"{name}mlp."
+    halves = _halves(mlp.activation)
+    inner = b.panels.matrices({part + half: mlp.width for half in halves}, b.config.hidden)
+    (down,) = b.panels.matrices({f"{part}down_proj": b.config.hidden}, mlp.width)
+    return [
+        b.norm(OpKind.NORM, f"{name}post_attention_layernorm", inner[0]),
+        op(
+            OpKind.GATED,
+            reader=down.kind,
+            activation=_activation(mlp.activation),
+            gate_scale=mlp.gate_scale,
+            **dict(zip(("first", "second"), inner, strict=False)),
+        ),
+        b.add(down, apart=apart, scale=mlp.out_scale),
+    ]
+
+
+def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
+    """The router's scores and the shared network's gate are projected; then the shared network computes all tokens, and
+    the others those they are chosen for."""
+    part, hidden, activation = f"{name}mlp.", b.config.hidden, _activation(e.activation)
+    halves = _halves(e.activation)
+    own, shared = [f"{part}experts.{i}." for i in range(e.count)], f"{part}shared_expert."
+    chosen_from = {f"{part}gate": e.count} | {expert + half: e.width for half in halves for expert in own}
+    for_all = {shared + half: e.shared for half in halves if e.shared}
+    for_all |= {f"{part}shared_expert_gate": 1} if e.shared and e.shared_gate else {}
+    if e.biased:
+        (scores, *inner), beside = (b.panels.matrices(names, hidden, bias=True) for names in (chosen_from, for_all))
+    else:
+        scores, *rest = b.panels.matrices(chosen_from | for_all, hidden)
+        inner, beside = rest[: len(chosen_from) - 1], rest[len(chosen_from) - 1 :]
+    down = b.panels.matrices({f"{expert}down_proj": hidden for expert in own}, e.width, bias=e.biased)
+    gates, *ups = (b.listed(inner[i : i + e.count]) for i in range(0, len(inner), e.count))
+    correction = b.panels.vector(f"{part}gate.correction", e.count) if e.sigmoid else None
+    experts = b.pointed(
+        library.Experts(
+            e.count, e.chosen, e.normalised, e.scale, correction, gates, ups[0] if ups else None, b.listed(down)
+        )
+    )
+    projections = dict(zip(("first", "second"), [scores, *beside[len(halves) :]], strict=False))
+    ops = [
+        b.norm(OpKind.NORM, f"{name}post_attention_layernorm", scores),
+        op(OpKind.PROJECT, **projections),
+    ]
+    if e.shared:
+        (out,) = b.panels.matrices({f"{shared}down_proj": hidden}, e.shared)
+        column = scores.panels * LANES if e.shared_gate else -1
+        inside = dict(zip(("first", "second"), beside[: len(halves)], strict=False))
+        ops += [
+            op(OpKind.GATED, reader=out.kind, activation=activation, **inside),
+            b.add(out, apart=apart, column=column),
+        ]
+    scale = 1.0 if apart else b.config.residual_scale
+    return [*ops, op(OpKind.EXPERTS, activation=activation, experts=experts, apart=apart, scale=scale)]
+
+
+def _halves(activation: str) -> tuple[str, ...]:
+    """What is projected in."""
+    return _PARTS[1:] if activation in UNGATED else _PARTS
+
+
+def _activation(name: str) -> Activation:
+    return Activation(ACTIVATIONS.index(name))

@@ -1,0 +1,161 @@
+"""Attention, Mamba-2 and gated delta nets as operations. Each gives what is added to the residual stream, or is put
+`apart` to be normalised before."""
+
+from __future__ import annotations
+
+import torch
+
+from tenuto.kernels.native import library
+from tenuto.kernels.native.library import Matrix, Op, OpKind
+from tenuto.kernels.native.pack import LANES
+from tenuto.models.config import Attention, GatedDelta, Mamba2, Mixer
+from tenuto.models.native.building import Building, op
+
+
+def mixer(b: Building, shape: Mixer, layer: int, name: str, *, apart: bool) -> list[Op]:
+    """The operations of mixer number `layer` of the model, whose weights' names begin with `name`; the first is a
+    norm."""
+    match shape:
+        case Attention():
+            return _attention(b, shape, layer, name, apart=apart)
+        case Mamba2():
+            return _mamba2(b, shape, layer, name, apart=apart)
+        case GatedDelta():
+            return _gated_delta(b, shape, layer, name, apart=apart)
+
+
+def _attention(b: Building, a: Attention, layer: int, name: str, *, apart: bool) -> list[Op]:
+    part, hidden, width = f"{name}self_attn.", b.config.hidden, a.heads * a.head_dim
+    outputs = {"q": width * (2 if a.gated else 1), "k": a.kv_heads * a.head_dim, "v": a.kv_heads * a.head_dim}
+    q, k, v = b.panels.matrices({f"{part}{n}_proj": size for n, size in outputs.items()}, hidden, bias=a.bias)
+    (out,) = b.panels.matrices({f"{part}o_proj": hidden}, width, bias=a.bias)
+    group, place = b.places[layer]
+    norms = [b.panels.vector(f"{part}{n}_norm.weight", a.head_dim) if a.qk_norm else None for n in "qk"]
+    sinks = b.panels.vector(f"{part}sinks", a.heads) if a.sinks else None
+    shape = b.pointed(
+        library.Attention(
+            group, place, a.heads, b.rope(a.rope), a.gated, a.scale, b.config.norm_eps, norms[0], norms[1], sinks
+        )
+    )
+    return [
+        b.norm(OpKind.NORM, f"{name}input_layernorm", q),
+        op(OpKind.QKV, first=q, second=k, third=v, attention=shape),
+        op(OpKind.ATTEND, reader=out.kind, attention=shape),
+        b.add(out, apart=apart, scale=a.out_scale),
+    ]
+
+
+def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> list[Op]:
+    """What is projected in is a gate, what is convolved, and time steps."""
+    part, hidden, panels = f"{name}mamba.", b.config.hidden, b.panels
+    projected = {f"{part}in_proj": m.channels + m.convolved + m.heads}
+    (first,) = panels.matrices(projected, hidden, bias=m.proj_bias)
+    (out,) = panels.matrices({f"{part}out_proj": hidden}, m.channels, bias=m.proj_bias)
+    group, place = b.places[layer]
+    shape = library.Recurrent(
+        group=group,
+        place=place,
+        heads=m.heads,
+        head_dim=m.head_dim,
+        groups=m.groups,
+        size=m.state,
+        kernel=m.kernel,
+        inputs=m.channels,
+        gate=0,
+        steps=m.channels + m.convolved,
+        norm_groups=m.groups,
+        gate_first=m.gate_first,
+        gate_scale=m.gate_scale,
+        step_scale=m.step_scale,
+        least_step=m.least_step,
+        most_step=m.most_step,
+        epsilon=b.config.norm_eps,
+        weights=_convolution(b, part, m.convolved, m.kernel, _scales(m)),
+        bias=panels.vector(f"{part}conv1d.bias", m.convolved) if m.conv_bias else None,
+        rates=panels.floats(-panels.tensor(f"{part}A_log", m.heads).exp()),
+        step_bias=panels.vector(f"{part}dt_bias", m.heads),
+        skip=panels.vector(f"{part}D", m.heads),
+        norm=panels.vector(f"{part}norm.weight", m.channels) if m.normed else None,
+    )
+    give = b.add(out, apart=apart, scale=m.out_scale)
+    return _recurrent(b, OpKind.SCAN, shape, [first], out, name, give)
+
+
+def _gated_delta(b: Building, d: GatedDelta, layer: int, name: str, *, apart: bool) -> list[Op]:
+    """Files have one part a key head, of its query, its key, and the values and output gates it serves, and another of
+    their write strengths and decays; here heads follow each other by what they are for."""
+    part, hidden, panels = f"{name}linear_attn.", b.config.hidden, b.panels
+    served, values = d.value_heads // d.key_heads, d.value_heads * d.value_dim
+    sizes = {
+        f"{part}in_proj_qkvz": [d.key_dim, d.key_dim, served * d.value_dim, served * d.value_dim],
+        f"{part}in_proj_ba": [served, served],
+    }
+    first, second = panels.matrices(
+        {key: d.key_heads * sum(parts) for key, parts in sizes.items()},
+        hidden,
+        order={key: _by_part(d.key_heads, parts) for key, parts in sizes.items()},
+    )
+    (out,) = panels.matrices({f"{part}out_proj": hidden}, values)
+    group, place = b.places[layer]
+    behind = first.panels * LANES
+    shape = library.Recurrent(
+        group=group,
+        place=place,
+        heads=d.value_heads,
+        head_dim=d.value_dim,
+        groups=d.key_heads,
+        size=d.key_dim,
+        kernel=d.kernel,
+        inputs=0,
+        gate=d.convolved,
+        steps=behind + d.value_heads,
+        writes=behind,
+        norm_groups=d.value_heads,
+        gate_first=False,
+        gate_scale=1.0,
+        step_scale=1.0,
+        epsilon=b.config.norm_eps,
+        weights=_convolution(b, part, d.convolved, d.kernel),
+        rates=panels.floats(-panels.tensor(f"{part}A_log", d.value_heads).exp()),
+        step_bias=panels.vector(f"{part}dt_bias", d.value_heads),
+        norm=panels.floats(panels.tensor(f"{part}norm.weight", d.value_dim).repeat(d.value_heads)),
+    )
+    return _recurrent(b, OpKind.DELTA, shape, [first, second], out, name, b.add(out, apart=apart))
+
+
+def _recurrent(
+    b: Building,
+    scan: OpKind,
+    shape: library.Recurrent,
+    projections: list[Matrix],
+    out: Matrix,
+    name: str,
+    give: Op,
+) -> list[Op]:
+    pointed = b.pointed(shape)
+    return [
+        b.norm(OpKind.NORM, f"{name}input_layernorm", projections[0]),
+        op(OpKind.PROJECT, **dict(zip(("first", "second"), projections, strict=False))),
+        op(OpKind.CONVOLVE, recurrent=pointed),
+        op(scan, recurrent=pointed),
+        op(OpKind.GATE, reader=out.kind, recurrent=pointed),
+        give,
+    ]
+
+
+def _convolution(b: Building, part: str, channels: int, kernel: int, scales: torch.Tensor | None = None) -> int:
+    """The address of a convolution's weights, [kernel][channels], times `scales`, [channels], of its inputs."""
+    weights = b.panels.tensor(f"{part}conv1d.weight", channels, 1, kernel)[:, 0].T
+    return b.panels.floats((weights if scales is None else weights * scales).contiguous())
+
+
+def _scales(m: Mamba2) -> torch.Tensor:
+    """What each channel of the convolution's inputs is multiplied by."""
+    return torch.cat([torch.full((n,), scale) for n, scale in zip(m.convolved_parts, m.input_scales, strict=True)])
+
+
+def _by_part(heads: int, sizes: list[int]) -> torch.Tensor:
+    """Where outputs are that each of `heads` heads has one after the other, in parts of `sizes`: those of the first
+    part of all heads, then those of the second, and so on."""
+    whole = torch.arange(heads * sum(sizes)).view(heads, -1)
+    return torch.cat([part.flatten() for part in torch.split(whole, sizes, dim=1)])

@@ -1,0 +1,86 @@
+"""A model of any mix of layers as a list of operations of the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tenuto.base.errors import ModelError
+from tenuto.kernels.native import library
+from tenuto.kernels.native.library import Op, OpKind
+from tenuto.kernels.native.pack import LANES
+from tenuto.models.config import Layer, ModelConfig
+from tenuto.models.groups import layer_groups, memory_spec
+from tenuto.models.native.building import Building, group_of, op
+from tenuto.models.native.feed_forward import feed_forward
+from tenuto.models.native.mixers import mixer
+from tenuto.models.native.obstacle import obstacle
+from tenuto.models.native.panels import Panels
+from tenuto.models.weights import StoredWeight
+
+
+class NativeProgram:
+    """A model's weights, and the operations of its forward pass.
+
+    Keys and values are bfloat16, in whole blocks of 16 token slots, states of convolutions and recurrences float32.
+    Invariant: what `ops` and `model` point to lives as long as this.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Iterable[tuple[str, StoredWeight]], page_size: int, *, plain: bool = False
+    ) -> None:
+        """`weights` as `Checkpoint.weights` says; with `plain` they become bfloat16. Raises `ModelError` if one is
+        missing, of a wrong shape, or unknown, or if there is an `obstacle`."""
+        reason = obstacle(config)
+        if reason is not None:
+            raise ModelError(f"the native kernels cannot run this model: {reason}")
+        self.config = config
+        groups = layer_groups(config, torch.bfloat16, convolutions=torch.float32)
+        self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
+        self._panels = Panels(weights, plain=plain)
+        self._building = Building(config, self._panels, groups)
+        ops = self._operations()
+        self._panels.end()
+        self.ops = (Op * len(ops))(*ops)
+        ropes, made = self._building.ropes(), [group_of(group) for group in groups]
+        self.model = library.Model(
+            config.hidden,
+            config.vocab,
+            page_size,
+            len(made),
+            len(ropes),
+            (library.Group * len(made))(*made),
+            ropes,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory taken by the weights, in bytes."""
+        return self._panels.size
+
+    def _operations(self) -> list[Op]:
+        c, b = self.config, self._building
+        (embedding,) = self._panels.matrices({"model.embed_tokens": c.vocab}, c.hidden)
+        ops = [op(OpKind.EMBED, first=embedding, scale=c.embedding_scale)]
+        mixers = 0
+        for i, layer in enumerate(c.layers):
+            ops += self._layer(layer, f"model.layers.{i}.", mixers)
+            mixers += len(layer.mixers)
+        head = embedding if c.tied else self._panels.matrices({"lm_head": c.vocab}, c.hidden)[0]
+        logits = op(OpKind.LOGITS, first=head, scale=c.logit_scale, cap=c.logit_cap)
+        return [*ops, b.norm(OpKind.SELECT, "model.norm", head), logits]
+
+    def _layer(self, layer: Layer, name: str, first: int) -> list[Op]:
+        """The operations of a layer whose weights' names begin with `name`, and whose mixers have the numbers from
+        `first` on."""
+        b, apart, ops = self._building, layer.post_norms or layer.beside is not None, list[Op]()
+        for number, mixing in enumerate(layer.mixers, first):
+            ops += mixer(b, mixing, number, name, apart=apart)
+        if layer.mixers and apart:
+            ops.append(b.post(f"{name}mixer_post_norm" if layer.post_norms else None))
+        if layer.feed_forward is not None:
+            ops += feed_forward(b, layer.feed_forward, name, apart=layer.post_norms)
+            if layer.post_norms:
+                ops.append(b.post(f"{name}mlp_post_norm"))
+        return ops

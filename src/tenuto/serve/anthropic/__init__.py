@@ -1,0 +1,1 @@
+"""The interface of Anthropic's clients."""

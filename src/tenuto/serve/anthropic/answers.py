@@ -1,0 +1,134 @@
+"""Answers in Anthropic's form, whole or streamed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.turns import EndReason, TurnResult, joined
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.errors import Failure
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.samples import check_end
+from tenuto.serve.shared.sse import event
+from tenuto.serve.shared.tool_calls import AnswerReader, Said
+
+
+class MessageWriter:
+    """Writes the answer of one turn. Used once."""
+
+    def __init__(self, edge: Edge, turn: LiveTurn, reader: AnswerReader) -> None:
+        self._edge = edge
+        self._turn = turn
+        self._reader = reader
+        self._called = False
+        self._block: str | None = None  # the type of the block that is open in a stream
+        self._index = -1
+        self._head: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": edge.served_name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, when the turn has ended. Raises the error that it ended with."""
+        result = await self._turn.finished()
+        check_end(self._edge, result)
+        said = _together(self._reader.push(self._turn.reply().text), self._reader.finish())
+        self._called = bool(said.calls)
+        content: list[dict[str, Any]] = []
+        if said.reasoning:
+            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+        if said.text:
+            content.append({"type": "text", "text": said.text})
+        content += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.parsed()} for call in said.calls
+        ]
+        return {**self._head, "content": content, **self._end(result), "usage": _usage(result)}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        ticket = self._turn.ticket
+        usage = {"input_tokens": ticket.prompt_tokens if ticket is not None else 0, "output_tokens": 0}
+        opened = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield event("message_start", {"type": "message_start", "message": opened})
+        try:
+            async with aclosing(self._turn.follow()) as stream:
+                async for _, deltas in stream:
+                    delta = joined(deltas)
+                    said = self._reader.push(delta.text)
+                    if delta.result is not None:
+                        said = _together(said, self._reader.finish())
+                    for part in self._parts(said):
+                        yield part
+                    if delta.result is not None:
+                        check_end(self._edge, delta.result)
+                        for part in self._closing(delta.result):
+                            yield part
+        except TenutoError as error:
+            yield event("error", {"type": "error", **Failure.of(error).body})
+
+    def _parts(self, said: Said) -> list[bytes]:
+        """Events for what has been said: thoughts, then text, then calls."""
+        parts: list[bytes] = []
+        if said.reasoning:
+            parts += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            parts.append(self._delta({"type": "thinking_delta", "thinking": said.reasoning}))
+        if said.text:
+            parts += self._open("text", {"type": "text", "text": ""})
+            parts.append(self._delta({"type": "text_delta", "text": said.text}))
+        for call in said.calls:
+            self._called = True
+            parts += self._close()
+            parts += self._open("tool_use", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            parts.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+        return parts
+
+    def _open(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+        if self._block == kind:
+            return []
+        parts = self._close()
+        self._block = kind
+        self._index += 1
+        started = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return [*parts, event("content_block_start", started)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return event("content_block_delta", {"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> list[bytes]:
+        if self._block is None:
+            return []
+        self._block = None
+        return [event("content_block_stop", {"type": "content_block_stop", "index": self._index})]
+
+    def _closing(self, result: TurnResult) -> list[bytes]:
+        last = {"type": "message_delta", "delta": self._end(result), "usage": _usage(result)}
+        return [*self._close(), event("message_delta", last), event("message_stop", {"type": "message_stop"})]
+
+    def _end(self, result: TurnResult) -> dict[str, Any]:
+        stop = result.stop if isinstance(result.stop, str) else None
+        reason = "end_turn" if stop is None else "stop_sequence"
+        if result.reason in (EndReason.LENGTH, EndReason.APPENDED):
+            reason = "max_tokens"
+        elif self._called:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _usage(result: TurnResult) -> dict[str, int]:
+    usage = result.usage
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.generated,
+    }
+
+
+def _together(first: Said, second: Said) -> Said:
+    return Said(first.text + second.text, first.reasoning + second.reasoning, first.calls + second.calls)

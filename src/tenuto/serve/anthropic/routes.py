@@ -1,0 +1,65 @@
+"""Anthropic-compatible routes. An answer is the turn of an ephemeral session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.messages import StartTurn, Tokenize
+from tenuto.serve.anthropic.answers import MessageWriter
+from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
+from tenuto.serve.shared.edge import Caller, EdgeOf
+from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.sse import EventStream, while_connected
+from tenuto.serve.shared.tool_calls import reader_of
+
+router = APIRouter(prefix="/v1/messages", tags=["anthropic"])
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer, or its events",
+        "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@router.post("", response_model=None, responses=REFUSALS | STREAMED)
+async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Request) -> Response:
+    """Answer messages."""
+    edge.check_model(body.model)
+    habits, streams = edge.model.habits, False
+    start = StartTurn(
+        kind="turn",
+        tenant=tenant.name,
+        input=body.rendered(),
+        params=body.params(habits),
+        tools=body.told_tools(),
+        limits=tenant.limits,
+    )
+    try:
+        turn = await while_connected(request, edge.start(tenant, start))
+    except TenutoError as error:
+        error.param = body.param(error.param)
+        raise
+    try:
+        reader = reader_of(habits, [tool.name for tool in body.chosen], start.params.grammar)
+        writer = MessageWriter(edge, turn, reader)
+        if body.stream:
+            streams = True
+            return EventStream(writer.events(), lambda: edge.turns.abandon(turn))
+        whole = await while_connected(request, writer.whole())
+        return Response(msgspec.json.encode(whole), media_type="application/json")
+    finally:
+        if not streams:
+            edge.turns.abandon(turn)
+
+
+@router.post("/count_tokens", responses=REFUSALS)
+async def count_tokens(edge: EdgeOf, _: Caller, body: Conversation) -> dict[str, int]:
+    """How many tokens messages come to."""
+    edge.check_model(body.model)
+    tokens = await edge.link.call(Tokenize(input=body.rendered(), tools=body.told_tools()))
+    return {"input_tokens": len(tokens)}

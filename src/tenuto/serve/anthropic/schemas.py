@@ -1,0 +1,221 @@
+"""Anthropic-compatible requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from tenuto.base.checks import shown
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.grammar import Grammar
+from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
+from tenuto.base.tools import MAX_TOOLS, ModelHabits, ToolCall, Tools
+from tenuto.base.turns import Message
+from tenuto.serve.shared.objects import NOTHING, ForeignObject
+from tenuto.serve.shared.schemas import Messages, field_of, random_seed, unsupported
+from tenuto.serve.shared.tool_calls import shape_of
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", examples=["get_weather"])]
+KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+
+class Block(ForeignObject):
+    """A block of a message's content."""
+
+    ignored = frozenset({"cache_control", "caller", "citations", "data", "is_error", "signature", "toolset_name"})
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str = ""
+    thinking: str = ""
+    id: str = Field("", max_length=256, description="Of a `tool_use`.")
+    name: str = Field("", max_length=256, description="Of a `tool_use`: the function.")
+    input: dict[str, Any] | None = None
+    tool_use_id: str = Field("", max_length=256, description="Of a `tool_result`: the call it answers.")
+    content: str | Messages[Block] | None = Field(None, description="Of a `tool_result`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind not in KINDS:
+            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: {', '.join(KINDS)}")
+        return given
+
+
+def text_of(content: str | list[Block] | None) -> str:
+    """The texts of content, one a line."""
+    if not isinstance(content, list):
+        return content or ""
+    return "\n".join(block.text for block in content if block.type == "text")
+
+
+class NewMessage(ForeignObject):
+    """A message."""
+
+    role: Literal["user", "assistant"]
+    content: str | Messages[Block]
+
+    def rendered(self) -> list[Message]:
+        """As the engine takes it: results of calls are messages of their own."""
+        if isinstance(self.content, str):
+            return [Message(self.role, self.content)]
+        if self.role == "assistant":
+            calls = [ToolCall(block.name, json.dumps(block.input or {}, ensure_ascii=False), block.id)
+                     for block in self.content if block.type == "tool_use"]  # fmt: skip
+            thoughts = "\n".join(block.thinking for block in self.content if block.type == "thinking")
+            return [Message("assistant", text_of(self.content), tuple(calls), reasoning=thoughts)]
+        results = [block for block in self.content if block.type == "tool_result"]
+        messages = [Message("tool", text_of(block.content), tool_call_id=block.tool_use_id) for block in results]
+        if len(results) < len(self.content) or not results:
+            messages.append(Message("user", text_of(self.content)))
+        return messages
+
+
+class Tool(ForeignObject):
+    """A function that the model may call. `input_schema`: of its arguments, an object."""
+
+    ignored = frozenset({"cache_control", "defer_loading", "eager_input_streaming", "input_examples", "strict"})
+
+    type: str | None = None
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: 'custom'")
+        return given
+
+    def told(self) -> dict[str, Any]:
+        """What the model is told of it."""
+        described = {"description": self.description} if self.description is not None else {}
+        return {"name": self.name, **described, "parameters": self.input_schema}
+
+
+class ToolChoice(ForeignObject):
+    """Whether tools must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(ForeignObject):
+    """The shape of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(ForeignObject):
+    """What the answer must be."""
+
+    ignored = frozenset({"effort"})
+
+    format: OutputFormat | None = None
+
+
+class Conversation(ForeignObject):
+    """The fields that say what is to be answered."""
+
+    ignored = frozenset(
+        {"betas", "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "thinking"}
+    )
+    not_supported = dict.fromkeys(("container", "mcp_servers", "context_management"), NOTHING)
+
+    model: str = Field(description="As listed by `/v1/models`, or `default`.")
+    messages: Messages[NewMessage] = Field(min_length=1)
+    system: str | Messages[Block] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description="`any`, or a tool, is enforced.")
+    output_config: OutputConfig | None = Field(None, description="A JSON schema, which is enforced.")
+
+    @property
+    def chosen(self) -> list[Tool]:
+        """The tools that may be called."""
+        choice = self.tool_choice
+        if choice is not None and choice.type == "none":
+            return []
+        tools = self.tools or []
+        return [tool for tool in tools if tool.name == choice.name] if choice and choice.type == "tool" else tools
+
+    def rendered(self) -> list[Message]:
+        """The messages as the engine takes them. Raises `InvalidRequest`."""
+        if self.messages[-1].role == "assistant":
+            raise unsupported_prefill()
+        system = text_of(self.system)
+        messages = [Message("system", system)] if system else []
+        return messages + [one for message in self.messages for one in message.rendered()]
+
+    def told_tools(self) -> Tools:
+        """What the model is told of."""
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return Tools()
+        return Tools.of([tool.told() for tool in self.tools or ()])
+
+    def grammar(self, habits: ModelHabits) -> Grammar | None:
+        """What the answer must follow, if anything. Raises `InvalidRequest`."""
+        shape = self.output_config.format if self.output_config is not None else None
+        answer = Grammar.of_schema(shape.schema_) if shape is not None else None
+        choice = self.tool_choice
+        forced = choice is not None and choice.type in ("any", "tool")
+        if forced and not self.chosen:
+            raise InvalidRequest("tool_choice asks for a tool that tools does not have", param="tool_choice")
+        parallel = choice is None or not (choice.type == "tool" or choice.disable_parallel_tool_use)
+        functions = {tool.name: tool.input_schema for tool in self.chosen}
+        return shape_of(habits, answer, functions, forced=forced, parallel=parallel)
+
+
+def unsupported_prefill() -> InvalidRequest:
+    """The last message is the assistant's."""
+    return InvalidRequest(
+        "messages end with one of the assistant; allowed: that the last is the user's", param="messages"
+    )
+
+
+class MessagesBody(Conversation):
+    """Messages to answer."""
+
+    max_tokens: int = Field(ge=1, le=MAX_NEW_TOKENS)
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = field_of("temperature", "1 if not given.")
+    top_p: float | None = field_of("top_p")
+    top_k: int | None = Field(None, ge=0, le=2**31 - 1)
+
+    def params(self, habits: ModelHabits) -> TurnParams:
+        """The turn's parameters. Raises `InvalidRequest`."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        given: TurnOptions = {"max_new_tokens": self.max_tokens, "temperature": temperature}
+        if temperature > 0:
+            given["seed"] = random_seed()
+        if self.top_p is not None:
+            given["top_p"] = self.top_p
+        if self.top_k is not None:
+            given["top_k"] = self.top_k
+        if self.stop_sequences:
+            given["stop"] = self.stop_sequences
+        grammar = self.grammar(habits)
+        if grammar is not None:
+            given["grammar"] = grammar
+        try:
+            return turn_params(given)
+        except InvalidRequest as error:
+            error.param = self.param(error.param)
+            raise
+
+    def param(self, option: str | None) -> str | None:
+        """The field that sets an option of the engine."""
+        shaped = self.output_config is not None and self.output_config.format is not None
+        names = {
+            "max_new_tokens": "max_tokens",
+            "stop": "stop_sequences",
+            "input": "messages",
+            "grammar": "output_config.format.schema" if shaped else "tools",
+        }
+        return names.get(option or "", option)

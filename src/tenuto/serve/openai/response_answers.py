@@ -1,0 +1,180 @@
+"""Responses in OpenAI's form, whole or streamed."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.turns import EndReason, TurnResult, joined
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.errors import Failure
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.samples import check_end
+from tenuto.serve.shared.sse import event
+from tenuto.serve.shared.tool_calls import AnswerReader, Said
+
+TEXT, THOUGHT = "output_text", "reasoning_text"
+
+
+class ResponseWriter:
+    """Writes the response of one turn. Used once. `echoed`: what it repeats of the request; `keep` is called with the
+    response once it is complete."""
+
+    def __init__(
+        self,
+        edge: Edge,
+        turn: LiveTurn,
+        reader: AnswerReader,
+        name: str,
+        echoed: dict[str, Any],
+        keep: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._edge = edge
+        self._turn = turn
+        self._reader = reader
+        self._keep = keep
+        self._output: list[dict[str, Any]] = []
+        self._open = ""  # the type of part that the last item is getting
+        self._number = 0  # of the next event
+        self._head: dict[str, Any] = {
+            "id": name,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": edge.served_name,
+            "error": None,
+            "incomplete_details": None,
+            **echoed,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The response, when the turn has ended. Raises the error that it ended with."""
+        result = await self._turn.finished()
+        check_end(self._edge, result)
+        for said in (self._reader.push(self._turn.reply().text), self._reader.finish()):
+            self._parts(said)
+        self._close()
+        return self._done(result)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The response as server-sent events."""
+        begun = self._response("in_progress")
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+        try:
+            async with aclosing(self._turn.follow()) as stream:
+                async for _, deltas in stream:
+                    delta = joined(deltas)
+                    for part in self._parts(self._reader.push(delta.text)):
+                        yield part
+                    if delta.result is None:
+                        continue
+                    check_end(self._edge, delta.result)
+                    for part in [*self._parts(self._reader.finish()), *self._close()]:
+                        yield part
+                    response = self._done(delta.result)
+                    yield self._event(f"response.{response['status']}", response=response)
+        except TenutoError as error:
+            failure = Failure.of(error)
+            told = {"code": failure.code, "message": failure.message}
+            yield self._event("response.failed", response={**self._response("failed"), "error": told})
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {**self._head, "status": status, "output": list(self._output), "usage": None}
+
+    def _done(self, result: TurnResult) -> dict[str, Any]:
+        usage = result.usage
+        whole = result.reason not in (EndReason.LENGTH, EndReason.APPENDED)
+        response = self._response("completed" if whole else "incomplete")
+        if not whole:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens": usage.generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt + usage.generated,
+        }
+        self._keep(response)
+        return response
+
+    # -- items and their events
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        self._number += 1
+        return event(name, {"type": name, "sequence_number": self._number - 1, **fields})
+
+    def _of_item(self, name: str, /, **fields: Any) -> bytes:
+        """An event of the last item."""
+        return self._event(name, output_index=len(self._output) - 1, **fields)
+
+    def _parts(self, said: Said) -> list[bytes]:
+        parts: list[bytes] = []
+        if said.reasoning:
+            parts += self._write(THOUGHT, said.reasoning)
+        if said.text:
+            parts += self._write(TEXT, said.text)
+        for call in said.calls:
+            parts += self._close()
+            item = {
+                "id": f"fc_{secrets.token_hex(12)}",
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": "",
+            }
+            self._output.append(item)
+            parts.append(self._of_item("response.output_item.added", item=dict(item)))
+            item |= {"arguments": call.arguments, "status": "completed"}
+            about = {"item_id": item["id"]}
+            parts.append(self._of_item("response.function_call_arguments.delta", delta=call.arguments, **about))
+            done = {"arguments": call.arguments, "name": call.name, **about}
+            parts.append(self._of_item("response.function_call_arguments.done", **done))
+            parts.append(self._of_item("response.output_item.done", item=dict(item)))
+        return parts
+
+    def _write(self, kind: str, text: str) -> list[bytes]:
+        """Add text to the last item, or begin one."""
+        parts: list[bytes] = []
+        if self._open != kind:
+            parts += self._close() + self._begin(kind)
+        item = self._output[-1]
+        item["content"][0]["text"] += text
+        about: dict[str, Any] = {"item_id": item["id"], "content_index": 0, "delta": text}
+        if kind == TEXT:
+            about["logprobs"] = []
+        parts.append(self._of_item(f"response.{kind}.delta", **about))
+        return parts
+
+    def _begin(self, kind: str) -> list[bytes]:
+        self._open = kind
+        part: dict[str, Any] = {"type": kind, "text": ""}
+        item: dict[str, Any] = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": []}
+        if kind == TEXT:
+            part["annotations"] = []
+            item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+        item |= {"status": "in_progress", "content": []}
+        self._output.append(item)
+        added = self._of_item("response.output_item.added", item={**item, "content": []})
+        item["content"].append(part)
+        about = {"item_id": item["id"], "content_index": 0}
+        return [added, self._of_item("response.content_part.added", part=dict(part), **about)]
+
+    def _close(self) -> list[bytes]:
+        """The last item is complete."""
+        if not self._open:
+            return []
+        kind, self._open = self._open, ""
+        item = self._output[-1]
+        item["status"] = "completed"
+        part, about = item["content"][0], {"item_id": item["id"], "content_index": 0}
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == TEXT else {}
+        return [
+            self._of_item(f"response.{kind}.done", text=part["text"], **about, **logprobs),
+            self._of_item("response.content_part.done", part=dict(part), **about),
+            self._of_item("response.output_item.done", item=dict(item)),
+        ]

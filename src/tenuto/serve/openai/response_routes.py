@@ -1,0 +1,163 @@
+"""OpenAI's Responses. A stored response is a session of the same name, whose state is that after the response; to go on
+from it is to fork it."""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Path, Request, Response
+
+from tenuto.base.errors import NotFound, SessionBusy, TenutoError
+from tenuto.base.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
+from tenuto.base.options import Policy
+from tenuto.serve.openai.response_answers import ResponseWriter
+from tenuto.serve.openai.response_schemas import ResponseBody
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
+from tenuto.serve.shared.settings import Tenant
+from tenuto.serve.shared.sse import EventStream, while_connected
+from tenuto.serve.shared.tool_calls import reader_of
+
+router = APIRouter(prefix="/v1/responses", tags=["openai"])
+
+MAX_KEPT = 1000
+"""Responses that can be read again, the latest."""
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The response, or its events",
+        "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+ResponseId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The response's id.")]
+
+
+class KeptResponses:
+    """The latest stored responses, by tenant and id. Their sessions live on without them."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
+
+    def keep(self, tenant: str, response: dict[str, Any]) -> None:
+        """The oldest is forgotten if there are too many."""
+        self._kept[tenant, response["id"]] = response
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def find(self, tenant: str, name: str) -> dict[str, Any] | None:
+        return self._kept.get((tenant, name))
+
+    def forget(self, tenant: str, name: str) -> None:
+        self._kept.pop((tenant, name), None)
+
+
+def _kept(request: Request) -> KeptResponses:
+    """The application's, created for its first request."""
+    state = request.app.state
+    if not hasattr(state, "responses"):
+        state.responses = KeptResponses()
+    responses: KeptResponses = state.responses
+    return responses
+
+
+Kept = Annotated[KeptResponses, Depends(_kept)]
+
+
+@router.post("", response_model=None, responses=REFUSALS | STREAMED)
+async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: Kept) -> Response:
+    """Answer input. With `previous_response_id`, send only what is new: a fork of its state goes on."""
+    edge.check_model(body.model)
+    name, streams = f"resp_{secrets.token_hex(16)}", False
+    try:
+        turn = await while_connected(request, _start(edge, tenant, body, kept, name))
+    except TenutoError as error:
+        error.param = body.param(error.param)
+        raise
+
+    def keep(response: dict[str, Any]) -> None:
+        if body.store is not False:
+            kept.keep(tenant.name, response)
+
+    def leave() -> None:
+        edge.turns.abandon(turn)
+        if turn.request.session is not None and not turn.committed:
+            edge.spawn(_close(edge, tenant, name))  # which aborts its turn
+
+    try:
+        reader = reader_of(edge.model.habits, [tool.name for tool in body.chosen], turn.request.params.grammar)
+        writer = ResponseWriter(edge, turn, reader, name, body.echoed(), keep)
+        if body.stream:
+            streams = True
+            return EventStream(writer.events(), leave)
+        whole = await while_connected(request, writer.whole())
+        return Response(msgspec.json.encode(whole), media_type="application/json")
+    finally:
+        if not streams:
+            leave()
+
+
+async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, kept: KeptResponses, name: str) -> LiveTurn:
+    """The turn, in a session called `name` unless nothing is to be kept, once the engine has accepted it."""
+    previous, stores = body.previous_response_id, body.store is not False
+    earlier = kept.find(tenant.name, previous) if previous is not None else None
+    start = StartTurn(
+        kind="turn",
+        tenant=tenant.name,
+        session=name if stores or previous is not None else None,
+        input=body.rendered(earlier["instructions"] if earlier is not None else None),
+        params=body.params(edge.model.habits),
+        tools=body.told_tools(),
+        limits=tenant.limits,
+    )
+    if start.session is None:
+        return await edge.start(tenant, start)
+    if previous is not None:
+        await _fork(edge, tenant, previous, name)
+    else:
+        policy = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name)
+        await edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
+    try:
+        return await edge.start(tenant, start)
+    except BaseException:
+        edge.spawn(_close(edge, tenant, name))
+        raise
+
+
+async def _fork(edge: Edge, tenant: Tenant, previous: str, name: str) -> None:
+    """Raises `NotFound`, and `SessionBusy` while the previous response is being written."""
+    try:
+        state = await edge.link.call(GetSession(tenant=tenant.name, session=previous))
+    except NotFound:
+        raise NotFound(
+            f"there is no response {previous!r}; it was not stored, or too long ago", param="previous_response_id"
+        ) from None
+    if state.turn is not None:
+        raise SessionBusy(f"response {previous} is not complete yet", param="previous_response_id")
+    await edge.link.call(Fork(tenant=tenant.name, session=previous, child=name, limits=tenant.limits))
+
+
+async def _close(edge: Edge, tenant: Tenant, name: str) -> None:
+    try:
+        await edge.turns.close_session((tenant.name, name))
+    except TenutoError:
+        return  # it is closed, or was never opened
+
+
+@router.get("/{response_id}", responses=REFUSALS)
+async def read(tenant: Caller, kept: Kept, response_id: ResponseId) -> dict[str, Any]:
+    """A stored response, one of the latest thousand."""
+    response = kept.find(tenant.name, response_id)
+    if response is None:
+        raise NotFound(f"there is no response {response_id!r}; it was not stored, or too long ago")
+    return response
+
+
+@router.delete("/{response_id}", responses=REFUSALS)
+async def delete(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: ResponseId) -> dict[str, Any]:
+    """Forget a response and close its session. Those that went on from it have their own."""
+    await edge.link.call(CloseSession(tenant=tenant.name, session=response_id))
+    kept.forget(tenant.name, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}

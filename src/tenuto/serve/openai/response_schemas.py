@@ -1,0 +1,250 @@
+"""Requests for OpenAI's Responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from tenuto.base.checks import shown
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.grammar import Grammar
+from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
+from tenuto.base.tools import MAX_TOOLS, ModelHabits, ToolCall, Tools
+from tenuto.base.turns import Message
+from tenuto.serve.openai.tools import Function, Name
+from tenuto.serve.shared.grammars import of_schema
+from tenuto.serve.shared.objects import NOTHING, ForeignObject
+from tenuto.serve.shared.schemas import Id, Messages, field_of, random_seed, unsupported
+from tenuto.serve.shared.tool_calls import shape_of
+
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class Part(ForeignObject):
+    """A piece of an item's content."""
+
+    ignored = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind not in TEXTS:
+            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: {', '.join(TEXTS)}")
+        return given
+
+
+def text_of(content: str | list[Part] | None) -> str:
+    """The texts of content, one a line."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+class Item(ForeignObject):
+    """A message, a call, its result, or thoughts, as they are given or as an earlier response had them."""
+
+    ignored = frozenset({"id", "status", "encrypted_content", "phase", "namespace", "caller"})
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Messages[Part] | None = None
+    summary: Messages[Part] | None = None
+    call_id: str = Field("", max_length=256)
+    name: str = Field("", max_length=256)
+    arguments: str = "{}"
+    output: str | Messages[Part] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind not in ITEMS:
+            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: {', '.join(ITEMS)}")
+        if isinstance(given, dict) and given.get("type", "message") == "message" and "role" not in given:
+            raise unsupported("role", "is required of a message")
+        return given
+
+
+class FlatTool(Function):
+    """A function that the model may call."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "output_schema", "allowed_callers"})
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: 'function'")
+        return given
+
+
+class NamedTool(ForeignObject):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: Name
+
+
+class TextFormat(ForeignObject):
+    """The shape of the answer. A schema is always enforced."""
+
+    ignored = frozenset({"description", "strict"})
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = Field("", max_length=256)
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class TextConfig(ForeignObject):
+    """What the answer's text must be."""
+
+    ignored = frozenset({"verbosity"})
+
+    format: TextFormat | None = None
+
+
+class ResponseBody(ForeignObject):
+    """Input to answer."""
+
+    ignored = frozenset(
+        {
+            "include",
+            "max_tool_calls",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "reasoning",
+            "safety_identifier",
+            "service_tier",
+            "stream_options",
+            "truncation",
+            "user",
+        }
+    )
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("background", "context_management", "conversation", "moderation", "prompt"), NOTHING),
+        "top_logprobs": (None, 0),
+    }
+
+    model: str = Field(description="As listed by `/v1/models`, or `default`.")
+    input: str | Messages[Item] = Field(description="With `previous_response_id`, only what is new.")
+    instructions: str | None = Field(None, description="A system message.")
+    previous_response_id: Id | None = Field(
+        None, description="The conversation that goes on, from a fork of its state."
+    )
+    store: bool | None = Field(None, description="Keep the response, to go on from it; true if not given.")
+    stream: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
+    temperature: float | None = field_of("temperature", "1 if not given.")
+    top_p: float | None = field_of("top_p")
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+
+    @property
+    def chosen(self) -> list[FlatTool]:
+        """The functions that may be called."""
+        if self.tool_choice == "none":
+            return []
+        tools, choice = self.tools or [], self.tool_choice
+        return [tool for tool in tools if tool.name == choice.name] if isinstance(choice, NamedTool) else tools
+
+    def told_tools(self) -> Tools:
+        """What the model is told of."""
+        return Tools() if self.tool_choice == "none" else Tools.of([tool.told() for tool in self.tools or ()])
+
+    def rendered(self, instructed: str | None) -> list[Message]:
+        """The messages as the engine takes them. `instructed`: the instructions that the conversation goes on with."""
+        messages = [Message("user", self.input)] if isinstance(self.input, str) else _rendered(self.input)
+        if not self.instructions or self.instructions == instructed:
+            return messages
+        if messages and messages[0].role == "system":
+            first = Message("system", f"{self.instructions}\n\n{messages[0].content}")
+            return [first, *messages[1:]]
+        return [Message("system", self.instructions), *messages]
+
+    def grammar(self, habits: ModelHabits) -> Grammar | None:
+        """What the answer must follow, if anything. Raises `InvalidRequest`."""
+        answer, shape = None, self.text.format if self.text is not None else None
+        if shape is not None and shape.type != "text":
+            schema: Any = {"type": "object"} if shape.type == "json_object" else shape.schema_
+            answer = of_schema("text.format.schema", True if schema is None else schema)
+        forced = self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        if forced and not self.chosen:
+            raise InvalidRequest("tool_choice asks for a call of a function that tools lacks", param="tool_choice")
+        parallel = self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+        functions = {tool.name: tool.parameters for tool in self.chosen}
+        return shape_of(habits, answer, functions, forced=forced, parallel=parallel)
+
+    def params(self, habits: ModelHabits) -> TurnParams:
+        """The turn's parameters. Raises `InvalidRequest`."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        given: TurnOptions = {"max_new_tokens": self.max_output_tokens, "temperature": temperature}
+        if temperature > 0:
+            given["seed"] = random_seed()
+        if self.top_p is not None:
+            given["top_p"] = self.top_p
+        if (grammar := self.grammar(habits)) is not None:
+            given["grammar"] = grammar
+        return turn_params(given)
+
+    def param(self, option: str | None) -> str | None:
+        """The field that sets an option of the engine."""
+        shaped = self.text is not None and self.text.format is not None and self.text.format.type != "text"
+        names = {"max_new_tokens": "max_output_tokens", "grammar": "text.format.schema" if shaped else "tools"}
+        return names.get(option or "", option)
+
+    def echoed(self) -> dict[str, Any]:
+        """The fields of a response that repeat the request."""
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text is not None else {}
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": self.store is not False,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": choice or "auto",
+            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+        }
+
+
+def _rendered(items: list[Item]) -> list[Message]:
+    """The messages that items come to: thoughts and calls belong to the assistant's message beside them."""
+    messages: list[Message] = []
+    thoughts = ""
+    for item in items:
+        last = messages[-1] if messages else None
+        if item.type == "reasoning":
+            thoughts = text_of(item.content) or text_of(item.summary)
+        elif item.type == "function_call_output":
+            messages.append(Message("tool", text_of(item.output), tool_call_id=item.call_id))
+        elif item.type == "function_call":
+            calls: tuple[ToolCall, ...] = (ToolCall(item.name, item.arguments or json.dumps({}), item.call_id),)
+            if last is not None and last.role == "assistant":
+                messages.pop()
+                messages.append(Message("assistant", last.content, last.tool_calls + calls, reasoning=last.reasoning))
+            else:
+                messages.append(Message("assistant", "", calls, reasoning=thoughts))
+                thoughts = ""
+        else:
+            role = "system" if item.role == "developer" else item.role or "user"
+            own, thoughts = (thoughts, "") if role == "assistant" else ("", thoughts)
+            messages.append(Message(role, text_of(item.content), reasoning=own))
+    return messages

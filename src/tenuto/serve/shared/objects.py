@@ -1,0 +1,32 @@
+"""The base of objects in requests of others' interfaces, which have fields that are known, but not supported."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import model_validator
+
+from tenuto.base.checks import shown
+from tenuto.serve.shared.schemas import Object, unsupported
+
+NOTHING: tuple[Any, ...] = (None, False, [], {})
+"""Values that ask for nothing."""
+
+
+class ForeignObject(Object):
+    """An object in a request. Known fields that are not supported are refused unless they ask for nothing."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name, harmless in cls.not_supported.items():
+            if name in given and not any(given[name] == value for value in harmless):
+                raise unsupported(name, f"is {shown(given[name])}; it is not supported, allowed: to leave it out")
+        return {
+            name: value for name, value in given.items() if name not in cls.ignored and name not in cls.not_supported
+        }

@@ -1,0 +1,204 @@
+"""Grammars to constraints, by llguidance. Compiling takes milliseconds, sometimes seconds: never in the engine's
+thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.grammar import Grammar
+from tenuto.base.plan import Words
+from tenuto.text.constraint import Constraint
+from tenuto.text.tokenizer import Tokenizer
+
+MAX_CACHED = 256
+"""Compiled grammars, the latest used."""
+MAX_CACHED_SOURCE = 2**22
+"""Characters of their sources in all."""
+SHOWN = 400
+"""Characters of what the library says of a bad grammar."""
+SCHEMA_OPTIONS: Any = {"whitespace_pattern": r"(\x20|\x0A\x20{0,32})?"}
+"""In JSON there may be a blank, or a new line and its indentation, wherever white space may be; not white space for
+ever, into which small models fall."""
+
+
+class GrammarMatcher:
+    """A `Matcher` by llguidance."""
+
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def failure(self) -> str:
+        return _brief(self._matcher.get_error())
+
+    @property
+    def complete(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def consume(self, token: int) -> bool:
+        return self._matcher.consume_token(token)
+
+    def allows(self, tokens: Sequence[int]) -> int:
+        return self._matcher.validate_tokens(list(tokens))
+
+    def fill(self, words: Words) -> None:
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    def rollback(self, tokens: int) -> None:
+        self._matcher.rollback(tokens)
+
+
+class GrammarCompiler:
+    """Makes constraints of grammars for the tokens of one model. For any thread.
+
+    Invariant: `_compiled` holds the grammars used last, the latest at the end, each with the mask of its first token
+    and a matcher that nobody moves; under `_lock`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """`end_ids`: the control tokens that end an answer. They may come where a text is complete."""
+        self._make = partial(_tokens_of, tokenizer, vocab_size, end_ids)
+        self._tokens: LLTokenizer | None = None  # made when first needed
+        self._compiled: OrderedDict[Grammar, tuple[LLMatcher, Words]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+
+    def has(self, grammar: Grammar) -> bool:
+        """Whether it is compiled, so that `constraint` takes no time."""
+        with self._lock:
+            return grammar in self._compiled
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """A fresh one. Raises `InvalidRequest` for what is no grammar, or cannot be followed."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+        if found is None:
+            found = self._compile(grammar)
+            self._keep(grammar, found)
+        matcher, first = found
+        return Constraint(GrammarMatcher(matcher.deep_copy()), len(first), first)
+
+    def _keep(self, grammar: Grammar, compiled: tuple[LLMatcher, Words]) -> None:
+        with self._lock:
+            self._compiled[grammar] = compiled
+            sizes = [len(each.source) for each in self._compiled]
+            while len(sizes) > MAX_CACHED or (sum(sizes) > MAX_CACHED_SOURCE and len(sizes) > 1):
+                self._compiled.popitem(last=False)
+                del sizes[0]
+
+    def _compile(self, grammar: Grammar) -> tuple[LLMatcher, Words]:
+        with self._making:
+            if self._tokens is None:
+                self._tokens = self._make()
+        matcher = LLMatcher(self._tokens, _SOURCES[grammar.kind](grammar), log_level=0, limits=LIMITS)
+        first = np.zeros(-(-self._tokens.vocab_size // 32), np.uint32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
+        if matcher.is_error():
+            raise InvalidRequest(
+                f"the {_NAMES[grammar.kind]} is refused: {_brief(matcher.get_error())}", param="grammar"
+            )
+        if matcher.is_stopped() or not (first & ~_mask_of(self._tokens.eos_tokens, len(first))).any():
+            raise InvalidRequest(f"the {_NAMES[grammar.kind]} allows no text but the empty one", param="grammar")
+        return matcher, first
+
+
+LIMITS = LLParserLimits(verbose_errors=False)
+"""The library's own: a mask costs at most about 15 ms, a grammar at most some 100 MB."""
+
+_NAMES = {
+    "json_schema": "JSON schema",
+    "json_object": "grammar of JSON objects",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "ebnf": "EBNF grammar",
+    "lark": "Lark grammar",
+}
+
+
+def _schema(grammar: Grammar) -> str:
+    try:
+        schema = json.loads(grammar.source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the JSON schema is not JSON: {error}", param="grammar") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest("the JSON schema is not an object; allowed: an object, or true", param="grammar")
+    return LLMatcher.grammar_from_json_schema(schema, overrides=SCHEMA_OPTIONS)
+
+
+def _ebnf(grammar: Grammar) -> str:
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.source))
+    except Exception as error:  # noqa: BLE001 - the library raises bare ones
+        raise InvalidRequest(f"the EBNF grammar is refused: {_brief(str(error))}", param="grammar") from None
+
+
+def _choice(grammar: Grammar) -> str:
+    return LLMatcher.grammar_from_regex("|".join(map(_literal, grammar.choices())))
+
+
+def _literal(text: str) -> str:
+    """An expression that matches just this."""
+    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
+
+
+_SOURCES: dict[str, Callable[[Grammar], str]] = {
+    "json_schema": _schema,
+    "json_object": lambda _: LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=SCHEMA_OPTIONS),
+    "regex": lambda grammar: LLMatcher.grammar_from_regex(grammar.source),
+    "choice": _choice,
+    "ebnf": _ebnf,
+    "lark": lambda grammar: LLMatcher.grammar_from_lark(grammar.source),
+}
+
+
+def _brief(error: str) -> str:
+    """What the library says of a grammar, without its pictures and traces."""
+    text = " ".join(error.partition("<")[0].split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _mask_of(tokens: Sequence[int], words: int) -> Words:
+    mask = np.zeros(words, np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    return mask
+
+
+class _Tokens(TokenizerWrapper):
+    """A tokenizer as the library wants it: control tokens have no bytes, so that no grammar can name them."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
+        self.is_tokenizer_wrapper = True  # the library asks for it
+        self.bos_token_id = None
+        self.eos_token_id = end
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.special_token_ids = [token for token, raw in enumerate(self.tokens) if not raw]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenizer.encode(text.decode(errors="replace") if isinstance(text, bytes) else text)
+
+
+def _tokens_of(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> LLTokenizer:
+    ends = [token for token in dict.fromkeys(end_ids) if token < vocab_size]
+    if not ends:  # the library wants one: a token that no model has
+        vocab_size += 1
+        ends = [vocab_size - 1]
+    return LLTokenizer(_Tokens(tokenizer, vocab_size, ends[0]), n_vocab=vocab_size, eos_token=list(ends))

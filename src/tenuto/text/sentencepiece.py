@@ -1,0 +1,44 @@
+"""SentencePiece's BPE (Kudo and Richardson, arXiv:1808.06226) from a vocabulary with scores, as GGUF files have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from tenuto.text.alphabet import SPACE
+
+NORMAL, UNKNOWN = 1, 2
+"""Values of `tokenizer.ggml.token_type`: only normal tokens are merged from others."""
+
+
+def sentencepiece(tokens: list[str], types: list[int], scores: Sequence[float]) -> tokenizers.Tokenizer:
+    """`tokens[i]`, `types[i]` and `scores[i]` describe token i. Of all neighbours that make a normal token together
+    those with the highest score are merged first."""
+    unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    model = models.BPE(
+        {text: i for i, text in enumerate(tokens)},
+        cast("Any", _merges(tokens, types, scores)),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _merges(tokens: list[str], types: list[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every pair of normal tokens that is one, too, the first to be merged first. Of pairs that make the same token the
+    one with the longest left part comes first, as in conversions by transformers."""
+    normal = {text: score for text, kind, score in zip(tokens, types, scores, strict=True) if kind == NORMAL}
+    ranked = sorted(normal.items(), key=lambda item: item[1], reverse=True)
+    return [
+        (text[:cut], text[cut:])
+        for text, _ in ranked
+        for cut in range(len(text) - 1, 0, -1)
+        if text[:cut] in normal and text[cut:] in normal
+    ]

@@ -1,0 +1,91 @@
+"""Tools and calls in a conversation, for templates that know of them and for those that do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tenuto.base.tools import ModelHabits, ToolCall, Tools
+from tenuto.base.turns import Message
+
+INSTRUCTIONS = (
+    "You can call these functions:\n{tools}\n"
+    'To call one, answer with nothing but a JSON object: {{"name": its name, "arguments": an object}}. '
+    "To call several, answer with a list of such objects."
+)
+"""Told to models whose template has no place for tools."""
+Protect = Callable[[str], str]
+
+
+def habits_of(source: str, prompt: str) -> ModelHabits:
+    """What a chat template tells of how its model writes. `prompt`: what it writes to ask for an answer."""
+    thinks = "</think>" in source
+    return ModelHabits(
+        tools="tags" if "<tool_call>" in source else "json",
+        arguments="parameters" if '"parameters": ' in source and "<tool_call>" not in source else "arguments",
+        thinks="no" if not thinks else "opened" if prompt.rstrip().endswith("<think>") else "tags",
+    )
+
+
+def for_template(message: Message, protect: Protect) -> dict[str, Any]:
+    """A message as templates that know of tools take it."""
+    raw: dict[str, Any] = {"role": message.role, "content": protect(message.content)}
+    if message.tool_calls:
+        raw["tool_calls"] = [_call(call, protect) for call in message.tool_calls]
+    if message.tool_call_id:
+        raw["tool_call_id"] = protect(message.tool_call_id)
+    if message.name:
+        raw["name"] = protect(message.name)
+    if message.reasoning:
+        raw["reasoning_content"] = protect(message.reasoning)
+    return raw
+
+
+def _call(call: ToolCall, protect: Protect) -> dict[str, Any]:
+    function = {"name": protect(call.name), "arguments": protected(call.parsed(), protect)}
+    return {"type": "function", "id": protect(call.id), "function": function}
+
+
+def protected(value: Any, protect: Protect) -> Any:
+    """JSON with every string in it protected."""
+    if isinstance(value, str):
+        return protect(value)
+    if isinstance(value, list):
+        return [protected(one, protect) for one in value]
+    if isinstance(value, dict):
+        return {protect(key): protected(one, protect) for key, one in value.items()}
+    return value
+
+
+def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool) -> list[Message]:
+    """The messages for a template that knows of no tools: their definitions are part of the system message, or of the
+    first message if there can be none, and calls are the text of their message."""
+    told = [_plain(message) for message in messages]
+    if not tools:
+        return told
+    functions = [tool.get("function", tool) for tool in tools.parsed()]
+    text = INSTRUCTIONS.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in functions))
+    if told and (told[0].role == "system" or not system):
+        told[0] = replace(told[0], content=f"{told[0].content}\n\n{text}")
+    else:
+        told.insert(0, Message("system", text))
+    return told
+
+
+def _plain(message: Message) -> Message:
+    if not message.tool_calls:
+        return Message(message.role, message.content)
+    calls = [{"name": call.name, "arguments": call.parsed()} for call in message.tool_calls]
+    text = json.dumps(calls if len(calls) > 1 else calls[0], ensure_ascii=False)
+    return Message(message.role, f"{message.content}\n{text}" if message.content else text)
+
+
+def texts_of(messages: Sequence[Message], tools: Tools) -> list[str]:
+    """All that users have put into messages and tools."""
+    texts = [tools.source]
+    for message in messages:
+        texts += (message.content, message.name, message.tool_call_id, message.reasoning)
+        texts += (text for call in message.tool_calls for text in (call.name, call.arguments, call.id))
+    return texts

@@ -1,0 +1,356 @@
+"""Turns whose output follows a grammar: whatever happens to them, every token is one that may come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import pytest
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.grammar import Grammar
+from tenuto.base.options import TurnParams
+from tenuto.base.plan import Words
+from tenuto.base.turns import EndReason, TurnState
+from tenuto.exec.witness import advance, history_hash, next_allowed
+from tenuto.session.session import Turn
+from tenuto.text.constraint import Constraint
+from tenuto.text.masks import MaskThreads
+from tests.engine.stage import (
+    STATES,
+    VOCABULARY,
+    Stage,
+    continuation,
+    count_from,
+    every_mix,
+    every_overlap,
+)
+from tests.present import present
+
+WORDS = -(-VOCABULARY // 32)
+ANY = Grammar("regex", ".*")
+"""What the turns here say they follow; what they do follow is a `Ladder`."""
+
+
+class Ladder:
+    """A matcher: at rung i a token may come that leaves the rest `i + offset` when divided by `base`. Complete after
+    `rungs` tokens, broken at rung `broken`."""
+
+    def __init__(self, base: int, offset: int, rungs: int, broken: int = -1) -> None:
+        self.base, self.offset, self.rungs, self.broken = base, offset, rungs, broken
+        self.said: list[int] = []
+        self.failure = ""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.said) >= self.rungs
+
+    def may(self, rung: int, token: int) -> bool:
+        return rung < self.rungs and token % self.base == (rung + self.offset) % self.base
+
+    def consume(self, token: int) -> bool:
+        if not self.may(len(self.said), token) or self.failure:
+            self.failure = f"{token} may not come at rung {len(self.said)}"
+            return False
+        self.said.append(token)
+        return True
+
+    def allows(self, tokens: Sequence[int]) -> int:
+        count = 0
+        while count < len(tokens) and self.may(len(self.said) + count, tokens[count]):
+            count += 1
+        return count
+
+    def fill(self, words: Words) -> None:
+        if len(self.said) == self.broken:
+            self.failure = "too complex"
+        words[:] = allowed(self, len(self.said))
+
+    def rollback(self, tokens: int) -> None:
+        del self.said[len(self.said) - tokens :]
+
+
+def allowed(ladder: Ladder, rung: int) -> Words:
+    bits = (np.arange(32 * WORDS) % ladder.base == (rung + ladder.offset) % ladder.base) & (rung < ladder.rungs)
+    return np.packbits(bits & (np.arange(32 * WORDS) < VOCABULARY), bitorder="little").view(np.uint32)
+
+
+def climbed(history: Sequence[int], ladder: Ladder, tokens: int) -> list[int]:
+    """What a turn on the ladder says after `history`, naively."""
+    state, said = history_hash(history), []
+    for rung in range(min(tokens, ladder.rungs)):
+        said.append(next_allowed(state, VOCABULARY, (), allowed(ladder, rung)))
+        state = advance(state, said[-1])
+    return said
+
+
+def climb(stage: Stage, tokens: Sequence[int], ladder: Ladder, output: int = 12, session: str = "s") -> Turn:
+    params = TurnParams(max_new_tokens=output, grammar=ANY)
+    return stage.engine.submit(session, tokens, params, None, Constraint(ladder, WORDS))
+
+
+@every_mix
+@every_overlap
+def test_a_turn_says_what_its_grammar_allows_and_ends_where_it_is_complete(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap)
+    session = stage.open()
+    given, expected = count_from(1, 40), climbed(count_from(1, 40), Ladder(5, 2, 9), 12)
+    turn = climb(stage, given, Ladder(5, 2, 9))
+    stage.play()
+    assert (list(turn.output), present(turn.result).reason) == (expected, EndReason.STOP)
+    assert [token % 5 for token in turn.output] == [(rung + 2) % 5 for rung in range(9)]
+    following = stage.say("s", [7], 4)  # a turn without a grammar is free again
+    wanted = continuation([*session.history, 7], 4)
+    stage.play()
+    assert list(following.output) == wanted
+
+
+@every_overlap
+def test_what_is_longer_than_the_turn_may_be_is_cut_at_its_length(overlap: int) -> None:
+    stage = Stage(overlap=overlap)
+    stage.open()
+    turn = climb(stage, count_from(1, 10), Ladder(3, 0, 100), output=6)
+    stage.play()
+    assert list(turn.output) == climbed(count_from(1, 10), Ladder(3, 0, 100), 6)
+    assert present(turn.result).reason is EndReason.LENGTH
+
+
+@every_mix
+@every_overlap
+@pytest.mark.parametrize("right", [0, 2, 5])
+def test_guesses_are_checked_against_what_may_come(mix, overlap: int, right: int) -> None:
+    ladder, given = Ladder(7, 3, 20), count_from(1, 10)
+    said = climbed(given, ladder, 20)
+
+    def guess(turn: Turn, limit: int) -> list[int]:
+        """The next tokens, of which the first `right` are right; others are not even allowed."""
+        start = len(turn.output)
+        return [token if n < right else token + 1 for n, token in enumerate(said[start : start + limit])]
+
+    stage = Stage(mix, overlap=overlap, guess=guess, lookahead=5)
+    stage.open()
+    turn = climb(stage, given, ladder, output=20)
+    stage.play()
+    assert list(turn.output) == said
+    if right and overlap == 0:
+        assert len(stage.executor.plans) < 20  # they were of use
+
+
+@every_mix
+@every_overlap
+@pytest.mark.parametrize("at", [0, 5, 11])
+def test_a_preempted_turn_goes_on_in_its_grammar(mix, overlap: int, at: int) -> None:
+    stage = Stage(mix, overlap=overlap)
+    stage.open()
+    turn = climb(stage, count_from(1, 30), Ladder(4, 1, 12))
+    stage.until(lambda: turn.state is TurnState.RUNNING and len(turn.output) >= at)
+    stage.engine.lifecycle.preempt(turn)
+    stage.play()
+    assert list(turn.output) == climbed(count_from(1, 30), Ladder(4, 1, 12), 12)
+
+
+@every_mix
+@every_overlap
+def test_a_turn_goes_on_in_its_grammar_after_failed_steps(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap, failing=(1, 4, 5, 9))
+    for name in "ab":
+        stage.open(name)
+    turns = [climb(stage, count_from(n, 20), Ladder(4, n, 12), session=name) for n, name in enumerate("ab")]
+    stage.play()
+    for n, turn in enumerate(turns):
+        assert list(turn.output) == climbed(count_from(n, 20), Ladder(4, n, 12), 12)
+
+
+@every_overlap
+@pytest.mark.parametrize("state", STATES)
+def test_an_aborted_turn_leaves_no_grammar_behind(overlap: int, state: str) -> None:
+    stage = Stage(overlap=overlap)
+    session = stage.told()
+    history = list(session.history)
+    if state == "drafting":
+        stage.engine.draft("s", count_from(3, 20))
+    else:
+        turn = climb(stage, count_from(3, 20), Ladder(5, 0, 30), output=30)
+        if state != "queued":
+            stage.until(lambda: turn.started and (state == "mid-prefill" or len(turn.output) >= 4))
+        if state == "preempted":
+            stage.engine.lifecycle.preempt(turn)
+    stage.engine.abort("s")
+    assert list(session.history) == history
+    following = stage.say("s", [9], 5)
+    wanted = continuation([*history, 9], 5)
+    stage.play()
+    assert list(following.output) == wanted
+
+
+@every_overlap
+def test_an_interrupted_turn_keeps_what_followed_and_the_next_grammar_begins_anew(overlap: int) -> None:
+    stage = Stage(overlap=overlap)
+    session = stage.open()
+    given = count_from(1, 12)
+    turn = climb(stage, given, Ladder(5, 0, 30), output=30)
+    stage.until(lambda: len(turn.output) >= 8)
+    stage.engine.abort("s", keep=5)
+    kept = climbed(given, Ladder(5, 0, 30), 5)
+    assert list(session.history) == given + kept
+    following = climb(stage, [3], Ladder(6, 2, 7))
+    stage.play()
+    assert list(following.output) == climbed([*given, *kept, 3], Ladder(6, 2, 7), 12)
+
+
+@every_overlap
+def test_a_regenerated_turn_has_a_grammar_of_its_own(overlap: int) -> None:
+    stage = Stage(overlap=overlap)
+    stage.open()
+    first = climb(stage, count_from(1, 12), Ladder(5, 0, 6))
+    stage.play()
+    params = TurnParams(max_new_tokens=12, grammar=ANY)
+    second = stage.engine.regenerate("s", params, Constraint(Ladder(3, 1, 9), WORDS))
+    stage.play()
+    assert list(first.output) == climbed(count_from(1, 12), Ladder(5, 0, 6), 12)
+    assert list(second.output) == climbed(count_from(1, 12), Ladder(3, 1, 9), 12)
+
+
+@every_overlap
+def test_forks_of_one_prompt_follow_their_own_grammars(overlap: int) -> None:
+    stage = Stage(overlap=overlap)
+    session = stage.told()
+    history, ladders = list(session.history), [Ladder(4, n, 5 + n) for n in range(3)]
+    turns = []
+    for n, ladder in enumerate(ladders):
+        stage.engine.fork("s", child=f"f{n}")
+        turns.append(climb(stage, [5], Ladder(ladder.base, ladder.offset, ladder.rungs), session=f"f{n}"))
+    stage.play()
+    assert [list(turn.output) for turn in turns] == [climbed([*history, 5], ladder, 12) for ladder in ladders]
+
+
+@every_overlap
+def test_a_draft_becomes_a_turn_with_a_grammar(overlap: int) -> None:
+    stage = Stage(overlap=overlap)
+    stage.open()
+    stage.engine.draft("s", count_from(1, 10))
+    for _ in range(3):
+        stage.step()
+    turn = climb(stage, count_from(1, 14), Ladder(5, 0, 6))
+    stage.play()
+    assert list(turn.output) == climbed(count_from(1, 14), Ladder(5, 0, 6), 12)
+
+
+@every_overlap
+def test_a_grammar_that_cannot_be_followed_rolls_back_its_turn_and_no_other(overlap: int) -> None:
+    stage = Stage(overlap=overlap)
+    session = stage.told()
+    stage.open("other")
+    history = list(session.history)
+    turn = climb(stage, [1, 2, 3], Ladder(5, 0, 12, broken=4))
+    other = climb(stage, count_from(1, 20), Ladder(5, 0, 12), session="other")
+    stage.play()
+    assert (present(turn.result).reason, list(session.history)) == (EndReason.GRAMMAR, history)
+    assert list(other.output) == climbed(count_from(1, 20), Ladder(5, 0, 12), 12)
+
+
+def test_a_step_computes_before_its_masks_are_known() -> None:
+    """The executor is given the plan while the mask is still being computed."""
+    known, masks = threading.Event(), MaskThreads()
+
+    class Waiting(Ladder):
+        def fill(self, words: Words) -> None:
+            assert known.wait(20)
+            super().fill(words)
+
+    stage = Stage(masks=masks)
+    stage.open()
+    unknown: list[bool] = []
+    submit = stage.executor.submit
+
+    def submitting(plan) -> None:
+        submit(plan)
+        unknown.extend(not mask.allowed.done() for mask in plan.masks)
+        known.set()
+
+    stage.executor.submit = submitting  # type: ignore[method-assign]
+    turn = climb(stage, count_from(1, 10), Waiting(5, 0, 6))
+    stage.play()
+    masks.close()
+    assert unknown[0]
+    assert list(turn.output) == climbed(count_from(1, 10), Ladder(5, 0, 6), 12)
+
+
+@every_overlap
+def test_others_go_on_while_a_slow_mask_is_computed(overlap: int) -> None:
+    go, masks = threading.Event(), MaskThreads()
+
+    class Slow(Ladder):
+        def fill(self, words: Words) -> None:
+            if len(self.said) > 2:
+                assert go.wait(20)
+            super().fill(words)
+
+    stage = Stage(masks=masks, overlap=overlap)
+    for name in ("s", "other"):
+        stage.open(name)
+    constraint = Constraint(Slow(5, 0, 8), WORDS)
+    constraint.slow = True
+    params = TurnParams(max_new_tokens=12, grammar=ANY)
+    turn = stage.engine.submit("s", count_from(1, 10), params, None, constraint)
+    other = stage.say("other", count_from(2, 10), 60)
+    constraint.slow = True
+    for _ in range(200):
+        constraint.slow = True  # here time is not measured
+        stage.step()
+        if len(other.output) >= 40:
+            break
+    assert len(turn.output) <= 4
+    assert len(other.output) >= 40
+    go.set()
+    stage.play()
+    masks.close()
+    assert list(turn.output) == climbed(count_from(1, 10), Ladder(5, 0, 8), 12)
+    assert list(other.output) == continuation(count_from(2, 10), 60)
+
+
+def test_an_engine_without_a_tokenizer_refuses_a_grammar() -> None:
+    stage = Stage()
+    stage.open()
+    with pytest.raises(InvalidRequest, match="tokenizer"):
+        stage.say("s", [1], grammar=ANY)
+
+
+@every_mix
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_every_turn_says_what_its_grammar_allows(mix, seed: int) -> None:
+    random, masks = Random(seed), MaskThreads()
+
+    def guess(turn: Turn, limit: int) -> list[int]:
+        return [random.randrange(VOCABULARY) if random.random() < 0.3 else 5 for _ in range(limit)]
+
+    failing = [step for step in range(2000) if random.random() < 0.05]
+    stage = Stage(mix, overlap=seed % 2, failing=failing, guess=guess, lookahead=3, units=60, masks=masks)
+    turns: list[tuple[Turn, list[int]]] = []
+    for n in range(60):
+        name = f"s{n % 7}"
+        session = stage.engine.sessions.find(name, "") or stage.open(name)
+        if session.turn is None and session.context_left > 60:
+            given = count_from(n, random.randrange(1, 30))
+            ladder = Ladder(random.randrange(2, 9), random.randrange(9), random.randrange(1, 20))
+            free = random.random() < 0.3
+            history = [*session.history, *given]
+            said = continuation(history, 10) if free else climbed(history, ladder, 10)
+            turn = stage.say(name, given, 10) if free else climb(stage, given, ladder, 10, name)
+            turns.append((turn, said))
+        elif session.turn is not None and random.random() < 0.3:
+            stage.engine.abort(name, random.choice([None, 0, 3, "all"]))
+        for _ in range(random.randrange(4)):
+            stage.step()
+        running = [turn for turn, _ in turns if turn.state is TurnState.RUNNING]
+        if running and random.random() < 0.3:
+            stage.engine.lifecycle.preempt(random.choice(running))
+    stage.play()
+    masks.close()
+    for turn, said in turns:
+        assert list(turn.output) == said[: len(turn.output)]
+        if present(turn.result).reason in (EndReason.STOP, EndReason.LENGTH):
+            assert list(turn.output) == said
+    assert sum(present(turn.result).committed for turn, _ in turns) > 5

@@ -1,0 +1,67 @@
+"""Long sessions with windows and recurrent state: rewinds replay little, and memory is what the spec says."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.memory.memory import session_units
+from tests.engine.stage import FULL, PAGE, SLIDING, STATE, WINDOW, Stage, count_from
+
+INTERVAL, TURNS, GIVEN, SAID = 32, 110, 7, 6
+
+
+@pytest.fixture(scope="module")
+def long() -> Stage:
+    """A session of 110 turns, among them one of 300 tokens, with room for its checkpoints."""
+    stage = Stage((FULL, SLIDING, STATE), units=1200, recount=False, context_length=2000, checkpoint_interval=INTERVAL)
+    stage.open("long")
+    for number in range(TURNS):
+        stage.say("long", count_from(number, 300 if number == 40 else GIVEN), SAID)
+        stage.play()
+    return stage
+
+
+@pytest.mark.parametrize("turns", [1, 10, 100])
+@pytest.mark.parametrize("within", [0, 3], ids=["after a turn", "within a turn"])
+def test_a_rewind_replays_at_most_the_spacing_of_checkpoints(long: Stage, turns: int, within: int) -> None:
+    engine, child = long.engine, f"{turns} {within}"
+    fork = engine.fork("long", child=child)
+    kept = fork.records[TURNS - turns - 1].end + within
+    engine.rewind(child, position=kept)
+    before = sum(engine.lifecycle.recomputed.values())
+    computed = long.cost(lambda: long.say(child, [5, 6], 4))
+    replayed = computed - (2 + 4)  # the history's last token is computed now, and the last sampled is not
+    assert replayed == sum(engine.lifecycle.recomputed.values()) - before
+    assert 0 <= replayed <= (INTERVAL if within else 0)
+    engine.close(child)
+
+
+def test_a_rewind_into_a_long_input_replays_at_most_the_spacing(long: Stage) -> None:
+    engine = long.engine
+    begin = engine.sessions.get("long").records[39].end
+    for i, position in enumerate(range(begin + 40, begin + 290, 35)):
+        engine.fork("long", child=f"cut {i}")
+        engine.rewind(f"cut {i}", position=position)
+        assert 0 < long.cost(lambda i=i: long.say(f"cut {i}", [5, 6], 4)) - 6 <= INTERVAL  # type: ignore[misc]
+        engine.close(f"cut {i}")
+
+
+def test_parked_sessions_hold_what_the_spec_says_and_no_more() -> None:
+    """All pages of full attention, those that the last window touches, and one state slot; besides there are only
+    checkpoints that save work, which yield to anybody. That units take the bytes the spec says is `test_families`."""
+    stage = Stage((FULL, SLIDING, STATE), units=400, context_length=400)
+    memory, lengths = stage.engine.memory, [3, 16, 30, 77, 150]
+    for i, tokens in enumerate(lengths):
+        stage.told(f"s{i}", tokens, SAID)
+    cached = {unit for checkpoint in memory.cache for unit in checkpoint.units_of(2)}
+    assert len(cached) == memory.pools[2].leased - len(lengths) > 0
+    while memory.cache.evict():
+        pass
+    computed = [tokens + SAID - 1 for tokens in lengths]
+    pages = [-(-n // PAGE) for n in computed]
+    left = [max(0, n - WINDOW + 1) // PAGE for n in computed]  # pages before the next token's window
+    expected = [sum(pages), sum(pages) - sum(left), len(lengths)]
+    assert [pool.leased for pool in memory.pools] == expected
+    for group, held in zip(memory.spec.groups, expected, strict=True):
+        assert held <= sum(session_units(group, PAGE, n) for n in computed)
+    stage.engine.audit()

@@ -1,0 +1,79 @@
+"""Far more sessions than the device holds: all are answered rightly, in order, and memory adds up.
+
+`python -m tests.engine.test_many_sessions 10000` has as many as it is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from tenuto.memory.unit_files import UnitFiles
+from tests.engine.stage import PAGE, Stage, continuation
+from tests.present import present
+
+SESSIONS = 500
+FIT = 50
+TOKENS = 24
+OVERTAKEN = 0
+"""Turns that came later, of the same priority, and start before one that waits."""
+
+
+def test_sessions_over_a_device_for_fifty_are_answered_rightly(tmp_path: Path) -> None:
+    over_the_device(SESSIONS, tmp_path)
+
+
+def over_the_device(sessions: int, directory: Path) -> None:
+    """`sessions` of `TOKENS` tokens over memory for `FIT`; half of the state fits host memory, the rest is on disk."""
+    disk = UnitFiles(directory, 10**9)
+    stage = Stage(
+        units=FIT * (TOKENS + 10) // PAGE,
+        max_running=8,
+        token_budget=64,
+        max_sessions=sessions,
+        recount=False,
+        host_tier=sessions * (TOKENS + 4) * 16 // 2,
+        disk=disk,
+        prefix_cache=True,
+    )
+    rng, said = Random(5), dict[str, list[int]]()
+    names = [str(number) for number in range(sessions)]
+    started: list[int] = []
+    for turns in range(2):
+        rng.shuffle(names)
+        for first in range(0, sessions, 200):
+            batch = names[first : first + 200]
+            asked = {}
+            for name in batch:
+                if not turns:
+                    stage.open(name)
+                tokens = [rng.randrange(900) for _ in range(TOKENS // (1 + turns))]
+                asked[name] = tokens, stage.say(name, tokens, 3)
+            waiting = [turn for _, turn in asked.values()]
+            while not stage.engine.idle:
+                stage.step()
+                started += [turn.number for turn in waiting if turn.started]
+                waiting = [turn for turn in waiting if not turn.started]
+            for name, (tokens, turn) in asked.items():
+                history = [*said.get(name, []), *tokens]
+                assert list(turn.output) == continuation(history, 3)
+                said[name] = [*history, *turn.output]
+        stage.engine.audit()
+    late = max(place - sum(other < number for other in started[:place]) for place, number in enumerate(started))
+    assert late <= OVERTAKEN
+    parking = present(stage.engine.parking)
+    assert parking.restored >= sessions - FIT
+    assert not parking.recomputed
+    assert parking.tiers.moved["disk"] > 0
+    for name in names:
+        stage.engine.close(name)
+    assert parking.tiers.host_used == parking.tiers.disk_used == 0
+    stage.engine.drop()
+    stage.engine.audit()
+    disk.close()
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as directory:
+        over_the_device(int(sys.argv[1]), Path(directory))

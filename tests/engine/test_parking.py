@@ -1,0 +1,235 @@
+"""Idle sessions that have to yield leave the device, and come back when their turns start, or are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.base.errors import ConfigError
+from tenuto.base.groups import Kind
+from tenuto.engine.parking import Parking
+from tenuto.memory.unit_files import SUFFIX, UnitFiles
+from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.present import present
+
+HOST = 10**6
+
+
+def make(mix: tuple[Kind, ...] = (FULL,), **options: Any) -> Stage:
+    given = {"units": 60, "token_budget": 24, "host_tier": HOST, **options}
+    return Stage(mix, **given)
+
+
+def units_of(mix: tuple[Kind, ...]) -> int:
+    """So few that the sessions of `crowd` do not fit."""
+    return 60 if FULL in mix else 6 if mix == (STATE,) else 24
+
+
+def parking(stage: Stage) -> Parking:
+    return present(stage.engine.parking)
+
+
+def crowd(stage: Stage, count: int = 8, tokens: int = 60) -> list[str]:
+    """More sessions than fit the device."""
+    names = [f"{'abcdefghijkl'[i]}{'x' * i}" for i in range(count)]
+    for name in names:
+        stage.told(name, tokens)
+        stage.engine.audit()
+    return names
+
+
+def goes_on(stage: Stage, name: str, *tokens: int) -> int:
+    """The session says what it should; how many tokens were cached."""
+    history = list(stage.engine.sessions.get(name).history)
+    turn = stage.say(name, tokens, 3)
+    stage.play()
+    stage.engine.audit()
+    assert list(turn.output) == continuation([*history, *tokens], 3)
+    return present(turn.result).usage.cached
+
+
+@every_mix
+@every_overlap
+def test_sessions_that_yield_come_back_with_their_state(mix, overlap: int) -> None:
+    stage = make(mix, overlap=overlap, units=units_of(mix))
+    names = crowd(stage)
+    assert parking(stage).parked > 0
+    for name in names * 2:
+        length = len(stage.engine.sessions.get(name).history)
+        assert goes_on(stage, name, 5, 6) == length - 1
+    assert parking(stage).restored > 0
+    assert not parking(stage).recomputed
+
+
+@every_mix
+def test_what_two_sessions_share_is_kept_once_and_restored_once(mix) -> None:
+    stage = make(mix, units=70)
+    parent = stage.told("parent", 80)
+    stage.engine.fork("parent", child="child")
+    held = [pool.leased for pool in stage.engine.memory.pools]
+    for session in (parent, stage.engine.sessions.get("child")):
+        stage.engine.lifecycle.drop(session, "pressure")
+    tiers = parking(stage).tiers
+    assert len(tiers) == 2
+    assert tiers.moved["host"] <= sum(held)
+    goes_on(stage, "parent", 1)
+    once = tiers.moved["device"]
+    goes_on(stage, "child", 2)
+    assert once > 0
+    assert tiers.moved["device"] - once <= len(mix)  # a last page, or a state that is gone
+
+
+@every_mix
+def test_a_session_that_goes_on_after_it_came_back_is_copied_only_as_far_as_it_is_new(mix) -> None:
+    stage = make(mix, units=units_of(mix))
+    names = crowd(stage)
+    for _ in range(3):
+        for name in names:
+            goes_on(stage, name, 1)
+    tiers = parking(stage).tiers
+    if mix == (FULL,):
+        assert tiers.moved["host"] < 8 * 70 / PAGE + 3 * 8 * 4
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[UnitFiles]:
+    files = UnitFiles(tmp_path / "tier", 10**7)
+    yield files
+    files.close()
+
+
+@every_mix
+@pytest.mark.parametrize("part", [0.0, 0.5])
+def test_what_host_memory_cannot_hold_goes_to_files(mix, part: float, disk: UnitFiles, tmp_path: Path) -> None:
+    host = int(part * {(FULL,): 6000, (STATE,): 80}.get(mix, 1000))
+    stage = make(mix, units=units_of(mix), host_tier=host, disk=disk)
+    names = crowd(stage)
+    tiers = parking(stage).tiers
+    assert tiers.moved["disk"] > 0
+    assert tiers.host_used <= host
+    for name in names:
+        length = len(stage.engine.sessions.get(name).history)
+        assert goes_on(stage, name, 5, 6) == length - 1
+    for name in names:
+        stage.engine.close(name)
+    assert len(tiers) == tiers.host_used == tiers.disk_used == 0
+    assert not list((tmp_path / "tier").glob(f"*{SUFFIX}"))
+
+
+@every_mix
+@pytest.mark.parametrize("harm", ["damaged", "cut", "gone", "other version"])
+def test_files_that_cannot_be_trusted_cost_only_time(mix, harm: str, disk: UnitFiles, tmp_path: Path) -> None:
+    stage = make(mix, units=units_of(mix), host_tier=0, disk=disk)
+    names = crowd(stage)
+    for path in (tmp_path / "tier").glob(f"*{SUFFIX}"):
+        if harm == "damaged":
+            content = bytearray(path.read_bytes())
+            content[-5] ^= 1
+            path.write_bytes(content)
+        elif harm == "cut":
+            path.write_bytes(path.read_bytes()[:-7])
+        elif harm == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
+    for name in names:
+        goes_on(stage, name, 5, 6)
+    assert parking(stage).tiers.failures["checksum" if harm == "damaged" else "read"] > 0
+    assert parking(stage).recomputed["unreadable"] > 0
+
+
+def test_a_disk_that_is_full_costs_only_time(tmp_path: Path) -> None:
+    files = UnitFiles(tmp_path, 2000)
+    stage = make(host_tier=0, disk=files)
+    for name in crowd(stage):
+        goes_on(stage, name, 5)
+    assert parking(stage).tiers.failures["full"] > 0
+    files.close()
+
+
+@every_mix
+def test_copies_that_fail_cost_only_time(mix) -> None:
+    stage = make(mix, units=units_of(mix))
+    asked = iter(range(10**9))
+    stage.executor._copy_fails = lambda: next(asked) % 3 == 1
+    names = crowd(stage)
+    for name in names * 2:
+        goes_on(stage, name, 5, 6)
+    assert parking(stage).tiers.failures["copy"] > 1
+
+
+def test_a_directory_is_used_by_one_process_at_a_time_and_left_empty(tmp_path: Path) -> None:
+    (tmp_path / f"3{SUFFIX}").write_bytes(b"left by a process that was killed")
+    files = UnitFiles(tmp_path, 100)
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+    with pytest.raises(ConfigError, match="in use by another process"):
+        UnitFiles(tmp_path, 100)
+    files.close()
+    UnitFiles(tmp_path, 100).close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be used"):
+        UnitFiles(tmp_path / "file", 100)
+
+
+@every_mix
+def test_an_aborted_turn_leaves_its_session_parked_or_in_memory_with_its_state(mix) -> None:
+    stage = make(mix, units=units_of(mix))
+    names = crowd(stage)
+    for name in names:
+        stage.say(name, count_from(3, 20), 20)
+        stage.step()
+        stage.engine.abort(name)
+    for name in names:
+        length = len(stage.engine.sessions.get(name).history)
+        assert goes_on(stage, name, 5) == length - 1
+
+
+def test_a_rewound_session_keeps_what_is_still_so_of_what_was_parked() -> None:
+    stage = make()
+    names = crowd(stage)
+    parked = next(name for name in names if not stage.engine.sessions.get(name).memory.computed)
+    stage.engine.rewind(parked, position=33)
+    assert goes_on(stage, parked, 700, 701) == 32
+    stage = make((STATE,), units=6)
+    names = crowd(stage)
+    parked = next(name for name in names if not stage.engine.sessions.get(name).memory.computed)
+    stage.engine.rewind(parked, position=33)
+    assert goes_on(stage, parked, 700, 701) == 0
+
+
+def test_a_fork_of_a_parked_session_is_parked_too() -> None:
+    stage = make()
+    parked = next(name for name in crowd(stage) if not stage.engine.sessions.get(name).memory.computed)
+    length = len(stage.engine.sessions.get(parked).history)
+    stage.engine.fork(parked, child="whole")
+    stage.engine.fork(parked, position=41, child="part")
+    stage.engine.close(parked)
+    assert goes_on(stage, "whole", 7) == length - 1
+    assert goes_on(stage, "part", 8) == 40
+
+
+def test_what_is_flushed_is_not_restored() -> None:
+    stage = make()
+    names = crowd(stage)
+    assert len(parking(stage)) > 0
+    for name in names:
+        stage.engine.drop(name)
+    assert len(parking(stage)) == 0
+    assert goes_on(stage, names[0], 5) == 0
+
+
+def test_a_tier_is_not_used_where_computing_is_faster() -> None:
+    stage = make()
+    rates = parking(stage).tiers.rates
+    rates.note("compute", 1000, 1.0)
+    rates.note("host", 1000, 1000.0)
+    crowd(stage)
+    assert parking(stage).parked == 0
+    rates.note("compute", 1, 1e9)
+    crowd_of = [f"z{'y' * i}" for i in range(8)]
+    for name in crowd_of:
+        stage.told(name, 60)
+    assert parking(stage).parked > 0

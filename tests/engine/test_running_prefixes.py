@@ -1,0 +1,248 @@
+"""What a running turn computes is not computed by others that begin alike: they wait for it in their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tenuto.base.groups import Kind
+from tenuto.base.turns import EndReason
+from tenuto.session.session import Turn
+from tests.engine.stage import (
+    FULL,
+    PAGE,
+    PREFILL,
+    SLIDING,
+    STATE,
+    Stage,
+    continuation,
+    count_from,
+    every_mix,
+    every_overlap,
+)
+from tests.present import present
+
+COMMON = count_from(1, 120)
+HYBRID = (FULL, SLIDING, STATE)
+
+
+def make(mix: tuple[Kind, ...] = (FULL,), **options: Any) -> Stage:
+    given = {"units": 200, "token_budget": 24, "checkpoint_interval": 64, "prefix_cache": True, **options}
+    return Stage(mix, **given)
+
+
+def ask(stage: Stage, number: int, *more: int, output: int = 4, **params: Any) -> Turn:
+    """A one-shot request that begins with `COMMON`."""
+    stage.open(f"s{number}", ephemeral=True)
+    return stage.say(f"s{number}", [*COMMON, *more], output, **params)
+
+
+def right(turn: Turn, *more: int) -> bool:
+    return list(turn.output) == continuation([*COMMON, *more], len(turn.output))
+
+
+def outcomes(stage: Stage) -> dict[str, int]:
+    return dict(present(stage.engine.lifecycle.sharing).outcomes)
+
+
+@every_mix
+@every_overlap
+def test_two_requests_at_once_compute_their_common_prompt_once(mix, overlap: int) -> None:
+    stage = make(mix, overlap=overlap)
+    first, second = ask(stage, 1, 5), ask(stage, 2, 6, 7)
+    stage.play()
+    assert right(first, 5)
+    assert right(second, 6, 7)
+    assert present(first.result).usage.computed == 121 + 3  # the last token of the output is never computed
+    assert present(second.result).usage.computed <= 2 + PAGE + 3
+    assert present(second.result).usage.cached >= 120 - PAGE
+    assert outcomes(stage) == {"nothing alike": 1, "running": 1}
+
+
+@every_mix
+def test_samples_of_one_prompt_compute_it_once(mix) -> None:
+    stage = make(mix, max_running=4)
+    turns = [ask(stage, number, 5) for number in range(6)]
+    stage.play()
+    assert sum(present(turn.result).usage.computed for turn in turns) <= 121 + 5 * PAGE + 6 * 4
+
+
+def test_a_later_request_begins_where_they_part() -> None:
+    stage = make(HYBRID)
+    stage.open("other", ephemeral=True)
+    first = ask(stage, 1, 5)
+    second = stage.say("other", [*COMMON[:70], 500, 501], 3)
+    stage.play()
+    assert right(first, 5)
+    assert list(second.output) == continuation([*COMMON[:70], 500, 501], 3)
+    assert present(second.result).usage.cached == 68  # the first has made a checkpoint there for it
+
+
+@every_mix
+@every_overlap
+@pytest.mark.parametrize("how", ["abort", "preempt", "pause", "close"])
+def test_who_waits_goes_on_when_the_other_leaves_its_row(mix, overlap: int, how: str) -> None:
+    stage = make(mix, overlap=overlap)
+    first, second = ask(stage, 1, 5), ask(stage, 2, 6)
+    for _ in range(3):
+        stage.step()
+    assert present(stage.engine.lifecycle.sharing).waits(second)
+    if how == "abort":
+        stage.engine.abort("s1")
+    elif how == "close":
+        stage.engine.close("s1")
+    elif how == "preempt":
+        stage.engine.lifecycle.preempt(first)
+    else:
+        stage.engine.lifecycle.pause(first)
+    stage.play()
+    assert right(second, 6)
+    assert len(second.output) == 4
+    if first.result is not None and first.result.committed:
+        assert right(first, 5)
+
+
+@every_mix
+def test_a_request_that_waits_can_be_aborted(mix) -> None:
+    stage = make(mix)
+    first, second, third = ask(stage, 1, 5), ask(stage, 2, 6), ask(stage, 3, 7)
+    stage.step()
+    stage.step()
+    stage.engine.abort("s2")
+    stage.play()
+    assert second.result is not None
+    assert right(first, 5)
+    assert right(third, 7)
+    assert present(third.result).usage.cached >= 120 - PAGE
+
+
+def test_steps_that_fail_harm_nobody_who_waits() -> None:
+    stage = make(HYBRID, failing=(1, 2, 4, 9), overlap=1)
+    first, second = ask(stage, 1, 5), ask(stage, 2, 6)
+    stage.play()
+    assert right(first, 5)
+    assert right(second, 6)
+
+
+@every_mix
+def test_an_aborted_turn_gives_up_the_free_slots_that_others_read(mix) -> None:
+    """The turn fills its session's last page in place; another begins with that page; the turn is aborted and the
+    session goes on where it stood: it writes elsewhere."""
+    stage = make(mix)
+    session = stage.told("s", 30, 4)  # its memory ends within a page
+    assert session.memory.computed % PAGE
+    stage.say("s", COMMON, 30)
+    stage.until(lambda: session.turn is not None and session.turn.output)
+    stage.open("t", ephemeral=True)
+    whole = [*session.history, *COMMON]
+    alike = stage.say("t", [*whole, 9], 20)
+    stage.until(lambda: alike.output)
+    stage.engine.abort("s")
+    again = stage.say("s", [7, 7, 7, 7, 7], 10)
+    before = list(session.history)
+    stage.play()
+    assert list(alike.output) == continuation([*whole, 9], 20)
+    assert list(again.output) == continuation([*before, 7, 7, 7, 7, 7], 10)
+
+
+def test_a_turn_of_higher_priority_waits_for_nobody() -> None:
+    stage = make()
+    first, second = ask(stage, 1, 5), ask(stage, 2, 6, priority=3)
+    stage.step()
+    stage.step()
+    assert not present(stage.engine.lifecycle.sharing).waits(second)
+    stage.play()
+    assert right(first, 5)
+    assert right(second, 6)
+
+
+def test_others_run_while_one_waits() -> None:
+    stage = make(token_budget=8)
+    ask(stage, 1, 5)
+    ask(stage, 2, 6)
+    stage.open("short")
+    short = stage.say("short", [900, 901], 2)
+    stage.until(lambda: short.result is not None, most=8)
+
+
+def test_an_append_that_another_computes_computes_nothing() -> None:
+    stage = make()
+    ask(stage, 1, 5)
+    session = stage.open("s")
+    turn = stage.engine.submit("s", COMMON[:50], PREFILL)
+    stage.play()
+    assert present(turn.result).reason is EndReason.APPENDED
+    assert present(turn.result).usage.computed == 0
+    assert session.memory.computed == 49
+
+
+def test_a_client_that_resends_a_history_still_being_said_computes_only_what_is_new() -> None:
+    stage = make()
+    ask(stage, 1, 5, output=40)
+    stage.step()
+    again = ask(stage, 2, 5, output=40)
+    stage.play()
+    assert present(again.result).usage.cached == 120
+    assert right(again, 5)
+
+
+def test_what_is_looked_for_and_not_found_is_counted_by_its_cause() -> None:
+    stage = make((STATE,), checkpoint_interval=8)
+    ask(stage, 1, 5)
+    stage.play()
+    assert outcomes(stage) == {"nothing alike": 1}
+    ask(stage, 2, 5, input_logprobs=0)
+    stage.play()
+    assert outcomes(stage)["scored"] == 1
+    stage.told("kept", 20)
+    stage.say("kept", count_from(700, 20), 2)
+    stage.play()
+    assert outcomes(stage)["own checkpoint"] == 1
+    ask(stage, 3, 8)
+    stage.play()
+    assert outcomes(stage)["closed"] == 1
+
+
+def test_every_page_is_hashed_at_most_once_by_each_sequence() -> None:
+    stage = make()
+    turns = [ask(stage, number, 5 + number, output=9) for number in range(3)]
+    stage.play()
+    hashed = present(stage.engine.prefixes).hashed
+    assert hashed <= sum((turn.length - 1) // PAGE for turn in turns)
+
+
+def test_nothing_is_left_of_prompts_that_ran() -> None:
+    stage = make()
+    for number in range(5):
+        ask(stage, number, number)
+    stage.step()
+    stage.engine.abort("s0")
+    stage.play()
+    stage.engine.drop()
+    sharing = present(stage.engine.lifecycle.sharing)
+    assert (len(sharing._running), sharing._running._turns, sharing._waits) == (0, {}, {})
+    assert stage.engine.batch.held == set()
+
+
+def test_the_prompt_of_a_turn_that_waits_is_not_read_again_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = make(max_running=1)
+    running = ask(stage, 1, output=40)
+    stage.until(lambda: len(running.output) > 2)
+    stage.open("other")
+    waiting = stage.say("other", count_from(7, 150), 1)
+    stage.step()
+    read: list[int] = []
+    tokens = Turn.tokens
+
+    def noted(turn: Turn, start: int, end: int) -> Any:
+        if turn is waiting:
+            read.append(end - start)
+        return tokens(turn, start, end)
+
+    monkeypatch.setattr(Turn, "tokens", noted)
+    for _ in range(10):
+        stage.step()
+    assert not waiting.running
+    assert max(read, default=0) <= PAGE
+    stage.play()

@@ -1,0 +1,30 @@
+"""Memory full of what no sequence wrote."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tenuto.exec.forward import Forward
+from tenuto.exec.native_forward import NativeForward
+from tenuto.exec.torch_forward import TorchForward
+
+LARGE = 1e4
+
+
+def spoil(forward: Forward, group: int, units: Sequence[int]) -> None:
+    """Overwrite units of a memory group that has been prepared: pages with large numbers, state slots with NaN."""
+    chosen = list(units)
+    if isinstance(forward, NativeForward):
+        memory = forward.memory(group)
+        if forward.spec.groups[group].paged:
+            memory.view(np.uint16)[chosen] = torch.tensor(LARGE, dtype=torch.bfloat16).view(torch.uint16).item()
+        else:
+            memory.view(np.float32)[chosen] = np.nan
+        return
+    assert isinstance(forward, TorchForward)
+    if group in forward.memories.pages:
+        forward.memories.pages[group].kv.data[:, :, chosen] = LARGE
+    else:
+        for part in forward.memories.states[group].slots.parts:
+            part[:, chosen] = torch.nan

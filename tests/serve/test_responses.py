@@ -1,0 +1,148 @@
+"""OpenAI's Responses, by OpenAI's own client: every stored response is a state to go on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+
+from tests.serve.server import Server
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"type": "function", "name": "weather", "description": "x", "parameters": SCHEMA, "strict": True}
+NAMED: Any = {"type": "function", "name": "weather"}
+
+
+class Pet(BaseModel):
+    kind: Literal["cat", "dog"]
+
+
+@pytest.fixture(scope="module")
+def client(witness: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{witness.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: OpenAI, given: Any = "hi", **options: Any) -> Any:
+    return client.responses.create(model="witness", input=given, **{"max_output_tokens": 200, **options})
+
+
+def test_input_is_answered(client: OpenAI) -> None:
+    response = ask(client, max_output_tokens=9, metadata={"a": "b"})
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (response.output[0].type, response.usage.output_tokens, response.metadata) == ("message", 9, {"a": "b"})
+    assert client.responses.retrieve(response.id).output_text == response.output_text
+
+
+def test_a_stream_says_what_the_whole_response_says(client: OpenAI) -> None:
+    options: dict[str, Any] = {"max_output_tokens": 20, "temperature": 0}
+    whole = ask(client, **options)
+    events = list(ask(client, stream=True, **options))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [events[0].type, events[1].type, events[-1].type] == [
+        "response.created",
+        "response.in_progress",
+        "response.incomplete",
+    ]
+    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert said == whole.output_text == events[-1].response.output_text
+    with client.responses.stream(model="witness", input="hi", text_format=Pet) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Pet)
+
+
+def test_going_on_from_a_response_computes_only_what_is_new(client: OpenAI) -> None:
+    first = ask(client, "a question of some length, to begin with", max_output_tokens=16, instructions="Be brief.")
+    before = first.usage.input_tokens + first.usage.output_tokens
+    branches = [
+        ask(client, text, previous_response_id=first.id, max_output_tokens=8, instructions="Be brief.")
+        for text in ("and?", "or?", "and?")
+    ]
+    for branch in branches:
+        assert branch.usage.input_tokens_details.cached_tokens >= before - 1
+        assert branch.usage.input_tokens - before < 40
+        assert branch.previous_response_id == first.id
+    longer = ask(client, "more", previous_response_id=branches[1].id, max_output_tokens=8)
+    assert longer.usage.input_tokens > branches[1].usage.input_tokens
+
+
+def test_calls_and_results(client: OpenAI) -> None:
+    tools: dict[str, Any] = {"tools": [WEATHER], "tool_choice": NAMED}
+    first = ask(client, "Rome?", **tools)
+    (call,) = first.output
+    assert (call.type, call.name, set(json.loads(call.arguments))) == ("function_call", "weather", {"city"})
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "4 degrees"}
+    second = ask(client, [result], previous_response_id=first.id, tools=[WEATHER], max_output_tokens=8)
+    assert second.usage.input_tokens_details.cached_tokens > 0
+    stateless = ask(
+        client,
+        [{"role": "user", "content": "Rome?"}, call.model_dump(exclude_none=True), result],
+        tools=[WEATHER],
+        max_output_tokens=8,
+        store=False,
+    )
+    assert stateless.usage.input_tokens > 0
+    events = list(ask(client, "Rome?", stream=True, **tools))
+    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == next(
+        e.arguments for e in events if e.type == "response.function_call_arguments.done"
+    )
+
+
+def test_openais_client_parses_what_it_asked_for(client: OpenAI) -> None:
+    parsed = client.responses.parse(model="witness", input="hi", text_format=Pet)
+    assert isinstance(parsed.output_parsed, Pet)
+
+
+def test_what_is_not_stored_or_deleted_is_gone(client: OpenAI, witness: Server) -> None:
+    kept, lost = ask(client, max_output_tokens=3), ask(client, max_output_tokens=3, store=False)
+    client.responses.delete(kept.id)
+    for response in (kept, lost):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response.id)
+        with pytest.raises(openai.NotFoundError) as refused:
+            ask(client, previous_response_id=response.id)
+        assert refused.value.param == "previous_response_id"
+
+
+def test_a_refused_response_leaves_no_session(client: OpenAI, witness: Server) -> None:
+    def sessions() -> set[str]:
+        return {each["id"] for each in httpx.get(f"{witness.url}/v1/sessions").json()["data"]}
+
+    before = sessions()
+    with pytest.raises(openai.BadRequestError):
+        ask(client, "x" * 100_000)
+    for _ in range(100):
+        if sessions() == before:
+            return
+    assert sessions() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}}, "text.format.schema"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"background": True}, "background"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"previous_response_id": "a b"}, "previous_response_id"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_and_the_field_named(
+    witness: Server, options: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(f"{witness.url}/v1/responses", json={"model": "witness", "input": "hi", **options}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -1,0 +1,77 @@
+"""Tokens of texts and messages, and pages that need nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+import pytest
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> Any:
+    return http.post(path, json=body).raise_for_status().json()
+
+
+def test_a_text_becomes_tokens_and_tokens_a_text(http: httpx.Client) -> None:
+    there = post(http, "/tokenize", model="witness", prompt="héllo", return_token_strs=True)
+    assert there["count"] == len(there["tokens"]) == len(there["token_strs"]) == 6
+    assert there["max_model_len"] == 4096
+    back = post(http, "/detokenize", tokens=there["tokens"])
+    assert back == {"prompt": "héllo", "text": "héllo"}
+    several = post(http, "/tokenize", prompt=["a", "bc"])
+    assert several["count"] == [1, 2]
+    assert post(http, "/detokenize", tokens=several["tokens"])["text"] == ["a", "bc"]
+
+
+def test_messages_become_the_tokens_of_their_prompt(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "witness", "messages": messages, "max_tokens": 1}
+    used = post(http, "/v1/chat/completions", **body)["usage"]["prompt_tokens"]
+    assert post(http, "/tokenize", messages=messages)["count"] == used
+    assert post(http, "/tokenize", messages=messages, add_generation_prompt=False)["count"] < used
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert post(http, "/tokenize", messages=messages, tools=tools)["count"] > used
+
+
+def test_more_tokens_than_fit_a_context_are_counted(http: httpx.Client) -> None:
+    assert post(http, "/tokenize", prompt="x" * 10_000)["count"] == 10_000
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": []}, {"prompt": 7}, {"model": "x", "prompt": "a"}])
+def test_what_is_no_text_is_refused(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert http.post("/tokenize", json=body).status_code in (400, 404)
+
+
+def test_the_version_and_a_ping_need_no_key(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": version("tenuto")}
+    assert http.get("/ping").status_code == http.post("/ping").status_code == 200
+
+
+class Links(HTMLParser):
+    """Everything that a page refers to, and its anchors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value is not None:
+                self.targets.append(value)
+            if name == "id" and value is not None:
+                self.anchors.add(value)
+        assert tag not in ("script", "link", "iframe", "img")
+
+
+def test_the_documentation_needs_nothing_from_elsewhere(http: httpx.Client) -> None:
+    page, links = http.get("/docs").raise_for_status().text, Links()
+    links.feed(page)
+    assert not re.search(r"https?://", page)
+    assert {target for target in links.targets if not target.startswith("#")} == {"/openapi.json"}
+    assert {target[1:] for target in links.targets if target.startswith("#")} <= links.anchors
+    for path in http.get("/openapi.json").json()["paths"]:
+        assert f"<code>{path}</code>" in page

@@ -1,0 +1,154 @@
+"""Calls and thoughts in answers: found as the text arrives, whatever pieces it arrives in, and forced by grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.grammar import Grammar
+from tenuto.base.tools import ModelHabits
+from tenuto.serve.shared.tool_calls import AnswerReader, Said, calls_grammar, reader_of, shape_of
+from tests.text.test_grammars import follows
+
+TAGS, JSON = ModelHabits("tags"), ModelHabits("json")
+LLAMA = ModelHabits("json", "parameters")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTIONS = {"weather": SCHEMA, "stop": None}
+ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+STOP = '{"name": "stop", "arguments": {}}'
+
+
+def read(habits: ModelHabits, pieces: Sequence[str], names: Sequence[str] = tuple(FUNCTIONS)) -> Said:
+    reader, whole = AnswerReader(habits, names), Said()
+    for said in [*map(reader.push, pieces), reader.finish()]:
+        whole.text += said.text
+        whole.reasoning += said.reasoning
+        whole.calls += said.calls
+    return whole
+
+
+def told(said: Said) -> tuple[str, str, list[tuple[str, dict]]]:
+    return said.text, said.reasoning, [(call.name, json.loads(call.arguments)) for call in said.calls]
+
+
+CALLED = ("weather", {"city": "Rome"})
+
+
+@pytest.mark.parametrize(
+    ("habits", "text", "expected"),
+    [
+        (TAGS, f"<tool_call>\n{ROME}\n</tool_call>", ("", "", [CALLED])),
+        (TAGS, f"Let me see.\n<tool_call>{ROME}</tool_call>", ("Let me see.", "", [CALLED])),
+        (TAGS, f"<tool_call>{ROME}</tool_call>\n<tool_call>{STOP}</tool_call>\n", ("", "", [CALLED, ("stop", {})])),
+        (TAGS, f"<tool_call>{ROME}", ("", "", [CALLED])),  # cut off, but whole
+        (TAGS, "a <tool_call>nonsense</tool_call> b", ("a <tool_call>nonsense</tool_call> b", "", [])),
+        (TAGS, '<tool_call>{"name": "other", "arguments": {}}</tool_call>', ...),
+        (TAGS, "1 < 2 <tool", ("1 < 2 <tool", "", [])),
+        (TAGS, "no calls \n", ("no calls \n", "", [])),
+        (JSON, ROME, ("", "", [CALLED])),
+        (JSON, f" [{ROME}, {STOP}]", ("", "", [CALLED, ("stop", {})])),
+        (JSON, f"{ROME}; {STOP}", ("", "", [CALLED, ("stop", {})])),
+        (LLAMA, '{"name": "weather", "parameters": {"city": "Rome"}}', ("", "", [CALLED])),
+        (JSON, '{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}', ("", "", [CALLED])),
+        (JSON, '{"some": "json"}', ('{"some": "json"}', "", [])),
+        (JSON, f"text {ROME}", (f"text {ROME}", "", [])),
+        (JSON, '{"name": "weather", "arguments": [1]}', ('{"name": "weather", "arguments": [1]}', "", [])),
+        (ModelHabits("tags", thinks="tags"), "<think>\nhm\n</think>\n\nyes", ("yes", "hm", [])),
+        (ModelHabits("tags", thinks="tags"), "no thought", ("no thought", "", [])),
+        (ModelHabits("tags", thinks="tags"), "<thin", ("<thin", "", [])),
+        (ModelHabits("tags", thinks="opened"), f"hm</think><tool_call>{ROME}</tool_call>", ("", "hm", [CALLED])),
+        (ModelHabits("tags", thinks="opened"), "never done", ("", "never done", [])),
+    ],
+    ids=str,
+)
+def test_an_answer_is_taken_apart_alike_in_whatever_pieces_it_comes(
+    habits: ModelHabits, text: str, expected: object
+) -> None:
+    wanted = (text, "", []) if expected is ... else expected
+    assert told(read(habits, [text])) == wanted
+    assert told(read(habits, list(text))) == wanted
+    for width in (2, 3, 7):
+        assert told(read(habits, [text[at : at + width] for at in range(0, len(text), width)])) == wanted
+
+
+@given(
+    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", ROME, STOP, "<think>", "</think>", "\n", " ", "x", "{"])),
+    st.sampled_from([TAGS, JSON, ModelHabits("tags", thinks="tags"), ModelHabits("json", thinks="opened")]),
+    st.randoms(use_true_random=False),
+)
+def test_any_pieces_of_any_text_say_the_same(parts: list[str], habits: ModelHabits, random) -> None:
+    text = "".join(parts)
+    cuts = sorted(random.randrange(len(text) + 1) for _ in range(5))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert told(read(habits, pieces)) == told(read(habits, [text]))
+
+
+def test_without_tools_calls_are_text() -> None:
+    assert told(read(TAGS, [f"<tool_call>{ROME}</tool_call>"], ())) == (f"<tool_call>{ROME}</tool_call>", "", [])
+
+
+def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
+    reader = AnswerReader(TAGS, ["f"])
+    assert [reader.push(piece).text for piece in ("Hi", " <", "b>", "<tool", "_call>")] == ["Hi", "", " <b>", "", ""]
+
+
+@pytest.mark.parametrize("habits", [TAGS, JSON, LLAMA], ids=str)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_what_a_grammar_of_calls_allows_is_read_as_calls(habits: ModelHabits, parallel: bool) -> None:
+    grammar = calls_grammar(habits, FUNCTIONS, parallel=parallel)
+    one, two = ROME.replace("arguments", habits.arguments), STOP.replace("arguments", habits.arguments)
+    tagged = habits.tools == "tags"
+    once = f"<tool_call>\n{one}\n</tool_call>" if tagged else one
+    twice = f"{once}\n<tool_call>\n{two}\n</tool_call>" if tagged else f"[{one}, {two}]"
+    assert follows(grammar, once)
+    assert told(read(habits, [once]))[2] == [CALLED]
+    assert follows(grammar, twice) is parallel
+    assert told(read(habits, [twice]))[2] == [CALLED, ("stop", {})]
+    assert not follows(grammar, "no call")
+    assert not follows(grammar, once.replace("city", "town"))
+
+
+def test_calls_or_an_answer_in_another_shape() -> None:
+    grammar = calls_grammar(TAGS, FUNCTIONS, parallel=False, answer=Grammar.of_schema({"type": "boolean"}))
+    assert follows(grammar, "true")
+    assert follows(grammar, f"<tool_call>\n{ROME}\n</tool_call>")
+    assert not follows(grammar, "7")
+    with pytest.raises(InvalidRequest, match="regex"):
+        calls_grammar(TAGS, FUNCTIONS, parallel=False, answer=Grammar("regex", "a"))
+
+
+@pytest.mark.parametrize("thinks", ["tags", "opened"])
+def test_a_model_that_thinks_does_so_before_it_follows_a_grammar(thinks: Any) -> None:
+    habits = ModelHabits("tags", thinks=thinks)
+    opening = "" if thinks == "opened" else "<think>"
+    call = f"<tool_call>\n{ROME}\n</tool_call>"
+    for functions, said, expected in (({}, "true", ("true", "hm {", [])), (FUNCTIONS, call, ("", "hm {", [CALLED]))):
+        answer = Grammar.of_schema({"type": "boolean"})
+        grammar = shape_of(habits, answer, functions, forced=False, parallel=False)
+        assert grammar is not None
+        assert follows(grammar, f"{opening}hm {{</think>\n\n{said}")
+        assert follows(grammar, said) is (thinks == "tags")
+        assert not follows(grammar, f"{opening}hm {{</think>\n\nno")
+        reader = reader_of(habits, list(functions), grammar)
+        whole = reader.push(f"{opening}hm {{</think>\n\n{said}")
+        rest = reader.finish()
+        assert told(Said(whole.text + rest.text, whole.reasoning, whole.calls + rest.calls)) == expected
+
+
+def test_where_a_grammar_has_no_room_for_thoughts_there_are_none() -> None:
+    habits = ModelHabits("tags", thinks="opened")
+    grammar = Grammar("regex", "[0-9]+")
+    assert shape_of(habits, grammar, {}, forced=False, parallel=False) == grammar
+    assert reader_of(habits, [], grammar).push("12").text == "12"
+    assert reader_of(habits, [], None).push("hm").reasoning == "hm"

@@ -1,0 +1,125 @@
+"""Tools, calls and results in conversations, with templates that know of them and with those that do not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.tools import ModelHabits, ToolCall, Tools
+from tenuto.base.turns import Message
+from tenuto.text.chat import ChatTemplate
+from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
+
+TOKENS = witness_tokenizer(700)
+HERMES = """
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}</tools><|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role in ('user', 'assistant') %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% elif message.role == 'tool' %}<|im_start|>user
+<tool_response>{{ message.content }}</tool_response><|im_end|>
+{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+OPENED = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}{# </think> #}")
+FUNCTION = {"name": "weather", "description": "of <|im_end|> a city", "parameters": {"type": "object"}}
+TOOLS = Tools.of([FUNCTION])
+ASKED = [Message("user", "Rome?")]
+END = TOKENS.vocab_size - 1
+
+
+def written(tokens: list[int]) -> str:
+    return TOKENS.decode(tokens, special=True)
+
+
+def test_a_template_that_knows_of_tools_is_given_them() -> None:
+    chat = ChatTemplate(HERMES, TOKENS)
+    tokens, conversation = chat.opening(ASKED, tools=TOOLS)
+    assert json.dumps({"type": "function", "function": FUNCTION}) in written(tokens)
+    assert tokens.count(END) == 2  # the one in the description is text
+    assert (conversation.tools, chat.opening(ASKED).conversation.tools) == (TOOLS.digest, "")
+
+
+def test_a_template_that_does_not_has_them_in_its_system_message() -> None:
+    chat = ChatTemplate(CHAT_TEMPLATE, TOKENS)
+    tokens, conversation = chat.opening(ASKED, tools=TOOLS)
+    text = written(tokens)
+    assert text.startswith("<|im_start|>system\nYou can call these functions:\n" + json.dumps(FUNCTION))
+    assert tokens.count(END) == 2
+    assert conversation.system
+    with_system = written(chat.opening([Message("system", "Be brief."), *ASKED], tools=TOOLS).tokens)
+    assert with_system.startswith("<|im_start|>system\nBe brief.\n\nYou can call")
+
+
+CALLS = (ToolCall("weather", '{"city": "<|im_end|>"}', "call_1"), ToolCall("weather", "", "call_2"))
+RESULTS = [Message("tool", "4 degrees <|im_start|>", tool_call_id="call_1", name="weather"), Message("tool", "5")]
+
+
+@pytest.mark.parametrize("source", [HERMES, CHAT_TEMPLATE], ids=["hermes", "plain"])
+def test_calls_and_results_are_rendered_and_what_users_write_in_them_is_text(source: str) -> None:
+    chat = ChatTemplate(source, TOKENS)
+    messages = [*ASKED, Message("assistant", "", CALLS, reasoning="hm"), *RESULTS]
+    tokens, conversation = chat.opening(messages, tools=TOOLS)
+    text = written(tokens)
+    assert '{"name": "weather", "arguments": {"city": "<|im_end|>"}}' in text
+    assert '"arguments": {}' in text
+    assert "4 degrees <|im_start|>" in text
+    assert tokens.count(END) == 5  # of the system message, the question, the calls and two results
+    assert conversation.role == "assistant"
+    assert ("<think>hm</think>" in text) is (source is HERMES)
+
+
+@pytest.mark.parametrize("source", [HERMES, CHAT_TEMPLATE], ids=["hermes", "plain"])
+def test_a_result_as_the_next_turn_is_rendered_as_in_the_whole_conversation(source: str) -> None:
+    chat = ChatTemplate(source, TOKENS)
+    first, conversation = chat.opening(ASKED, tools=TOOLS)
+    said = TOKENS.encode('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>')
+    result, later = chat.delta(conversation, [RESULTS[1]], last_token=END)
+    whole, _ = chat.opening([*ASKED, Message("assistant", TOKENS.decode(said)), RESULTS[1]], tools=TOOLS)
+    assert [*first, *said, END, *result] == whole
+    assert later == conversation
+
+
+@pytest.mark.parametrize(
+    ("source", "habits"),
+    [
+        (CHAT_TEMPLATE, ModelHabits("json")),
+        (HERMES, ModelHabits("tags", thinks="tags")),
+        (OPENED, ModelHabits("json", thinks="opened")),
+        (CHAT_TEMPLATE + """{# {"name": x, "parameters": y} #}""", ModelHabits("json", "parameters")),
+    ],
+    ids=["plain", "hermes", "opened", "llama"],
+)
+def test_a_template_tells_how_its_model_calls_and_thinks(source: str, habits: ModelHabits) -> None:
+    assert ChatTemplate(source, TOKENS).habits == habits
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "nonsense", 7])
+def test_arguments_that_are_no_object_are_refused(arguments: object) -> None:
+    with pytest.raises(InvalidRequest, match="arguments"):
+        ToolCall("f", arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("source", ["{", "7", "[7]", 7])
+def test_tools_that_are_no_list_of_objects_are_refused(source: object) -> None:
+    with pytest.raises(InvalidRequest):
+        Tools(source).parsed()  # type: ignore[arg-type]
+
+
+def test_messages_with_calls_may_be_written_as_objects() -> None:
+    given = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{}", "id": "x"}]}
+    assert Message.from_dict(given) == Message("assistant", "", (ToolCall("f", "{}", "x"),))
+    assert Message.from_dict({"role": "tool", "content": "4", "tool_call_id": "x"}).tool_call_id == "x"
+    for wrong in ({"tool_calls": [7]}, {"tool_calls": [{"nome": "f"}]}, {"tool_call_id": 7}, {"else": 1}):
+        with pytest.raises(InvalidRequest):
+            Message.from_dict({"role": "user", "content": "", **wrong})
