@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 KERNELS := $(wildcard src/tenuto/kernels/native/*.h src/tenuto/kernels/native/*.cpp)
 STAMP := $(VENV)/.installed
 
+# The tests start hundreds of processes, which should not each compile everything again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DELETE_ON_ERROR:
 .PHONY: demo test coverage check bench bench-peers sim clean
 
@@ -35,7 +38,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/clang-format --dry-run --Werror $(KERNELS)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 bench: $(STAMP)
@@ -59,5 +62,6 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Tenuto needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Setting up $(VENV); the first time this downloads PyTorch and takes a few minutes."
 	$(PYTHON) -m venv --clear $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev,bench]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[test,dev,bench]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # what pip does with one core; files for later Pythons fail
 	@touch $@

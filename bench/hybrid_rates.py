@@ -130,8 +130,8 @@ def main() -> None:
     parser.add_argument("kernels", nargs="*", default=["auto", "torch"])
     parser.add_argument("--times", type=int, default=7, help="measurements of each figure")
     options = parser.parse_args()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     reference = model()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

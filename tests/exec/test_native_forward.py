@@ -93,9 +93,11 @@ def both_logits(path: Path, variant: str) -> list[torch.Tensor]:
 @every_variant
 @pytest.mark.parametrize("kind", [*QUANTIZED, Kind.F16, Kind.BF16, Kind.F32], ids=lambda k: k.name)
 def test_weights_of_each_kind_match_the_reference_from_the_same_file(variant: str, kind: Kind, tmp_path: Path) -> None:
-    """What is left: inputs rounded to 8 bits a block, or to bfloat16 with its weights; keys and values to bfloat16."""
+    """What is left: inputs rounded to 8 bits a block, or to bfloat16 with its weights; keys and values to bfloat16.
+    Tiles multiply bfloat16 alone, so there float16's weights are rounded, too."""
     results = both_logits(save_gguf(tmp_path / "m.gguf", WIDE, kind), variant)
-    assert relative_error(*results) < (0.02 if kind in QUANTIZED else 0.007 if kind is Kind.BF16 else 0.004)
+    in_bfloat16 = kind is Kind.BF16 or (kind is Kind.F16 and variant == "amx")
+    assert relative_error(*results) < (0.02 if kind in QUANTIZED else 0.008 if in_bfloat16 else 0.004)
 
 
 @every_variant

@@ -54,5 +54,5 @@ def model(smollm2_path: Path) -> Decoder:
 
 @pytest.fixture(scope="session")
 def licence_tokens(smollm2_path: Path) -> list[int]:
-    """Real text of more than 1,500 tokens: our licence."""
+    """Real text of more than 2,000 tokens: our licence."""
     return load_tokenizer(smollm2_path).encode(LICENCE.read_text(encoding="utf-8"))

@@ -140,7 +140,7 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
     decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
     flaky = decoder._layers[-1] = Flaky(decoder._layers[-1])  # type: ignore[call-overload]
     running = conversations(Spoiled(decoder, PAGE), overlap)
-    comparison = compare(reference, longest(running.sampled))  # type: ignore[arg-type]
+    comparison = compare(reference, longest(running.sampled))
     assert flaky.failures > 4
     assert_all_compared(comparison, running, close=CLOSE)
 

@@ -54,7 +54,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: Anthropic) -> None:
     with client.messages.stream(model="witness", messages=HI, **options) as stream:
         said = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert said == whole.content[0].text == final.content[0].text  # type: ignore[union-attr]
+    assert said == whole.content[0].text == final.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 20)
 
 

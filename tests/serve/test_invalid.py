@@ -182,7 +182,7 @@ def test_what_only_the_engine_can_refuse_names_its_field_too(
 def test_openais_client_is_told_which_field_was_wrong(witness: Server) -> None:
     with OpenAI(base_url=f"{witness.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model="witness", messages=[{"role": "user", "content": 5}])  # type: ignore[list-item,misc]
+            client.chat.completions.create(model="witness", messages=[{"role": "user", "content": 5}])
         assert refused.value.param == "messages[0].content"
         with pytest.raises(openai.NotFoundError) as unknown:
             client.completions.create(model="other", prompt="a")

@@ -27,7 +27,7 @@ Planted = Callable[[], AbstractContextManager[None]] | Slip | Mutant
 """A fault, which is planted on the loaded core, or what is planted when the core is loaded."""
 
 WORLD_STEPS = 150
-WORLD_SECONDS = 4
+WORLD_SECONDS = 2
 """Processor time of one world, several times what the longest takes: a step that does not end has been found, too."""
 
 MAX_MEMORY = 3 << 30

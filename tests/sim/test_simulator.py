@@ -7,7 +7,7 @@ from tests.sim.planted import Job, is_caught, look_for_all
 from tests.sim.proof import STORIES, everything, is_justified, known_seeds
 from tests.sim.run import run_worlds
 
-STEPS = 20_000
+STEPS = 12_000
 PREFIX_STEPS = 4_000
 """Of worlds with a prefix cache."""
 WORLD_STEPS = 150
