@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.sim.run import any_world, run_world, run_worlds
+from tests.sim.run import PREFIXED, any_world, run_world, run_worlds
 from tests.sim.setting import large_world
 
 
@@ -25,15 +25,13 @@ def main() -> int:
     arguments = parser.parse_args()
     began = time.monotonic()
     if arguments.seed is not None:
-        prefixes = bool(arguments.prefixes)
-        config = large_world(arguments.seed) if arguments.large else any_world(arguments.seed, prefixes=prefixes)
+        config = large_world(arguments.seed) if arguments.large else any_world(arguments.seed)
         print(config)
         summary = run_world(config, arguments.steps, arguments.past)
     else:
-        seeds = range(arguments.first, arguments.first + arguments.seeds)
-        summary = run_worlds(
-            seeds, arguments.steps, large=arguments.large, ignored=arguments.past, prefixes=arguments.prefixes
-        )
+        first = arguments.first + PREFIXED * arguments.prefixes
+        seeds = range(first, first + arguments.seeds)
+        summary = run_worlds(seeds, arguments.steps, large=arguments.large, ignored=arguments.past)
         print(summary.table())
     for seed, report in summary.failures.items():
         print(f"\nseed {seed} failed; replay: python -m tests.sim --seed {seed} --steps {arguments.steps}\n{report}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Connection
 
 import pytest
@@ -102,12 +103,11 @@ def _plant_and_look(job: Job) -> str:
     signal.signal(signal.SIGVTALRM, _give_up)
     if job.story is not None:
         return _tell_story(job.story)
-    from tests.sim.run import any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
+    from tests.sim.run import PREFIXED, any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
 
-    steps, first, others = 0, iter(job.first), iter(range(10**9))
+    steps, seeds = 0, chain(job.first, chain.from_iterable((seed, PREFIXED + seed) for seed in range(PREFIXED)))
     while steps < job.most_steps:
-        seed = next(first, None)
-        seed = next(others) if seed is None else seed
+        seed = next(seeds)
         signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_SECONDS, 1)
         summary = run_world(any_world(seed), WORLD_STEPS, job.past)
         steps += summary.steps

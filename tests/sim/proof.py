@@ -38,6 +38,17 @@ STORIES: dict[str, str] = {
     "test_a_turn_that_takes_the_end_of_a_history_back_and_adds_nothing_leaves_its_session_cut",
     "call tenuto.memory.turn_memory self.checkpoints.relax()": "tests/sched/test_admission.py::"
     "test_a_checkpoint_that_only_saves_work_keeps_nobody_from_starting",
+    "call tenuto.engine.lifecycle self.sharing.share(turn)": "tests/engine/test_prefixes.py",
+    "call tenuto.memory.full self.lend_of_turn(self.base.units[self.first - 1], position)": "tests/engine/"
+    "test_running_prefixes.py::test_an_aborted_turn_gives_up_the_free_slots_that_others_read",
+    "call tenuto.memory.paged self.lend(page, position)": "tests/engine/"
+    "test_running_prefixes.py::test_an_aborted_turn_gives_up_the_free_slots_that_others_read",
+    "call tenuto.session.journal self._cut(number, 0)": "tests/session/test_journal.py::"
+    "test_a_fork_stores_no_token_again_and_nothing_is_left_of_closed_sessions",
+    "call tenuto.session.journal self._cut(number, change.kept)": "tests/session/test_journal.py::"
+    "test_a_fork_stores_no_token_again_and_nothing_is_left_of_closed_sessions",
+    "call tenuto.session.journal self._share(change, change.parent, number)": "tests/session/test_journal.py::"
+    "test_a_fork_stores_no_token_again_and_nothing_is_left_of_closed_sessions",
     "slip sched.admission: self._passes // RECONSIDERED_AFTER  ->  0": "tests/sched/test_admission.py::"
     "test_room_that_nobody_could_make_is_made_once_a_window_has_passed_though_nobody_leaves_a_row",
     "slip sched.pressure: units[~held[group][units]]  ->  units": "tests/sched/test_pressure.py::"

@@ -18,6 +18,9 @@ from tests.sim.setting import MIXES, PRESSURES, WorldConfig, large_world, small_
 
 Cell = tuple[str, str]
 
+PREFIXED = 10**6
+"""The first seed of worlds with a prefix cache."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -101,19 +104,19 @@ def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) ->
     return summary
 
 
-def any_world(seed: int, *, prefixes: bool = False) -> WorldConfig:
-    """A small random world or, every few seeds, a scenario; with `prefixes` always the former, with a prefix cache, and
-    every other one with tiers."""
-    if prefixes:
+def any_world(seed: int) -> WorldConfig:
+    """A small random world or, every few seeds, a scenario; from `PREFIXED` on always the former, with a prefix cache,
+    and every other one with tiers."""
+    if seed >= PREFIXED:
         return replace(small_world(seed), prefixes=True, tiers=seed % 2 == 0)
     return scenario_world(seed) if is_scenario(seed) else small_world(seed)
 
 
-def _run_seeds(seeds: list[int], steps: int, large: bool, ignored: Collection[str], prefixes: bool) -> Summary:
+def _run_seeds(seeds: list[int], steps: int, large: bool, ignored: Collection[str]) -> Summary:
     logging.getLogger("tenuto").setLevel(logging.ERROR)  # steps fail by the thousand
     summary = Summary()
     for seed in seeds:
-        summary.add(run_world(large_world(seed) if large else any_world(seed, prefixes=prefixes), steps, ignored))
+        summary.add(run_world(large_world(seed) if large else any_world(seed), steps, ignored))
     return summary
 
 
@@ -124,7 +127,6 @@ def run_worlds(
     large: bool = False,
     processes: int | None = None,
     ignored: Collection[str] = (),
-    prefixes: bool = False,
 ) -> Summary:
     """All worlds of `seeds`, `steps` steps each, spread over `processes` (default: all cores)."""
     seeds = list(seeds)
@@ -133,7 +135,7 @@ def run_worlds(
     chunks = [seeds[i : i + chunk] for i in range(0, len(seeds), chunk)]
     summary = Summary()
     with ProcessPoolExecutor(processes) as pool:
-        run = partial(_run_seeds, steps=steps, large=large, ignored=ignored, prefixes=prefixes)
+        run = partial(_run_seeds, steps=steps, large=large, ignored=ignored)
         for part in pool.map(run, chunks):
             summary.add(part)
     return summary

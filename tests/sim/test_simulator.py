@@ -5,7 +5,7 @@ there is. Of the removed calls every `CALLS`th is planted here."""
 
 from tests.sim.planted import Job, is_caught, look_for_all
 from tests.sim.proof import STORIES, everything, is_justified, known_seeds
-from tests.sim.run import run_worlds
+from tests.sim.run import PREFIXED, run_worlds
 
 STEPS = 12_000
 PREFIX_STEPS = 4_000
@@ -25,7 +25,7 @@ def test_small_worlds_stay_right():
 
 
 def test_worlds_with_a_prefix_cache_stay_right():
-    summary = run_worlds(range(PREFIX_STEPS // WORLD_STEPS + 1), WORLD_STEPS, prefixes=True)
+    summary = run_worlds(range(PREFIXED, PREFIXED + PREFIX_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= PREFIX_STEPS
 
