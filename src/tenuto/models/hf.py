@@ -11,7 +11,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tenuto.base.errors import ModelError
-from tenuto.models.families import bamba, falcon_h1, gemma3, gpt_oss, granite, llama, nemotron_h, qwen3_next, tenuto
+from tenuto.models.families import (
+    bamba,
+    falcon_h1,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granite,
+    granite3,
+    llama,
+    nemotron_h,
+    phi3,
+    qwen,
+    qwen3_next,
+    smollm3,
+    tenuto,
+)
 from tenuto.models.families.family import Family
 from tenuto.models.settings import Settings, read_json
 from tenuto.models.weights import BYTES, FLOATS, StoredWeight, raw
@@ -19,6 +34,11 @@ from tenuto.models.weights import BYTES, FLOATS, StoredWeight, raw
 FAMILIES = (
     llama.FAMILY,
     llama.MISTRAL,
+    *qwen.FAMILIES,
+    smollm3.FAMILY,
+    phi3.FAMILY,
+    granite3.FAMILY,
+    gemma2.FAMILY,
     gemma3.FAMILY,
     bamba.FAMILY,
     granite.FAMILY,

@@ -27,6 +27,18 @@ class StoredWeight:
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
 
+    def rows(self, first: int, end: int) -> StoredWeight:
+        """Outputs `first` up to `end` of a matrix, as they are stored."""
+        return StoredWeight(self.kind, (end - first, *self.shape[1:]), lambda: self.read()[first:end])
+
+    def unstacked(self) -> list[StoredWeight]:
+        """The matrices of a tensor of [matrices, outputs, inputs], as they are stored."""
+
+        def one(i: int) -> StoredWeight:
+            return StoredWeight(self.kind, self.shape[1:], lambda: self.read()[i].view(self.shape[1], -1))
+
+        return [one(i) for i in range(self.shape[0])]
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StoredWeight:
         """A tensor of floats that is in memory."""

@@ -63,8 +63,16 @@ class Model:
         return self.tokenizer.fingerprint if self.tokenizer is not None else f"{self.vocab_size} tokens"
 
 
-def load_model(name: str, device: str, dtype: str | None, page_size: int, kernels: str = "auto") -> Model:
-    """`kernels`: what may compute, see `exec.load.KERNELS`. Raises `ModelError` or `ConfigError`."""
+def load_model(
+    name: str,
+    device: str,
+    dtype: str | None,
+    page_size: int,
+    kernels: str = "auto",
+    context: int | None = None,
+) -> Model:
+    """`kernels`: what may compute, see `exec.load.KERNELS`; `context`: how many tokens a session may have, if that is
+    known. Raises `ModelError` or `ConfigError`."""
     whole("page_size", page_size, 1, 2**20, ConfigError)
     kind, _, step_seconds = name.partition(":")
     if kind == WITNESS:
@@ -76,7 +84,9 @@ def load_model(name: str, device: str, dtype: str | None, page_size: int, kernel
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415
 
     files = resolve(name, cache_dir())
-    executor = load_executor(files, page_size, device, dtype, kernels=kernels, cache=cache_dir(), say=log.warning)
+    executor = load_executor(
+        files, page_size, device, dtype, context=context, kernels=kernels, cache=cache_dir(), say=log.warning
+    )
     forward = executor.forward
     config, tokenizer = forward.config, load_tokenizer(files.path)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template is not None else None

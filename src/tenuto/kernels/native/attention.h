@@ -81,6 +81,16 @@ INLINE float weigh(const float *scores, Half *shares, int count, int step, Parti
   return shrink;
 }
 
+// What scores are made of products: `scale` times them, kept within `cap` by a hyperbolic tangent unless that is 0.
+struct Scoring {
+  float scale, cap;
+
+  f32x16 operator()(f32x16 products) const {
+    const f32x16 scores = products * scale;
+    return cap == 0.0f ? scores : tanh16(scores / cap) * cap;
+  }
+};
+
 // The blocks of one head of one sequence, and the token slots of each that are in use.
 struct Blocks {
   const Cache &cache;
@@ -117,7 +127,7 @@ INLINE void begin(const QueryRow &row, int dim) {
 INLINE int chunk_end(int i, int to) { return std::min(to, i / CHUNK * CHUNK + CHUNK); }
 
 // ROWS query rows attend to blocks `from` up to `to` of one sequence's cache, a head of it.
-template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, float scale) {
+template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, Scoring score) {
   const int dim = blocks.cache.head_dim;
   alignas(64) float scores[ROWS][CHUNK * LANES];
   alignas(64) Half shares[ROWS][CHUNK * LANES];
@@ -143,7 +153,7 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
       }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        store(&scores[r][i * LANES], blocks.masked((even[r] + odd[r]) * scale, start + i, rows[r]));
+        store(&scores[r][i * LANES], blocks.masked(score(even[r] + odd[r]), start + i, rows[r]));
     }
     float shrink[ROWS];
     for (int r = 0; r < ROWS; r++)
@@ -192,11 +202,11 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
 constexpr int PART = 2 * CHUNK; // blocks that are attended to in one go, whoever does it: results do not depend on that
 
 // Query rows attend to blocks `from` up to `to`, at most `PART`, of one sequence's cache.
-static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, float scale) {
+static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, Scoring score) {
 #if TENUTO_AMX
   if (blocks.cache.head_dim % BLOCK == 0) {
     for (; count > 0; rows += LANES, count -= LANES)
-      tiles::attend(blocks, rows, std::min(count, LANES), from, to, scale);
+      tiles::attend(blocks, rows, std::min(count, LANES), from, to, score);
     return;
   }
 #endif
@@ -204,22 +214,22 @@ static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, i
     const int now = std::min(count, ROWS_AN_ATTENTION);
     switch (now) {
     case 6:
-      attend<6>(blocks, rows, from, to, scale);
+      attend<6>(blocks, rows, from, to, score);
       break;
     case 5:
-      attend<5>(blocks, rows, from, to, scale);
+      attend<5>(blocks, rows, from, to, score);
       break;
     case 4:
-      attend<4>(blocks, rows, from, to, scale);
+      attend<4>(blocks, rows, from, to, score);
       break;
     case 3:
-      attend<3>(blocks, rows, from, to, scale);
+      attend<3>(blocks, rows, from, to, score);
       break;
     case 2:
-      attend<2>(blocks, rows, from, to, scale);
+      attend<2>(blocks, rows, from, to, score);
       break;
     default:
-      attend<1>(blocks, rows, from, to, scale);
+      attend<1>(blocks, rows, from, to, score);
     }
     rows += now, count -= now;
   }

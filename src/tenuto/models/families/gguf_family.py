@@ -8,9 +8,10 @@ from typing import Any
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
-from tenuto.models.config import ModelConfig
-from tenuto.models.rope import Rope, linear_divisors
-from tenuto.models.weights import stored_in
+from tenuto.models.config import Attention, ModelConfig
+from tenuto.models.families.family import Translate, unchanged
+from tenuto.models.rope import Rope, linear_divisors, yarn_divisors, yarn_magnitude
+from tenuto.models.weights import stored_in, wrong_shape
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -24,44 +25,89 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """Weights of a layer in GGUF files, and our names for them."""
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 ROPE_DIVISORS = "rope_freqs.weight"
+SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
+NOT_WEIGHTS = (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
+"""Tensors that belong to the configuration."""
+_ROPES = ("none", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """Files of one `architecture`. `read` makes a configuration of them; `names` are those of a layer's weights.
-    `interleaved`: the rotary pairs of queries and keys are neighbouring rows."""
+    """Files of one `architecture`. `read` makes a configuration of them; `names` are those of a layer's weights, and
+    `translate` makes of weights so named what `Checkpoint.weights` says. `interleaved`: the rotary pairs of queries and
+    keys are neighbouring rows."""
 
     name: str
     architecture: str
     read: Callable[[GgufFile], ModelConfig]
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
+    translate: Translate = unchanged
     interleaved: bool = False
 
 
-def head_dim(file: GgufFile, architecture: str) -> int:
-    """Elements of an attention head. Raises `ModelError` if values have another number, or not all are rotated."""
+def head_dim(file: GgufFile, architecture: str, *, partly: bool = False) -> int:
+    """Elements of an attention head. Raises `ModelError` if values have another number, or not all are rotated, unless
+    a head may be rotated `partly`."""
     heads = file.number(f"{architecture}.attention.head_count")
     default = file.number(f"{architecture}.embedding_length") // max(heads, 1)
     found: int = file.number(f"{architecture}.attention.key_length", default)
-    for key in (f"{architecture}.rope.dimension_count", f"{architecture}.attention.value_length"):
-        if file.number(key, found) != found:
-            raise ModelError(f"{file.path} has {key} {file.metadata[key]}; supported: the head size, {found}")
+    for key in ("attention.value_length", *([] if partly else ["rope.dimension_count"])):
+        if file.number(f"{architecture}.{key}", found) != found:
+            value = file.metadata[f"{architecture}.{key}"]
+            raise ModelError(f"{file.path} has {architecture}.{key} {value}; supported: the head size, {found}")
     return found
 
 
-def rope(file: GgufFile, architecture: str, rotated: int, theta: float) -> Rope:
-    """Converters write the llama3 rule as one divisor a frequency, the linear rule as a factor. `theta` is what files
-    mean that do not say."""
-    kind = file.metadata.get(f"{architecture}.rope.scaling.type") or "none"
-    if kind not in ("none", "linear"):
-        raise ModelError(f"{file.path} has rope scaling {kind!r}; supported: none, linear, llama3")
+def attention(file: GgufFile, architecture: str, rope: Rope | None, **more: Any) -> Attention:
+    """What most architectures say of their heads in the same words; `more` are further fields. There are biases if the
+    file has any."""
+    heads, size = file.number(f"{architecture}.attention.head_count"), head_dim(file, architecture, partly=True)
+    usual = {
+        "scale": size**-0.5,
+        "bias": "blk.0.attn_q.bias" in file.tensors,
+        "out_bias": "blk.0.attn_output.bias" in file.tensors,
+    }
+    kv_heads = file.number(f"{architecture}.attention.head_count_kv", heads)
+    return Attention(heads, kv_heads, size, rope, **(usual | more))
+
+
+def rope(file: GgufFile, architecture: str, rotated: int, theta: float = 10000.0) -> Rope:
+    """Converters write the llama3 rule as one divisor a frequency, and LongRoPE as two, the linear rule and YaRN by
+    their parameters. `theta` is what files mean that do not say."""
+    scaling = f"{architecture}.rope.scaling"
+    theta = file.number(f"{architecture}.rope.freq_base", theta)
+    context = file.number(f"{architecture}.context_length")
+    original = file.number(f"{scaling}.original_context_length", context)
+    stretch = file.number(f"{scaling}.attn_factor", 1.0)
+    if LONG_DIVISORS in file.tensors:
+        short, long = (_divisors(file, name, rotated) for name in (SHORT_DIVISORS, LONG_DIVISORS))
+        return Rope(theta, short, stretch, long, original)
     if ROPE_DIVISORS in file.tensors:
-        divisors = tuple(float(divisor) for divisor in stored_in(file.tensors[ROPE_DIVISORS]).decode())
-    else:
-        factor = file.number(f"{architecture}.rope.scaling.factor") if kind == "linear" else 1.0
-        divisors = linear_divisors(rotated, factor)
-    return Rope(file.number(f"{architecture}.rope.freq_base", theta), divisors)
+        return Rope(theta, _divisors(file, ROPE_DIVISORS, rotated))
+    match file.metadata.get(f"{scaling}.type") or "none":
+        case "none":
+            return Rope(theta, linear_divisors(rotated, 1.0))
+        case "linear":
+            return Rope(theta, linear_divisors(rotated, file.number(f"{scaling}.factor")))
+        case "yarn":
+            for key in ("yarn_log_multiplier", "yarn_ext_factor"):
+                if (value := file.number(f"{scaling}.{key}", usual := float(key == "yarn_ext_factor"))) != usual:
+                    raise ModelError(f"{file.path} has {scaling}.{key} {value}; supported: {usual}")
+            factor = file.number(f"{scaling}.factor")
+            fast, slow = file.number(f"{scaling}.yarn_beta_fast", 32.0), file.number(f"{scaling}.yarn_beta_slow", 1.0)
+            divisors = yarn_divisors(rotated, theta, factor, original, fast, slow, whole=True)
+            return Rope(theta, divisors, stretch * yarn_magnitude(factor))
+        case other:
+            raise ModelError(f"{file.path} has rope scaling {other!r}; supported: {', '.join(_ROPES)}")
+
+
+def _divisors(file: GgufFile, name: str, rotated: int) -> tuple[float, ...]:
+    found = stored_in(file.tensor(name))
+    if found.shape != (rotated // 2,):
+        raise wrong_shape(name, found.shape, (rotated // 2,))
+    return tuple(float(divisor) for divisor in found.decode())
 
 
 def facts(file: GgufFile, architecture: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
         settings.rope(head_dim) if settings.optional("position_embedding_type", str) == "rope" else None,
         scale=settings.get("attention_multiplier", float, 1.0),
         bias=settings.get("attention_bias", bool, default=False),
+        out_bias=settings.get("attention_bias", bool, default=False),
     )
     count = settings.get("num_hidden_layers", int)
     kinds = settings.kinds("layer_types", [_RECURRENT[0]] * count, _RECURRENT + _ATTENDING)
