@@ -99,12 +99,12 @@ _ADDED_ONE = ("gemma2",)
 
 
 def save_dense_gguf(
-    path: Path, model: PreTrainedModel, architecture: str, kind: Kind = Kind.F32, **metadata: tuple[str, Any]
+    path: Path, model: PreTrainedModel, architecture: str, kind: Kind = Kind.F32, split: int = 0
 ) -> Path:
-    """Write the model as llama.cpp's converter does, matrices as `kind`. `metadata` values are (key, value) pairs to
-    add."""
+    """Write the model as llama.cpp's converter does, matrices as `kind`, in files of `split` tensors or with 0 in
+    one."""
     c: Any = model.config  # its fields may be missing in other models
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
@@ -119,8 +119,6 @@ def save_dense_gguf(
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     _add_own(writer, architecture, c)
-    for key, value in metadata.values():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, values in _tensors(model, architecture):
         stored = kind if values.ndim > 1 else Kind.F32
         encoded = values if stored is Kind.F32 else quantize(values.reshape(-1, values.shape[-1]), stored)
@@ -134,7 +132,7 @@ def save_dense_gguf(
 
 def _add_own(writer: gguf.GGUFWriter, architecture: str, c: Any) -> None:
     """What only one architecture says."""
-    head = c.hidden_size // c.num_attention_heads
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     match architecture:
         case "qwen3moe":
             writer.add_expert_count(c.num_experts)

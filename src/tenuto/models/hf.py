@@ -79,8 +79,10 @@ class HfCheckpoint:
         index = self._directory / _INDEX
         if not index.exists():
             return [self._directory / _SINGLE]
-        names = Settings(read_json(index), index).get("weight_map", dict)
-        return [self._directory / name for name in sorted(set(names.values()))]
+        names = list(Settings(read_json(index), index).get("weight_map", dict).values())
+        if wrong := [name for name in names if not isinstance(name, str) or name != Path(name).name]:
+            raise ModelError(f"{index} has weights in {wrong[0]!r}; expected: the name of a file beside it")
+        return [self._directory / name for name in sorted(set(names))]
 
     def _derived(self, name: str) -> bool:
         """Whether a tensor repeats what the configuration says: old files store frequencies, some a tied head."""

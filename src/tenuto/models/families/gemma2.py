@@ -7,7 +7,7 @@ from tenuto.models.config import Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, attention, each
 from tenuto.models.families.gemma3 import GGUF_NAMES, KINDS, alternating, translate
-from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, rope
+from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope
 from tenuto.models.settings import Settings
 
 _PERIOD = 2
@@ -49,7 +49,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 def _read_gguf(file: GgufFile) -> ModelConfig:
     """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
     llama.cpp knows by its layers, it is not the size of a head."""
-    count, hidden = file.number("gemma2.block_count"), file.number("gemma2.embedding_length")
+    count, hidden = layer_count(file, "gemma2"), file.number("gemma2.embedding_length")
     size = head_dim(file, "gemma2")
     scalar = hidden // file.number("gemma2.attention.head_count") if count == _LAYERS_OF_27B else size
     turning = rope(file, "gemma2", size)

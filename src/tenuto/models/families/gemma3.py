@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
 from tenuto.models.families.family import Family, Named, each, plus_one, renamed
-from tenuto.models.families.gguf_family import LAYER_NAMES, QK_NORMS, GgufFamily, facts, head_dim, rope
+from tenuto.models.families.gguf_family import LAYER_NAMES, QK_NORMS, GgufFamily, facts, head_dim, layer_count, rope
 from tenuto.models.rope import Rope, linear_divisors
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
@@ -92,7 +92,7 @@ _LAYERS_OF_27B = 62
 def _read_gguf(file: GgufFile) -> ModelConfig:
     """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
     llama.cpp knows by its layers, it is not the size of a head."""
-    count, hidden = file.number("gemma3.block_count"), file.number("gemma3.embedding_length")
+    count, hidden = layer_count(file, "gemma3"), file.number("gemma3.embedding_length")
     heads, size = file.number("gemma3.attention.head_count"), head_dim(file, "gemma3")
     scalar = hidden // heads if count == _LAYERS_OF_27B else size
     local = Rope(file.number("gemma3.rope.freq_base_swa", LOCAL_THETA), linear_divisors(size, 1.0))

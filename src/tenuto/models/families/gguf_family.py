@@ -30,6 +30,7 @@ ROPE_DIVISORS = "rope_freqs.weight"
 SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
 NOT_WEIGHTS = (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
 """Tensors that belong to the configuration."""
+_LONGEST_HEAD = 2**16
 _ROPES = ("none", "linear", "llama3", "yarn", "longrope")
 
 
@@ -47,12 +48,22 @@ class GgufFamily:
     interleaved: bool = False
 
 
+def layer_count(file: GgufFile, architecture: str) -> int:
+    """How many layers there are. Raises `ModelError` if that cannot be: each has tensors of its own."""
+    count: int = file.number(f"{architecture}.block_count")
+    if not 0 < count <= len(file.tensors):
+        raise ModelError(f"{file.path} has {architecture}.block_count {count}, but {len(file.tensors)} tensors")
+    return count
+
+
 def head_dim(file: GgufFile, architecture: str, *, partly: bool = False) -> int:
-    """Elements of an attention head. Raises `ModelError` if values have another number, or not all are rotated, unless
-    a head may be rotated `partly`."""
+    """Elements of an attention head. Raises `ModelError` if that cannot be, if values have another number, or if not
+    all are rotated, unless a head may be rotated `partly`."""
     heads = file.number(f"{architecture}.attention.head_count")
     default = file.number(f"{architecture}.embedding_length") // max(heads, 1)
     found: int = file.number(f"{architecture}.attention.key_length", default)
+    if not 0 < found <= _LONGEST_HEAD:
+        raise ModelError(f"{file.path} has attention heads of {found}; allowed: 1 to {_LONGEST_HEAD}")
     for key in ("attention.value_length", *([] if partly else ["rope.dimension_count"])):
         if file.number(f"{architecture}.{key}", found) != found:
             value = file.metadata[f"{architecture}.{key}"]

@@ -8,7 +8,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, attention
-from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, rope
+from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope
 from tenuto.models.settings import Settings
 
 
@@ -34,7 +34,7 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
     scale = file.number("granite.attention.scale", 0.0) or heads.scale
     layer = Layer(replace(heads, scale=scale), Mlp(file.number("granite.feed_forward_length")))
     return ModelConfig(
-        (layer,) * file.number("granite.block_count"),
+        (layer,) * layer_count(file, "granite"),
         **facts(file, "granite"),
         embedding_scale=file.number("granite.embedding_scale", 0.0) or 1.0,
         residual_scale=file.number("granite.residual_scale", 0.0) or 1.0,

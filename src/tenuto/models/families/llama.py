@@ -7,7 +7,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, attention
-from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, rope
+from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope
 from tenuto.models.settings import Settings
 
 
@@ -30,7 +30,7 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
         raise ModelError(f"{file.path} is a mixture of experts; supported: Llama without experts")
     heads = gguf_family.attention(file, "llama", rope(file, "llama", head_dim(file, "llama")))
     layer = Layer(heads, Mlp(file.number("llama.feed_forward_length")))
-    return ModelConfig((layer,) * file.number("llama.block_count"), **facts(file, "llama"))
+    return ModelConfig((layer,) * layer_count(file, "llama"), **facts(file, "llama"))
 
 
 FAMILY = Family("Llama", ("LlamaForCausalLM",), _read)

@@ -9,7 +9,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, Named, attention, each, split, split_layer
-from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, facts, head_dim, rope
+from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, facts, head_dim, layer_count, rope
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
@@ -29,7 +29,7 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
     layer = Layer(
         gguf_family.attention(file, "phi3", turning, window=window), Mlp(file.number("phi3.feed_forward_length"))
     )
-    return ModelConfig((layer,) * file.number("phi3.block_count"), **facts(file, "phi3"))
+    return ModelConfig((layer,) * layer_count(file, "phi3"), **facts(file, "phi3"))
 
 
 def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:

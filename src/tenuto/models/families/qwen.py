@@ -9,7 +9,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, Experts, Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, Named, attention, each, unstacked
-from tenuto.models.families.gguf_family import LAYER_NAMES, QK_NORMS, GgufFamily, facts, head_dim, rope
+from tenuto.models.families.gguf_family import LAYER_NAMES, QK_NORMS, GgufFamily, facts, head_dim, layer_count, rope
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
@@ -106,7 +106,7 @@ def _read_qwen3_moe_gguf(file: GgufFile) -> ModelConfig:
 def _gguf_layers(file: GgufFile, architecture: str, feed_forward: Mlp | Experts, *, qk_norm: bool) -> ModelConfig:
     turned = rope(file, architecture, head_dim(file, architecture))
     layer = Layer(gguf_family.attention(file, architecture, turned, qk_norm=qk_norm), feed_forward)
-    return ModelConfig((layer,) * file.number(f"{architecture}.block_count"), **facts(file, architecture))
+    return ModelConfig((layer,) * layer_count(file, architecture), **facts(file, architecture))
 
 
 def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:

@@ -7,7 +7,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, attention
-from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, rope
+from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope
 from tenuto.models.settings import Settings
 
 _THETA = 2_000_000.0
@@ -54,7 +54,7 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
     mlp = Mlp(file.number("smollm3.feed_forward_length"))
     layers = (
         Layer(gguf_family.attention(file, "smollm3", turning if one else None), mlp)
-        for one in _turned(file.number("smollm3.block_count"), _PERIOD)
+        for one in _turned(layer_count(file, "smollm3"), _PERIOD)
     )
     return ModelConfig(tuple(layers), **facts(file, "smollm3"))
 
