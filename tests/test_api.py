@@ -26,9 +26,11 @@ from tenuto.base.errors import (
     NotFound,
     SessionBusy,
 )
+from tenuto.base.messages import WorkerSettings
 from tenuto.base.turns import EndReason
 from tenuto.exec.witness import WitnessExecutor, history_hash, next_token
-from tenuto.runtime.models import load_model
+from tenuto.runtime.models import Model, load_model
+from tenuto.runtime.service import open_service
 from tenuto.text.tokenizer import Tokenizer
 from tests.present import present
 
@@ -280,6 +282,21 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(monkeypatch: pytest.Mo
         reply = session.turn([1], max_new_tokens=2)
         assert list(reply) == []
         assert reply.token_ids == said([1], 2)
+
+
+def test_a_model_is_loaded_for_as_long_sessions_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts = []
+
+    def load(name: str, device: str, dtype: str | None, page_size: int, kernels: str, context: int) -> Model:
+        contexts.append(context)
+        return load_model(name, device, dtype, page_size, kernels, context)
+
+    for place in ("tenuto.api.transport", "tenuto.runtime.service"):
+        monkeypatch.setattr(f"{place}.load_model", load)
+    tenuto.Engine("witness", context_length=123).close()
+    tenuto.Engine("witness").close()
+    open_service(WorkerSettings(model="witness", config={"context_length": 77}), lambda _: None).close()
+    assert contexts == [123, 8192, 77]
 
 
 def test_the_asynchronous_face_does_the_same() -> None:

@@ -24,7 +24,9 @@ def tokenizer_of(tokens: int) -> tokenizers.Tokenizer:
     return backend
 
 
-@pytest.fixture(scope="module", params=[tiny_gemma3, tiny_bamba, tiny_qwen3_next, tiny_phi3], ids=lambda make: make.__name__)
+@pytest.fixture(
+    scope="module", params=[tiny_gemma3, tiny_bamba, tiny_qwen3_next, tiny_phi3], ids=lambda make: make.__name__
+)
 def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
     return request.param()
 

@@ -161,6 +161,8 @@ def _add_own(writer: gguf.GGUFWriter, architecture: str, c: Any) -> None:
             writer.add_sliding_window(c.sliding_window)
         case "llama" | "smollm3":
             writer.add_rope_dimension_count(head)
+            if window := getattr(c, "sliding_window", None):
+                writer.add_sliding_window(window)
 
 
 def _tensors(model: PreTrainedModel, architecture: str) -> Iterator[tuple[str, np.ndarray]]:

@@ -7,7 +7,7 @@ from tenuto.models.config import Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, attention, each
 from tenuto.models.families.gemma3 import GGUF_NAMES, KINDS, alternating, translate
-from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope
+from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope, window
 from tenuto.models.settings import Settings
 
 _PERIOD = 2
@@ -50,19 +50,19 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
     """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
     llama.cpp knows by its layers, it is not the size of a head."""
     count, hidden = layer_count(file, "gemma2"), file.number("gemma2.embedding_length")
-    size = head_dim(file, "gemma2")
-    scalar = hidden // file.number("gemma2.attention.head_count") if count == _LAYERS_OF_27B else size
-    turning = rope(file, "gemma2", size)
+    head = head_dim(file, "gemma2")
+    scalar = hidden // file.number("gemma2.attention.head_count") if count == _LAYERS_OF_27B else head
+    turning = rope(file, "gemma2", head)
     made = {
         kind: gguf_family.attention(
             file,
             "gemma2",
             turning,
             scale=scalar**-0.5,
-            window=window,
+            window=size,
             cap=file.number("gemma2.attn_logit_softcapping", _SCORE_CAP),
         )
-        for kind, window in zip(KINDS, (file.number("gemma2.attention.sliding_window"), 0), strict=True)
+        for kind, size in zip(KINDS, (window(file, "gemma2"), 0), strict=True)
     }
     mlp = Mlp(file.number("gemma2.feed_forward_length"), "gelu_tanh")
     return ModelConfig(

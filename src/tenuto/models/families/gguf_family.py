@@ -84,6 +84,12 @@ def attention(file: GgufFile, architecture: str, rope: Rope | None, **more: Any)
     return Attention(heads, kv_heads, size, rope, **(usual | more))
 
 
+def window(file: GgufFile, architecture: str) -> int:
+    """Tokens that one attends to, itself included; 0, all, also where the window is as long as any context."""
+    found: int = file.number(f"{architecture}.attention.sliding_window", 0)
+    return found if found < file.number(f"{architecture}.context_length") else 0
+
+
 def rope(file: GgufFile, architecture: str, rotated: int, theta: float = 10000.0) -> Rope:
     """Converters write the llama3 rule as one divisor a frequency, and LongRoPE as two, the linear rule and YaRN by
     their parameters. `theta` is what files mean that do not say."""

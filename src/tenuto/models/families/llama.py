@@ -7,7 +7,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, attention
-from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope
+from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope, window
 from tenuto.models.settings import Settings
 
 
@@ -28,7 +28,8 @@ def _read_mistral(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 def _read_gguf(file: GgufFile) -> ModelConfig:
     if file.number("llama.expert_count", 0):
         raise ModelError(f"{file.path} is a mixture of experts; supported: Llama without experts")
-    heads = gguf_family.attention(file, "llama", rope(file, "llama", head_dim(file, "llama")))
+    turning = rope(file, "llama", head_dim(file, "llama"))
+    heads = gguf_family.attention(file, "llama", turning, window=window(file, "llama"))
     layer = Layer(heads, Mlp(file.number("llama.feed_forward_length")))
     return ModelConfig((layer,) * layer_count(file, "llama"), **facts(file, "llama"))
 

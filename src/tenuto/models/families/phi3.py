@@ -9,7 +9,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, Named, attention, each, split, split_layer
-from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, facts, head_dim, layer_count, rope
+from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, facts, head_dim, layer_count, rope, window
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
@@ -22,13 +22,10 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _read_gguf(file: GgufFile) -> ModelConfig:
-    """A window that no context exceeds is none; files without one say 0."""
-    size, window = head_dim(file, "phi3", partly=True), file.number("phi3.attention.sliding_window", 0)
+    size = head_dim(file, "phi3", partly=True)
     turning = rope(file, "phi3", file.number("phi3.rope.dimension_count", size))
-    window = window if window < file.number("phi3.context_length") else 0
-    layer = Layer(
-        gguf_family.attention(file, "phi3", turning, window=window), Mlp(file.number("phi3.feed_forward_length"))
-    )
+    heads = gguf_family.attention(file, "phi3", turning, window=window(file, "phi3"))
+    layer = Layer(heads, Mlp(file.number("phi3.feed_forward_length")))
     return ModelConfig((layer,) * layer_count(file, "phi3"), **facts(file, "phi3"))
 
 
