@@ -101,8 +101,8 @@ _ADDED_ONE = ("gemma2",)
 def save_dense_gguf(
     path: Path, model: PreTrainedModel, architecture: str, kind: Kind = Kind.F32, split: int = 0
 ) -> Path:
-    """Write the model as llama.cpp's converter does, matrices as `kind`, in files of `split` tensors or with 0 in
-    one."""
+    """Write the model as llama.cpp's converter does, matrices but routers as `kind`, in files of `split` tensors or
+    with 0 in one."""
     c: Any = model.config  # its fields may be missing in other models
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_block_count(c.num_hidden_layers)
@@ -120,7 +120,7 @@ def save_dense_gguf(
         writer.add_value_length(head_dim)
     _add_own(writer, architecture, c)
     for name, values in _tensors(model, architecture):
-        stored = kind if values.ndim > 1 else Kind.F32
+        stored = kind if values.ndim > 1 and "ffn_gate_inp" not in name else Kind.F32
         encoded = values if stored is Kind.F32 else quantize(values.reshape(-1, values.shape[-1]), stored)
         writer.add_tensor(name, encoded.reshape(*values.shape[:-1], -1), raw_dtype=stored)
     writer.write_header_to_file()

@@ -26,6 +26,11 @@ _AT_ONCE = 2**20  # weights that are decoded at once
 _AS_STORED: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
+def same_input(first: Matrix, second: Matrix) -> bool:
+    """Whether an input made for one is right for the other: both are quantized, or of the same floats."""
+    return first.kind == second.kind or not {first.kind, second.kind} & _DTYPES.keys()
+
+
 class Panels:
     """Weights, taken one by one by their names, each once. They stay as they are stored, or become bfloat16 with
     `plain`; matrices that are multiplied together and differ become float32. What is made lives as long as this."""
