@@ -19,7 +19,9 @@ from tenuto.base.config import cache_dir
 from tenuto.base.errors import ModelError
 from tenuto.exec.load import load_executor
 from tenuto.exec.native_forward import NativeForward
+from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, ModelConfig
+from tenuto.models.families import llama
 from tenuto.models.gguf import SUPPORTED, GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
@@ -210,17 +212,42 @@ def test_rope_scaling_is_read_from_metadata(tmp_path: Path, rope: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("said", "message"),
     [
-        ("llama.rope.scaling.type", "ntk", "rope scaling 'ntk'; supported: none, linear, llama3, yarn, longrope"),
-        ("llama.expert_count", 8, "mixture of experts; supported: Llama"),
-        ("llama.rope.dimension_count", 8, "rope.dimension_count 8; supported: the head size, 16"),
+        ({"rope.scaling.type": "ntk"}, "rope scaling 'ntk'; supported: none, linear, yarn, longrope"),
+        ({"rope.scaling.type": "longrope"}, "no tensor 'rope_factors_short.weight'"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.yarn_log_multiplier": 0.1},
+            "yarn_log_multiplier 0.1; supported: 0.0",
+        ),
+        ({"expert_count": 8}, "mixture of experts; supported: Llama"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count 8; supported: the head size, 16"),
+        ({"attention.head_count_kv": [2, 2, 2]}, r"head_count_kv = \[2, 2, 2\]; expected: one whole number"),
+        ({"feed_forward_length": 128.0}, "feed_forward_length = 128.0; expected: one whole number"),
+        ({"block_count": 10**6}, "block_count 1000000, but"),
+        ({"attention.key_length": 2**31}, "heads of 2147483648; allowed: 1 to 65536"),
     ],
 )
-def test_what_needs_other_arithmetic_is_refused(tmp_path: Path, key: str, value: object, message: str) -> None:
-    path = save_gguf(tmp_path / "m.gguf", tiny_llama(), extra=(key, value))
+def test_what_needs_other_arithmetic_is_refused(tiny_gguf: Path, said: dict[str, Any], message: str) -> None:
+    file = GgufFile(tiny_gguf)
+    file.metadata |= {f"llama.{key}": value for key, value in said.items()}
     with pytest.raises(ModelError, match=message):
-        GgufCheckpoint(path)
+        llama.GGUF_FAMILY.read(file)
+
+
+def test_a_factor_without_a_kind_of_scaling_is_linear_and_multiplies_divisors(tmp_path: Path) -> None:
+    file = GgufFile(save_gguf(tmp_path / "m.gguf", tiny_llama(rope_parameters=LLAMA3)))
+    plain = llama.GGUF_FAMILY.read(file).layers[0]
+    file.metadata["llama.rope.scaling.factor"] = 2.0
+    found = llama.GGUF_FAMILY.read(file).layers[0]
+    assert isinstance(plain.mixer, Attention)
+    assert isinstance(found.mixer, Attention)
+    assert plain.mixer.rope is not None
+    assert found.mixer.rope is not None
+    assert found.mixer.rope.divisors == tuple(2 * divisor for divisor in plain.mixer.rope.divisors)
+    file.metadata["llama.rope.scaling.type"] = "yarn"
+    with pytest.raises(ModelError, match=r"rope scaling 'yarn' and rope_freqs\.weight; supported"):
+        llama.GGUF_FAMILY.read(file)
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:

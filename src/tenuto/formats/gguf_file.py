@@ -116,6 +116,13 @@ class GgufFile:
             raise ModelError(f"{self.path} has {key} = {value!r}; expected: one number")
         return value
 
+    def integer(self, key: str, default: int | None = None) -> int:
+        """As `number`, and it must be whole."""
+        value = self.metadata.get(key, default)
+        if type(value) is not int:
+            raise ModelError(f"{self.path} has {key} = {value!r}; expected: one whole number")
+        return value
+
     def tensor(self, name: str) -> GgufTensor:
         """The tensor `name`. Raises `ModelError` if there is none."""
         if name not in self.tensors:

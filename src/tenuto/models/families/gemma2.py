@@ -49,9 +49,9 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 def _read_gguf(file: GgufFile) -> ModelConfig:
     """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
     llama.cpp knows by its layers, it is not the size of a head."""
-    count, hidden = layer_count(file, "gemma2"), file.number("gemma2.embedding_length")
+    count, hidden = layer_count(file, "gemma2"), file.integer("gemma2.embedding_length")
     head = head_dim(file, "gemma2")
-    scalar = hidden // file.number("gemma2.attention.head_count") if count == _LAYERS_OF_27B else head
+    scalar = hidden // file.integer("gemma2.attention.head_count") if count == _LAYERS_OF_27B else head
     turning = rope(file, "gemma2", head)
     made = {
         kind: gguf_family.attention(
@@ -64,7 +64,7 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
         )
         for kind, size in zip(KINDS, (window(file, "gemma2"), 0), strict=True)
     }
-    mlp = Mlp(file.number("gemma2.feed_forward_length"), "gelu_tanh")
+    mlp = Mlp(file.integer("gemma2.feed_forward_length"), "gelu_tanh")
     return ModelConfig(
         tuple(Layer(made[kind], mlp, post_norms=True) for kind in alternating(count, _PERIOD)),
         **facts(file, "gemma2"),

@@ -92,14 +92,14 @@ _LAYERS_OF_27B = 62
 def _read_gguf(file: GgufFile) -> ModelConfig:
     """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
     llama.cpp knows by its layers, it is not the size of a head."""
-    count, hidden = layer_count(file, "gemma3"), file.number("gemma3.embedding_length")
-    heads, size = file.number("gemma3.attention.head_count"), head_dim(file, "gemma3")
+    count, hidden = layer_count(file, "gemma3"), file.integer("gemma3.embedding_length")
+    heads, size = file.integer("gemma3.attention.head_count"), head_dim(file, "gemma3")
     scalar = hidden // heads if count == _LAYERS_OF_27B else size
     local = Rope(file.number("gemma3.rope.freq_base_swa", LOCAL_THETA), linear_divisors(size, 1.0))
     made = {
         kind: Attention(
             heads,
-            file.number("gemma3.attention.head_count_kv", heads),
+            file.integer("gemma3.attention.head_count_kv", heads),
             size,
             of_kind,
             scale=scalar**-0.5,
@@ -107,12 +107,12 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
             qk_norm=True,
         )
         for kind, of_kind, window in (
-            (KINDS[0], local, file.number("gemma3.attention.sliding_window")),
+            (KINDS[0], local, file.integer("gemma3.attention.sliding_window")),
             (KINDS[1], rope(file, "gemma3", size, GLOBAL_THETA), 0),
         )
     }
-    kinds = alternating(count, file.number("gemma3.attention.sliding_window_pattern", PERIOD))
-    mlp = Mlp(file.number("gemma3.feed_forward_length"), "gelu_tanh")
+    kinds = alternating(count, file.integer("gemma3.attention.sliding_window_pattern", PERIOD))
+    mlp = Mlp(file.integer("gemma3.feed_forward_length"), "gelu_tanh")
     return ModelConfig(
         tuple(Layer(made[kind], mlp, post_norms=True) for kind in kinds),
         **facts(file, "gemma3"),

@@ -31,7 +31,7 @@ SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.
 NOT_WEIGHTS = (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
 """Tensors that belong to the configuration."""
 _LONGEST_HEAD = 2**16
-_ROPES = ("none", "linear", "llama3", "yarn", "longrope")
+_ROPES = ("none", "linear", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class GgufFamily:
 
 def layer_count(file: GgufFile, architecture: str) -> int:
     """How many layers there are. Raises `ModelError` if that cannot be: each has tensors of its own."""
-    count: int = file.number(f"{architecture}.block_count")
+    count: int = file.integer(f"{architecture}.block_count")
     if not 0 < count <= len(file.tensors):
         raise ModelError(f"{file.path} has {architecture}.block_count {count}, but {len(file.tensors)} tensors")
     return count
@@ -59,13 +59,13 @@ def layer_count(file: GgufFile, architecture: str) -> int:
 def head_dim(file: GgufFile, architecture: str, *, partly: bool = False) -> int:
     """Elements of an attention head. Raises `ModelError` if that cannot be, if values have another number, or if not
     all are rotated, unless a head may be rotated `partly`."""
-    heads = file.number(f"{architecture}.attention.head_count")
-    default = file.number(f"{architecture}.embedding_length") // max(heads, 1)
-    found: int = file.number(f"{architecture}.attention.key_length", default)
+    heads = file.integer(f"{architecture}.attention.head_count")
+    default = file.integer(f"{architecture}.embedding_length") // max(heads, 1)
+    found: int = file.integer(f"{architecture}.attention.key_length", default)
     if not 0 < found <= _LONGEST_HEAD:
         raise ModelError(f"{file.path} has attention heads of {found}; allowed: 1 to {_LONGEST_HEAD}")
     for key in ("attention.value_length", *([] if partly else ["rope.dimension_count"])):
-        if file.number(f"{architecture}.{key}", found) != found:
+        if file.integer(f"{architecture}.{key}", found) != found:
             value = file.metadata[f"{architecture}.{key}"]
             raise ModelError(f"{file.path} has {architecture}.{key} {value}; supported: the head size, {found}")
     return found
@@ -74,50 +74,52 @@ def head_dim(file: GgufFile, architecture: str, *, partly: bool = False) -> int:
 def attention(file: GgufFile, architecture: str, rope: Rope | None, **more: Any) -> Attention:
     """What most architectures say of their heads in the same words; `more` are further fields. There are biases if the
     file has any."""
-    heads, size = file.number(f"{architecture}.attention.head_count"), head_dim(file, architecture, partly=True)
+    heads, size = file.integer(f"{architecture}.attention.head_count"), head_dim(file, architecture, partly=True)
     usual = {
         "scale": size**-0.5,
         "bias": "blk.0.attn_q.bias" in file.tensors,
         "out_bias": "blk.0.attn_output.bias" in file.tensors,
     }
-    kv_heads = file.number(f"{architecture}.attention.head_count_kv", heads)
+    kv_heads = file.integer(f"{architecture}.attention.head_count_kv", heads)
     return Attention(heads, kv_heads, size, rope, **(usual | more))
 
 
 def window(file: GgufFile, architecture: str) -> int:
     """Tokens that one attends to, itself included; 0, all, also where the window is as long as any context."""
-    found: int = file.number(f"{architecture}.attention.sliding_window", 0)
-    return found if found < file.number(f"{architecture}.context_length") else 0
+    found: int = file.integer(f"{architecture}.attention.sliding_window", 0)
+    return found if found < file.integer(f"{architecture}.context_length") else 0
 
 
 def rope(file: GgufFile, architecture: str, rotated: int, theta: float = 10000.0) -> Rope:
     """Converters write the llama3 rule as one divisor a frequency, and LongRoPE as two, the linear rule and YaRN by
-    their parameters. `theta` is what files mean that do not say."""
+    their parameters. `theta` is what files mean that do not say. Raises `ModelError` for others."""
     scaling = f"{architecture}.rope.scaling"
     theta = file.number(f"{architecture}.rope.freq_base", theta)
-    context = file.number(f"{architecture}.context_length")
-    original = file.number(f"{scaling}.original_context_length", context)
+    original = file.integer(f"{scaling}.original_context_length", file.integer(f"{architecture}.context_length"))
     stretch = file.number(f"{scaling}.attn_factor", 1.0)
-    if LONG_DIVISORS in file.tensors:
+    unsaid = "linear" if f"{scaling}.factor" in file.metadata else "none"
+    kind, known = file.metadata.get(f"{scaling}.type") or unsaid, ROPE_DIVISORS in file.tensors
+    if kind not in _ROPES or (kind == "yarn" and known):
+        beside = f" and {ROPE_DIVISORS}" * known
+        raise ModelError(f"{file.path} has rope scaling {kind!r}{beside}; supported: {', '.join(_ROPES)}")
+    if kind == "longrope" or LONG_DIVISORS in file.tensors:
         short, long = (_divisors(file, name, rotated) for name in (SHORT_DIVISORS, LONG_DIVISORS))
         return Rope(theta, short, stretch, long, original)
-    if ROPE_DIVISORS in file.tensors:
-        return Rope(theta, _divisors(file, ROPE_DIVISORS, rotated))
-    match file.metadata.get(f"{scaling}.type") or "none":
-        case "none":
-            return Rope(theta, linear_divisors(rotated, 1.0))
-        case "linear":
-            return Rope(theta, linear_divisors(rotated, file.number(f"{scaling}.factor")))
-        case "yarn":
-            for key in ("yarn_log_multiplier", "yarn_ext_factor"):
-                if (value := file.number(f"{scaling}.{key}", usual := float(key == "yarn_ext_factor"))) != usual:
-                    raise ModelError(f"{file.path} has {scaling}.{key} {value}; supported: {usual}")
-            factor = file.number(f"{scaling}.factor")
-            fast, slow = file.number(f"{scaling}.yarn_beta_fast", 32.0), file.number(f"{scaling}.yarn_beta_slow", 1.0)
-            divisors = yarn_divisors(rotated, theta, factor, original, fast, slow, whole=True)
-            return Rope(theta, divisors, stretch * yarn_magnitude(factor))
-        case other:
-            raise ModelError(f"{file.path} has rope scaling {other!r}; supported: {', '.join(_ROPES)}")
+    if kind == "yarn":
+        return _yarn(file, scaling, theta, rotated, original, stretch)
+    factor = file.number(f"{scaling}.factor") if kind == "linear" else 1.0
+    own = _divisors(file, ROPE_DIVISORS, rotated) if known else linear_divisors(rotated, 1.0)
+    return Rope(theta, tuple(divisor * factor for divisor in own))
+
+
+def _yarn(file: GgufFile, scaling: str, theta: float, rotated: int, original: int, stretch: float) -> Rope:
+    for key, usual in (("yarn_log_multiplier", 0.0), ("yarn_ext_factor", 1.0)):
+        if (value := file.number(f"{scaling}.{key}", usual)) != usual:
+            raise ModelError(f"{file.path} has {scaling}.{key} {value}; supported: {usual}")
+    factor = file.number(f"{scaling}.factor")
+    fast, slow = file.number(f"{scaling}.yarn_beta_fast", 32.0), file.number(f"{scaling}.yarn_beta_slow", 1.0)
+    divisors = yarn_divisors(rotated, theta, factor, original, fast, slow, whole=True)
+    return Rope(theta, divisors, stretch * yarn_magnitude(factor))
 
 
 def _divisors(file: GgufFile, name: str, rotated: int) -> tuple[float, ...]:
@@ -131,11 +133,11 @@ def facts(file: GgufFile, architecture: str) -> dict[str, Any]:
     """What all architectures say of the whole model in the same words, as fields of `ModelConfig`."""
     eos = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return {
-        "hidden": file.number(f"{architecture}.embedding_length"),
+        "hidden": file.integer(f"{architecture}.embedding_length"),
         "vocab": file.tensor("token_embd.weight").shape[0],
         "norm_eps": file.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
         "tied": "output.weight" not in file.tensors,
-        "max_context": file.number(f"{architecture}.context_length"),
+        "max_context": file.integer(f"{architecture}.context_length"),
         "eos": tuple(sorted({token for token in eos if token is not None})),
         "bos": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "float32",

@@ -32,7 +32,7 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
     turning = rope(file, "granite", head_dim(file, "granite"))
     heads = gguf_family.attention(file, "granite", turning)
     scale = file.number("granite.attention.scale", 0.0) or heads.scale
-    layer = Layer(replace(heads, scale=scale), Mlp(file.number("granite.feed_forward_length")))
+    layer = Layer(replace(heads, scale=scale), Mlp(file.integer("granite.feed_forward_length")))
     return ModelConfig(
         (layer,) * layer_count(file, "granite"),
         **facts(file, "granite"),

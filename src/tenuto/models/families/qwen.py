@@ -87,15 +87,15 @@ def _read_qwen3_gguf(file: GgufFile) -> ModelConfig:
 
 
 def _read_gguf(file: GgufFile, architecture: str, *, qk_norm: bool) -> ModelConfig:
-    return _gguf_layers(file, architecture, Mlp(file.number(f"{architecture}.feed_forward_length")), qk_norm=qk_norm)
+    return _gguf_layers(file, architecture, Mlp(file.integer(f"{architecture}.feed_forward_length")), qk_norm=qk_norm)
 
 
 def _read_qwen3_moe_gguf(file: GgufFile) -> ModelConfig:
     """Files do not say how experts are weighted: among the chosen, as llama.cpp has it."""
     experts = Experts(
-        file.number("qwen3moe.expert_count"),
-        file.number("qwen3moe.expert_used_count"),
-        file.number("qwen3moe.expert_feed_forward_length"),
+        file.integer("qwen3moe.expert_count"),
+        file.integer("qwen3moe.expert_used_count"),
+        file.integer("qwen3moe.expert_feed_forward_length"),
         normalised=True,
         shared=0,
         shared_gate=False,

@@ -51,7 +51,7 @@ def _turned(count: int, period: int) -> list[int]:
 def _read_gguf(file: GgufFile) -> ModelConfig:
     """Files do not say which layers have no rope."""
     turning = rope(file, "smollm3", head_dim(file, "smollm3"), _THETA)
-    mlp = Mlp(file.number("smollm3.feed_forward_length"))
+    mlp = Mlp(file.integer("smollm3.feed_forward_length"))
     layers = (
         Layer(gguf_family.attention(file, "smollm3", turning if one else None), mlp)
         for one in _turned(layer_count(file, "smollm3"), _PERIOD)
