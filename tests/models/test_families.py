@@ -99,28 +99,19 @@ GPT_OSS = (GroupSpec(Kind.SLIDING, 2 * PAGE_BYTES, WINDOW), GroupSpec(Kind.FULL,
 MISTRAL = (GroupSpec(Kind.SLIDING, 3 * PAGE_BYTES, WINDOW),)
 
 FULL = (GroupSpec(Kind.FULL, 3 * PAGE_BYTES),)
-WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 VARIANTS = [
     Variant("qwen2", tiny_qwen2, FULL),
-    Variant(
-        "qwen2-windows",
-        tiny_qwen2,
-        (GroupSpec(Kind.FULL, 2 * PAGE_BYTES), GroupSpec(Kind.SLIDING, PAGE_BYTES, WINDOW)),
-        {"max_window_layers": 2, **WINDOWED},
-    ),
     Variant("qwen3", tiny_qwen3, FULL),
-    Variant("qwen3-moe", tiny_qwen3_moe, FULL),
-    Variant(
-        "qwen3-moe-windows", tiny_qwen3_moe, MISTRAL, {"mlp_only_layers": [1], **WINDOWED, "norm_topk_prob": False}
-    ),
+    Variant("qwen3-moe", tiny_qwen3_moe, FULL, {"mlp_only_layers": [1]}),
     Variant("smollm3", tiny_smollm3, (GroupSpec(Kind.FULL, 4 * PAGE_BYTES),)),
     Variant("phi3", tiny_phi3, MISTRAL),
     Variant(
-        "phi3-long", tiny_phi3, MISTRAL, {"rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 100}}
+        "phi3-long",
+        tiny_phi3,
+        FULL,
+        {"sliding_window": None, "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 100}},
     ),
-    Variant("phi3-full", tiny_phi3, FULL, {"sliding_window": None, "rope_parameters": PLAIN_ROPE}),
     Variant("granite3", tiny_granite3, FULL),
     Variant(
         "gemma2", tiny_gemma2, (GroupSpec(Kind.SLIDING, 2 * PAGE_BYTES, WINDOW), GroupSpec(Kind.FULL, 2 * PAGE_BYTES))
