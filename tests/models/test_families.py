@@ -35,6 +35,7 @@ from tests.models.tiny_dense import (
     LONG_ROPE,
     tiny_gemma2,
     tiny_granite3,
+    tiny_granite3_moe,
     tiny_phi3,
     tiny_qwen2,
     tiny_qwen3,
@@ -113,6 +114,7 @@ VARIANTS = [
         {"sliding_window": None, "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 100}},
     ),
     Variant("granite3", tiny_granite3, FULL),
+    Variant("granite3-moe", tiny_granite3_moe, FULL),
     Variant(
         "gemma2", tiny_gemma2, (GroupSpec(Kind.SLIDING, 2 * PAGE_BYTES, WINDOW), GroupSpec(Kind.FULL, 2 * PAGE_BYTES))
     ),

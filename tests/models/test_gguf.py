@@ -34,6 +34,7 @@ from tests.models.tiny_dense import (
     save_dense_gguf,
     tiny_gemma2,
     tiny_granite3,
+    tiny_granite3_moe,
     tiny_phi3,
     tiny_qwen2,
     tiny_qwen3,
@@ -136,6 +137,7 @@ DENSE: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
     "smollm3": (tiny_smollm3, {}),
     "phi3": (tiny_phi3, {}),
     "granite": (tiny_granite3, {}),
+    "granitemoe": (tiny_granite3_moe, {}),
     "gemma2": (tiny_gemma2, {"query_pre_attn_scalar": 16}),
 }
 """By their architectures in files."""

@@ -12,6 +12,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -80,6 +82,12 @@ def tiny_granite3(**changes: Any) -> PreTrainedModel:
     return made(GraniteForCausalLM, GraniteConfig, _HEADS | shape | changes)
 
 
+def tiny_granite3_moe(**changes: Any) -> PreTrainedModel:
+    """5 experts of which 2 are chosen."""
+    shape = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32, "attention_multiplier": 0.2}
+    return made(GraniteMoeForCausalLM, GraniteMoeConfig, _HEADS | shape | changes)
+
+
 def tiny_gemma2(**changes: Any) -> PreTrainedModel:
     """Scores are capped where it is felt; heads are not the hidden size divided, nor what queries are scaled by."""
     shape = {
@@ -94,7 +102,7 @@ def tiny_gemma2(**changes: Any) -> PreTrainedModel:
     return made(Gemma2ForCausalLM, Gemma2Config, shape | changes, norms_at=0.0)
 
 
-_INTERLEAVED = ("llama", "smollm3", "granite")
+_INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe")
 _ADDED_ONE = ("gemma2",)
 
 
@@ -149,11 +157,14 @@ def _add_own(writer: gguf.GGUFWriter, architecture: str, c: Any) -> None:
                 for length in ("long", "short"):
                     factors = np.array(c.rope_parameters[f"{length}_factor"], np.float32)
                     writer.add_tensor(f"rope_factors_{length}.weight", factors)
-        case "granite":
+        case "granite" | "granitemoe":
             writer.add_attention_scale(c.attention_multiplier)
             writer.add_embedding_scale(c.embedding_multiplier)
             writer.add_residual_scale(c.residual_multiplier)
             writer.add_logit_scale(c.logits_scaling)
+            if architecture == "granitemoe":
+                writer.add_expert_count(c.num_local_experts)
+                writer.add_expert_used_count(c.num_experts_per_tok)
             writer.add_rope_dimension_count(head)
         case "gemma2":
             writer.add_attn_logit_softcapping(c.attn_logit_softcapping)
@@ -188,4 +199,4 @@ def _tensors(model: PreTrainedModel, architecture: str) -> Iterator[tuple[str, n
             yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", values
         else:
             whole, _, suffix = name.rpartition(".")
-            yield f"{names.get_name(whole)}.{suffix}", values
+            yield f"{names.get_name(whole) or names.get_name(f'{whole}.layer')}.{suffix}", values

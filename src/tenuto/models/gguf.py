@@ -20,7 +20,7 @@ FAMILIES = (
     *qwen.GGUF_FAMILIES,
     smollm3.GGUF_FAMILY,
     phi3.GGUF_FAMILY,
-    granite3.GGUF_FAMILY,
+    *granite3.GGUF_FAMILIES,
     gemma2.GGUF_FAMILY,
     gemma3.GGUF_FAMILY,
 )

@@ -37,7 +37,7 @@ FAMILIES = (
     *qwen.FAMILIES,
     smollm3.FAMILY,
     phi3.FAMILY,
-    granite3.FAMILY,
+    *granite3.FAMILIES,
     gemma2.FAMILY,
     gemma3.FAMILY,
     bamba.FAMILY,

@@ -90,17 +90,6 @@ def split(name: str, weight: StoredWeight, parts: Mapping[str, int]) -> Iterator
         first += count
 
 
-def unstacked(name: str, weight: StoredWeight) -> Iterator[Named]:
-    """The matrices of all experts, stored as one tensor: `mlp.experts.up_proj.weight` as `mlp.experts.0.up_proj.weight`
-    and so on. Others as they are."""
-    if len(weight.shape) != 3:
-        yield name, weight
-        return
-    before, _, after = name.partition(".experts.")
-    for i, expert in enumerate(weight.unstacked()):
-        yield f"{before}.experts.{i}.{after}", expert
-
-
 def halves(name: str, weight: torch.Tensor, first: str, second: str) -> Iterator[Named]:
     """A weight of [2 width, ...] as two: its rows above and below the middle, `name` followed by `first` and
     `second`."""

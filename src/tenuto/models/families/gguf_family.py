@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, ModelConfig
-from tenuto.models.families.family import Translate, unchanged
+from tenuto.models.families.family import Named, Translate, unchanged
 from tenuto.models.rope import Rope, linear_divisors, yarn_divisors, yarn_magnitude
-from tenuto.models.weights import stored_in, wrong_shape
+from tenuto.models.weights import StoredWeight, stored_in, wrong_shape
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -25,6 +25,12 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """Weights of a layer in GGUF files, and our names for them."""
+EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 ROPE_DIVISORS = "rope_freqs.weight"
 SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -46,6 +52,17 @@ class GgufFamily:
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     translate: Translate = unchanged
     interleaved: bool = False
+
+
+def unstacked_experts(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+    """The matrices of all experts, stored as one tensor: `mlp.experts.up_proj.weight` as `mlp.experts.0.up_proj.weight`
+    and so on. Others as they are."""
+    if len(weight.shape) != 3:
+        yield name, weight
+        return
+    before, after = name.split(".experts.", 1)
+    for i, expert in enumerate(weight.unstacked()):
+        yield f"{before}.experts.{i}.{after}", expert
 
 
 def layer_count(file: GgufFile, architecture: str) -> int:

@@ -53,7 +53,7 @@ def _feed_forward(settings: Settings) -> Mlp | Experts:
     )
 
 
-def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+def translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
     """Gates and projections up are stored as one, those of all experts too. Without experts the shared network is the
     only one."""
     layer, part = split_layer(name)
@@ -75,4 +75,4 @@ def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator
             yield name, weight
 
 
-FAMILY = Family("Granite 4", ("GraniteMoeHybridForCausalLM",), _read, each(_translate))
+FAMILY = Family("Granite 4", ("GraniteMoeHybridForCausalLM",), _read, each(translate))

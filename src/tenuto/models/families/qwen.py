@@ -3,25 +3,26 @@ queries and keys are normalised; Qwen3-MoE has experts, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, Experts, Layer, Mlp, ModelConfig
 from tenuto.models.families import gguf_family
-from tenuto.models.families.family import Family, Named, attention, each, unstacked
-from tenuto.models.families.gguf_family import LAYER_NAMES, QK_NORMS, GgufFamily, facts, head_dim, layer_count, rope
+from tenuto.models.families.family import Family, attention, each
+from tenuto.models.families.gguf_family import (
+    EXPERT_NAMES,
+    LAYER_NAMES,
+    QK_NORMS,
+    GgufFamily,
+    facts,
+    head_dim,
+    layer_count,
+    rope,
+    unstacked_experts,
+)
 from tenuto.models.settings import Settings
-from tenuto.models.weights import StoredWeight
 
 _KINDS = ("sliding_attention", "full_attention")
 _FIRST_WINDOWED = 28
 """The first layer with a window, if there are any and a model does not say."""
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-}
 
 
 def _read_qwen2(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
@@ -109,10 +110,6 @@ def _gguf_layers(file: GgufFile, architecture: str, feed_forward: Mlp | Experts,
     return ModelConfig((layer,) * layer_count(file, architecture), **facts(file, architecture))
 
 
-def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    yield from unstacked(name, weight)
-
-
 _NORMED_NAMES = {**LAYER_NAMES, **QK_NORMS}
 FAMILIES = (
     Family("Qwen2", ("Qwen2ForCausalLM",), _read_qwen2),
@@ -122,5 +119,5 @@ FAMILIES = (
 GGUF_FAMILIES = (
     GgufFamily("Qwen2", "qwen2", _read_qwen2_gguf),
     GgufFamily("Qwen3", "qwen3", _read_qwen3_gguf, _NORMED_NAMES),
-    GgufFamily("Qwen3-MoE", "qwen3moe", _read_qwen3_moe_gguf, _NORMED_NAMES | _EXPERTS, each(_translate)),
+    GgufFamily("Qwen3-MoE", "qwen3moe", _read_qwen3_moe_gguf, _NORMED_NAMES | EXPERT_NAMES, each(unstacked_experts)),
 )
