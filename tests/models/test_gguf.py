@@ -208,9 +208,10 @@ def test_rope_scaling_is_read_from_metadata(tmp_path: Path, rope: dict[str, Any]
         "factor": ("llama.rope.scaling.factor", 4.0),
         "original": ("llama.rope.scaling.original_context_length", 64),
     }
-    model = tiny_llama(rope_parameters=rope)
+    model = tiny_llama(rope_parameters=rope, max_position_embeddings=128)
     path, directory = save_gguf(tmp_path / "m.gguf", model, **scaling), save_hf(tmp_path / "hf", model)
     assert GgufCheckpoint(path).config.layers == HfCheckpoint(directory).config.layers
+    assert GgufCheckpoint(path).config.max_context == HfCheckpoint(directory).config.max_context
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,16 @@ def test_rope_settings_of_older_transformers_mean_the_same(tmp_path: Path) -> No
     assert set(rope(directory).divisors) == {1.0}
 
 
+def test_yarn_extends_a_context_that_a_file_gives_as_it_was_before(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    directory = save_hf(tmp_path / "model", tiny_llama())
+    assert HfCheckpoint(directory).config.max_context == 256
+    edit(directory, {"rope_parameters": None, "rope_theta": 10000, "rope_scaling": scaling})
+    assert HfCheckpoint(directory).config.max_context == 1024
+    edit(directory, {"max_position_embeddings": 2048})
+    assert HfCheckpoint(directory).config.max_context == 2048
+
+
 def test_end_tokens_are_those_of_both_configurations(directory: Path) -> None:
     edit(directory, {"eos_token_id": 2})
     edit(directory, {"eos_token_id": [7, 2]}, "generation_config.json")

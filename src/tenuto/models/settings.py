@@ -118,7 +118,7 @@ class Settings:
     def window(self) -> int:
         """Tokens that one attends to, itself included; 0, all, also where the window is as long as any context."""
         window = self.get("sliding_window", int, 0)
-        return window if window < self.get("max_position_embeddings", int) else 0
+        return window if window < self._longest() else 0
 
     def rope(self, head_dim: int, *, theta: float = 10000.0, share: float = 1.0) -> Rope:
         """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). `theta`, and the `share`
@@ -137,11 +137,15 @@ class Settings:
             raise ModelError(f"{self.source} has rope_parameters = {values!r}; expected: an object")
         return Settings(whole | values, self.source).rope_of(head_dim, share=share)
 
+    def rope_kind(self) -> object:
+        """How these settings, if they are those of a rope, scale it."""
+        return self._values.get("rope_type") or self._values.get("type") or "default"
+
     def rope_of(self, head_dim: int, *, share: float = 1.0) -> Rope:
         """If these settings are those of a rope."""
         theta = self.get("rope_theta", float)
         rotated = int(head_dim * self.get("partial_rotary_factor", float, share))
-        match self._values.get("rope_type") or self._values.get("type") or "default":
+        match self.rope_kind():
             case "default" | "dynamic":  # the latter changes nothing within `max_position_embeddings`, our limit
                 return Rope(theta, linear_divisors(rotated, 1.0))
             case "linear":
@@ -195,6 +199,16 @@ class Settings:
             raise ModelError(f"{self.source} has {key} = {value!r}; expected: {pairs} numbers")
         return tuple(float(one) for one in value)
 
+    def _longest(self) -> int:
+        """The longest context: what the model was made for, or what YaRN extends that to, which `config.json` need not
+        have taken into account."""
+        made_for = self.get("max_position_embeddings", int)
+        scaling = self.part("rope_parameters") or self.part("rope_scaling") or Settings({}, self.source)
+        original = scaling.optional("original_max_position_embeddings", int)
+        if original is None or scaling.rope_kind() != "yarn":
+            return made_for
+        return max(made_for, int(original * scaling.get("factor", float)))
+
     def facts(self, eos: tuple[int, ...], *, tied: bool = False, norm_eps: float | None = None) -> dict[str, Any]:
         """What all families say of the whole model in the same words, as fields of `ModelConfig`; `tied` is what they
         mean if they do not say. `norm_eps`, if a family says that in other words."""
@@ -203,7 +217,7 @@ class Settings:
             "vocab": self.get("vocab_size", int),
             "norm_eps": self.get("rms_norm_eps", float) if norm_eps is None else norm_eps,
             "tied": self.get("tie_word_embeddings", bool, tied),
-            "max_context": self.get("max_position_embeddings", int),
+            "max_context": self._longest(),
             "eos": eos,
             "bos": self.optional("bos_token_id", int),
             "dtype": str(self._values.get("dtype") or self._values.get("torch_dtype") or "float32"),

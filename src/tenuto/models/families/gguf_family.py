@@ -104,7 +104,7 @@ def attention(file: GgufFile, architecture: str, rope: Rope | None, **more: Any)
 def window(file: GgufFile, architecture: str) -> int:
     """Tokens that one attends to, itself included; 0, all, also where the window is as long as any context."""
     found: int = file.integer(f"{architecture}.attention.sliding_window", 0)
-    return found if found < file.integer(f"{architecture}.context_length") else 0
+    return found if found < _longest(file, architecture) else 0
 
 
 def rope(file: GgufFile, architecture: str, rotated: int, theta: float = 10000.0) -> Rope:
@@ -146,6 +146,15 @@ def _divisors(file: GgufFile, name: str, rotated: int) -> tuple[float, ...]:
     return tuple(float(divisor) for divisor in found.decode())
 
 
+def _longest(file: GgufFile, architecture: str) -> int:
+    """The longest context, as `Settings` has it."""
+    made_for, scaling = file.integer(f"{architecture}.context_length"), f"{architecture}.rope.scaling"
+    original = file.integer(f"{scaling}.original_context_length", 0)
+    if not original or file.metadata.get(f"{scaling}.type") != "yarn":
+        return made_for
+    return max(made_for, int(original * file.number(f"{scaling}.factor")))
+
+
 def facts(file: GgufFile, architecture: str) -> dict[str, Any]:
     """What all architectures say of the whole model in the same words, as fields of `ModelConfig`."""
     eos = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
@@ -154,7 +163,7 @@ def facts(file: GgufFile, architecture: str) -> dict[str, Any]:
         "vocab": file.tensor("token_embd.weight").shape[0],
         "norm_eps": file.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
         "tied": "output.weight" not in file.tensors,
-        "max_context": file.integer(f"{architecture}.context_length"),
+        "max_context": _longest(file, architecture),
         "eos": tuple(sorted({token for token in eos if token is not None})),
         "bos": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "float32",
