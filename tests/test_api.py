@@ -499,7 +499,7 @@ def test_a_stream_that_is_closed_before_its_turn_has_begun_leaves_no_turn() -> N
 def test_input_is_prepared_outside_the_engines_thread(engine: tenuto.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, encode = set[str](), Tokenizer.encode
 
-    def watched(self: Tokenizer, text: str, **options: bool) -> list[int]:
+    def watched(self: Tokenizer, text: str, **options: Any) -> list[int]:
         threads.add(threading.current_thread().name)
         return encode(self, text, **options)
 

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.text.alphabet import SUPPORTED
+from tenuto.text.blanks import Blanks
 from tenuto.text.sentencepiece import sentencepiece
 from tenuto.text.tokenizer import Tokenizer
 
@@ -46,11 +47,12 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     """Build the tokenizer described by the `tokenizer.*` keys. Raises `ModelError`, also for unsupported kinds."""
     meta = GgufFile(path).metadata
     try:
+        blanks = Blanks()
         kind, pre = meta["tokenizer.ggml.model"], meta.get("tokenizer.ggml.pre", "default")
         tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
         if kind == "llama":
-            if meta.get("tokenizer.ggml.add_space_prefix", True):
-                raise ModelError(f"{path} has a tokenizer that puts a space before each text; supported: {SUPPORTED}")
+            prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
+            blanks = Blanks(opens=prefix, control=prefix)
             scores = meta["tokenizer.ggml.scores"]
             make = partial(sentencepiece, tokens, types, scores)
         elif kind == "gpt2":
@@ -64,7 +66,8 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
         raise ModelError(f"{path} has no metadata key {error}") from None
     try:
         backend = make()
-        backend.add_tokens(_added(tokens, types))
+        swallowing = kind == "llama" and meta.get("general.architecture") == "phi3"
+        backend.add_tokens(_added(tokens, types, swallowing=swallowing))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a damaged vocabulary
         raise ModelError(f"{path} has a tokenizer that cannot be built: {error}") from None
     ends = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
@@ -74,6 +77,7 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
         eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         adds_bos=bool(meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _WHOLE_WORDS)),
         chat_template=meta.get("tokenizer.chat_template"),
+        blanks=blanks,
     )
 
 
@@ -89,9 +93,18 @@ def _byte_level(pre: str, tokens: list[str], merges: list[str]) -> tokenizers.To
     return backend
 
 
-def _added(tokens: list[str], types: list[int]) -> list[AddedToken]:
+_NOT_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
+
+
+def _added(tokens: list[str], types: list[int], *, swallowing: bool) -> list[AddedToken]:
+    """`swallowing`: control tokens take the white space behind them, as those of Phi-3 do; files do not say so."""
     return [
-        AddedToken(text, special=kind != USER_DEFINED, normalized=False)
+        AddedToken(
+            text,
+            special=kind != USER_DEFINED,
+            normalized=False,
+            rstrip=swallowing and kind == CONTROL and text not in _NOT_SWALLOWING,
+        )
         for text, kind in zip(tokens, types, strict=True)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
