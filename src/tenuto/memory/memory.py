@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.memory.checkpoint import CheckpointCache
+from tenuto.memory.checkpoint_cache import CheckpointCache
 from tenuto.memory.full import FullGroup
 from tenuto.memory.group import Group, Growth, Moves
 from tenuto.memory.pool import Holder, Lease, Pool

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.checkpoint import Checkpoint, Checkpoints
+from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoints import Checkpoints
 from tenuto.memory.committed import CommittedMemory
 from tenuto.memory.group import NOWHERE, Growth
 from tenuto.memory.pool import Holder, HolderKind, Lease
@@ -146,7 +147,7 @@ class TurnMemory:
 
     def checkpoint(self, position: int) -> Checkpoint:
         """A pinned checkpoint at the live `position`, up to which the turn is scheduled."""
-        made = Checkpoint(position, self.holder_name)
+        made = Checkpoint(position, self.holder_name, self.checkpoints.below(position) or self.source)
         for table in self._tables:
             made.parts.append(table.keep(position, made))
         self.memory.cache.pin(made)
