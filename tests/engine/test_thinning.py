@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.engine.views import records, stats
 from tenuto.memory.thinning import PER_OCTAVE
 from tests.engine.stage import FULL, SLIDING, STATE, WINDOW, Stage, count_from
 
@@ -61,14 +62,18 @@ def test_a_rewind_by_any_number_of_turns_replays_in_proportion_to_its_distance(l
 def test_what_a_rewind_replays_is_what_was_said_and_is_counted(long: tuple[Stage, int], turns: int) -> None:
     stage, _ = long
     engine, child = stage.engine, f"{turns}"
+    said = records(engine.sessions.get("long"), TURNS - turns, 1)[0].resume_cost
+    before = stats(engine)
     engine.fork("long", child=child)
     engine.rewind(child, turn=TURNS - turns)
-    session = engine.sessions.get(child)
-    said = len(session.history) - 1 - session.memory.computed
-    before = engine.lifecycle.recomputed["no checkpoint"]
+    engine.fork(child, child=f"fork {turns}")  # there, nothing more is lost
     computed = stage.cost(lambda: stage.say(child, [5, 6], 4))
-    assert computed - (2 + 4) == said == engine.lifecycle.recomputed["no checkpoint"] - before
+    after = stats(engine)
+    assert computed - (2 + 4) == said == after.replayed["rewind"] - before.replayed.get("rewind", 0)
+    assert said == after.recomputed.get("no checkpoint", 0) - before.recomputed.get("no checkpoint", 0)
+    assert after.replayed["fork"] == 0
     engine.close(child)
+    engine.close(f"fork {turns}")
 
 
 def test_a_session_keeps_checkpoints_from_everywhere_beside_others_that_go_on() -> None:

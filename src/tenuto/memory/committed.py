@@ -38,6 +38,11 @@ class CommittedMemory:
         """The highest resumable position at or below `target`. Changes nothing."""
         return self._resumable(target)[0]
 
+    def replayed(self, target: int) -> int:
+        """Tokens in memory below `target` that are not below a resumable position: to be computed again, once it is cut
+        or forked there. Changes nothing."""
+        return min(target, self.computed) - self.resumable(target)
+
     def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
         """The same, with the checkpoint that covers it."""
         target = min(target, self.computed)
