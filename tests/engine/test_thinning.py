@@ -3,6 +3,9 @@ how far it goes back."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -56,6 +59,39 @@ def test_a_rewind_by_any_number_of_turns_replays_in_proportion_to_its_distance(l
         replayed = target - session.memory.resumable(target)
         assert replayed <= factor(kept) * (LENGTH - target + TURN)
     stage.engine.audit()
+
+
+def calls(action: Callable[[], object]) -> int:
+    """Functions called, Python's and C's."""
+    count = 0
+
+    def note(_frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_late_turn_does_what_an_early_one_does(long: tuple[Stage, int]) -> None:
+    stage, _ = long
+
+    def turns(session: str) -> None:
+        for number in range(6):
+            stage.say(session, count_from(number, GIVEN), SAID)
+            stage.play()
+
+    stage.engine.fork("long", child="late")
+    stage.open("early")
+    turns("early")  # the very first have no history
+    early, late = (calls(lambda name=name: turns(name)) for name in ("early", "late"))  # type: ignore[misc]
+    assert late <= 1.05 * early
+    for name in ("early", "late"):
+        stage.engine.close(name)
 
 
 @pytest.mark.parametrize("turns", [1, 10, 100])
