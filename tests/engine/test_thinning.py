@@ -112,6 +112,26 @@ def test_what_a_rewind_replays_is_what_was_said_and_is_counted(long: tuple[Stage
     engine.close(f"fork {turns}")
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_long_input_gets_its_checkpoints_though_older_ones_have_filled_the_pool(overlap: int) -> None:
+    """Known fault: where no unit was free none was made, so a prompt of any length could only be computed whole."""
+    interval = 32
+    config: dict[str, Any] = {"context_length": 1200, "checkpoint_interval": interval, "checkpoint_share": 1.0}
+    stage = Stage((FULL, STATE), units=(1600, 24), recount=False, overlap=overlap, **config)
+    stage.open("older")
+    for number in range(40):
+        stage.say("older", count_from(number, GIVEN), SAID)
+        stage.play()
+    slots = stage.engine.memory.pools[1]
+    assert slots.free <= 3  # those of the turn that has ended
+    stage.told("new", tokens=10 * interval, output=1)
+    session = stage.engine.sessions.get("new")
+    gaps = [target - session.memory.resumable(target) for target in range(10 * interval)]
+    assert max(gaps) < 2 * interval  # only the first may find no room
+    assert sum(gap >= interval for gap in gaps) <= interval
+    stage.engine.audit()
+
+
 def test_a_session_keeps_checkpoints_from_everywhere_beside_others_that_go_on() -> None:
     """Four take turns and share a budget of 32: it is as if each had a quarter of it."""
     stage = stage_with((FULL, STATE), 320, 3000, 0.1)

@@ -157,17 +157,19 @@ def test_a_list_of_checkpoints_finds_the_nearest_living_one(steps: list[tuple[st
     """Against a plain list of positions."""
     shelf = Shelf()
     listed = shelf.listed
-    plain: list[int] = []
+    plain: dict[int, Checkpoint] = {}
     for step, number in steps:
         if step == "push":
-            plain.append(max(plain, default=0) + 1 + number)
-            listed.push(shelf.make(plain[-1]))
+            position = max(plain, default=0) + 1 + number
+            plain[position] = shelf.make(position)
+            listed.push(plain[position])
         elif step == "cut":
             listed.cut(number * 5)
-            plain = [position for position in plain if position < number * 5]
+            plain = {position: made for position, made in plain.items() if position < number * 5}
         elif step == "evict" and shelf.cache.evict():
-            needed = listed.needed.position if listed.needed is not None else None
-            plain.remove(min(position for position in plain if position != needed))
+            gone = [position for position, made in plain.items() if made.evicted]
+            assert len(gone) == 1
+            del plain[gone[0]]
         elif step == "fork":
             child = shelf.another(number * 5)
             assert positions(child) == [position for position in plain if position < number * 5]
@@ -176,7 +178,7 @@ def test_a_list_of_checkpoints_finds_the_nearest_living_one(steps: list[tuple[st
             below, after = listed.below(target), listed.from_on(target)
             assert (below.position if below else None) == max((p for p in plain if p < target), default=None)
             assert (after.position if after else None) == min((p for p in plain if p >= target), default=None)
-        assert positions(listed) == plain
+        assert positions(listed) == list(plain)
     listed.cut(0)
     assert shelf.free == [200, 200]
 

@@ -268,7 +268,8 @@ def cached_units(engine: Engine) -> list[int]:
 
 def trimmed(engine: Engine) -> int:
     """Checkpoints given up for the budget's sake, ever: not because memory was short."""
-    return engine.memory.cache.evicted - engine.pressure.yielded["checkpoint"]
+    cache = engine.memory.cache
+    return cache.evicted - cache.replaced - engine.pressure.yielded["checkpoint"]
 
 
 def essential_units(engine: Engine, turn: Turn | None) -> list[int]:

@@ -31,6 +31,11 @@ class _CachedUnits:
         self._counts[index] -= 1
         self.distinct -= int((self._counts[index] == 0).sum())
 
+    @property
+    def none_left(self) -> bool:
+        """Whether no unit is free, or will be when the steps in flight settle."""
+        return not self._pool.free and not self._pool.limbo
+
     def leases(self) -> npt.NDArray[np.int32]:
         """How many cached checkpoints hold each unit, int32 [capacity], a copy."""
         return self._counts.copy()
@@ -56,6 +61,8 @@ class CheckpointCache:
         self._held = tuple(_CachedUnits(pool) for pool in pools)
         self.order = Thinning()
         self.evicted = 0
+        self.replaced = 0  # of them those that made way for new ones
+        self.wanted: set[int] = set()  # groups in which the next checkpoint needs a unit; written by turns' memory
 
     def __len__(self) -> int:
         return len(self.order)
@@ -144,9 +151,15 @@ class CheckpointCache:
         return any(held.distinct > budget for held, budget in zip(self._held, self._budget, strict=True))
 
     def trim(self) -> None:
-        """Evict what exceeds the budget."""
+        """Evict what exceeds the budget, and what new checkpoints have to take the place of."""
         while self.over_budget:
             self.evict()
+        for group in self.wanted:
+            if self._held[group].none_left:
+                before = self.evicted
+                self.evict_for([group])
+                self.replaced += self.evicted - before
+        self.wanted.clear()
 
     def evict(self) -> bool:
         """Evict the first in order; False if there is none."""

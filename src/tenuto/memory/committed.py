@@ -41,7 +41,7 @@ class CommittedMemory:
     def replayed(self, target: int) -> int:
         """Tokens in memory below `target` that are not below a resumable position: to be computed again, once it is cut
         or forked there. Changes nothing."""
-        return min(target, self.computed) - self.resumable(target)
+        return min(self.computed, target) - self.resumable(target)
 
     def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
         """The same, with the checkpoint that covers it."""
