@@ -126,16 +126,17 @@ def test_steps_that_fail_harm_nobody_who_waits() -> None:
 
 
 @every_mix
-def test_an_aborted_turn_gives_up_the_free_slots_that_others_read(mix) -> None:
+@pytest.mark.parametrize("added", [COMMON, COMMON[:2]], ids=["pages", "within-the-page"])
+def test_an_aborted_turn_gives_up_the_free_slots_that_others_read(mix, added: list[int]) -> None:
     """The turn fills its session's last page in place; another begins with that page; the turn is aborted and the
-    session goes on where it stood: it writes elsewhere."""
+    session goes on where it stood: it writes elsewhere. So the other can also come back to where it began."""
     stage = make(mix)
     session = stage.told("s", 30, 4)  # its memory ends within a page
     assert session.memory.computed % PAGE
-    stage.say("s", COMMON, 30)
+    stage.say("s", added, 30)
     stage.until(lambda: session.turn is not None and session.turn.output)
-    stage.open("t", ephemeral=True)
-    whole = [*session.history, *COMMON]
+    stage.open("t")
+    whole = [*session.history, *added]
     alike = stage.say("t", [*whole, 9], 20)
     stage.until(lambda: alike.output)
     stage.engine.abort("s")
@@ -144,6 +145,34 @@ def test_an_aborted_turn_gives_up_the_free_slots_that_others_read(mix) -> None:
     stage.play()
     assert list(alike.output) == continuation([*whole, 9], 20)
     assert list(again.output) == continuation([*before, 7, 7, 7, 7, 7], 10)
+    stage.engine.rewind("t", position=len(whole))
+    later = stage.say("t", [8], 5)
+    stage.play()
+    assert list(later.output) == continuation([*whole, 8], 5)
+
+
+def test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it() -> None:
+    stage = make((STATE,), checkpoint_interval=8)
+    session = stage.told("s", 60, 4)
+    stage.say("s", COMMON, 30)
+    stage.until(lambda: session.turn is not None and session.turn.output)
+    other = stage.open("t")
+    stage.say("t", [*session.history, *COMMON, 9], 3)
+    stage.play()
+    for position in (64 + 60, 40):  # among what the turn and what its session had computed
+        stage.engine.rewind("t", position=position)
+        assert position - 16 < other.memory.computed < position
+
+
+def test_a_turn_whose_input_is_scored_waits_for_nobody() -> None:
+    stage = make()
+    ask(stage, 1, 5)
+    second = ask(stage, 2, 5, input_logprobs=0)
+    for _ in range(3):
+        stage.step()
+    assert not present(stage.engine.lifecycle.sharing).waits(second)
+    stage.play()
+    assert right(second, 5)
 
 
 def test_a_turn_of_higher_priority_waits_for_nobody() -> None:
