@@ -144,7 +144,9 @@ def test_without_sampling_params_128_tokens_are_drawn_at_temperature_1(http: htt
 
 
 def test_null_is_the_default_and_max_new_tokens_null_is_as_many_as_fit(http: httpx.Client) -> None:
-    params = dict.fromkeys(("top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "n", "regex"))
+    params = dict.fromkeys(
+        ("top_p", "top_k", "min_p", "stop", "stop_regex", "stop_token_ids", "ignore_eos", "n", "regex")
+    )
     assert len(generate(http, [1], sampling_params=params)["output_ids"]) == 4
     full = generate(http, [1] * 4000, sampling_params={"max_new_tokens": None, "ignore_eos": True})
     assert full["meta_info"]["finish_reason"] == {"type": "length", "length": 96}
@@ -170,6 +172,35 @@ def test_a_stop_string_ends_the_text_before_it_or_behind_it(smollm2: httpx.Clien
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": " six"}
     behind = generate(smollm2, "One, two, three, four,", sampling_params={**params, "no_stop_trim": True})
     assert behind["text"].startswith(answer["text"] + " six")
+
+
+def test_a_match_of_a_stop_regex_ends_the_text_before_it_and_no_stream_shows_more(http: httpx.Client) -> None:
+    plain = generate(http, [5, 6, 7], sampling_params={"max_new_tokens": 12})["text"]
+    numbers = plain.split(" w")
+    kept, cut = " w".join(numbers[:3]), " w" + numbers[3]
+    params: dict[str, Any] = {"max_new_tokens": 12, "stop_regex": [rf"\sw{numbers[3][:-1]}\d\b", "never"]}
+    answer = generate(http, [5, 6, 7], sampling_params=params)
+    assert answer["text"] == kept
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": params["stop_regex"][0]}
+    special = generate(http, [5, 6, 7], sampling_params={**params, "skip_special_tokens": False})
+    assert special["text"] == kept
+    behind = generate(http, [5, 6, 7], sampling_params={**params, "no_stop_trim": True})
+    assert behind["text"] == kept + cut
+    with http.stream("POST", "/generate", json=request([5, 6, 7], sampling_params=params, stream=True)) as stream:
+        assert all(kept.startswith(chunk["text"]) for chunk in chunks(stream))
+    session = http.post("/v1/sessions", json={}).json()["id"]
+    others: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"model": "default", "prompt": [5, 6, 7], "temperature": 0, "max_tokens": 12}),
+        (f"/v1/sessions/{session}/turns", {"input": [5, 6, 7], "max_new_tokens": 12, "stream": False}),
+    ]
+    for path, body in others:
+        ended = http.post(path, json={**body, "stop_regex": params["stop_regex"]}).json()
+        assert (ended["choices"][0] if "choices" in ended else ended)["text"] == kept
+        refused = http.post(path, json={**body, "stop_regex": "("})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop_regex")
+    assert http.delete(f"/v1/sessions/{session}").is_success
+    refused = http.post("/generate", json=request([1], sampling_params={"stop_regex": "("}))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "sampling_params.stop_regex")
 
 
 def test_seeds_are_repeatable_and_differ(smollm2: httpx.Client) -> None:
@@ -311,7 +342,7 @@ def test_malformed_requests_are_refused(http: httpx.Client, body: Any) -> None:
     ("name", "body"),
     [
         ("structural_tag", {"sampling_params": {"structural_tag": "{}"}}),
-        ("stop_regex", {"sampling_params": {"stop_regex": "a"}}),
+        ("stop_regex", {"sampling_params": {"stop_regex": "a(?=b)"}}),
         ("custom_params", {"sampling_params": {"custom_params": {"a": 1}}}),
         ("temprature", {"sampling_params": {"temprature": 1}}),
         ("image_data", {"image_data": ["x"]}),

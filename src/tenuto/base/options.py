@@ -25,7 +25,7 @@ class TurnParams:
     the model's own unless `ignore_eos` is set. Deadlines are seconds from the turn's arrival: `queue_timeout` until it
     first runs, `timeout` until it ends; `None` for none. `priority` `None` takes the session's; higher runs first.
 
-    The first `min_new_tokens` output tokens are never stop ids, and their text is not searched for stop strings.
+    The first `min_new_tokens` output tokens are never stop ids, and their text is not searched for stops.
     `logprobs` n asks for the log-probability of every output token and of the n likeliest in its place;
     `input_logprobs` does for every input token but the first of the sequence. See `base.sampling.TokenLogprob`.
 
@@ -37,7 +37,10 @@ class TurnParams:
     sampling: Sampling = GREEDY
     stop_ids: tuple[int, ...] = option((), "Token ids that end the turn.")
     stop: tuple[str, ...] = option((), "Strings that end the turn.")
-    include_stop: bool = option(default=False, description="The text keeps the stop string that ended the turn.")
+    stop_regex: tuple[str, ...] = option(
+        (), "Regular expressions, in RE2's syntax, whose first match ends the turn; the text ends before it."
+    )
+    include_stop: bool = option(default=False, description="The text keeps the stop that ended the turn.")
     ignore_eos: bool = option(default=False, description="Do not stop at the model's own end tokens.")
     priority: int | None = option(None, "Higher runs first.", PRIORITIES)
     queue_timeout: float | None = option(None, "Seconds within which it must have started.", SECONDS)
@@ -106,12 +109,13 @@ class TurnOptions(TypedDict, total=False):
     `max_new_tokens`: as many as fit if not given. `temperature` 0 (the default) is greedy; `top_k` 0, `top_p` 1 and
     `min_p` 0 keep every token; the penalties default to 1, 0 and 0, `logit_bias` (token id to number) to none. `seed`:
     turns with the same seed draw the same at the same position. `base.sampling.Sampling` describes each. `stop`:
-    strings that end the turn, left out of its text unless `include_stop` is set; `stop_ids`: token ids that do, besides
-    the model's own unless `ignore_eos`; none does before there are `min_new_tokens`. `logprobs` and `input_logprobs` n:
-    log-probabilities of every output or input token, and of the n likeliest in its place. `priority`: higher runs
-    first; the session's if not given. `grammar`: what the output must follow, a `Grammar` or an object with one field:
-    `json_schema`, `json_object` (`True`), `regex`, `choice` (strings), `ebnf` or `lark`. `queue_timeout` and `timeout`:
-    seconds within which the turn must have started, and ended.
+    strings that end the turn, left out of its text unless `include_stop` is set; `stop_regex`: regular expressions that
+    do where they first match, as soon as they do, so `[0-9]+` ends it at the first digit; `stop_ids`: token ids that
+    do, besides the model's own unless `ignore_eos`; none does before there are `min_new_tokens`. `logprobs` and
+    `input_logprobs` n: log-probabilities of every output or input token, and of the n likeliest in its place.
+    `priority`: higher runs first; the session's if not given. `grammar`: what the output must follow, a `Grammar` or an
+    object with one field: `json_schema`, `json_object` (`True`), `regex`, `choice` (strings), `ebnf` or `lark`.
+    `queue_timeout` and `timeout`: seconds within which the turn must have started, and ended.
     """
 
     max_new_tokens: int | None
@@ -125,6 +129,7 @@ class TurnOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
     stop: str | Sequence[str]
+    stop_regex: str | Sequence[str]
     include_stop: bool
     stop_ids: Sequence[int]
     ignore_eos: bool
@@ -158,7 +163,6 @@ def turn_params(options: TurnOptions) -> TurnParams:
     sampling: dict[str, Any] = {name: rest.pop(name) for name in OF_SAMPLING & rest.keys()}
     if "logit_bias" in sampling:
         sampling["logit_bias"] = _pairs(sampling["logit_bias"])
-    stop = rest.pop("stop", ())
     if rest.get("grammar") is not None:
         rest["grammar"] = Grammar.of(rest["grammar"])
         if rest.get("stop_ids") and rest.get("min_new_tokens"):
@@ -168,10 +172,16 @@ def turn_params(options: TurnOptions) -> TurnParams:
             )
     return TurnParams(
         sampling=Sampling(**sampling),
-        stop=(stop,) if isinstance(stop, str) else items("stop", stop, "a string or a list of strings"),
         stop_ids=items("stop_ids", rest.pop("stop_ids", ()), "a list of token ids"),
+        stop=_texts("stop", rest.pop("stop", ())),
+        stop_regex=_texts("stop_regex", rest.pop("stop_regex", ())),
         **rest,
     )
+
+
+def _texts(name: str, given: object) -> tuple[str, ...]:
+    """A string, or several."""
+    return (given,) if isinstance(given, str) else items(name, given, "a string or a list of strings")
 
 
 def _pairs(logit_bias: object) -> tuple[tuple[int, float], ...]:

@@ -106,7 +106,7 @@ class TurnState(StrEnum):
 class EndReason(StrEnum):
     """Why a turn ended."""
 
-    STOP = "stop"  # a stop id or stop string
+    STOP = "stop"  # a stop id, string or pattern
     LENGTH = "length"  # max_new_tokens, or what fits
     APPENDED = "appended"  # a prefill-only turn is done
     ABORT = "abort"  # by the caller, a disconnect or a closing session
@@ -129,7 +129,8 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class TurnResult:
     """How a turn ended. `version` is the session's; `kept` the number of output tokens committed; `max_new_tokens` the
-    effective value; `context_left` the tokens that still fit; `stop` the stop id or string that ended it, if any."""
+    effective value; `context_left` the tokens that still fit; `stop` the stop id, string or pattern that ended it, if
+    any."""
 
     reason: EndReason
     committed: bool

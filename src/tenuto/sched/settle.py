@@ -115,7 +115,7 @@ class Settler:
         return complete, bool(constraint.failure)
 
     def _stop_of(self, turn: Turn, row: int) -> str | int | None:
-        """The stop id or stop string at which the turn's last output token ended it."""
+        """The stop id, stop string or stop pattern at which the turn's last output token ended it."""
         token = turn.output[-1]
         if (self._batch.stop_ids[row] == token).any():
             return token

@@ -1,11 +1,13 @@
-"""Stop strings, found in text that arrives in pieces."""
+"""Stop strings and stop patterns, found in text that arrives in pieces."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from tenuto.base.errors import InvalidRequest
+from tenuto.text.patterns import PatternFinder, stop_patterns
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -13,20 +15,23 @@ MAX_STOP_LENGTH = 256
 
 
 class StopMatcher:
-    """Finds the first stop string in a growing text and holds back what could still become one.
+    """Finds the first stop in a growing text, a string or what matches a pattern, and holds back what could still
+    become one.
 
-    The first match is the one that ends first, and of those the longest: it is known as soon as it is complete, so it
-    does not depend on how the text is split into pieces. A character costs O(1) (Aho and Corasick, Efficient string
-    matching, CACM 1975).
+    The first is the one that ends first, and of those the longest: it is known as soon as it is complete, so it does
+    not depend on how the text is split into pieces.
     """
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
-        """Raises `InvalidRequest` on an empty string, or too many or too long ones."""
+    def __init__(self, stop_strings: Sequence[str], patterns: Sequence[str] = ()) -> None:
+        """Raises `InvalidRequest` on an empty string, too many or too long ones, and what is not a pattern."""
         _check(stop_strings)
-        self._states = _automaton(stop_strings)
-        self._state = self._states[0]
-        self._held = ""  # Invariant: without a match, the text that spells `_state`, which may still become one
+        self._finders: list[_Finder] = [PatternFinder(pattern) for pattern in stop_patterns(patterns)]
+        if stop_strings:
+            self._finders.append(_StringFinder(stop_strings))
+        self._held = ""  # Invariant: without a match, the text from the first finder's border on
+        self._read = 0  # characters
         self._matched: str | None = None
+        self._text: str | None = None  # of the match
 
     @property
     def pending(self) -> int:
@@ -35,28 +40,60 @@ class StopMatcher:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that was found, if any."""
+        """The stop string or pattern that was found, if any."""
         return self._matched
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that can now be delivered, and the stop string if it was found. Text after it is dropped."""
+        """The text that can now be delivered, and what is the stop in it, once that was found. Text after it is
+        dropped."""
         if self._matched is not None:
-            return "", self._matched
-        start = len(self._held)
+            return "", self._text
+        if not self._finders:
+            return text, None
         text = self._held + text
-        for position in range(start, len(text)):
-            self._state = self._state.step(text[position])
-            if self._state.match is not None:
-                self._matched, self._held = self._state.match, ""
-                return text[: position + 1 - len(self._state.match)], self._matched
-        border = len(text) - self._state.depth
+        base, new = self._read - len(self._held), text[len(self._held) :]
+        self._read += len(new)
+        found = [match for finder in self._finders if (match := finder.find(new)) is not None]
+        if found:
+            start, end, self._matched = min(found, key=lambda match: (match[1], match[0]))
+            self._held, self._text = "", text[start - base : end - base]
+            return text[: start - base], self._text
+        border = min(finder.border for finder in self._finders) - base
         self._held = text[border:]
         return text[:border], None
 
     def flush(self) -> str:
         """What was held back, at the end of the text."""
-        rest, self._held, self._state = self._held, "", self._states[0]
+        rest, self._held = self._held, ""
         return rest
+
+
+class _Finder(Protocol):
+    """Finds one kind of stop. Positions count characters of the whole text."""
+
+    border: int
+    """Where the text starts that may still become a match."""
+
+    def find(self, text: str) -> tuple[int, int, str] | None:
+        """Read on. Start and end of the match, if there is one now, and what was to be found."""
+
+
+class _StringFinder:
+    """Finds stop strings. A character costs O(1) (Aho and Corasick, Efficient string matching, CACM 1975)."""
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self._state = _automaton(stop_strings)[0]
+        self._read = 0
+        self.border = 0
+
+    def find(self, text: str) -> tuple[int, int, str] | None:
+        for position, letter in enumerate(text, self._read + 1):
+            self._state = self._state.step(letter)
+            if (match := self._state.match) is not None:
+                return position - len(match), position, match
+        self._read += len(text)
+        self.border = self._read - self._state.depth
+        return None
 
 
 class _State:

@@ -1,4 +1,4 @@
-"""The text of one turn: what may be delivered of it, and when a stop string ends it."""
+"""The text of one turn: what may be delivered of it, and when a stop string or pattern ends it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns a turn's output tokens into text, and finds its stop strings. `functools.partial(TextStream, tokenizer)` is
+    """Turns a turn's output tokens into text, and finds its stops. `functools.partial(TextStream, tokenizer)` is
     what an engine takes as its `text`.
 
-    Two things hold text back: bytes that are not a whole character yet, and characters that may still become a stop
-    string. Invariant: `_ends` has, in order, for every token that ends with a character and is not yet delivered whole,
+    Two things hold text back: bytes that are not a whole character yet, and characters that may still become a stop.
+    Invariant: `_ends` has, in order, for every token that ends with a character and is not yet delivered whole,
     how many characters and how many tokens there are by its end. No turn is cut inside a character.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0, include_stop: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        stop_regex: tuple[str, ...] = (),
     ) -> None:
-        """In the text that the first `min_tokens` tokens bring no stop string is looked for, nor the beginning of one.
-        The text keeps the stop string that ends it only with `include_stop`. Raises `InvalidRequest` if `stop` is not a
-        list of stop strings."""
+        """In the text that the first `min_tokens` tokens bring no stop is looked for, nor the beginning of one. The
+        text keeps what ends it, a stop string or what matches a pattern, only with `include_stop`. Raises
+        `InvalidRequest` if `stop` is not a list of stop strings, or `stop_regex` not one of patterns."""
         self._decoder = IncrementalDecoder(tokenizer)
-        self._matcher = StopMatcher(stop)
+        self._matcher = StopMatcher(stop, stop_regex)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._ends: deque[tuple[int, int]] = deque()
@@ -36,7 +41,7 @@ class TextStream:
         self._pieces: list[str] = []  # delivered, not yet taken
 
     def push(self, token: int) -> bool:
-        """Take the next output token; True if a stop string is now complete, and whatever follows is no text."""
+        """Take the next output token; True if a stop is now complete, and whatever follows is no text."""
         self._tokens += 1
         return self._pass_on(self._decoder.push((token,)))
 
@@ -47,7 +52,7 @@ class TextStream:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that is complete, if one is."""
+        """The stop string or pattern that ended the text, if one did."""
         return self._matcher.matched
 
     @property

@@ -115,12 +115,14 @@ class StreamOptions(ForeignObject):
     "queue_timeout",
     "repetition_penalty",
     "stop",
+    "stop_regex",
     "timeout",
     "top_p",
 )
 class Generation(Structured):
     """The fields that both kinds of completion share. Options added by `with_options` have the engine's names. Fields
-    from `top_k` on are not OpenAI's, nor are `ignore_eos`, `min_p`, `priority`, `repetition_penalty` and timeouts."""
+    from `top_k` on are not OpenAI's, nor are `ignore_eos`, `min_p`, `priority`, `repetition_penalty`, `stop_regex` and
+    timeouts."""
 
     ignored = IGNORED
     not_supported = NOT_SUPPORTED

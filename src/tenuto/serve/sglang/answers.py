@@ -96,12 +96,14 @@ async def _text(edge: Edge, running: Running, result: TurnResult | None, deliver
         tokens = tokens[:-1]
     text = await edge.link.call(Detokenize(tokens=tokens, special=output.special_tokens))
     if output.trim_stop and isinstance(stop, str):
-        text = text[: text.rfind(stop)] if stop in text else text
+        whole = await edge.link.call(Detokenize(tokens=tokens))
+        cut = whole[len(reply.text) :]  # what matched and all behind it
+        text = text[: text.rfind(cut)] if cut in text else text
     return text
 
 
 def _differs(edge: Edge, stop: str | int | None, *, trim_stop: bool) -> bool:
-    """Whether the wanted text differs from the delivered one, which ends before a stop string, but after a stop id."""
+    """Whether the wanted text differs from the delivered one, which ends before a stop, but after a stop id."""
     if isinstance(stop, str):
         return not trim_stop
     return trim_stop and stop is not None and stop not in edge.model.eos_ids

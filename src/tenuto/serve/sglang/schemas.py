@@ -114,6 +114,7 @@ class SessionParams(SGLangObject):
     "presence_penalty",
     "repetition_penalty",
     "stop",
+    "stop_regex",
     "top_p",
 )
 class SamplingParams(SGLangObject):

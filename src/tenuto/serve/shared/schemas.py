@@ -62,6 +62,7 @@ _TYPES: dict[str, Any] = {
     "logit_bias": Annotated[dict[TokenKey, float], at_most(MAX_BIASES)],
     "stop": str | Items[str],
     "stop_ids": Items[TokenId],
+    "stop_regex": str | Items[str],
 }
 """The types of options that are not numbers or flags."""
 
