@@ -182,6 +182,13 @@ class EngineStopped(TenutoError):
     status = 503
 
 
+class MemoryReleased(TenutoError):
+    """The memory that turns need has been given back to the system, until it is resumed."""
+
+    code = "memory_released"
+    status = 503
+
+
 class NotAcknowledged(TenutoError):
     """Commits cannot be made durable at present. A turn that ends with this is committed in memory, but may not last.
     Any other request refused with this was not carried out, or would have shown a commit that may not last."""

@@ -16,6 +16,7 @@ from tenuto.base.config import EngineOptions, Limits, engine_config
 from tenuto.base.document import SessionDocument
 from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.options import Policy, TurnParams
+from tenuto.base.plan import Part
 from tenuto.base.tools import NO_TOOLS, Tools
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
@@ -237,6 +238,24 @@ class Pause(Request[None], frozen=True, kw_only=True):
 
 class Resume(Request[None], frozen=True, kw_only=True):
     """Go on after `Pause`."""
+
+
+class ReleaseMemory(Request[None], frozen=True, kw_only=True):
+    """Give these parts of the model's memory back to the system; sessions keep their tokens, and turns are refused."""
+
+    parts: list[Part]
+
+
+class ResumeMemory(Request[None], frozen=True, kw_only=True):
+    """Allocate these parts again; once all are, turns go on."""
+
+    parts: list[Part]
+
+
+class UpdateWeights(Request[None], frozen=True, kw_only=True):
+    """Compute with the weights at `path` from now on, and use nothing that was computed before."""
+
+    path: str
 
 
 class Audit(Request[AuditReport], frozen=True, kw_only=True):

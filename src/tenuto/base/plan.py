@@ -5,10 +5,10 @@ A plan is plain data: making it changes nothing. The engine makes it, an executo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -176,6 +176,19 @@ class Copier(Protocol):
         ...
 
 
+Part = Literal["kv_cache", "weights"]
+PARTS: tuple[Part, ...] = ("kv_cache", "weights")
+"""What of a model's memory can be given back to the system for a while: that of all units, and that of the weights."""
+
+
+class Weights(Protocol):
+    """A model's weights, read but not yet in use; only the executor that has read them knows what they are."""
+
+    def close(self) -> None:
+        """Release them."""
+        ...
+
+
 class Executor(Copier, Protocol):
     """Carries out plans in the order in which they are submitted, up to two in flight: `collect` gives the result of
     the oldest that is not yet collected. Writing what a plan newly names (new page table entries, the targets of
@@ -191,6 +204,23 @@ class Executor(Copier, Protocol):
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         """Allocate memory for `units[g]` units of each group of `spec` and page tables for row ids 0 .. `rows` - 1.
         Called once, before the first `submit`."""
+        ...
+
+    def release(self, parts: Collection[Part]) -> None:
+        """Give memory back to the system. What units held is lost, also if only the weights are released. No step is in
+        flight, and until `restore` nothing is submitted or copied."""
+        ...
+
+    def load(self, path: str | None) -> Weights:
+        """Read the weights again, or those of another model of the same shape at `path`. Any thread may call it, at any
+        time; nothing changes. Raises `InvalidRequest` if they cannot take the place of the present ones, `ModelError`
+        or `ConfigError`."""
+        ...
+
+    def restore(self, parts: Collection[Part], weights: Weights | None) -> None:
+        """Allocate again what was released of `parts`, and from now on compute with `weights`, which must be given if
+        they are among `parts`. What units hold is worth nothing. No step is in flight. Raises `ConfigError`, having
+        changed nothing, if there is no memory."""
         ...
 
     def submit(self, plan: Plan) -> None:

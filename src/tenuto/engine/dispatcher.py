@@ -27,6 +27,7 @@ from tenuto.base.messages import (
     OfSession,
     OpenSession,
     Pause,
+    ReleaseMemory,
     Request,
     Resume,
     Rewind,
@@ -274,6 +275,10 @@ class Dispatcher:
     @_execute.register
     def _(self, _command: Resume, _: None) -> None:
         self._engine.resume()
+
+    @_execute.register
+    def _(self, command: ReleaseMemory, _: None) -> None:
+        self._engine.release_memory(command.parts)
 
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from random import Random
 
-from tenuto.base.checks import MAX_COUNT
+from tenuto.base.checks import MAX_COUNT, shown
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
     ConfigError,
     IllegalTransition,
     InvalidRequest,
+    InvariantError,
+    MemoryReleased,
     SessionBusy,
     TenutoError,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.plan import Executor
+from tenuto.base.plan import PARTS, Executor, Part, Weights
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
 from tenuto.engine.auditor import Auditor
@@ -87,6 +89,7 @@ class Engine:
         self.config = config
         self.vocab_size = vocab_size
         self._clock = clock
+        self._executor = executor
         self.memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
         executor.prepare(units, config.max_running)
         self.sessions = Registry(self.memory, clock, random, config.context_length, config.max_sessions)
@@ -133,6 +136,8 @@ class Engine:
         self._numbers = count(1)
         self.auditor = Auditor(self.memory, self.sessions, (self._admission,), self.batch, config.audit_every)
         self.paused = False  # nothing is planned; written by `pause` and `resume`
+        self.released: frozenset[Part] = frozenset()  # what the system has back; without it nothing is planned
+        self.weights_read = 0  # how often other weights have taken the place of those before
         self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`
         self.transitions = self.lifecycle.transitions
@@ -153,12 +158,12 @@ class Engine:
 
     @guarded
     def step(self) -> StepReport:
-        """Admit waiting turns and plan a step, unless paused; let the executor compute it, settle what it has computed,
-        audit."""
+        """Admit waiting turns and plan a step, unless paused or without memory; let the executor compute it, settle
+        what it has computed, audit."""
         self.lifecycle.expire()
         self.lifecycle.join()
         planned = None
-        if not self.paused:
+        if not self.paused and not self.released:
             self._admission.admit()
             planned = self._flights.plan()
         if planned is not None:
@@ -356,6 +361,7 @@ class Engine:
         turn. An open draft becomes this turn, and what it has computed of `tokens` is kept. Raises `SessionBusy`,
         `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
         checked, params = self._read(tokens), params or TurnParams()
+        self._require_memory()
         session = self.sessions.get(session_id, tenant)
         session.require_open()
         draft = session.turn if session.turn is not None and session.turn.drafting else None
@@ -387,6 +393,7 @@ class Engine:
     ) -> Turn:
         """Open a turn that generates the last turn's output again. The old output stays until this turn commits.
         `constraint`: as of `submit`."""
+        self._require_memory()
         session = self.sessions.get(session_id, tenant)
         session.require_idle("regenerate in")
         params = params or TurnParams()
@@ -408,6 +415,7 @@ class Engine:
         """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
         token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
         checked = self._read(tokens)
+        self._require_memory()
         session = self.sessions.get(session_id, tenant)
         session.require_open()
         turn = session.turn
@@ -456,6 +464,73 @@ class Engine:
         """Go on."""
         self.paused = False
 
+    # -- giving memory back
+
+    def _require_memory(self) -> None:
+        if self.released:
+            raise MemoryReleased(
+                f"the memory of {' and '.join(sorted(self.released))} is released; allowed until it is resumed: what "
+                "needs no turn"
+            )
+
+    @guarded
+    def release_memory(self, parts: Collection[Part]) -> None:
+        """Give memory back to the system until `restore_memory`. Every session drops to its tokens, or is parked, and
+        turns are refused; those of a paused engine wait. Raises `IllegalTransition` unless the engine is paused or
+        idle."""
+        if not (self.paused or self.idle):
+            raise IllegalTransition(
+                "turns run or wait; memory can be released while generation is paused, or none does"
+            )
+        wanted = frozenset(_part(part) for part in parts) - self.released
+        if wanted:
+            self._vacate(park=True)
+            self._executor.release(wanted)
+            self.released |= wanted
+
+    @guarded
+    def restore_memory(self, parts: Collection[Part], weights: Weights | None = None) -> None:
+        """Allocate again what was released of `parts`, and compute with `weights`, which were read for that, if they
+        were. Turns go on once nothing is released. Raises `ConfigError`, having changed nothing, if there is no
+        memory."""
+        wanted = frozenset(_part(part) for part in parts) & self.released
+        if ("weights" in wanted) != (weights is not None):
+            raise IllegalTransition("the weights were released or resumed meanwhile; try again")
+        if wanted:
+            self._executor.restore(wanted, weights)
+            self.released -= wanted
+
+    @guarded
+    def update_weights(self, weights: Weights) -> None:
+        """Compute with `weights` from now on. Nothing that was computed before is used again: every session drops to
+        its tokens, and what is parked is forgotten. Turns that run go on from their tokens. Raises `IllegalTransition`
+        if the weights are released, and `ConfigError`, having replaced nothing, if there is no memory."""
+        if "weights" in self.released:
+            raise IllegalTransition("the weights are released; resume them before they are replaced")
+        self._vacate(park=False)
+        self._executor.restore((), weights)
+        self.weights_read += 1
+
+    def _vacate(self, *, park: bool) -> None:
+        """Have no unit in use, and no step in flight; running turns queue again. What sessions had is parked, where
+        there is room, or nothing of it is kept."""
+        for turn in list(self.batch.running()):
+            self.lifecycle.preempt(turn)
+        if not park:
+            self.drop()
+        for session in [*self.sessions, *self.sessions.prefixes]:
+            while session.memory.computed or session.memory.turn is not None:
+                self.lifecycle.drop(session)
+        while len(self._flights):
+            flight, result = self._flights.collect()
+            if result is not None and not self._flights.is_void(flight):
+                self._flights.settle(flight, result)
+            elif result is None and not self._flights.is_void(flight):
+                self._flights.retry(flight)
+        for pool in self.memory.pools:
+            if pool.free != pool.capacity:
+                raise InvariantError(f"{pool.name}: {pool.capacity - pool.free} units are in use, and nobody has them")
+
     def end(self) -> None:
         """Release the files of the disk tier. Nothing is asked of the engine afterwards."""
         if self.parking is not None:
@@ -479,3 +554,11 @@ class Engine:
     def counted_work(self) -> tuple[int, int, int]:
         """Units touched, rows considered and turns settled, ever: what a step's cost is made of."""
         return self.memory.touched, self._planner.rows_considered, self._settler.turns_settled
+
+
+def _part(part: object) -> Part:
+    """Raises `InvalidRequest`."""
+    for known in PARTS:
+        if part == known:
+            return known
+    raise InvalidRequest(f"a tag is {shown(part)}; allowed: {' and '.join(PARTS)}", param="tags")

@@ -75,6 +75,10 @@ class Forward(Protocol):
         """See `Copier.write_units`."""
         ...
 
+    def release_units(self) -> None:
+        """Give the memory of all units back to the system, until they are prepared again."""
+        ...
+
     def close(self) -> None:
         """Release what it computes with."""
         ...

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from tenuto.base.errors import ConfigError
+from tenuto.base.config import cache_dir
+from tenuto.base.errors import ConfigError, InvalidRequest
+from tenuto.base.groups import MemorySpec
 from tenuto.exec.device import usable_cores
 from tenuto.exec.forward import Forward
 from tenuto.exec.model_executor import ModelExecutor
@@ -15,12 +19,12 @@ from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
-from tenuto.models.checkpoint import open_checkpoint
+from tenuto.models.checkpoint import Checkpoint, open_checkpoint
 from tenuto.models.config import ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.program import NativeProgram
-from tenuto.models.store import ModelFiles
+from tenuto.models.store import ModelFiles, resolve
 from tenuto.models.weights import StoredWeight
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,30 +62,77 @@ def load_executor(
         raise ConfigError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
     if kernels not in KERNELS:
         raise ConfigError(f"kernels are {kernels!r}; allowed: {', '.join(KERNELS)}")
-    checkpoint = open_checkpoint(files)
-    longest = checkpoint.config.max_context
-    config = checkpoint.config.within(min(context or longest, longest))
-    wanted = kernels != "torch" and place.type == "cpu" and dtype in (None, "bfloat16") and cache is not None
-    if kernels in VARIANTS and not wanted:
-        raise ConfigError(
-            f"kernels {kernels!r} need a cache to be compiled into, and are for the CPU and dtype bfloat16; "
-            f"here: {device}, {dtype}"
-        )
-    forward: Forward | None = None
-    if wanted and cache is not None:
+    opening = _Opening(files, page_size, place, dtype, context, kernels, cache, machine or Machine.this(), say)
+    forward = opening.forward(files)
+    return ModelExecutor(forward, partial(opening.again, forward.config, forward.spec))
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """How to read a model's weights for what computes; the arguments of `load_executor`."""
+
+    files: ModelFiles
+    page_size: int
+    place: torch.device
+    dtype: str | None
+    context: int | None
+    kernels: str
+    cache: Path | None
+    machine: Machine
+    say: Callable[[str], None]
+
+    def forward(self, files: ModelFiles) -> Forward:
+        """Read a model. Raises `ModelError` or `ConfigError`."""
+        checkpoint = open_checkpoint(files)
+        longest = checkpoint.config.max_context
+        config = checkpoint.config.within(min(self.context or longest, longest))
+        native = self._native_forward(config, checkpoint)
+        if native is not None:
+            return native
+        name = self.dtype or ("float32" if self.place.type == "cpu" else "bfloat16")
+        return TorchForward(Decoder(config, checkpoint.weights(), self.place, DTYPES[name]), self.page_size)
+
+    def _native_forward(self, config: ModelConfig, checkpoint: Checkpoint) -> Forward | None:
+        """`None` if plain PyTorch is to compute."""
+        dtype, cache, kernels = self.dtype, self.cache, self.kernels
+        if kernels == "torch" or self.place.type != "cpu" or dtype not in (None, "bfloat16") or cache is None:
+            if kernels in VARIANTS:
+                raise ConfigError(
+                    f"kernels {kernels!r} need a cache to be compiled into, and are for the CPU and dtype bfloat16; "
+                    f"here: {self.place}, {dtype}"
+                )
+            return None
         try:
-            found = _native(config, cache, machine or Machine.this(), kernels, say)
-            forward = NativeForward(
-                found, _packed(config, checkpoint.weights(), page_size, dtype), threads=usable_cores()
-            )
+            found = _native(config, cache, self.machine, kernels, self.say)
+            packed = _packed(config, checkpoint.weights(), self.page_size, dtype)
+            return NativeForward(found, packed, threads=usable_cores())
         except Unavailable as reason:
             if kernels != "auto":
                 raise ConfigError(f"kernels {kernels!r} cannot be used: {reason}") from reason
-            say(f"Plain PyTorch computes: {reason}")
-    if forward is None:
-        name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
-        forward = TorchForward(Decoder(config, checkpoint.weights(), place, DTYPES[name]), page_size)
-    return ModelExecutor(forward)
+            self.say(f"Plain PyTorch computes: {reason}")
+            return None
+
+    def again(self, config: ModelConfig, spec: MemorySpec, path: str | None) -> Forward:
+        """Read the model again, or the one at `path`. Raises `InvalidRequest` unless it has the shape `config`, and
+        `ModelError` or `ConfigError`."""
+        files = self.files if path is None else resolve(path, cache_dir())
+        forward = self.forward(files)
+        differing = _differing(config, forward.config)
+        if differing or forward.spec != spec:
+            forward.close()
+            raise InvalidRequest(
+                f"the model at {files.path} has another shape ({', '.join(differing) or 'memory'}); allowed: other "
+                "weights for the model that runs",
+                param="model_path",
+            )
+        return forward
+
+
+def _differing(first: ModelConfig, second: ModelConfig) -> list[str]:
+    """The fields in which two models differ in what is computed, rather than in how files store it."""
+    stored = ("dtype", "eos", "bos", "max_context")
+    names = [each.name for each in fields(ModelConfig) if each.name not in stored]
+    return [name for name in names if getattr(first, name) != getattr(second, name)]
 
 
 def _native(config: ModelConfig, cache: Path, machine: Machine, kernels: str, say: Callable[[str], None]) -> Library:

@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from tenuto.base.errors import InvariantError, StepFailed
+from tenuto.base.errors import ConfigError, InvariantError, StepFailed
 from tenuto.base.groups import MemorySpec
-from tenuto.base.plan import Bytes, CopyFailed, InputScores, Ints, Logprobs, Plan, StepResult, TokenMasks
+from tenuto.base.plan import (
+    Bytes,
+    CopyFailed,
+    InputScores,
+    Ints,
+    Logprobs,
+    Part,
+    Plan,
+    StepResult,
+    TokenMasks,
+    Weights,
+)
 from tenuto.exec.forward import Forward, Outputs
 from tenuto.exec.row_options import RowOptions
 from tenuto.kernels.paged import ragged_arange
 from tenuto.kernels.sampling import Masks, logprobs
 
 T = TypeVar("T")
+
+
+Loader = Callable[[str | None], Forward]
+"""Reads the model's weights again, or those at a path, of a model of the same shape; see `Executor.load`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Weights that have been read from `path`, or again, in a forward pass that is not prepared."""
+
+    forward: Forward
+    path: str | None
+
+    def close(self) -> None:
+        """Release them."""
+        self.forward.close()
 
 
 class ModelExecutor:
@@ -28,22 +56,92 @@ class ModelExecutor:
     written by that thread alone. The executor is not for use by several threads at once.
     """
 
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
+    def __init__(self, forward: Forward, loader: Loader | None = None) -> None:
+        """Without a `loader` the weights stay as they are."""
+        self._forward: Forward | None = forward  # None while the weights are released
+        self._spec, self._device = forward.spec, forward.device
+        self._loader = loader
+        self._path: str | None = None  # of the weights, if they are not those it began with
+        self._units_released = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenuto-step")
         self._in_flight: deque[Future[StepResult]] = deque()
         self._masks: deque[TokenMasks] = deque()  # of the steps in flight, and perhaps of earlier ones
 
     @property
+    def forward(self) -> Forward:
+        """The forward pass. Raises `InvariantError` while the weights are released."""
+        if self._forward is None:
+            raise InvariantError("the weights are released, and were not restored")
+        return self._forward
+
+    @property
     def spec(self) -> MemorySpec:
         """The memory groups of the model."""
-        return self.forward.spec
+        return self._spec
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
         self.forward.prepare(units, rows)
+        self._prepared = units, rows
         self._last_sampled = torch.zeros(rows, device=self.forward.device, dtype=torch.int64)
         self._options = RowOptions(rows, self.forward.config.vocab, self.forward.device)
+
+    # -- giving memory back
+
+    def release(self, parts: Collection[Part]) -> None:
+        """See `Executor.release`. Without weights there is no forward pass, and so no memory of units either."""
+        if self._in_flight:
+            raise InvariantError("memory was released with a step in flight")
+        if self._forward is not None:
+            if "weights" in parts:
+                self._forward.close()
+                self._forward = None
+            elif "kv_cache" in parts and not self._units_released:
+                self._forward.release_units()
+        self._units_released |= "kv_cache" in parts
+        self._trim()
+
+    def load(self, path: str | None) -> LoadedWeights:
+        """See `Executor.load`."""
+        if self._loader is None:
+            raise ConfigError("this executor was made of weights in memory, and cannot read them again")
+        wanted = path if path is not None else self._path
+        return LoadedWeights(self._loader(wanted), wanted)
+
+    def restore(self, parts: Collection[Part], weights: Weights | None) -> None:
+        """See `Executor.restore`."""
+        if self._in_flight:
+            raise InvariantError("memory was restored with a step in flight")
+        loaded = weights if isinstance(weights, LoadedWeights) else None
+        before, after = self._forward, loaded.forward if loaded is not None else self._forward
+        without = self._units_released and "kv_cache" not in parts
+        if after is not None and not without and (after is not before or self._units_released):
+            self._allocate(before, after)
+        if loaded is not None:
+            if before is not None:
+                before.close()
+            self._path = loaded.path
+        self._forward, self._units_released = after, without
+        self._trim()
+
+    def _allocate(self, before: Forward | None, after: Forward) -> None:
+        """Units for `after`; those of `before` make way. Raises `ConfigError`, with everything as it was."""
+        replaced = before is not None and before is not after and not self._units_released
+        if before is not None and replaced:
+            before.release_units()
+        try:
+            after.prepare(*self._prepared)
+        except ConfigError:
+            if before is not None and replaced:
+                before.prepare(*self._prepared)
+            raise
+
+    def _trim(self) -> None:
+        """PyTorch keeps a device's free memory for later; give it to the system."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- steps
 
     def submit(self, plan: Plan) -> None:
         """See `Executor.submit`. Raises `InvariantError` if two steps are in flight."""
@@ -99,7 +197,8 @@ class ModelExecutor:
         for masks in self._masks:
             masks.allowed.cancel()
         self._worker.shutdown()
-        self.forward.close()
+        if self._forward is not None:
+            self._forward.close()
 
     @torch.inference_mode()
     def _step(self, plan: Plan) -> StepResult:

@@ -81,6 +81,7 @@ class NativeForward:
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         if self._library.prepare(self._handle, (c_int64 * len(units))(*units)):
+            self._library.prepare(self._handle, (c_int64 * len(units))())  # some groups may have got theirs
             raise ConfigError(f"this machine cannot hold {describe(units, self.spec)}")
         self._units = units
         self._tables = {g: _Table(rows) for g, group in enumerate(self.spec.groups) if group.paged}
@@ -146,6 +147,10 @@ class NativeForward:
     def _room_for(self, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """For logits and likeliest tokens after so many tokens."""
         return torch.empty((outputs, self.config.vocab)), torch.zeros(outputs, dtype=torch.int32)
+
+    def release_units(self) -> None:
+        self._library.prepare(self._handle, (c_int64 * len(self._units))())
+        self._units = (0,) * len(self._units)
 
     def close(self) -> None:
         """End its threads and release its memory."""

@@ -69,5 +69,8 @@ class TorchForward:
             mask(logits, masks)
         return sample(logits, choice)
 
+    def release_units(self) -> None:
+        del self.memories
+
     def close(self) -> None:
-        """Nothing to do: PyTorch owns it all."""
+        """Nothing to do: memory and weights go with this."""

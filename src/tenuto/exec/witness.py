@@ -8,6 +8,7 @@ double use is caught at the step where it happens, or shows in the tokens."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ from tenuto.base.plan import (
     InputScores,
     Ints,
     Logprobs,
+    Part,
     Plan,
     RowSampling,
     StepResult,
     TokenMasks,
+    Weights,
     Words,
 )
 from tenuto.base.sampling import LEAST_LOGPROB
@@ -98,13 +101,25 @@ def _advance(states: Hashes, tokens: Longs) -> Hashes:
     return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
 
 
-def _follows(hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _follows(
+    hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_], start: np.uint64
+) -> npt.NDArray[np.bool_]:
     """Where in pages, [pages, page_size] read one after the other, a slot's hash follows from the one before and its
-    token. Pages at `beginnings` begin a history."""
+    token. Pages at `beginnings` begin a history, whose hash is `start`."""
     before = np.empty_like(hashes)
     before.reshape(-1)[1:] = hashes.reshape(-1)[:-1]
-    before[beginnings, 0] = START
+    before[beginnings, 0] = start
     return np.asarray(_advance(before, tokens) == hashes, np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessWeights:
+    """What stands for weights: `start`, the hash of no token."""
+
+    start: np.uint64
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 @dataclass(slots=True)
@@ -155,6 +170,8 @@ class WitnessExecutor:
         self._wait = wait
         self._eager = eager
         self._copy_fails = copy_fails
+        self._start = np.uint64(START)  # the hash of no token, which stands for the weights
+        self._units: tuple[int, ...] = ()
         self._flight: deque[_Step] = deque()  # the oldest first
         self._losing: list[_Step] = []  # their rows are lost when all of them are computed
         self._trusting = False  # a void step is computed: nothing it reads is verified
@@ -165,17 +182,44 @@ class WitnessExecutor:
         return self._spec
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        size = self._spec.page_size
-        self._slots = [  # hash and token of every token slot, or hash and position of every state slot
-            (np.zeros(n * (size if g.paged else 1), np.uint64), np.full(n * (size if g.paged else 1), NEVER))
-            for g, n in zip(self._spec.groups, units, strict=True)
-        ]
+        self._units = units
+        self._allocate(units)
         self._paged = [i for i, g in enumerate(self._spec.groups) if g.paged]
         self._states = [i for i, g in enumerate(self._spec.groups) if not g.paged]
         self._tables = [np.zeros((rows, 64), np.int64) for _ in self._paged]
         self._last = np.zeros(rows, np.int64)  # what each row sampled last
         self._seeds = np.zeros(rows, np.uint64)  # of each row's turn, times `MULTIPLIER`
         self._asking: dict[int, RowSampling] = {}  # rows that ask for masked ids or log-probabilities
+
+    def _allocate(self, units: tuple[int, ...]) -> None:
+        size = self._spec.page_size
+        self._slots = [  # hash and token of every token slot, or hash and position of every state slot
+            (np.zeros(n * (size if g.paged else 1), np.uint64), np.full(n * (size if g.paged else 1), NEVER))
+            for g, n in zip(self._spec.groups, units, strict=True)
+        ]
+
+    def release(self, parts: Collection[Part]) -> None:
+        """See `Executor.release`. There are no weights."""
+        if self._flight:
+            raise InvariantError("memory was released with a step in flight")
+        if "kv_cache" in parts:
+            self._allocate((0,) * len(self._units))
+
+    def load(self, path: str | None) -> WitnessWeights:
+        """See `Executor.load`. Whatever `path` says stands for other weights: the hash of no token."""
+        if path is None:
+            return WitnessWeights(self._start)
+        digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
+        return WitnessWeights(np.uint64(int.from_bytes(digest, "little")))
+
+    def restore(self, parts: Collection[Part], weights: Weights | None) -> None:
+        """See `Executor.restore`."""
+        if self._flight:
+            raise InvariantError("memory was restored with a step in flight")
+        if isinstance(weights, WitnessWeights):
+            self._start = weights.start
+        if "kv_cache" in parts:
+            self._allocate(self._units)
 
     def submit(self, plan: Plan) -> None:
         if len(self._flight) >= MAX_IN_FLIGHT:
@@ -339,7 +383,7 @@ class WitnessExecutor:
         first = np.maximum(0, starts - (reach if self._verify else np.minimum(reach, 1)))
         if ((first == starts) & (starts > 0)).any():
             raise InvariantError("a window of one token says nothing about the history; use at least two")
-        result, reading = np.full(len(rows), START, np.uint64), np.flatnonzero(starts > 0)
+        result, reading = np.full(len(rows), self._start, np.uint64), np.flatnonzero(starts > 0)
         if not len(reading):
             return result
         rows, starts, first = rows[reading], starts[reading], first[reading]
@@ -361,7 +405,7 @@ class WitnessExecutor:
             if ((tokens == NEVER) & ~skipped).any():
                 raise InvariantError(f"{kind}: a row reads a slot that was never written")
             skipped[ends - counts, first % size] |= first > 0  # a window begins here: what came before is not read
-            wrong = ~skipped & ~_follows(hashes, tokens, beginnings=numbers == 0)
+            wrong = ~skipped & ~_follows(hashes, tokens, numbers == 0, self._start)
             if wrong.any():
                 page, column = np.argwhere(wrong)[0]
                 row = owner[page]
@@ -381,7 +425,7 @@ class WitnessExecutor:
         if (~zero & (at != starts)).any() and not self._trusting:
             row = int(np.flatnonzero(~zero & (at != starts))[0])
             raise InvariantError(f"state slot {reads[row]} stands at {at[row]}, its row computes from {starts[row]}")
-        return np.where(zero, np.uint64(START), hashes[np.maximum(reads, 0)])
+        return np.where(zero, self._start, hashes[np.maximum(reads, 0)])
 
     def _write(
         self, plan: Plan, rows: Longs, starts: Longs, counts: Longs, tokens: Longs, hashes: Hashes, states: Hashes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 from tenuto.base.config import EngineConfig, engine_config
 from tenuto.base.document import SessionDocument
-from tenuto.base.errors import ConfigError, TenutoError
+from tenuto.base.errors import ConfigError, InvalidRequest, ModelError, Overloaded, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
     AnyReply,
@@ -26,14 +27,18 @@ from tenuto.base.messages import (
     ImportSession,
     OpenSession,
     Pause,
+    ReleaseMemory,
     Request,
     Resume,
+    ResumeMemory,
     StartTurn,
     Stopped,
     Tokenize,
+    UpdateWeights,
     Withdraw,
     WorkerSettings,
 )
+from tenuto.base.plan import Weights
 from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import Delta
 from tenuto.base.views import ModelView, RecordPage, SessionInfo, Ticket
@@ -43,8 +48,9 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.journaling import JournalWriter
 from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Renderer
+from tenuto.runtime.heap import give_back
 from tenuto.runtime.intake import Input, Intake, size_of
-from tenuto.runtime.lanes import Lanes
+from tenuto.runtime.lanes import Lane, Lanes
 from tenuto.runtime.models import Model, build_engine, load_model, server_budget
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer
@@ -96,6 +102,7 @@ class Service:
         self._dispatcher = Dispatcher(engine, self._renderer)
         self._outbox = Outbox(send, self._texts)
         self._lanes = Lanes()
+        self._weights = Lane("weights")  # reads them: what takes long, one after the other
         self._updates: list[tuple[int, Delta]] = []  # of the round; the engine's thread alone
         self._loop = EngineLoop(engine, self._stopped, self._flush, self._writer or acknowledger)
         if self._writer is not None:
@@ -109,6 +116,7 @@ class Service:
         if self._writer is not None:
             self._writer.close()
         self._lanes.close()
+        self._weights.close()
         self._outbox.close()
 
     def handle(self, request: Request[Any]) -> None:
@@ -127,7 +135,7 @@ class Service:
                 self._outbox.answer(request, self._describe)
             case Audit():
                 self._loop.audit().add_done_callback(partial(self._reply, request))
-            case GetStats() | DropMemory() | Pause() | Resume():
+            case GetStats() | DropMemory() | Pause() | Resume() | ReleaseMemory() | ResumeMemory() | UpdateWeights():
                 self._ask(request)
             case Detokenize() | Tokenize():
                 self._convert(request)
@@ -158,8 +166,60 @@ class Service:
 
     def _ask(self, request: Request[T]) -> None:
         """Have a command carried out that shows nothing of what sessions are, and answer."""
+        if isinstance(request, ReleaseMemory | ResumeMemory | UpdateWeights):
+            self._move_memory(request)
+            return
         asked = self._loop.call(lambda _: self._dispatcher.execute(request))
         asked.add_done_callback(partial(self._reply, request))
+
+    def _move_memory(self, request: ReleaseMemory | ResumeMemory | UpdateWeights) -> None:
+        """Give memory back or allocate it again, or replace the weights, and answer. Weights are read beside the
+        engine's thread."""
+
+        def answer() -> None:
+            try:
+                match request:
+                    case ReleaseMemory():
+                        self._loop.call(lambda _: self._dispatcher.execute(request)).result()
+                    case ResumeMemory():
+                        self._resume_memory(request)
+                    case UpdateWeights():
+                        self._update_weights(request.path)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+                self._outbox.refuse(request.call, error)
+            else:
+                self._outbox.answer(request, None)
+            gc.collect()
+            give_back()
+
+        self._weights.put(0, answer)
+
+    def _resume_memory(self, request: ResumeMemory) -> None:
+        released = self._loop.call(lambda engine: engine.released).result()
+        wanted = "weights" in request.parts and "weights" in released
+        weights = self._model.executor.load(None) if wanted else None
+        self._put(weights, lambda engine: engine.restore_memory(request.parts, weights))
+
+    def _update_weights(self, path: str) -> None:
+        try:
+            weights = self._model.executor.load(path)
+        except (ModelError, ConfigError) as error:
+            raise InvalidRequest(
+                f"the weights at {path!r} cannot be used: {error}; allowed: a whole model of the same shape",
+                param="model_path",
+            ) from error
+        self._put(weights, lambda engine: engine.update_weights(weights))
+
+    def _put(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:
+        """Have the engine use what was read; if it does not, nobody does. Raises `Overloaded` if there is no memory."""
+        try:
+            self._loop.call(work).result()
+        except BaseException as error:
+            if weights is not None:
+                weights.close()
+            if isinstance(error, ConfigError):
+                raise Overloaded(f"there is no memory for that now: {error.message}") from error
+            raise
 
     def _execute(self, request: Request[T], work: Callable[[Engine], T]) -> None:
         """Have a command carried out, and answer."""

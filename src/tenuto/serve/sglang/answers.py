@@ -17,7 +17,6 @@ from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.samples import merged
 from tenuto.serve.shared.sse import DONE, data
 
-WEIGHT_VERSION = "default"
 ABORT_MESSAGES = {
     EndReason.ABORT: "the request was aborted",
     EndReason.DEADLINE: "the request did not start or end by its deadline",
@@ -55,7 +54,7 @@ async def _answer(edge: Edge, running: Running, result: TurnResult | None, deliv
         "id": running.rid,
         "finish_reason": _finish_reason(result, len(reply.token_ids)) if result is not None else None,
         "prompt_tokens": ticket.prompt_tokens,
-        "weight_version": WEIGHT_VERSION,
+        "weight_version": edge.weights.version,
         "completion_tokens": len(reply.token_ids),
         "cached_tokens": _cached(running, result) if result is not None else None,
     }

@@ -94,6 +94,46 @@ class PauseRequest(SGLangObject):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
+Tag = Literal["kv_cache", "weights"]
+
+
+class MemoryRequest(SGLangObject):
+    """Which memory to give back or to allocate again: the state of sessions, the weights, or both."""
+
+    tags: list[Tag] | None = Field(None, min_length=1, max_length=8, description="Both if not given.")
+
+    @property
+    def parts(self) -> list[Tag]:
+        """What is meant."""
+        return self.tags if self.tags is not None else ["kv_cache", "weights"]
+
+
+class UpdateWeightsRequest(SGLangObject):
+    """Other weights for the model that runs."""
+
+    model_path: str = Field(
+        min_length=1, max_length=4096, description="A model of the same shape: a directory, a GGUF file or a hub id."
+    )
+    weight_version: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="What answers call them; how often they were updated if not given.",
+    )
+    abort_all_requests: bool | None = Field(
+        None, description="End open requests; otherwise they go on from their tokens."
+    )
+    flush_cache: Literal[True] | None = Field(
+        None, description="Nothing computed with other weights is ever used again."
+    )
+    load_format: Literal["auto"] | None = None
+    is_async: bool | None = Field(None, description="No effect: weights are always read while requests go on.")
+    keep_pause: bool | None = Field(None, description="No effect: a pause lasts until it is ended.")
+    recapture_cuda_graph: bool | None = Field(None, description="No effect.")
+    token_step: int | None = Field(None, description="No effect.")
+    torch_empty_cache: bool | None = Field(None, description="No effect: free memory always goes back.")
+
+
 class SessionParams(SGLangObject):
     """Where in a session a request continues: after the request `rid`, without its output if `drop_previous_output`,
     and after its first `offset` tokens if that is given. `replace` discards what followed it."""

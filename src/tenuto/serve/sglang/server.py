@@ -11,11 +11,19 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
 from tenuto.base.errors import LimitReached, Overloaded, TenutoError
-from tenuto.base.messages import DropMemory, GetStats, Pause, Resume, StartTurn
+from tenuto.base.messages import (
+    DropMemory,
+    GetStats,
+    Pause,
+    ReleaseMemory,
+    Resume,
+    ResumeMemory,
+    StartTurn,
+    UpdateWeights,
+)
 from tenuto.base.options import TurnParams
-from tenuto.serve.sglang.answers import WEIGHT_VERSION
 from tenuto.serve.sglang.requests import RequestsOf
-from tenuto.serve.sglang.schemas import PauseRequest
+from tenuto.serve.sglang.schemas import MemoryRequest, PauseRequest, UpdateWeightsRequest
 from tenuto.serve.shared.edge import Admin, Caller, Edge, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
@@ -51,6 +59,35 @@ async def resume(edge: EdgeOf, _: Admin) -> dict[str, str]:
     """Go on after a pause."""
     await edge.link.call(Resume())
     return {"status": "ok", "message": "continued"}
+
+
+@router.post("/release_memory_occupation", responses=REFUSALS)
+async def release_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = None) -> dict[str, str]:
+    """Give memory back to the system while generation is paused or nothing runs. Sessions keep their tokens; turns are
+    refused with 503 until all is resumed."""
+    parts = (body or MemoryRequest.model_validate({})).parts
+    await edge.link.call(ReleaseMemory(parts=list(parts)))
+    return {"status": "ok", "message": f"released, {' and '.join(parts)}"}
+
+
+@router.post("/resume_memory_occupation", responses=REFUSALS)
+async def resume_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = None) -> dict[str, str]:
+    """Allocate memory again, and read the weights again if they were released. What sessions need of their state is
+    computed again, or brought back."""
+    parts = (body or MemoryRequest.model_validate({})).parts
+    await edge.link.call(ResumeMemory(parts=list(parts)))
+    return {"status": "ok", "message": f"resumed, {' and '.join(parts)}"}
+
+
+@router.post("/update_weights_from_disk", responses=REFUSALS)
+async def update_weights(edge: EdgeOf, _: Admin, body: UpdateWeightsRequest) -> dict[str, Any]:
+    """Compute with other weights. Sessions and open turns keep their tokens, whose state is computed again. Weights
+    that are damaged, or of another shape, are refused, and nothing changes."""
+    if body.abort_all_requests:
+        await all_of(edge.turns.abort_quietly(turn) for turn in edge.turns.open_turns())
+    await edge.link.call(UpdateWeights(path=body.model_path))
+    edge.weights.updated(body.model_path, body.weight_version)
+    return {"success": True, "message": f"the weights are those at {body.model_path}", "num_paused_requests": 0}
 
 
 @router.get("/health", response_class=Response, responses=UNHEALTHY)
@@ -98,14 +135,15 @@ async def model_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
         **_paths(edge),
         "is_generation": True,
         "preferred_sampling_params": None,
-        "weight_version": WEIGHT_VERSION,
+        "weight_version": edge.weights.version,
         "has_image_understanding": False,
         "has_audio_understanding": False,
     }
 
 
 def _paths(edge: Edge) -> dict[str, str]:
-    return dict.fromkeys(("model_path", "tokenizer_path"), edge.model.path or edge.model.model)
+    model = edge.model.path or edge.model.model
+    return {"model_path": edge.weights.path or model, "tokenizer_path": model}
 
 
 @router.get("/get_server_info", responses=REFUSALS)

@@ -35,6 +35,20 @@ DEFAULT_MODEL = "default"
 """A name for the served model, whatever it is called."""
 
 
+class ServedWeights:
+    """Which weights compute, as clients are told: `version`, and `path` if they are not those the server began with."""
+
+    def __init__(self) -> None:
+        self.version = "default"
+        self.path: str | None = None
+        self._updates = 0
+
+    def updated(self, path: str, version: str | None) -> None:
+        """They are those at `path` now; without a `version` it is the number of updates."""
+        self._updates += 1
+        self.path, self.version = path, version or str(self._updates)
+
+
 class Edge:
     """The server's state: its link to the engine, and its turns."""
 
@@ -43,6 +57,7 @@ class Edge:
         self.model = model
         self.settings = settings
         self.turns = Turns(link)
+        self.weights = ServedWeights()
         self.started = time.time()  # seconds since the epoch
         self.draining = False  # set once, by `drain`
         self.hurried = False  # `drain` does not wait for turns

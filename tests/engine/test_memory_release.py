@@ -1,0 +1,134 @@
+"""Memory is given back to the system for a while, weights are replaced, and sessions go on from their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tenuto.base.errors import IllegalTransition, InvalidRequest, MemoryReleased
+from tenuto.base.plan import PARTS
+from tenuto.base.turns import TurnState
+from tenuto.exec.witness import WitnessWeights, advance, next_token
+from tests.engine.stage import VOCABULARY, Stage, continuation, count_from, every_mix, every_overlap
+
+
+def said_with(weights: WitnessWeights, history: Sequence[int], tokens: int) -> list[int]:
+    """What the witness says after `history` with other weights."""
+    state, said = int(weights.start), list[int]()
+    for token in history:
+        state = advance(state, token)
+    for _ in range(tokens):
+        said.append(next_token(state, VOCABULARY))
+        state = advance(state, said[-1])
+    return said
+
+
+def held(stage: Stage) -> int:
+    """Bytes of the witness's memory."""
+    return sum(part.nbytes for group in stage.executor._slots for part in group)
+
+
+@every_mix
+@every_overlap
+def test_released_memory_is_gone_until_it_is_resumed_and_every_session_goes_on(mix, overlap: int) -> None:
+    stage = Stage(mix, overlap=overlap, prefix_cache=True, max_running=2)
+    idle, histories = stage.told("idle"), {}
+    stage.told("closed")
+    stage.engine.close("closed")
+    for name in ("running", "drafting", "waiting"):
+        stage.open(name)
+    turn = stage.say("running", count_from(1, 20), 12)
+    stage.engine.draft("drafting", count_from(2, 20))
+    stage.until(lambda: len(turn.output) >= 4)
+    waiting = stage.say("waiting", count_from(3, 20), 5)
+    stage.engine.pause()
+    stage.engine.release_memory(PARTS)
+    assert held(stage) == 0
+    stage.engine.release_memory(["kv_cache"])  # once more changes nothing
+    stage.engine.resume()
+    for _ in range(3):
+        assert not stage.step().worked
+    stage.engine.audit()
+    assert (turn.state, waiting.state) == (TurnState.PREEMPTED, TurnState.QUEUED)
+    for refused in (lambda: stage.say("idle", [1]), lambda: stage.engine.draft("idle", [1])):
+        with pytest.raises(MemoryReleased, match="resumed"):
+            refused()
+    stage.engine.fork("idle", child="fork")
+    stage.engine.rewind("fork", position=9)
+    histories = {name: list(stage.engine.sessions.get(name).history) for name in ("idle", "fork")}
+    weights = stage.executor.load(None)
+    with pytest.raises(IllegalTransition):
+        stage.engine.restore_memory(["weights"])
+    stage.engine.restore_memory(["weights"], weights)
+    assert not stage.step().worked
+    stage.engine.restore_memory(["kv_cache"])
+    stage.play()
+    assert list(turn.output) == continuation(count_from(1, 20), 12)
+    assert list(waiting.output) == continuation(count_from(3, 20), 5)
+    for name, history in histories.items():
+        again = stage.say(name, [7], 4)
+        stage.play()
+        assert list(again.output) == continuation([*history, 7], 4)
+    assert list(idle.history[: len(histories["idle"])]) == histories["idle"]
+
+
+def test_memory_is_released_only_while_nothing_runs() -> None:
+    stage = Stage()
+    stage.open()
+    turn = stage.say("s", count_from(1, 20), 12)
+    stage.until(lambda: len(turn.output) >= 2)
+    with pytest.raises(IllegalTransition, match="paused"):
+        stage.engine.release_memory(["kv_cache"])
+    with pytest.raises(InvalidRequest, match="allowed: kv_cache and weights"):
+        stage.engine.restore_memory(["cuda_graph"])  # type: ignore[list-item]
+    stage.play()
+    stage.engine.release_memory(["kv_cache"])
+    assert held(stage) == 0
+    stage.engine.restore_memory(["kv_cache", "weights"])
+    assert held(stage) > 0
+
+
+@every_mix
+@every_overlap
+@pytest.mark.parametrize("tiers", [{}, {"host_tier": 2**20}], ids=["alone", "with a tier"])
+def test_nothing_that_other_weights_computed_is_used_again(mix, overlap: int, tiers: dict[str, Any]) -> None:
+    stage = Stage(mix, overlap=overlap, prefix_cache=True, **tiers)
+    history = list(stage.told("idle").history)
+    stage.told("parked")
+    stage.engine.lifecycle.drop(stage.engine.sessions.get("parked"))
+    stage.told("closed")
+    stage.engine.close("closed")
+    stage.open("running")
+    turn = stage.say("running", count_from(1, 20), 12)
+    stage.until(lambda: len(turn.output) >= 4)
+    weights = stage.executor.load("other")
+    stage.engine.update_weights(weights)
+    before = list(turn.output)
+    stage.play()
+    assert list(turn.output) == before + said_with(weights, [*count_from(1, 20), *before], 12 - len(before))
+    alike = stage.open("alike")
+    for name, tokens in (("idle", history), ("parked", list(stage.engine.sessions.get("parked").history))):
+        again = stage.say(name, [7], 4)
+        stage.play()
+        assert list(again.output) == said_with(weights, [*tokens, 7], 4)
+    fresh = stage.say(alike.id, [*count_from(6, 30), 7], 4)  # the prompt of the one that is closed
+    stage.play()
+    assert list(fresh.output) == said_with(weights, [*count_from(6, 30), 7], 4)
+
+
+def test_what_is_parked_comes_back_after_memory_was_released() -> None:
+    stage = Stage(host_tier=2**20)
+    history = list(stage.told().history)
+    stage.engine.release_memory(["kv_cache"])
+    stage.engine.restore_memory(["kv_cache"])
+    assert stage.cost(lambda: stage.say("s", [7], 1)) == 2
+    assert list(stage.engine.sessions.get("s").history[-1:]) == continuation([*history, 7], 1)
+
+
+def test_weights_are_not_replaced_while_they_are_released() -> None:
+    stage = Stage()
+    stage.engine.release_memory(["weights"])
+    with pytest.raises(IllegalTransition, match="resume"):
+        stage.engine.update_weights(stage.executor.load("other"))
