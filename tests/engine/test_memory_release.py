@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest, MemoryReleased
 from tenuto.base.plan import PARTS
-from tenuto.base.turns import TurnState
+from tenuto.base.turns import EndReason, TurnState
 from tenuto.exec.witness import WitnessWeights, advance, next_token
 from tests.engine.stage import VOCABULARY, Stage, continuation, count_from, every_mix, every_overlap
 
@@ -116,6 +116,20 @@ def test_nothing_that_other_weights_computed_is_used_again(mix, overlap: int, ti
     fresh = stage.say(alike.id, [*count_from(6, 30), 7], 4)  # the prompt of the one that is closed
     stage.play()
     assert list(fresh.output) == said_with(weights, [*count_from(6, 30), 7], 4)
+
+
+def test_turns_may_end_when_weights_are_replaced() -> None:
+    stage = Stage()
+    history = list(stage.told().history)
+    turn = stage.say("s", [1, 2], 12)
+    stage.until(lambda: len(turn.output) >= 4)
+    stage.engine.draft(stage.open("d").id, [1, 2])
+    stage.engine.update_weights(stage.executor.load("other"), abort=True)
+    assert turn.result is not None
+    assert turn.result.reason is EndReason.ABORT
+    assert list(stage.engine.sessions.get("s").history) == history
+    stage.play()
+    stage.engine.audit()
 
 
 def test_what_is_parked_comes_back_after_memory_was_released() -> None:

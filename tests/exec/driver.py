@@ -23,9 +23,13 @@ def columns(triples: Sequence[tuple[int, int, int]]) -> np.ndarray:
 class Driver:
     """Gives each row pages, scattered over the pool, as its sequence grows."""
 
-    def __init__(self, executor: ModelExecutor, pages: int, rows: int, seed: int = 0) -> None:
+    def __init__(
+        self, executor: ModelExecutor, pages: int, rows: int, seed: int = 0, *, prepared: bool = False
+    ) -> None:
+        """`prepared`: the executor has as many pages and rows already."""
         self.executor = executor
-        executor.prepare((pages,), rows)
+        if not prepared:
+            executor.prepare((pages,), rows)
         self.free = np.random.default_rng(seed).permutation(pages).tolist()
         self.pages: list[list[int]] = [[] for _ in range(rows)]
         self.lengths = [0] * rows

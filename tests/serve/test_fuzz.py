@@ -54,6 +54,10 @@ def fuzzed(witness: Server) -> Iterator[httpx.Client]:
         yield http
 
 
+HALTING = {"/pause_generation": "/continue_generation", "/release_memory_occupation": "/resume_memory_occupation"}
+"""Routes after which no turn goes on, and those that end that."""
+
+
 def acceptable(response: httpx.Response) -> None:
     """Nothing failed, and what is refused is refused in form."""
     status = response.status_code
@@ -92,6 +96,8 @@ def test_what_the_description_allows_and_forbids_is_answered_as_it_says(
             pass
         except (Exception, BaseExceptionGroup) as failure:  # noqa: BLE001 - the other operations are tried all the same
             failures.append(failure)
+    for path in HALTING.values():
+        assert fuzzed.post(path).status_code == 200
     if failures:
         raise BaseExceptionGroup(f"{len(failures)} operations", failures)
 
@@ -151,11 +157,12 @@ HEADERS = st.dictionaries(
 
 
 def routes(http: httpx.Client) -> list[tuple[str, str]]:
-    """Methods and paths of the description, of a session that there is."""
+    """Methods and paths of the description, of a session that there is; without those after which turns wait."""
     described = http.get("/openapi.json").json()["paths"]
     return [
         (method.upper(), path.replace("{session_id}", "fuzzed").replace("{turn_id}", f"turn-{'0' * 24}"))
         for path, methods in described.items()
+        if path not in HALTING
         for method in methods
     ]
 

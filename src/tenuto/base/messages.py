@@ -253,9 +253,11 @@ class ResumeMemory(Request[None], frozen=True, kw_only=True):
 
 
 class UpdateWeights(Request[None], frozen=True, kw_only=True):
-    """Compute with the weights at `path` from now on, and use nothing that was computed before."""
+    """Compute with the weights at `path` from now on, and use nothing that was computed before. With `abort` open turns
+    end then; otherwise they go on."""
 
     path: str
+    abort: bool = False
 
 
 class Audit(Request[AuditReport], frozen=True, kw_only=True):

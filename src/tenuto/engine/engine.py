@@ -501,12 +501,16 @@ class Engine:
             self.released -= wanted
 
     @guarded
-    def update_weights(self, weights: Weights) -> None:
+    def update_weights(self, weights: Weights, *, abort: bool = False) -> None:
         """Compute with `weights` from now on. Nothing that was computed before is used again: every session drops to
-        its tokens, and what is parked is forgotten. Turns that run go on from their tokens. Raises `IllegalTransition`
-        if the weights are released, and `ConfigError`, having replaced nothing, if there is no memory."""
+        its tokens, and what is parked is forgotten. Submitted turns go on from their tokens, or with `abort` end.
+        Raises `IllegalTransition` if the weights are released, and `ConfigError`, having replaced nothing, if there is
+        no memory."""
         if "weights" in self.released:
             raise IllegalTransition("the weights are released; resume them before they are replaced")
+        for session in list(self.sessions) if abort else ():
+            if session.turn is not None and not session.turn.drafting:
+                self.lifecycle.abort(session.turn, EndReason.ABORT)
         self._vacate(park=False)
         self._executor.restore((), weights)
         self.weights_read += 1

@@ -184,7 +184,7 @@ class Service:
                     case ResumeMemory():
                         self._resume_memory(request)
                     case UpdateWeights():
-                        self._update_weights(request.path)
+                        self._update_weights(request)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told
                 self._outbox.refuse(request.call, error)
             else:
@@ -200,7 +200,8 @@ class Service:
         weights = self._model.executor.load(None) if wanted else None
         self._put(weights, lambda engine: engine.restore_memory(request.parts, weights))
 
-    def _update_weights(self, path: str) -> None:
+    def _update_weights(self, request: UpdateWeights) -> None:
+        path = request.path
         try:
             weights = self._model.executor.load(path)
         except (ModelError, ConfigError) as error:
@@ -208,7 +209,7 @@ class Service:
                 f"the weights at {path!r} cannot be used: {error}; allowed: a whole model of the same shape",
                 param="model_path",
             ) from error
-        self._put(weights, lambda engine: engine.update_weights(weights))
+        self._put(weights, lambda engine: engine.update_weights(weights, abort=request.abort))
 
     def _put(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:
         """Have the engine use what was read; if it does not, nobody does. Raises `Overloaded` if there is no memory."""

@@ -83,9 +83,7 @@ async def resume_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = Non
 async def update_weights(edge: EdgeOf, _: Admin, body: UpdateWeightsRequest) -> dict[str, Any]:
     """Compute with other weights. Sessions and open turns keep their tokens, whose state is computed again. Weights
     that are damaged, or of another shape, are refused, and nothing changes."""
-    if body.abort_all_requests:
-        await all_of(edge.turns.abort_quietly(turn) for turn in edge.turns.open_turns())
-    await edge.link.call(UpdateWeights(path=body.model_path))
+    await edge.link.call(UpdateWeights(path=body.model_path, abort=bool(body.abort_all_requests)))
     edge.weights.updated(body.model_path, body.weight_version)
     return {"success": True, "message": f"the weights are those at {body.model_path}", "num_paused_requests": 0}
 

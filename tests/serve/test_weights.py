@@ -1,0 +1,115 @@
+"""SGLang's calls for training loops, on a real server: memory is given back for a while, and weights are replaced."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.serve.server import Server, serving
+
+MODEL = Path(__file__).parent.parent / "hybrid" / "model"
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> Iterator[Server]:
+    with serving("--model", str(MODEL), "--context-length", "512", "--host-tier", "16MiB") as server:
+        yield server
+        server.audit()
+
+
+@pytest.fixture
+def http(hybrid: Server) -> Iterator[httpx.Client]:
+    with hybrid.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights of the same shape, without a tokenizer, as a trainer writes them."""
+    directory = tmp_path_factory.mktemp("others")
+    shutil.copy(MODEL / "config.json", directory)
+    weights = load_file(MODEL / "model.safetensors")
+    weights["model.norm.weight"][::2] *= -1
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def opened(http: httpx.Client) -> str:
+    """A session that was told something."""
+    name = http.post("/v1/sessions", json={}).json()["id"]
+    said(http, name, "Returns the name of the")
+    return name
+
+
+def said(http: httpx.Client, session: str, text: str) -> str:
+    body = {"input": text, "max_new_tokens": 12, "stream": False}
+    answer = http.post(f"/v1/sessions/{session}/turns", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["text"]
+
+
+def asked(http: httpx.Client, path: str, **body: Any) -> Any:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_turns_are_refused_while_memory_is_released_and_sessions_go_on_afterwards(http: httpx.Client) -> None:
+    session, twin = opened(http), opened(http)
+    expected = said(http, twin, " and a list of")
+    before = http.get(f"/v1/sessions/{session}").json()
+    asked(http, "/pause_generation", mode="retract")
+    asked(http, "/release_memory_occupation")
+    asked(http, "/continue_generation")
+    refused = http.post("/generate", json={"text": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "memory_released")
+    assert refused.headers["retry-after"]
+    assert http.get("/health").status_code == 200
+    shown = http.get(f"/v1/sessions/{session}").json()
+    assert (shown["tokens"], shown["version"]) == (before["tokens"], before["version"])
+    asked(http, "/resume_memory_occupation", tags=["weights"])
+    assert http.post("/generate", json={"text": "a"}).status_code == 503
+    asked(http, "/resume_memory_occupation", tags=["kv_cache"])
+    assert said(http, session, " and a list of") == expected
+    for tags in (["cuda_graph"], [], "weights"):
+        assert http.post("/release_memory_occupation", json={"tags": tags}).status_code == 400
+
+
+def test_other_weights_answer_and_use_nothing_of_the_old_ones(http: httpx.Client, others: Path) -> None:
+    first, second, third = opened(http), opened(http), opened(http)
+    with_old = said(http, first, " and a list of")
+    answer = asked(http, "/update_weights_from_disk", model_path=str(others))
+    assert answer["success"] is True
+    with_new = said(http, second, " and a list of")
+    assert with_new != with_old
+    info = http.get("/get_model_info").json()
+    assert (info["model_path"], info["tokenizer_path"], info["weight_version"]) == (str(others), str(MODEL), "1")
+    asked(http, "/update_weights_from_disk", model_path=str(MODEL), weight_version="trained")
+    assert said(http, third, " and a list of") == with_old
+    assert http.get("/get_model_info").json()["weight_version"] == "trained"
+
+
+def test_weights_that_are_damaged_or_of_another_shape_change_nothing(
+    http: httpx.Client, others: Path, tmp_path: Path
+) -> None:
+    session, twin = opened(http), opened(http)
+    expected, version = said(http, twin, " and a list of"), http.get("/get_model_info").json()["weight_version"]
+    shutil.copytree(others, tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    shutil.copytree(others, tmp_path / "narrow")
+    config = (tmp_path / "narrow" / "config.json").read_text()
+    (tmp_path / "narrow" / "config.json").write_text(config.replace('"sliding_window": 64', '"sliding_window": 32'))
+    for path in (tmp_path / "cut", tmp_path / "narrow", tmp_path / "none"):
+        refused = http.post("/update_weights_from_disk", json={"model_path": str(path)})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model_path")
+    for body in ({}, {"model_path": str(others), "flush_cache": False}):
+        assert http.post("/update_weights_from_disk", json=body).status_code == 400
+    assert http.get("/get_model_info").json()["weight_version"] == version
+    assert said(http, session, " and a list of") == expected
