@@ -141,6 +141,24 @@ def test_what_is_parked_comes_back_after_memory_was_released() -> None:
     assert list(stage.engine.sessions.get("s").history[-1:]) == continuation([*history, 7], 1)
 
 
+def test_between_rollouts_memory_is_released_weights_are_replaced_and_turns_wait() -> None:
+    stage = Stage()
+    history = list(stage.told().history)
+    turn = stage.say("s", [7], 9)
+    stage.until(lambda: len(turn.output) >= 3)
+    stage.engine.pause()
+    stage.engine.release_memory(PARTS)
+    stage.engine.restore_memory(["weights"], stage.executor.load(None))
+    weights = stage.executor.load("trained")
+    stage.engine.update_weights(weights)
+    before = list(turn.output)
+    stage.engine.restore_memory(["kv_cache"])
+    assert not stage.step().worked
+    stage.engine.resume()
+    stage.play()
+    assert list(turn.output) == before + said_with(weights, [*history, 7, *before], 9 - len(before))
+
+
 def test_weights_are_not_replaced_while_they_are_released() -> None:
     stage = Stage()
     stage.engine.release_memory(["weights"])

@@ -77,12 +77,17 @@ def test_other_weights_compute_what_their_own_executor_does_also_after_a_release
     own = opened(models["second"], request.node.callspec.params["executor"])
     expected = logits(own)
     own.close()
-    assert not torch.allclose(logits(executor), expected, atol=0.1)
+    before = logits(executor)
+    assert not torch.allclose(before, expected, atol=0.1)
     executor.restore((), executor.load(str(models["second"])))
     assert torch.equal(logits(executor, prepared=True), expected)
     executor.release(PARTS)
     executor.restore(PARTS, executor.load(None))
     assert torch.equal(logits(executor, prepared=True), expected)
+    executor.release(["kv_cache"])  # as training loops do
+    executor.restore((), executor.load(str(models["first"])))
+    executor.restore(["kv_cache"], None)
+    assert torch.equal(logits(executor, prepared=True), before)
 
 
 def test_another_shape_or_a_damaged_file_is_refused_and_nothing_changes(

@@ -60,6 +60,8 @@ STORIES: dict[str, str] = {
     "test_running_prefixes.py::test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it",
     "call tenuto.memory.turn_memory child.checkpoints.refer_to(self.checkpoints, position)": "tests/engine/"
     "test_running_prefixes.py::test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it",
+    "call tenuto.engine.engine self._executor.release(wanted)": "tests/engine/test_memory_release.py::"
+    "test_memory_is_released_only_while_nothing_runs",
     "call tenuto.sched.admission self._share(turn)": "tests/engine/test_prefixes.py::"
     "test_two_requests_with_a_common_prompt_compute_it_once",
     "call tenuto.session.journal self._cut(number, 0)": "tests/session/test_journal.py::"
