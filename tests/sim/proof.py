@@ -56,8 +56,8 @@ STORIES: dict[str, str] = {
     "test_a_turn_whose_input_is_scored_waits_for_nobody",
     "call tenuto.memory.sliding self.lend_of_turn(last_page(self._source), position)": "tests/engine/"
     "test_running_prefixes.py::test_an_aborted_turn_gives_up_the_free_slots_that_others_read",
-    "call tenuto.memory.turn_memory child.checkpoints.refer_to(self.session.checkpoints, self.start + 1)": "tests/engine/"
-    "test_running_prefixes.py::test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it",
+    "call tenuto.memory.turn_memory child.checkpoints.refer_to(self.session.checkpoints, self.start + 1)": "tests/"
+    "engine/test_running_prefixes.py::test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it",
     "call tenuto.memory.turn_memory child.checkpoints.refer_to(self.checkpoints, position)": "tests/engine/"
     "test_running_prefixes.py::test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it",
     "call tenuto.sched.admission self._share(turn)": "tests/engine/test_prefixes.py::"
