@@ -45,7 +45,7 @@ def test_metadata_and_tensors_read_as_in_the_gguf_package(whole: Path) -> None:
     named = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
     assert ours.metadata == named
     for tensor in theirs.tensors:
-        assert np.array_equal(ours.tensors[tensor.name].data(), tensor.data.reshape(-1).view(np.uint8))
+        assert np.array_equal(ours.tensors[tensor.name].span.data(), tensor.data.reshape(-1).view(np.uint8))
         assert ours.tensors[tensor.name].shape == tensor.data.shape
 
 
@@ -82,9 +82,9 @@ def test_a_tensor_without_elements_is_refused(tmp_path: Path) -> None:
 def test_a_tensor_of_a_file_that_was_cut_meanwhile_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
     tensor = GgufFile(path).tensor("two")
-    path.write_bytes(path.read_bytes()[: tensor.start])
+    path.write_bytes(path.read_bytes()[: tensor.span.start])
     with pytest.raises(ModelError, match="can no longer be read"):
-        tensor.data()
+        tensor.span.data()
 
 
 @settings(max_examples=300, deadline=None)

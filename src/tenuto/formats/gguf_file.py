@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from tenuto.base.errors import ModelError
+from tenuto.formats.mapped import Span, mapped
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -37,26 +37,12 @@ _SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """An encoded tensor, `size` bytes from byte `start` of a file. `shape` is slowest first, so (outputs, inputs) for a
-    matrix; the file has the opposite order."""
+    """An encoded tensor, and where its bytes are. `shape` is slowest first, so (outputs, inputs) for a matrix; the file
+    has the opposite order."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
-    path: Path
-    start: int
-    size: int
-
-    def data(self) -> npt.NDArray[np.uint8]:
-        """The bytes, uint8 [size], mapped from the file until the array is dropped. Raises `ModelError`."""
-        try:
-            return _mapped(self.path, self.start, self.size)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.path} can no longer be read ({error}); fetch it again") from error
-
-
-def _mapped(path: Path, start: int = 0, size: int | None = None) -> npt.NDArray[np.uint8]:
-    # Copy-on-write, so that torch may look at the bytes without a copy; the file is never written.
-    return np.memmap(path, dtype=np.uint8, mode="c", offset=start, shape=size)
+    span: Span
 
 
 class GgufFile:
@@ -68,7 +54,7 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
-            self._view = _mapped(path).data
+            self._view = mapped(path).data
             self._at = 0
             self._read()
         except (OSError, ValueError, struct.error, KeyError) as error:
@@ -109,7 +95,7 @@ class GgufFile:
             count = math.prod(shape) // elements * size
             if start + offset + count > len(self._view):
                 raise ValueError(f"it ends within tensor {name!r}")
-            self.tensors[name] = GgufTensor(kind, shape, self.path, start + offset, count)
+            self.tensors[name] = GgufTensor(kind, shape, Span(self.path, start + offset, count))
 
     def _tensor_header(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         """Name, type, shape and offset in the data section."""

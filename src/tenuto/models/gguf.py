@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention
 from tenuto.models.families import gemma3, llama
 from tenuto.models.families.gguf_family import ROPE_DIVISORS, GgufFamily
-from tenuto.models.weights import StoredWeight, stored_in
+from tenuto.models.weights import Bytes, StoredWeight, stored_in
 
 FAMILIES = (llama.GGUF_FAMILY, gemma3.GGUF_FAMILY)
 SUPPORTED = ", ".join(family.name for family in FAMILIES)
@@ -38,7 +36,7 @@ class GgufCheckpoint:
         for name, encoded in self._file.tensors.items():
             if name == ROPE_DIVISORS:
                 continue
-            stored = stored_in(encoded)
+            stored = stored_in(encoded.kind, encoded.shape, encoded.span)
             if self._family.interleaved and (heads := self._rotated_heads(name)):
                 stored = _halves_layout(stored, heads)
             yield self._our_name(name), stored
@@ -71,9 +69,9 @@ def _halves_layout(stored: StoredWeight, heads: int) -> StoredWeight:
     if rows % (2 * heads):
         raise ModelError(f"a projection of {rows} rows does not divide among {heads} heads; fetch the file again")
 
-    def read() -> torch.Tensor:
+    def read() -> Bytes:
         data = stored.read()
-        return data.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(data.shape)
+        return data.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
 
     return replace(stored, read=read)
 

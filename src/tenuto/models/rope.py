@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from tenuto.base.errors import ModelError
 
@@ -31,11 +32,13 @@ class Rope:
         """The leading elements of a head that are rotated."""
         return 2 * len(self.divisors)
 
-    def frequencies(self) -> torch.Tensor:
+    def frequencies(self) -> npt.NDArray[np.float32]:
         """Radians a token of each pair, float32 [pairs]."""
-        pairs = torch.arange(0, self.rotated, 2, dtype=torch.int64).float()
+        exponents = np.arange(0, self.rotated, 2, dtype=np.float32) / np.float32(self.rotated)
         # In float32 and in this order of operations, as the reference the checkpoints were trained with.
-        return 1.0 / (self.theta ** (pairs / self.rotated)) / torch.tensor(self.divisors)
+        powers = np.power(self.theta, exponents, dtype=np.float64).astype(np.float32)
+        frequencies: npt.NDArray[np.float32] = 1 / powers / np.array(self.divisors, np.float32)
+        return frequencies
 
 
 def linear_divisors(rotated: int, factor: float) -> tuple[float, ...]:
@@ -91,11 +94,3 @@ def yarn_magnitude(factor: float, scale: float | None = None, scale_all: float |
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     return of(scale) / of(scale_all) if scale and scale_all else of(1.0)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the leading pairs (i, i + pairs) of `x`, [tokens, heads, head_dim], by the angles of their token, whose
-    cosines and sines are [tokens, 1, pairs]."""
-    pairs = cos.shape[-1]
-    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
 
 from tenuto.models.config import ModelConfig
 from tenuto.models.settings import Settings
@@ -67,11 +68,12 @@ def split_layer(name: str) -> tuple[str, str]:
 
 def plus_one(weight: StoredWeight) -> StoredWeight:
     """A norm's weight that is stored as its difference from 1, float32."""
-    return StoredWeight.of(weight.decode().float() + 1)
+    return StoredWeight.of(weight.decode() + np.float32(1), Kind.F32)
 
 
-def halves(name: str, weight: torch.Tensor, first: str, second: str) -> Iterator[Named]:
+def halves(name: str, weight: StoredWeight, first: str, second: str) -> Iterator[Named]:
     """A weight of [2 width, ...] as two: its rows above and below the middle, `name` followed by `first` and
     `second`."""
-    for part, tensor in zip((first, second), weight.chunk(2), strict=True):
-        yield name + part, StoredWeight.of(tensor)
+    middle = weight.shape[0] // 2
+    yield name + first, weight.select(slice(middle))
+    yield name + second, weight.select(slice(middle, None))
