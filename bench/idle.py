@@ -66,8 +66,11 @@ def main() -> None:
     sessions = int(sys.argv[1]) if len(sys.argv) > 1 else SESSIONS
     began = time.monotonic()
     with server("smollm2", 2048) as processes:
+        ready = time.monotonic() - began
         first_token(processes.url)
-        print(f"start to first token: {time.monotonic() - began:.2f} s")
+        print(f"start to first token: {time.monotonic() - began:.2f} s, of which {ready:.2f} s until it listens")
+        for name, pid in (("edge", processes.edge), ("engine", processes.engine)):
+            print(f"  {name:6}  {cpu_seconds(pid):.2f} s of CPU time, {resident(pid):.0f} MB")
         print("idle without sessions")
         idle_cost(processes)
         asyncio.run(fill(processes.url, sessions))

@@ -68,6 +68,15 @@ def test_a_file_cut_short_anywhere_is_refused(whole: Path) -> None:
             GgufFile(cut)
 
 
+def test_a_text_longer_than_any_file_is_refused(whole: Path) -> None:
+    data, damaged = bytearray(whole.read_bytes()), whole.with_name("long.gguf")
+    at = data.index(b"test.texts") + len("test.texts") + 4 + 4 + 8  # kind, kind of items, count
+    data[at : at + 8] = b"\xff" * 8
+    damaged.write_bytes(data)
+    with pytest.raises(ModelError, match="not a readable GGUF file"):
+        GgufFile(damaged)
+
+
 def test_a_tensor_without_elements_is_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("none", np.zeros((0, 32), np.float32))

@@ -20,6 +20,7 @@ from tenuto.formats.mapped import Span, mapped
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+_SIZE = struct.Struct("<Q")
 _SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -57,7 +58,7 @@ class GgufFile:
             self._view = mapped(path).data
             self._at = 0
             self._read()
-        except (OSError, ValueError, struct.error, KeyError) as error:
+        except (OSError, ValueError, OverflowError, struct.error, KeyError) as error:
             raise ModelError(f"{path} is not a readable GGUF file ({error}); fetch it again") from error
 
     def number(self, key: str, default: float | None = None) -> Any:
@@ -112,7 +113,21 @@ class GgufFile:
         if kind in _SCALARS:
             item = np.dtype(_SCALARS[kind]).newbyteorder("<")
             return np.frombuffer(self._take(count * item.itemsize), item).tolist()
+        if kind is GGUFValueType.STRING:
+            return self._strings(count)
         return [self._value(kind) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """As `_string`, so many times: vocabularies are most of what there is to read."""
+        view, at, size_at, found = self._view, self._at, _SIZE.unpack_from, list[str]()
+        for _ in range(count):
+            begin = at + _SIZE.size
+            at = begin + size_at(view, at)[0]
+            found.append(str(view[begin:at], "utf-8"))
+        if at > len(view):
+            raise ValueError("it ends within its metadata")
+        self._at = at
+        return found
 
     def _string(self) -> str:
         return str(self._take(self._scalar("Q")), "utf-8")

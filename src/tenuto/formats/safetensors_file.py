@@ -58,8 +58,10 @@ def _tensors(path: Path, data: Bytes) -> list[tuple[str, SafeTensor]]:
             continue
         dtype, shape = described["dtype"], tuple(described["shape"])
         first, last = described["data_offsets"]
-        if any(type(number) is not int or number < 0 for number in (*shape, first, last)):
-            raise ValueError(f"tensor {name!r} has the shape {shape} and the bytes {first} to {last}")
+        if type(dtype) is not str or any(type(number) is not int or number < 0 for number in (*shape, first, last)):
+            raise ValueError(
+                f"tensor {name!r} has the type {dtype!r}, the shape {shape} and the bytes {first} to {last}"
+            )
         if last < first or begin + last > len(data):
             raise ValueError(f"it ends within tensor {name!r}")
         if dtype in BITS and (last - first) * 8 != math.prod(shape) * BITS[dtype]:
