@@ -1,7 +1,8 @@
 """What a server costs that nobody talks to: `python -m bench.idle [SESSIONS]`.
 
-From the start of the process to the first token of a first turn, with kernels compiled before; then `SESSIONS` sessions
-take a turn each and rest, and the CPU time of both processes is measured over some seconds.
+The time from the start of the process to the first token of a first turn, with kernels compiled before, and the CPU
+time of both processes until then; then `SESSIONS` sessions take a turn each and rest, and the CPU time of both
+processes is measured over some seconds.
 """
 
 from __future__ import annotations
