@@ -2,8 +2,8 @@
 
 Perplexity is of 400 tokens of real text, and may be 1 % from PyTorch's in float32: rounding only the inputs of products
 to 8 bits a block changed it by 0.4 %. Conversations are compared with the same kernels, from scratch: where results
-depend on nothing else, token for token. With tiles fewer than four tokens are computed by another kernel, both within
-0.1 of float32 on average; another token is allowed if its logit is less than 0.5 below the highest.
+depend on nothing else, token for token. With tiles few tokens are computed by another kernel, both within 0.1 of
+float32 on average; another token is allowed if its logit is less than 0.5 below the highest.
 """
 
 import math
