@@ -4,18 +4,23 @@ CPU."""
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from tenuto.base.errors import ConfigError
 
-CPU = "cpu"
 SHARE_OF_MACHINE = 0.25
 SHARE_OF_DEVICE = 0.85
 
 
+def is_cpu(device: str) -> bool:
+    """Whether it is the CPU, in PyTorch's words."""
+    return re.fullmatch(r"cpu(:\d{1,3})?", device) is not None
+
+
 def check_device(device: str) -> None:
     """Raises `ConfigError` if nothing can compute on it."""
-    if device == CPU:
+    if is_cpu(device):
         return
     import torch  # noqa: PLC0415 - see the module's docstring
 
@@ -59,7 +64,7 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def _is_cuda(device: str) -> bool:
-    if device == CPU:
+    if is_cpu(device):
         return False
     import torch  # noqa: PLC0415
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tenuto.base.errors import ConfigError
-from tenuto.exec.device import CPU, check_device, usable_cores
+from tenuto.exec.device import check_device, is_cpu, usable_cores
 from tenuto.exec.forward import Forward
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
@@ -36,10 +36,9 @@ def load_executor(
     """Read a model and make an executor for it, not yet prepared.
 
     `dtype` is an `Element`. `None` is, with native kernels, weights as they are stored; without them float32 on a
-    CPU, and elsewhere bfloat16. `kernels` is one of `KERNELS`; native ones are
-    compiled into `cache`; without it there are none. `say` is told before kernels are compiled, which takes some
-    seconds, and why plain PyTorch computes if it was not asked for. Raises `ModelError` for the files and `ConfigError`
-    for what cannot be used together.
+    CPU, and elsewhere bfloat16. `kernels` is one of `KERNELS`; native ones are compiled into `cache`; without it there
+    are none. `say` is told before kernels are compiled, which takes some seconds, and why plain PyTorch computes if it
+    was not asked for. Raises `ModelError` for the files and `ConfigError` for what cannot be used together.
     """
     check_device(device)
     if dtype is not None and dtype not in list(Element):
@@ -47,7 +46,7 @@ def load_executor(
     if kernels not in KERNELS:
         raise ConfigError(f"kernels are {kernels!r}; allowed: {', '.join(KERNELS)}")
     checkpoint = open_checkpoint(files)
-    wanted = kernels != "torch" and device == CPU and dtype in (None, "bfloat16") and cache is not None
+    wanted = kernels != "torch" and is_cpu(device) and dtype in (None, "bfloat16") and cache is not None
     if kernels in VARIANTS and not wanted:
         raise ConfigError(
             f"kernels {kernels!r} need a cache to be compiled into, and are for the CPU and dtype bfloat16; "
@@ -74,7 +73,7 @@ def _torch_forward(checkpoint: Checkpoint, page_size: int, device: str, dtype: s
     from tenuto.models.decoder import Decoder  # noqa: PLC0415 - likewise
 
     place = torch.device(device)
-    element = Element(dtype) if dtype else Element.FLOAT32 if place.type == CPU else Element.BFLOAT16
+    element = Element(dtype) if dtype else Element.FLOAT32 if is_cpu(device) else Element.BFLOAT16
     decoder = Decoder(checkpoint.config, checkpoint.weights(), place, getattr(torch, element))
     return TorchForward(decoder, page_size)
 
