@@ -36,7 +36,7 @@ class GgufCheckpoint:
         for name, encoded in self._file.tensors.items():
             if name == ROPE_DIVISORS:
                 continue
-            stored = stored_in(encoded.kind, encoded.shape, encoded.span)
+            stored = stored_in(encoded)
             if self._family.interleaved and (heads := self._rotated_heads(name)):
                 stored = _halves_layout(stored, heads)
             yield self._our_name(name), stored

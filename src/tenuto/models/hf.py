@@ -10,7 +10,7 @@ from tenuto.formats.safetensors_file import SafeTensor, read_safetensors
 from tenuto.models.families import bamba, falcon_h1, gemma3, gpt_oss, granite, llama, nemotron_h, qwen3_next, tenuto
 from tenuto.models.families.family import Family
 from tenuto.models.settings import Settings, read_json
-from tenuto.models.weights import BYTES, FLOATS, StoredWeight, stored_in
+from tenuto.models.weights import BYTES, FLOATS, StoredWeight
 
 FAMILIES = (
     llama.FAMILY,
@@ -68,7 +68,7 @@ def _stored(name: str, tensor: SafeTensor, family: Family) -> StoredWeight:
         raise ModelError(
             f"tensor {name!r} of {tensor.span.path} is of type {tensor.dtype}; supported: {', '.join(known)}"
         )
-    return stored_in(known[tensor.dtype], tensor.shape, tensor.span)
+    return StoredWeight.mapped(known[tensor.dtype], tensor.shape, tensor.span)
 
 
 def _family(settings: Settings) -> Family:

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
 from tenuto.base.errors import ModelError
+from tenuto.formats.gguf_file import GgufTensor
 from tenuto.formats.mapped import Span
 
 Bytes = npt.NDArray[np.uint8]
@@ -52,6 +53,11 @@ class StoredWeight:
         data = np.ascontiguousarray(elements, _PLAIN[kind]).view(np.uint8)
         return cls(kind, elements.shape, lambda: data.reshape(_rows(elements.shape), -1))
 
+    @classmethod
+    def mapped(cls, kind: Kind, shape: tuple[int, ...], span: Span) -> StoredWeight:
+        """A tensor in a file, mapped from it."""
+        return cls(kind, shape, lambda: span.data().reshape(_rows(shape), -1))
+
     def elements(self) -> Elements:
         """As it is stored. Raises `ModelError` if it is quantized."""
         if self.kind not in _PLAIN:
@@ -90,9 +96,9 @@ class StoredWeight:
         return part.reshape(_rows(self.shape[1:]), -1)
 
 
-def stored_in(kind: Kind, shape: tuple[int, ...], span: Span) -> StoredWeight:
-    """A tensor in a file, mapped from it."""
-    return StoredWeight(kind, shape, lambda: span.data().reshape(_rows(shape), -1))
+def stored_in(tensor: GgufTensor) -> StoredWeight:
+    """A tensor of a GGUF file, mapped from it."""
+    return StoredWeight.mapped(tensor.kind, tensor.shape, tensor.span)
 
 
 def _rows(shape: tuple[int, ...]) -> int:

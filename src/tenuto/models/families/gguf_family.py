@@ -57,8 +57,7 @@ def rope(file: GgufFile, architecture: str, rotated: int, theta: float) -> Rope:
     if kind not in ("none", "linear"):
         raise ModelError(f"{file.path} has rope scaling {kind!r}; supported: none, linear, llama3")
     if ROPE_DIVISORS in file.tensors:
-        tensor = file.tensors[ROPE_DIVISORS]
-        divisors = tuple(map(float, stored_in(tensor.kind, tensor.shape, tensor.span).decode()))
+        divisors = tuple(float(divisor) for divisor in stored_in(file.tensors[ROPE_DIVISORS]).decode())
     else:
         factor = file.number(f"{architecture}.rope.scaling.factor") if kind == "linear" else 1.0
         divisors = linear_divisors(rotated, factor)
