@@ -11,6 +11,8 @@ from tenuto.kernels.native.library import Draws, Library, SamplingOptions
 from tenuto.kernels.sampling import Choice, Longs, Masks, Singles
 
 _OPTIONS = np.dtype(SamplingOptions)
+_ROWS = 8
+"""Whose log-probabilities are computed together, so that what is made on the way stays small."""
 
 
 def sample(library: Library, forward: int, logits: Singles, choice: Choice, masks: Masks | None = None) -> Longs:
@@ -39,6 +41,12 @@ def sample(library: Library, forward: int, logits: Singles, choice: Choice, mask
 
 def logprobs(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
     """As `kernels.torch_sampling.logprobs`."""
+    pieces = [slice(first, first + _ROWS) for first in range(0, max(1, len(logits)), _ROWS)]
+    chosen, ids, top = zip(*(_logprobs(logits[piece], tokens[piece], most) for piece in pieces), strict=True)
+    return np.concatenate(chosen), np.concatenate(ids), np.concatenate(top)
+
+
+def _logprobs(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
     rows = np.arange(len(logits))[:, None]
     with np.errstate(all="ignore"):  # logits may be anything
         highest = logits.max(axis=1, keepdims=True)
