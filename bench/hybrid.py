@@ -1,7 +1,9 @@
 """Sessions on models with recurrent state: `python -m bench.hybrid [MODEL]`.
 
 What it saves to reserve state slots for a whole admission pass in one call; and a session of 300 turns, on a model or,
-without one, on the witness: whether late turns cost more than early ones, and what rewinds compute again.
+without one, on the witness: whether late turns cost more than early ones, what rewinds compute again, and what the
+session takes at rest. Its last turns alternate with the first ones of another session, so that both have the same
+machine. If others use it too, threads that wait for each other blur that: `taskset -c 0` leaves one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +25,7 @@ from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.options import TurnParams
 from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
+from tenuto.engine.views import held
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
@@ -38,7 +42,9 @@ PASS = 256
 TURNS, GIVEN, SAID = 300, 24, 16
 INTERVAL = 512
 REWINDS = (1, 10, 100)
-SLOTS = 2 * TURNS + 40
+COMPARED = 10
+"""Turns at either end."""
+SLOTS = 2 * (TURNS + COMPARED) + 40
 """Each turn leaves a checkpoint at the end of its input and one at its own."""
 
 
@@ -73,6 +79,20 @@ def reservations() -> tuple[Spread, Spread]:
     return repeated(lambda: timed([PASS]), 50), repeated(lambda: timed([1] * PASS), 50)
 
 
+class Cost(NamedTuple):
+    """Of a turn: seconds, those of them that attention took, CPU seconds of the engine's own thread, which does all but
+    the model, and tokens computed."""
+
+    seconds: float
+    attention: float
+    engine: float
+    computed: int
+
+    @property
+    def rest(self) -> float:
+        return self.seconds - self.attention
+
+
 @dataclass
 class Conversation:
     """A session on an engine."""
@@ -80,19 +100,19 @@ class Conversation:
     engine: Engine
     executor: Executor
 
-    def turn(self, session: str, rng: Random) -> tuple[float, float, int]:
-        """Seconds of a turn, those of them that attention took, and the tokens it computed."""
+    def turn(self, session: str, rng: Random) -> Cost:
+        """One turn."""
         forward = self.executor.forward if isinstance(self.executor, ModelExecutor) else None
         native = forward if isinstance(forward, NativeForward) else None
         if native is not None:
             native.op_seconds[:] = 0
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         tokens = [rng.randrange(20, 200) for _ in range(GIVEN)]
         turn = self.engine.submit(session, tokens, TurnParams(max_new_tokens=SAID, ignore_eos=True))
         while not self.engine.idle:
             self.engine.step()
         attention = float(native.op_seconds[OpKind.ATTEND]) if native is not None else 0.0
-        return time.perf_counter() - began, attention, turn.computed_tokens
+        return Cost(time.perf_counter() - began, attention, time.thread_time() - worked, turn.computed_tokens)
 
 
 def executor_of(model: str | None) -> Executor:
@@ -111,27 +131,57 @@ def conversation(executor: Executor) -> None:
     engine = Engine(executor, units, config, vocab_size=256, eos_ids=(), clock=SystemClock(), random=Random(0))
     running, rng = Conversation(engine, executor), Random(1)
     engine.open("long")
-    turns = [running.turn("long", rng) for _ in range(TURNS)]
-    first, last = turns[1:11], turns[-10:]  # the very first also warms up
+    engine.open("new")
+    for _ in range(TURNS - COMPARED):
+        running.turn("long", rng)
+    running.turn("new", rng)  # the very first has no history
+    pairs = [(running.turn("new", rng), running.turn("long", rng)) for _ in range(COMPARED)]
+    first, last = zip(*pairs, strict=True)
     tokens = engine.sessions.get("long").records[-1].end
     print(f"{TURNS} turns of {GIVEN} tokens in and {SAID} out, {tokens} tokens in all")
-    for name, part in (("first 10", first), ("last 10", last)):
-        whole, attention = (1e3 * statistics.median(turn[i] for turn in part) for i in (0, 1))
-        computed = statistics.median(turn[2] for turn in part)
-        print(f"{name:>9}: {whole:8.2f} ms a turn, {attention:7.2f} in attention, {computed:g} tokens computed")
-    costs = [statistics.median(turn[0] - turn[1] for turn in part) for part in (first, last)]
-    print(f"last over first, without attention: {costs[1] / costs[0]:.2f}")
+    for name, part in ((f"first {COMPARED}", first), (f"last {COMPARED}", last)):
+        whole, attention, own = (1e3 * statistics.median(turn[i] for turn in part) for i in range(3))
+        computed = statistics.median(turn.computed for turn in part)
+        print(
+            f"{name:>9}: {whole:8.2f} ms a turn, {attention:7.2f} in attention, {own:6.2f} of CPU in the engine; "
+            f"{computed:g} tokens computed"
+        )
+    costs = [sorted(turn.rest for turn in part) for part in (first, last)]
+    median, quick = (costs[1][i] / costs[0][i] for i in (COMPARED // 2, COMPARED // 5))
+    engines = [statistics.median(turn.engine for turn in part) for part in (first, last)]
+    print(
+        f"last over first, without attention: {median:.2f}, {quick:.2f} without the slower 80% of the turns; "
+        f"the engine's own CPU {engines[1] / engines[0]:.2f}"
+    )
     for back in REWINDS:
         child = f"back {back}"
         fork = engine.fork("long", child=child)
         position = fork.records[TURNS - back - 1].end + GIVEN // 2
         engine.rewind(child, position=position)
-        seconds, _, computed = running.turn(child, rng)
+        cost = running.turn(child, rng)
         print(
-            f"rewind by {back} turns, into an input: {computed - GIVEN - SAID} tokens computed again "
-            f"(spacing {INTERVAL}), turn of {1e3 * seconds:.1f} ms"
+            f"rewind by {back} turns, into an input: {cost.computed - GIVEN - SAID} tokens computed again "
+            f"(spacing {INTERVAL}), turn of {1e3 * cost.seconds:.1f} ms"
         )
         engine.close(child)
+    at_rest(engine, "long")
+
+
+def at_rest(engine: Engine, session: str) -> None:
+    """Print the bytes that a session holds between turns, besides checkpoints that only save work, and what the model's
+    specification comes to."""
+    while engine.memory.cache.evict():
+        pass
+    spec, kept = engine.memory.spec, engine.sessions.get(session)
+    computed, units = kept.memory.computed, held(engine, kept)
+    expected = 0
+    for group in spec.groups:
+        pages = -(-computed // spec.page_size)
+        passed = max(0, computed - group.window + 1) // spec.page_size if group.window else 0
+        expected += group.bytes_per_unit * (1 if group.kind is Kind.STATE else pages - passed)
+    names = zip(engine.memory.pools, spec.groups, strict=True)
+    taken = sum(units[pool.name] * group.bytes_per_unit for pool, group in names)
+    print(f"at rest with {computed} tokens computed: {taken:,} bytes; by the specification {expected:,}")
 
 
 def main() -> None:

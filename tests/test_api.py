@@ -26,9 +26,11 @@ from tenuto.base.errors import (
     NotFound,
     SessionBusy,
 )
+from tenuto.base.messages import WorkerSettings
 from tenuto.base.turns import EndReason
 from tenuto.exec.witness import WitnessExecutor, history_hash, next_token
-from tenuto.runtime.models import load_model
+from tenuto.runtime.models import Model, load_model
+from tenuto.runtime.service import open_service
 from tenuto.text.tokenizer import Tokenizer
 from tests.present import present
 
@@ -282,6 +284,21 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(monkeypatch: pytest.Mo
         assert reply.token_ids == said([1], 2)
 
 
+def test_a_model_is_loaded_for_as_long_sessions_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts = []
+
+    def load(name: str, device: str, dtype: str | None, page_size: int, kernels: str, context: int) -> Model:
+        contexts.append(context)
+        return load_model(name, device, dtype, page_size, kernels, context)
+
+    for place in ("tenuto.api.transport", "tenuto.runtime.service"):
+        monkeypatch.setattr(f"{place}.load_model", load)
+    tenuto.Engine("witness", context_length=123).close()
+    tenuto.Engine("witness").close()
+    open_service(WorkerSettings(model="witness", config={"context_length": 77}), lambda _: None).close()
+    assert contexts == [123, 8192, 77]
+
+
 def test_the_asynchronous_face_does_the_same() -> None:
     async def talk() -> None:
         async with tenuto.AsyncEngine("witness", page_size=4) as engine:
@@ -482,7 +499,7 @@ def test_a_stream_that_is_closed_before_its_turn_has_begun_leaves_no_turn() -> N
 def test_input_is_prepared_outside_the_engines_thread(engine: tenuto.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, encode = set[str](), Tokenizer.encode
 
-    def watched(self: Tokenizer, text: str, **options: bool) -> list[int]:
+    def watched(self: Tokenizer, text: str, **options: Any) -> list[int]:
         threads.add(threading.current_thread().name)
         return encode(self, text, **options)
 

@@ -34,7 +34,7 @@ def template(smollm2_path: Path) -> ChatTemplate:
 def engine(smollm2_path: Path, template: ChatTemplate) -> Iterator[tenuto.Engine]:
     tokenizer = load_tokenizer(smollm2_path)
 
-    def load(name: str, device: str, dtype: str | None, page_size: int, kernels: str) -> Model:
+    def load(name: str, device: str, dtype: str | None, page_size: int, kernels: str, context: int) -> Model:
         executor = WitnessExecutor(page_size, [GroupSpec(Kind.FULL, 64)], tokenizer.vocab_size)
         return Model(executor, tokenizer.vocab_size, tokenizer.eos_ids, 100_000, tokenizer, template)
 

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
 import tenuto
+from tests.models.tiny_dense import tiny_phi3
 from tests.models.tiny_hybrids import VOCABULARY, tiny_bamba, tiny_gemma3, tiny_qwen3_next
 
 
@@ -23,7 +24,9 @@ def tokenizer_of(tokens: int) -> tokenizers.Tokenizer:
     return backend
 
 
-@pytest.fixture(scope="module", params=[tiny_gemma3, tiny_bamba, tiny_qwen3_next], ids=lambda make: make.__name__)
+@pytest.fixture(
+    scope="module", params=[tiny_gemma3, tiny_bamba, tiny_qwen3_next, tiny_phi3], ids=lambda make: make.__name__
+)
 def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
     return request.param()
 

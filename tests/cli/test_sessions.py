@@ -73,7 +73,7 @@ def test_show_has_the_turns_and_nothing_a_terminal_would_obey(witness: Server, h
     assert "\x1b" not in shown
     assert "metadata      made by a test\n" in shown
     last = shown.splitlines()[-1]
-    assert last.split()[:6] == ["2", "5", "115", "0", "line", "break"]
+    assert last.split()[:6] == ["2", "5", "115", "0", "0", "line"]
     assert last.endswith("x...")
     whole = json.loads(sessions(witness, "show", "one", "--json").stdout)
     assert (whole["id"], len(whole["history"]), len(whole["history"][1]["input_tokens"])) == ("one", 2, 115)

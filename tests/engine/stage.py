@@ -64,7 +64,7 @@ class Stage:
         self,
         mix: Sequence[Kind] = (FULL,),
         *,
-        units: int = 300,
+        units: int | Sequence[int] = 300,
         page_size: int = PAGE,
         failing: Sequence[int] = (),
         guess: Callable[[Turn, int], list[int]] | None = None,
@@ -89,7 +89,7 @@ class Stage:
         }
         self.engine = Engine(
             self.executor,
-            (units,) * len(groups),
+            (units,) * len(groups) if isinstance(units, int) else tuple(units),
             EngineConfig(**{**usual, **config}),
             vocab_size=VOCABULARY,
             eos_ids=eos,

@@ -7,13 +7,13 @@ import pytest
 from tenuto.memory.memory import session_units
 from tests.engine.stage import FULL, PAGE, SLIDING, STATE, WINDOW, Stage, count_from
 
-INTERVAL, TURNS, GIVEN, SAID = 32, 110, 7, 6
+INTERVAL, TURNS, GIVEN, SAID = 32, 300, 7, 6
 
 
 @pytest.fixture(scope="module")
 def long() -> Stage:
-    """A session of 110 turns, among them one of 300 tokens, with room for its checkpoints."""
-    stage = Stage((FULL, SLIDING, STATE), units=1200, recount=False, context_length=2000, checkpoint_interval=INTERVAL)
+    """A session of 300 turns, among them one of 300 tokens, with room for its checkpoints."""
+    stage = Stage((FULL, SLIDING, STATE), units=2600, recount=False, context_length=5000, checkpoint_interval=INTERVAL)
     stage.open("long")
     for number in range(TURNS):
         stage.say("long", count_from(number, 300 if number == 40 else GIVEN), SAID)

@@ -118,3 +118,47 @@ def test_a_file_of_another_format_or_version_is_refused(tmp_path: Path) -> None:
         GgufFile(path)
     with pytest.raises(ModelError):
         GgufFile(tmp_path / "absent.gguf")
+
+
+def write_split(directory: Path) -> list[Path]:
+    """A model of three tensors in as many files."""
+    writer = gguf.GGUFWriter(directory / "m.gguf", "llama", split_max_tensors=1)
+    for name in ("one", "two", "three"):
+        writer.add_tensor(name, np.full((2, 3), len(name), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(directory.iterdir())
+
+
+def test_the_first_file_of_a_split_model_opens_all_of_them(tmp_path: Path) -> None:
+    files = write_split(tmp_path)
+    assert [path.name for path in files] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    model = GgufFile(files[0])
+    assert model.metadata["general.architecture"] == "llama"
+    assert [(name, tensor.span.path) for name, tensor in model.tensors.items()] == [
+        ("one", files[0]),
+        ("two", files[1]),
+        ("three", files[2]),
+    ]
+    assert np.array_equal(model.tensor("three").span.data().view(np.float32), np.full(6, 5, np.float32))
+
+
+def test_a_split_model_without_all_its_files_is_refused(tmp_path: Path) -> None:
+    first, second, third = write_split(tmp_path)
+    with pytest.raises(ModelError, match=r"is file 1 \+ 1 of 3 of a model; open the first"):
+        GgufFile(second)
+    whole = third.read_bytes()
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(ModelError, match=r"00003-of-00003\.gguf is not file 3 of 3"):
+        GgufFile(first)
+    third.write_bytes(whole[:-40])
+    with pytest.raises(ModelError, match=r"00003-of-00003\.gguf is not a readable GGUF file"):
+        GgufFile(first)
+    second.unlink()
+    third.unlink()
+    with pytest.raises(ModelError, match=r"missing beside it: m-00002-of-00003\.gguf, m-00003-of-00003\.gguf"):
+        GgufFile(first)
+    with pytest.raises(ModelError, match=r"expected: a name such as model-00001-of-00003\.gguf"):
+        GgufFile(first.rename(tmp_path / "m.gguf"))

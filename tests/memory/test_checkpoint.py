@@ -1,4 +1,4 @@
-"""Checkpoints are shared by all that refer to them, and the cache of those nobody needs has a budget and an order."""
+"""Checkpoints are shared by all that refer to them, and the cache of those nobody needs has a budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.groups import Kind
-from tenuto.memory.checkpoint import Checkpoint, CheckpointCache, Checkpoints
+from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoint_cache import CheckpointCache
+from tenuto.memory.checkpoints import Checkpoints
 from tenuto.memory.full import FullTable
 from tenuto.memory.pool import Holder, Lease, Pool
 from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script
@@ -25,7 +27,7 @@ class Shelf:
 
     def make(self, position: int, pages: int = 1, slots: int = 1) -> Checkpoint:
         """One that somebody needs."""
-        made = Checkpoint(position, "session s")
+        made = Checkpoint(position, "session s", self.listed.below(position))
         made.parts.extend(pool.acquire(n, made) for pool, n in zip(self.pools, (pages, slots), strict=True))
         self.cache.pin(made)
         return made
@@ -78,9 +80,10 @@ def test_an_evicted_checkpoint_is_gone_for_all_that_refer_to_it() -> None:
     shelf.add(10)
     shelf.add(20)
     other = shelf.another()
+    shelf.listed.push(shelf.make(30))
     assert shelf.cache.evict()
-    assert (positions(shelf.listed), positions(other)) == ([20], [20])
-    assert shelf.free == [199, 199]
+    assert (positions(shelf.listed), positions(other)) == ([20, 30], [20])
+    assert shelf.free == [198, 198]
     assert (other.at(10), other.below(20), other.from_on(5)) == (None, None, other.at(20))
     shelf.listed.cut(0)
     other.cut(0)
@@ -154,17 +157,19 @@ def test_a_list_of_checkpoints_finds_the_nearest_living_one(steps: list[tuple[st
     """Against a plain list of positions."""
     shelf = Shelf()
     listed = shelf.listed
-    plain: list[int] = []
+    plain: dict[int, Checkpoint] = {}
     for step, number in steps:
         if step == "push":
-            plain.append(max(plain, default=0) + 1 + number)
-            listed.push(shelf.make(plain[-1]))
+            position = max(plain, default=0) + 1 + number
+            plain[position] = shelf.make(position)
+            listed.push(plain[position])
         elif step == "cut":
             listed.cut(number * 5)
-            plain = [position for position in plain if position < number * 5]
+            plain = {position: made for position, made in plain.items() if position < number * 5}
         elif step == "evict" and shelf.cache.evict():
-            needed = listed.needed.position if listed.needed is not None else None
-            plain.remove(min(position for position in plain if position != needed))
+            gone = [position for position, made in plain.items() if made.evicted]
+            assert len(gone) == 1
+            del plain[gone[0]]
         elif step == "fork":
             child = shelf.another(number * 5)
             assert positions(child) == [position for position in plain if position < number * 5]
@@ -173,23 +178,12 @@ def test_a_list_of_checkpoints_finds_the_nearest_living_one(steps: list[tuple[st
             below, after = listed.below(target), listed.from_on(target)
             assert (below.position if below else None) == max((p for p in plain if p < target), default=None)
             assert (after.position if after else None) == min((p for p in plain if p >= target), default=None)
-        assert positions(listed) == plain
+        assert positions(listed) == list(plain)
     listed.cut(0)
     assert shelf.free == [200, 200]
 
 
-# -- the order of eviction, and the budget
-
-
-def test_the_oldest_goes_first_whoever_refers_to_it() -> None:
-    shelf = Shelf()
-    for position in (10, 20, 30):
-        shelf.add(position)
-    shelf.another(15)
-    assert shelf.cache.evict()
-    assert positions(shelf.listed) == [20, 30]
-    assert shelf.cache.evict()
-    assert positions(shelf.listed) == [30]
+# -- the budget
 
 
 def test_an_evicted_checkpoint_leaves_its_list_and_frees_its_units() -> None:
@@ -210,16 +204,23 @@ def test_an_empty_cache_has_nothing_to_give() -> None:
     sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=20),
     budget=st.tuples(st.integers(0, 30), st.integers(0, 20)),
 )
-def test_trimming_keeps_the_newest_that_fit_the_budget(sizes: list[tuple[int, int]], budget: tuple[int, int]) -> None:
+def test_trimming_evicts_until_the_rest_fits_the_budget_and_no_more(
+    sizes: list[tuple[int, int]], budget: tuple[int, int]
+) -> None:
     shelf = Shelf(budget)
-    for position, (pages, slots) in enumerate(sizes):
-        shelf.add(position, pages, slots)
-    shelf.cache.trim()
-    kept = sizes[len(sizes) - len(shelf.cache) :]
-    fits = lambda some: all(sum(size[g] for size in some) <= budget[g] for g in range(2))  # noqa: E731
-    assert fits(kept)
-    assert kept == sizes or not fits(sizes[len(sizes) - len(kept) - 1 :])
-    assert [pool.leased for pool in shelf.pools] == [sum(size[g] for size in kept) for g in range(2)]
+    made = [shelf.add(position, pages, slots) for position, (pages, slots) in enumerate(sizes, 1)]
+    fits = lambda some: all(sum(sizes[c.position - 1][g] for c in some) <= budget[g] for g in range(2))  # noqa: E731
+    while not fits(left := [checkpoint for checkpoint in made if not checkpoint.evicted]):
+        assert shelf.cache.over_budget
+        assert shelf.cache.evict()
+    trimmed = Shelf(budget)
+    for position, (pages, slots) in enumerate(sizes, 1):
+        trimmed.add(position, pages, slots)
+    trimmed.cache.trim()
+    assert positions(trimmed.listed) == [checkpoint.position for checkpoint in left]
+    assert trimmed.cache.evicted == len(sizes) - len(left)
+    kept = [sizes[checkpoint.position - 1] for checkpoint in left]
+    assert [pool.leased for pool in trimmed.pools] == [sum(size[g] for size in kept) for g in range(2)]
 
 
 def test_nothing_is_evicted_before_the_cache_is_trimmed() -> None:
@@ -296,8 +297,8 @@ pages = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.booleans()),
 def test_evicting_for_a_group_frees_exactly_what_was_reclaimable(pages: list[tuple[int, int, bool]]) -> None:
     """Some are cached and some needed, over pages that overlap at random."""
     shelf = Shelf()
-    base = shelf.make(0, pages=11, slots=0)
-    for position, (start, count, needed) in enumerate(pages, 1):
+    base = shelf.make(1, pages=11, slots=0)
+    for position, (start, count, needed) in enumerate(pages, 2):
         made = shelf.sharing(position, present(base.parts[0]), start, start + count)
         if not needed:
             shelf.cache.unpin(made)

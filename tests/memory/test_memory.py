@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.memory.memory import Memory, session_units, turn_units, units_for_budget
+from tenuto.memory.memory import (
+    CHECKPOINTS,
+    Memory,
+    checkpoint_units,
+    kept_checkpoints,
+    session_bytes,
+    session_units,
+    turn_units,
+    units_for_budget,
+)
 from tenuto.memory.shape import Shape
 from tenuto.memory.sliding import window_pages
 from tests.memory.scribe import FULL, SLIDING, STATE, Someone, make_shape, make_spec
@@ -75,6 +84,37 @@ def test_one_byte_less_than_the_minimum_named_is_refused_and_the_minimum_is_not(
     units_for_budget(spec, shape, least, 100)
     with pytest.raises(ConfigError, match=f"at least {least:,} bytes, or a shorter context length"):
         units_for_budget(spec, shape, least - 1, 100)
+
+
+@given(spec=specs(), shape=shapes(), tokens=st.integers(1, 3000))
+def test_older_checkpoints_are_given_no_more_bytes_than_all_else(spec: MemorySpec, shape: Shape, tokens: int) -> None:
+    kept = kept_checkpoints(spec, shape, tokens)
+    each = sum(checkpoint_units(group, spec.page_size) * group.bytes_per_unit for group in spec.groups)
+    if not each:
+        assert kept == 0
+        return
+    units = [
+        session_units(g, spec.page_size, tokens) + turn_units(g, spec.page_size, shape, tokens, generates=True)
+        for g in spec.groups
+    ]
+    assert kept * each <= cost(spec, tuple(units))
+    assert kept == CHECKPOINTS or (kept + 1) * each > cost(spec, tuple(units))
+
+
+@pytest.mark.parametrize(("slot", "kept"), [(10, CHECKPOINTS), (2000, 8), (10**6, 3)])
+def test_the_larger_a_state_is_the_fewer_checkpoints_there_is_room_for(slot: int, kept: int) -> None:
+    """But in the room for two sessions there are always some, besides the slots of two turns."""
+    spec = MemorySpec(16, (GroupSpec(Kind.FULL, 100), GroupSpec(Kind.STATE, slot)))
+    shape = make_shape(context_length=1600, checkpoint_share=0.8)
+    assert kept_checkpoints(spec, shape, 800) == kept
+    units = units_for_budget(spec, shape, 2 * session_bytes(spec, shape), 400)
+    assert int(shape.checkpoint_share * units[1]) >= 2 * 3
+    assert units[0] >= 100 + 50  # pages for a turn of the whole context, and more
+
+
+def test_full_attention_alone_takes_what_two_turns_take() -> None:
+    spec, shape = MemorySpec(16, (GroupSpec(Kind.FULL, 100),)), make_shape(context_length=1600)
+    assert session_bytes(spec, shape) == (turn_units(spec.groups[0], 16, shape, 1600, generates=True) + 1) * 100
 
 
 @given(spec=specs(), shape=shapes(), ends=st.tuples(st.integers(1, 2000), st.integers(1, 2000)))

@@ -25,11 +25,23 @@ from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
+from tenuto.models.config import ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
 from tests.exec.kernels import any_variant, every_variant
 from tests.exec.mixed_driver import MixedDriver
+from tests.models.tiny_dense import (
+    LONG_ROPE,
+    tiny_gemma2,
+    tiny_granite3,
+    tiny_granite3_moe,
+    tiny_phi3,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+    tiny_smollm3,
+)
 from tests.models.tiny_hybrids import (
     VOCABULARY,
     WINDOW,
@@ -87,7 +99,25 @@ NEMOTRON_H = (
 GPT_OSS = (GroupSpec(Kind.SLIDING, 2 * PAGE_BYTES, WINDOW), GroupSpec(Kind.FULL, 2 * PAGE_BYTES))
 MISTRAL = (GroupSpec(Kind.SLIDING, 3 * PAGE_BYTES, WINDOW),)
 
+FULL = (GroupSpec(Kind.FULL, 3 * PAGE_BYTES),)
+
 VARIANTS = [
+    Variant("qwen2", tiny_qwen2, FULL),
+    Variant("qwen3", tiny_qwen3, FULL),
+    Variant("qwen3-moe", tiny_qwen3_moe, FULL, {"mlp_only_layers": [1]}),
+    Variant("smollm3", tiny_smollm3, (GroupSpec(Kind.FULL, 4 * PAGE_BYTES),)),
+    Variant("phi3", tiny_phi3, MISTRAL),
+    Variant(
+        "phi3-long",
+        tiny_phi3,
+        FULL,
+        {"sliding_window": None, "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 100}},
+    ),
+    Variant("granite3", tiny_granite3, FULL),
+    Variant("granite3-moe", tiny_granite3_moe, FULL),
+    Variant(
+        "gemma2", tiny_gemma2, (GroupSpec(Kind.SLIDING, 2 * PAGE_BYTES, WINDOW), GroupSpec(Kind.FULL, 2 * PAGE_BYTES))
+    ),
     Variant("mistral", tiny_mistral, MISTRAL),
     Variant("gemma3", tiny_gemma3, GEMMA3),
     Variant(
@@ -123,6 +153,7 @@ class Stage:
     variant: Variant
     directory: Path
     checkpoint: HfCheckpoint
+    config: ModelConfig
     executor: ModelExecutor
     texts: list[list[int]]
     expected: torch.Tensor
@@ -135,13 +166,14 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = tmp_path_factory.mktemp(variant.name)
     model.save_pretrained(directory)
     checkpoint = HfCheckpoint(directory)
-    decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    config = checkpoint.config.within(LENGTH)
+    decoder = Decoder(config, checkpoint.weights(), torch.device("cpu"), torch.float32)
     texts = np.random.default_rng(1).integers(3, VOCABULARY, (4, LENGTH)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor(texts), use_cache=False).logits
     assert expected.std() > 0.5, "logits this small show little"
     executor = ModelExecutor(TorchForward(decoder, PAGE))
-    yield Stage(variant, directory, checkpoint, executor, texts, expected)
+    yield Stage(variant, directory, checkpoint, config, executor, texts, expected)
     executor.close()
 
 
@@ -202,8 +234,8 @@ def test_mixed_batches_give_each_row_the_logits_of_its_text_alone(stage: Stage) 
 
 
 def test_half_precision_stays_close_and_states_stay_in_float32(stage: Stage) -> None:
-    checkpoint, forward = stage.checkpoint, stage.executor.forward
-    decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.bfloat16)
+    forward = stage.executor.forward
+    decoder = Decoder(stage.config, stage.checkpoint.weights(), torch.device("cpu"), torch.bfloat16)
     executor = ModelExecutor(TorchForward(decoder, PAGE))
     driver = MixedDriver(executor, rows=2)
     ours = torch.cat([driver.logits({0: stage.texts[0][a:b]}) for a, b in ((0, 70), (70, 71), (71, LENGTH))])
@@ -235,7 +267,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def native(stage: Stage, kernels: str, **options: Any) -> ModelExecutor:
     files = resolve(str(stage.directory), stage.directory)
-    executor = load_executor(files, PAGE, kernels=kernels, cache=cache_dir(), **options)
+    executor = load_executor(files, PAGE, context=LENGTH, kernels=kernels, cache=cache_dir(), **options)
     assert isinstance(executor.forward, NativeForward), "PyTorch computes"
     return executor
 
@@ -243,7 +275,7 @@ def native(stage: Stage, kernels: str, **options: Any) -> ModelExecutor:
 @pytest.fixture(scope="module")
 def rounded(stage: Stage) -> torch.Tensor:
     """Logits after each token of the first text, float32 [LENGTH, vocab], with keys and values in bfloat16."""
-    decoder = Decoder(stage.checkpoint.config, stage.checkpoint.weights(), torch.device("cpu"), torch.float32)
+    decoder = Decoder(stage.config, stage.checkpoint.weights(), torch.device("cpu"), torch.float32)
     executor = ModelExecutor(Rounding(decoder, PAGE))
     found = MixedDriver(executor, rows=1).logits({0: stage.texts[0]})
     executor.close()

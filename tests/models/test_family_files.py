@@ -22,6 +22,15 @@ from tenuto.models.decoder import Decoder
 from tenuto.models.hf import SUPPORTED, HfCheckpoint
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.store import resolve
+from tests.models.tiny_dense import (
+    LONG_ROPE,
+    tiny_gemma2,
+    tiny_granite3,
+    tiny_phi3,
+    tiny_qwen2,
+    tiny_qwen3_moe,
+    tiny_smollm3,
+)
 from tests.models.tiny_hybrids import (
     tiny_bamba,
     tiny_falcon_h1,
@@ -34,6 +43,12 @@ from tests.models.tiny_hybrids import (
 )
 
 MODELS = {
+    "qwen2": tiny_qwen2,
+    "qwen3-moe": tiny_qwen3_moe,
+    "smollm3": tiny_smollm3,
+    "phi3": tiny_phi3,
+    "granite3": tiny_granite3,
+    "gemma2": tiny_gemma2,
     "gemma3": tiny_gemma3,
     "bamba": tiny_bamba,
     "granite": tiny_granite,
@@ -66,6 +81,48 @@ def edit(directory: Path, *without: str, **changes: Any) -> ModelConfig:
 def load(directory: Path) -> Decoder:
     checkpoint = HfCheckpoint(directory)
     return Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+
+
+def test_qwen2_files_without_kinds_of_layers_mean_the_same(save: Save) -> None:
+    directory = save("qwen2")
+    new = HfCheckpoint(directory).config
+    assert edit(directory, "layer_types", sliding_window=8, max_window_layers=1) == new
+    windowed = edit(directory, use_sliding_window=True)
+    assert [layer.mixer.window for layer in windowed.layers if isinstance(layer.mixer, Attention)] == [0, 8, 8]
+    assert edit(directory, use_sliding_window=True, sliding_window=512) == new  # as long as any context
+
+
+def test_qwen3_moe_files_of_older_transformers_mean_the_same(save: Save) -> None:
+    directory = save("qwen3-moe")
+    new = HfCheckpoint(directory).config
+    assert edit(directory, "num_local_experts", num_experts=6) == new
+
+
+def test_smollm3_has_no_rope_in_every_fourth_layer_if_a_file_does_not_say(save: Save) -> None:
+    directory = save("smollm3")
+    new = HfCheckpoint(directory).config
+    assert edit(directory, "no_rope_layers", "layer_types") == new
+    assert [layer.mixer.rope is None for layer in new.layers if isinstance(layer.mixer, Attention)] == [0, 0, 0, 1]
+
+
+def test_phi3_files_of_older_transformers_mean_the_same(save: Save) -> None:
+    directory = save("phi3")
+    new = HfCheckpoint(directory).config
+    scaling = {"type": "su", "short_factor": LONG_ROPE["short_factor"], "long_factor": LONG_ROPE["long_factor"]}
+    older = {"rope_theta": 10000.0, "partial_rotary_factor": 0.75, "rope_scaling": scaling}
+    assert edit(directory, "rope_parameters", original_max_position_embeddings=200, **older) == new
+
+
+@pytest.mark.parametrize(("context", "key"), [(200, "short_factor"), (201, "long_factor"), (None, "long_factor")])
+def test_the_rope_is_that_of_how_long_sessions_may_be(save: Save, context: int | None, key: str) -> None:
+    directory = save("phi3")
+    executor = load_executor(resolve(str(directory), directory), 4, context=context, kernels="torch")
+    mixer = executor.forward.config.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    assert mixer.rope is not None
+    assert list(mixer.rope.divisors) == LONG_ROPE[key]
+    assert not mixer.rope.long_divisors
+    executor.close()
 
 
 def test_gemma3_files_of_older_transformers_mean_the_same(save: Save) -> None:
@@ -105,6 +162,16 @@ def test_a_time_step_has_its_limits(save: Save) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "expected: 3 of sliding_attention, full_attention"),
+        ("qwen3-moe", {"num_experts_per_tok": 7}, "7 of 6 experts cannot be chosen"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\]; expected: 4 of 0, 1"),
+        ("smollm3", {"mlp_bias": True}, "mlp_bias = True; supported: False"),
+        ("phi3", {"rope_parameters": LONG_ROPE | {"long_factor": [1.0]}}, "long_factor = .*; expected: 6 numbers"),
+        ("phi3", {"attention_bias": True}, "attention_bias = True; supported: False"),
+        ("granite3", {"embedding_multiplier": "12"}, "embedding_multiplier = '12'; expected: float"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "cap is -1.0; allowed: at least 0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True; supported: False"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0; supported: None"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True; supported: False"),
         ("gemma3", {"hidden_activation": "relu"}, "hidden_activation = 'relu'; supported: 'gelu_pytorch_tanh'"),
@@ -160,6 +227,8 @@ def test_other_files_of_nemotron_h_mean_the_same(save: Save) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "ours"),
     [
+        ("phi3", "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.self_attn."),
+        ("qwen3-moe", "model.layers.2.mlp.gate.weight", "model.layers.2.mlp.gate.weight"),
         ("falcon-h1", "model.layers.1.mamba.D", "model.layers.1.mamba.D"),
         ("nemotron-h", "backbone.layers.3.mixer.gate.e_score_correction_bias", "model.layers.3.mlp.gate.correction"),
         ("gemma3", "model.layers.3.self_attn.q_norm.weight", "model.layers.3.self_attn.q_norm.weight"),

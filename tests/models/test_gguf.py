@@ -1,5 +1,6 @@
 """Models in GGUF files are decoded as the `gguf` package does, and what is damaged or unsupported is refused."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,35 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
+from tenuto.base.config import cache_dir
 from tenuto.base.errors import ModelError
+from tenuto.exec.load import load_executor
+from tenuto.exec.native_forward import NativeForward
+from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, ModelConfig
-from tenuto.models.gguf import GgufCheckpoint
+from tenuto.models.families import llama
+from tenuto.models.gguf import SUPPORTED, GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
+from tenuto.models.store import resolve
 from tenuto.models.weights import dequantize
+from tests.exec.kernels import HERE, any_variant
+from tests.exec.mixed_driver import MixedDriver
 from tests.models.quantize import quantize
-from tests.models.tiny import LINEAR, LLAMA3, save_gguf, save_hf, tiny_llama
-from tests.models.tiny_hybrids import save_gemma3_gguf, tiny_gemma3
+from tests.models.tiny import LINEAR, LLAMA3, YARN, save_gguf, save_hf, tiny_llama
+from tests.models.tiny_dense import (
+    save_dense_gguf,
+    tiny_gemma2,
+    tiny_granite3,
+    tiny_granite3_moe,
+    tiny_phi3,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+    tiny_smollm3,
+)
+from tests.models.tiny_hybrids import save_gemma3_gguf, tiny_gemma3, tiny_mistral
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +77,39 @@ def test_a_type_we_cannot_decode_is_named_in_the_error() -> None:
         dequantize(np.zeros(110, np.uint8), Kind.Q3_K, (1, 256))
 
 
+def close(value: Any) -> Any:
+    """Files store float32."""
+    return pytest.approx(value, rel=1e-5)
+
+
 def assert_same_shape(ours: ModelConfig, theirs: ModelConfig) -> None:
-    """Equal, but for what files of one format do not say, and divisors that are stored rounded."""
+    """Equal, but for what files of one format do not say, and numbers that are stored rounded."""
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        assert replace(mine, mixer=other.mixer) == other
         assert isinstance(mine.mixer, Attention)
         assert isinstance(other.mixer, Attention)
-        assert mine.mixer.rope is not None
-        assert other.mixer.rope is not None
-        assert mine.mixer.rope.theta == other.mixer.rope.theta
-        assert mine.mixer.rope.divisors == pytest.approx(other.mixer.rope.divisors, rel=1e-5)
-        assert replace(mine, mixer=replace(mine.mixer, rope=other.mixer.rope)) == other
-    same = replace(ours, layers=theirs.layers, eos=theirs.eos, bos=theirs.bos, norm_eps=theirs.norm_eps)
-    assert same == theirs
-    assert ours.norm_eps == pytest.approx(theirs.norm_eps)
+        assert (mine.mixer.rope is None) == (other.mixer.rope is None)
+        if mine.mixer.rope is not None and other.mixer.rope is not None:
+            assert mine.mixer.rope.theta == other.mixer.rope.theta
+            assert mine.mixer.rope.magnitude == close(other.mixer.rope.magnitude)
+            assert mine.mixer.rope.divisors == close(other.mixer.rope.divisors)
+            assert mine.mixer.rope.long_divisors == close(other.mixer.rope.long_divisors)
+            assert mine.mixer.rope.original_context == other.mixer.rope.original_context
+        assert (mine.mixer.scale, mine.mixer.cap) == close((other.mixer.scale, other.mixer.cap))
+        rounded: dict[str, Any] = {"rope": other.mixer.rope, "scale": other.mixer.scale, "cap": other.mixer.cap}
+        assert replace(mine.mixer, **rounded) == other.mixer
+    for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale", "logit_cap"):
+        assert getattr(ours, name) == close(getattr(theirs, name))
+        ours = replace(ours, **{name: getattr(theirs, name)})
+    assert replace(ours, layers=theirs.layers, eos=theirs.eos, bos=theirs.bos) == theirs
+
+
+def assert_same_model(path: Path, directory: Path) -> None:
+    ours, theirs = GgufCheckpoint(path), HfCheckpoint(directory)
+    assert_same_shape(ours.config, theirs.config)
+    weights, expected = dict(ours.weights()), dict(theirs.weights())
+    assert weights.keys() == expected.keys()
+    assert all(np.array_equal(weights[name].decode(), expected[name].decode()) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +123,57 @@ def assert_same_shape(ours: ModelConfig, theirs: ModelConfig) -> None:
 )
 def test_a_gguf_file_holds_the_same_model_as_the_directory_it_was_made_from(tmp_path: Path, changes: dict) -> None:
     model = tiny_llama(**changes)
-    ours = GgufCheckpoint(save_gguf(tmp_path / "m.gguf", model))
-    theirs = HfCheckpoint(save_hf(tmp_path / "hf", model))
-    weights = dict(ours.weights())
-    expected = dict(theirs.weights())
-    assert weights.keys() == expected.keys()
-    assert all(np.array_equal(weights[name].decode(), expected[name].decode()) for name in expected)
-    assert_same_shape(ours.config, theirs.config)
-    assert ours.config.eos == (2, 5)
+    path = save_gguf(tmp_path / "m.gguf", model)
+    assert_same_model(path, save_hf(tmp_path / "hf", model))
+    assert GgufCheckpoint(path).config.eos == (2, 5)
+
+
+DENSE: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
+    "llama": (tiny_mistral, {}),
+    "qwen2": (tiny_qwen2, {"tie_word_embeddings": True}),
+    "qwen3": (tiny_qwen3, {}),
+    "qwen3moe": (tiny_qwen3_moe, {}),
+    "smollm3": (tiny_smollm3, {}),
+    "phi3": (tiny_phi3, {}),
+    "granite": (tiny_granite3, {}),
+    "granitemoe": (tiny_granite3_moe, {}),
+    "gemma2": (tiny_gemma2, {"query_pre_attn_scalar": 16}),
+}
+"""By their architectures in files."""
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+def test_files_of_every_family_hold_the_same_model_as_directories(architecture: str, tmp_path: Path) -> None:
+    make, changes = DENSE[architecture]
+    model = make(**changes)
+    model.save_pretrained(tmp_path)
+    assert_same_model(save_dense_gguf(tmp_path / "m.gguf", model, architecture), tmp_path)
+
+
+@pytest.mark.skipif(not any_variant, reason="there are no native kernels here")
+@pytest.mark.parametrize("architecture", ["phi3", "qwen3moe"])
+def test_parts_of_quantized_tensors_are_computed_natively_as_in_pytorch(architecture: str, tmp_path: Path) -> None:
+    """Fused projections are taken apart, and experts stored as one, without decoding them; routers stay float32."""
+    path = save_dense_gguf(tmp_path / "m.gguf", DENSE[architecture][0](), architecture, Kind.Q8_0)
+    files, texts = resolve(str(path), tmp_path), np.random.default_rng(1).integers(3, 101, 40).tolist()
+    found = []
+    for kernels in ("torch", HERE.variants()[0]):
+        executor = load_executor(files, 16, kernels=kernels, cache=cache_dir())
+        found.append(MixedDriver(executor, rows=1).logits({0: texts}).clone())
+        if isinstance(executor.forward, NativeForward):
+            assert executor.forward.weight_bytes < 1.5 * path.stat().st_size
+        executor.close()
+    assert (found[0] - found[1]).abs().median() < 0.03 * found[0].abs().median()
+
+
+def test_a_model_split_into_files_is_opened_by_the_first(tmp_path: Path) -> None:
+    model = tiny_qwen3()
+    model.save_pretrained(tmp_path / "hf")
+    save_dense_gguf(tmp_path / "m.gguf", model, "qwen3", split=7)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    assert resolve(str(parts[0]), tmp_path).name == "m"
+    assert_same_model(parts[0], tmp_path / "hf")
 
 
 def test_a_gemma3_file_holds_the_same_model_as_the_directory_it_was_made_from(tmp_path: Path) -> None:
@@ -100,11 +184,7 @@ def test_a_gemma3_file_holds_the_same_model_as_the_directory_it_was_made_from(tm
     kinds = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
     model = tiny_gemma3(num_hidden_layers=7, layer_types=kinds, rope_parameters=ropes, query_pre_attn_scalar=16)
     model.save_pretrained(tmp_path / "hf")
-    ours, theirs = GgufCheckpoint(save_gemma3_gguf(tmp_path / "m.gguf", model)), HfCheckpoint(tmp_path / "hf")
-    assert_same_shape(ours.config, theirs.config)
-    weights, expected = dict(ours.weights()), dict(theirs.weights())
-    assert weights.keys() == expected.keys()
-    assert all(np.array_equal(weights[name].decode(), expected[name].decode()) for name in expected)
+    assert_same_model(save_gemma3_gguf(tmp_path / "m.gguf", model), tmp_path / "hf")
 
 
 def test_a_gemma3_file_may_say_where_global_layers_are_and_how_local_ones_rotate(tmp_path: Path) -> None:
@@ -120,28 +200,56 @@ def test_a_gemma3_file_may_say_where_global_layers_are_and_how_local_ones_rotate
     assert config.logit_cap == 30
 
 
-def test_linear_rope_scaling_is_read_from_metadata(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rope", [LINEAR, YARN], ids=["linear", "yarn"])
+def test_rope_scaling_is_read_from_metadata(tmp_path: Path, rope: dict[str, Any]) -> None:
     scaling: dict[str, Any] = {
-        "kind": ("llama.rope.scaling.type", "linear"),
+        "kind": ("llama.rope.scaling.type", rope["rope_type"]),
         "factor": ("llama.rope.scaling.factor", 4.0),
+        "original": ("llama.rope.scaling.original_context_length", 64),
     }
-    model = tiny_llama(rope_parameters=LINEAR)
+    model = tiny_llama(rope_parameters=rope, max_position_embeddings=128)
     path, directory = save_gguf(tmp_path / "m.gguf", model, **scaling), save_hf(tmp_path / "hf", model)
     assert GgufCheckpoint(path).config.layers == HfCheckpoint(directory).config.layers
+    assert GgufCheckpoint(path).config.max_context == HfCheckpoint(directory).config.max_context
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("said", "message"),
     [
-        ("llama.rope.scaling.type", "yarn", "rope scaling 'yarn'; supported: none, linear, llama3"),
-        ("llama.expert_count", 8, "mixture of experts; supported: Llama"),
-        ("llama.rope.dimension_count", 8, "rope.dimension_count 8; supported: the head size, 16"),
+        ({"rope.scaling.type": "ntk"}, "rope scaling 'ntk'; supported: none, linear, yarn, longrope"),
+        ({"rope.scaling.type": "longrope"}, "no tensor 'rope_factors_short.weight'"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.yarn_log_multiplier": 0.1},
+            "yarn_log_multiplier 0.1; supported: 0.0",
+        ),
+        ({"expert_count": 8}, "mixture of experts; supported: Llama"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count 8; supported: the head size, 16"),
+        ({"attention.head_count_kv": [2, 2, 2]}, r"head_count_kv = \[2, 2, 2\]; expected: one whole number"),
+        ({"feed_forward_length": 128.0}, "feed_forward_length = 128.0; expected: one whole number"),
+        ({"block_count": 10**6}, "block_count 1000000, but"),
+        ({"attention.key_length": 2**31}, "heads of 2147483648; allowed: 1 to 65536"),
     ],
 )
-def test_what_needs_other_arithmetic_is_refused(tmp_path: Path, key: str, value: object, message: str) -> None:
-    path = save_gguf(tmp_path / "m.gguf", tiny_llama(), extra=(key, value))
+def test_what_needs_other_arithmetic_is_refused(tiny_gguf: Path, said: dict[str, Any], message: str) -> None:
+    file = GgufFile(tiny_gguf)
+    file.metadata |= {f"llama.{key}": value for key, value in said.items()}
     with pytest.raises(ModelError, match=message):
-        GgufCheckpoint(path)
+        llama.GGUF_FAMILY.read(file)
+
+
+def test_a_factor_without_a_kind_of_scaling_is_linear_and_multiplies_divisors(tmp_path: Path) -> None:
+    file = GgufFile(save_gguf(tmp_path / "m.gguf", tiny_llama(rope_parameters=LLAMA3)))
+    plain = llama.GGUF_FAMILY.read(file).layers[0]
+    file.metadata["llama.rope.scaling.factor"] = 2.0
+    found = llama.GGUF_FAMILY.read(file).layers[0]
+    assert isinstance(plain.mixer, Attention)
+    assert isinstance(found.mixer, Attention)
+    assert plain.mixer.rope is not None
+    assert found.mixer.rope is not None
+    assert found.mixer.rope.divisors == tuple(2 * divisor for divisor in plain.mixer.rope.divisors)
+    file.metadata["llama.rope.scaling.type"] = "yarn"
+    with pytest.raises(ModelError, match=r"rope scaling 'yarn' and rope_freqs\.weight; supported"):
+        llama.GGUF_FAMILY.read(file)
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
@@ -150,7 +258,7 @@ def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="'mamba'; supported: Llama"):
+    with pytest.raises(ModelError, match=f"'mamba'; supported: {SUPPORTED}"):
         GgufCheckpoint(tmp_path / "m.gguf")
 
 

@@ -17,6 +17,8 @@ from tenuto.models.native.obstacle import obstacle
 from tenuto.models.rope import Rope
 from tests.models.tiny import LLAMA3, save_hf, tiny_llama
 
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
+
 
 def edit(directory: Path, changes: dict[str, Any], file: str = "config.json") -> None:
     path = directory / file
@@ -51,6 +53,17 @@ def test_a_sharded_directory_holds_the_same_weights_as_a_single_file(tmp_path: P
     assert all(np.array_equal(weights[name].decode(), expected[name].decode()) for name in expected)
 
 
+def test_a_shard_that_is_missing_or_elsewhere_is_named(tmp_path: Path) -> None:
+    directory = save_hf(tmp_path, tiny_llama(), shard_bytes=50_000)
+    second = sorted(directory.glob("*.safetensors"))[1]
+    second.unlink()
+    with pytest.raises(ModelError, match=f"{second.name} is missing or damaged"):
+        load(directory)
+    edit(directory, {"weight_map": {"lm_head.weight": "../model.safetensors"}}, "model.safetensors.index.json")
+    with pytest.raises(ModelError, match=r"weights in '\.\./model\.safetensors'; expected: the name of a file"):
+        load(directory)
+
+
 def test_rope_settings_of_older_transformers_mean_the_same(tmp_path: Path) -> None:
     directory = save_hf(tmp_path / "model", tiny_llama(rope_parameters=LLAMA3))
     new = HfCheckpoint(directory).config
@@ -59,6 +72,16 @@ def test_rope_settings_of_older_transformers_mean_the_same(tmp_path: Path) -> No
     assert HfCheckpoint(directory).config == new
     edit(directory, {"rope_scaling": None})
     assert set(rope(directory).divisors) == {1.0}
+
+
+def test_yarn_extends_a_context_that_a_file_gives_as_it_was_before(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    directory = save_hf(tmp_path / "model", tiny_llama())
+    assert HfCheckpoint(directory).config.max_context == 256
+    edit(directory, {"rope_parameters": None, "rope_theta": 10000, "rope_scaling": scaling})
+    assert HfCheckpoint(directory).config.max_context == 1024
+    edit(directory, {"max_position_embeddings": 2048})
+    assert HfCheckpoint(directory).config.max_context == 2048
 
 
 def test_end_tokens_are_those_of_both_configurations(directory: Path) -> None:
@@ -76,7 +99,10 @@ def test_end_tokens_are_those_of_both_configurations(directory: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"sliding_window": 4096}, "sliding_window = 4096; supported: None"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'; supported: default, linear"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope'; supported: default, .* longrope"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "short_factor = None; expected: list"),
+        ({"rope_parameters": LONG | {"short_factor": [1.0]}}, r"short_factor = \[1.0\]; expected: 8 numbers"),
+        ({"rope_parameters": [1.0]}, r"rope_parameters = \[1.0\]; expected: an object"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor = None; expected: float"),
         ({"hidden_size": "64"}, "hidden_size = '64'; expected: int"),
         ({"num_hidden_layers": 0}, "has no layers"),

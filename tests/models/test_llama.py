@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
-from tests.models.tiny import LINEAR, LLAMA3, YARN, save_hf, tiny_llama
+from tests.models.tiny import DYNAMIC, LINEAR, LLAMA3, YARN, save_hf, tiny_llama
 
 
 class Nothing:
@@ -18,9 +18,17 @@ class Nothing:
     pieces = ()
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: object = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: object = None,
+        cap: float = 0.0,
     ) -> torch.Tensor:
         assert sinks is None
+        assert not cap
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -50,11 +58,12 @@ def both_logits(model: LlamaForCausalLM, directory: Path, tokens: torch.Tensor) 
         {"rope_parameters": LLAMA3},
         {"rope_parameters": LINEAR},
         {"rope_parameters": YARN},
+        {"rope_parameters": DYNAMIC},
         {"attention_bias": True},
         {"num_key_value_heads": 6},
         {"num_key_value_heads": 1, "head_dim": 32},
     ],
-    ids=["tied", "untied", "llama3", "linear", "yarn", "biases", "one-query-a-key", "one-key-head"],
+    ids=["tied", "untied", "llama3", "linear", "yarn", "dynamic", "biases", "one-query-a-key", "one-key-head"],
 )
 def test_logits_match_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     tokens = torch.randint(0, 101, (150,), generator=torch.Generator().manual_seed(3))

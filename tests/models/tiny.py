@@ -22,6 +22,7 @@ LLAMA3 = {
     "rope_theta": 10000.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 
 GGUF_NAMES = {

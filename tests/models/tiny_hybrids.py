@@ -57,7 +57,7 @@ _MAMBA2 = {
 def tiny_mistral(**changes: Any) -> PreTrainedModel:
     """Three layers, all with a window."""
     shape = {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": WINDOW}
-    return _made(MistralForCausalLM, MistralConfig, shape | changes)
+    return made(MistralForCausalLM, MistralConfig, shape | changes)
 
 
 def tiny_gemma3(**changes: Any) -> PreTrainedModel:
@@ -73,13 +73,13 @@ def tiny_gemma3(**changes: Any) -> PreTrainedModel:
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
         },
     }
-    return _made(Gemma3ForCausalLM, Gemma3TextConfig, shape | changes, norms_at=0.0)
+    return made(Gemma3ForCausalLM, Gemma3TextConfig, shape | changes, norms_at=0.0)
 
 
 def tiny_bamba(**changes: Any) -> PreTrainedModel:
     """Two Mamba-2 layers, one of attention, and another of Mamba-2."""
     shape = {"num_hidden_layers": 4, "attn_layer_indices": [2], **_MAMBA2}
-    return _made(BambaForCausalLM, BambaConfig, shape | changes)
+    return made(BambaForCausalLM, BambaConfig, shape | changes)
 
 
 def tiny_granite(**changes: Any) -> PreTrainedModel:
@@ -97,7 +97,7 @@ def tiny_granite(**changes: Any) -> PreTrainedModel:
         **_MAMBA2,
         "mamba_n_groups": 1,
     }
-    return _made(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, shape | changes)
+    return made(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, shape | changes)
 
 
 def tiny_qwen3_next(**changes: Any) -> PreTrainedModel:
@@ -116,7 +116,7 @@ def tiny_qwen3_next(**changes: Any) -> PreTrainedModel:
         "shared_expert_intermediate_size": 32,
         "mlp_only_layers": [1],
     }
-    return _made(Qwen3NextForCausalLM, Qwen3NextConfig, shape | changes, norms_at=0.0)
+    return made(Qwen3NextForCausalLM, Qwen3NextConfig, shape | changes, norms_at=0.0)
 
 
 def save_gemma3_gguf(path: Path, model: PreTrainedModel, **metadata: tuple[str, Any]) -> Path:
@@ -172,7 +172,7 @@ def tiny_gpt_oss(**changes: Any) -> PreTrainedModel:
             "original_max_position_embeddings": 64,
         },
     }
-    return _made(GptOssForCausalLM, GptOssConfig, shape | changes)
+    return made(GptOssForCausalLM, GptOssConfig, shape | changes)
 
 
 def tiny_falcon_h1(**changes: Any) -> PreTrainedModel:
@@ -192,7 +192,7 @@ def tiny_falcon_h1(**changes: Any) -> PreTrainedModel:
         **_MAMBA2,
         "mamba_n_heads": 6,
     }
-    return _made(FalconH1ForCausalLM, FalconH1Config, shape | changes)
+    return made(FalconH1ForCausalLM, FalconH1Config, shape | changes)
 
 
 def tiny_nemotron_h(**changes: Any) -> PreTrainedModel:
@@ -213,14 +213,14 @@ def tiny_nemotron_h(**changes: Any) -> PreTrainedModel:
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 1.7,
     }
-    model = _made(NemotronHForCausalLM, NemotronHConfig, shape | changes)
+    model = made(NemotronHForCausalLM, NemotronHConfig, shape | changes)
     for name, correction in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(correction, 0.0, 0.2)
     return model
 
 
-def _made(
+def made(
     kind: type[PreTrainedModel], config: type[Any], shape: dict[str, Any], norms_at: float = 1.0
 ) -> PreTrainedModel:
     """A float32 model. Vectors begin as ones and zeros, which would hide mistakes: norms are drawn around `norms_at`,

@@ -34,6 +34,7 @@ from tenuto.runtime.intake import SHORT_INPUT, size_of
 from tenuto.runtime.lanes import LONG as LONG_INPUT
 from tenuto.serve.shared.turns import Turns
 from tenuto.session.session import Turn
+from tenuto.text.blanks import Before
 from tenuto.text.tokenizer import Tokenizer
 from tests.runtime.local import LocalLink
 
@@ -56,12 +57,12 @@ class Encoder:
         self._may_go.set()
         encode = Tokenizer.encode
 
-        def noted(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
+        def noted(tokenizer: Tokenizer, text: str, special: bool = False, before: Before = Before.TEXT) -> list[int]:
             self.seen.append((len(text), threading.current_thread().name))
             if len(text) >= LONG_INPUT and not self._may_go.is_set():
                 self.held.set()
                 assert self._may_go.wait(SECONDS)
-            return encode(tokenizer, text, special)
+            return encode(tokenizer, text, special, before)
 
         patch.setattr(Tokenizer, "encode", noted)
 

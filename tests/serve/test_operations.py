@@ -200,7 +200,7 @@ class CountingLink:
 
 
 COUNTED = (
-    *("recomputed", "held_tokens", "prefix_lookups", "prefix_tokens"),
+    *("recomputed", "replayed", "held_tokens", "prefix_lookups", "prefix_tokens"),
     *("tiers", "tier_moves", "tier_failures"),
 )
 FIGURES = {

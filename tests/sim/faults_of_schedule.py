@@ -12,7 +12,7 @@ from tenuto.base.turns import TurnState
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.memory.checkpoint import CheckpointCache
+from tenuto.memory.checkpoint_cache import CheckpointCache
 from tenuto.memory.paged import PagedTable, pages_for
 from tenuto.memory.pool import Pool
 from tenuto.memory.shape import Shape

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.memory.checkpoint import Checkpoint, CheckpointCache
+from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoint_cache import CheckpointCache
 from tenuto.memory.full import FullTable
 from tenuto.memory.paged import PagedTable, Tail
 from tenuto.memory.pool import Pool

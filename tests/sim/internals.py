@@ -266,14 +266,10 @@ def cached_units(engine: Engine) -> list[int]:
     return [len(units) for units in found]
 
 
-def cached_checkpoints(engine: Engine) -> list[Checkpoint]:
-    """Checkpoints that only save work, the first to be given up first."""
-    return list(engine.memory.cache)
-
-
 def trimmed(engine: Engine) -> int:
     """Checkpoints given up for the budget's sake, ever: not because memory was short."""
-    return engine.memory.cache.evicted - engine.pressure.yielded["checkpoint"]
+    cache = engine.memory.cache
+    return cache.evicted - cache.replaced - engine.pressure.yielded["checkpoint"]
 
 
 def essential_units(engine: Engine, turn: Turn | None) -> list[int]:

@@ -34,6 +34,14 @@ JUSTIFIED: dict[str, str] = {
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""
 STORIES: dict[str, str] = {
+    "call tenuto.session.session self.memory.truncate(self._last())": "tests/engine/test_prefixes.py::"
+    "test_an_aborted_turn_leaves_its_session_as_it_was",
+    "slip memory.checkpoint_cache: self._evict(heads[0])  ->  self._evict(heads[-1])": "tests/memory/test_thinning.py::"
+    "test_of_two_that_are_as_old_the_one_with_the_smaller_gap_goes_first",
+    "slip memory.thinning: max(checkpoint.needed_at, checkpoint.reached)  ->  checkpoint.reached": "tests/memory/"
+    "test_thinning.py::test_one_that_has_been_needed_again_is_as_new",
+    "slip memory.thinning: below.branches += checkpoint.branches - 1  ->  below.branches += checkpoint.branches": ""
+    "tests/memory/test_thinning.py::test_a_checkpoint_that_a_turn_gave_up_leaves_no_trace_in_the_gaps",
     "call tenuto.memory.turn_memory session.truncate(position)": "tests/memory/test_sequence.py::"
     "test_a_turn_that_takes_the_end_of_a_history_back_and_adds_nothing_leaves_its_session_cut",
     "call tenuto.memory.turn_memory self.checkpoints.relax()": "tests/sched/test_admission.py::"

@@ -5,7 +5,7 @@ Every bound is one that a right engine keeps with room to spare; its reason stan
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tenuto.base.groups import Kind
 from tenuto.base.turns import TurnState
@@ -39,7 +39,6 @@ class Watch:
         self._world = world
         self._idle: dict[str, tuple[Session, int]] = {}
         self._trimmed = self._evicted = 0  # checkpoints evicted before the step, for the budget's sake and in all
-        self._cached: list[Any] = []  # checkpoints in the cache before the step, oldest first
         self._first: tuple[int, int] = (0, 0)  # the first in the queue, and the last step at which it did not fit
         self._progress = 0
         self._executed = 0
@@ -66,7 +65,6 @@ class Watch:
         world = self._world
         self._idle = {s.id: (s, s.memory.computed) for s in world.engine.sessions if s.turn is None}
         self._trimmed, self._evicted = internals.trimmed(world.engine), world.engine.memory.cache.evicted
-        self._cached = internals.cached_checkpoints(world.engine) if world.looking else []
         self._judged = False
         self._planned = set()
         self._suspected = internals.has_suspects(world.engine)
@@ -283,7 +281,8 @@ class Watch:
         return all(n + more + 1 <= capacity for n, capacity in zip(kept, world.config.units, strict=True))
 
     def _check_cache(self) -> None:
-        """Checkpoints that only save work hold no more than their share, and are not given up below it."""
+        """Checkpoints that only save work hold no more than their share, and are not given up below it. In which order
+        they are is for `tests/memory/test_thinning.py` to check."""
         world = self._world
         evicted = internals.trimmed(world.engine) - self._trimmed
         if not evicted and not world.looking:
@@ -294,7 +293,6 @@ class Watch:
             world.found("budget", f"checkpoints that only save work hold {cached} units of {budget}")
         if not evicted:
             return
-        self._check_eviction()
         each = [
             0
             if g.kind is Kind.FULL
@@ -308,13 +306,6 @@ class Watch:
         spare = all(4 * n >= most for n, most in zip(room, world.config.units, strict=True))
         if kept and spare:
             world.found("cache", f"{evicted} checkpoints were given up; {cached} of {budget} are held, {room} free")
-
-    def _check_eviction(self) -> None:
-        """The oldest goes first: whoever was at the head before the step is not there any more, unless it has been
-        needed meanwhile and the others are gone."""
-        head = internals.cached_checkpoints(self._world.engine)[:2]
-        if len(head) == 2 and self._cached[:1] == head[:1] and head[1] in self._cached:
-            self._world.found("cache", f"{head[0].holder_name} is the oldest, and others were given up")
 
     # -- waiting
 

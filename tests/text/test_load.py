@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tenuto.base.errors import ModelError
+from tenuto.text.gguf import PRE_TOKENIZERS
 from tenuto.text.load import load_tokenizer
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -66,7 +67,11 @@ def test_a_gguf_tokenizer_has_what_its_file_says(tmp_path: Path) -> None:
         ("gpt-2", [b"a", b"  ", b" 1", b"2", b"e", b"\xcc", b"\x81"]),
         ("smollm", [b"a", b"  ", b" ", b"1", b"2", b"e", b"\xcc", b"\x81"]),
         ("llama-bpe", [b"a", b"  ", b" ", b"12", b"e", b"\xcc", b"\x81"]),
+        ("refact", [b"a", b"  ", b" ", b"1", b"2", b"e", b"\xcc", b"\x81"]),
+        ("dbrx", [b"a", b"  ", b" ", b"12", b"e", b"\xcc", b"\x81"]),
         ("qwen2", [b"a", b"  ", b" ", b"1", b"2", b"\xc3", b"\xa9"]),
+        ("tekken", [b"a", b"  ", b" ", b"1", b"2", b"e", b"\xcc", b"\x81"]),
+        ("gpt-4o", [b"a", b"  ", b" ", b"12", b"e", b"\xcc", b"\x81"]),
     ],
 )
 def test_words_are_cut_as_the_model_was_trained(tmp_path: Path, pre: str | None, pieces: list[bytes]) -> None:
@@ -75,7 +80,22 @@ def test_words_are_cut_as_the_model_was_trained(tmp_path: Path, pre: str | None,
     assert got == pieces
 
 
-@pytest.mark.parametrize(("pre", "add_bos", "expected"), [("llama-bpe", None, True), ("gpt-2", True, True)])
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("llama-bpe", "It'sMyLord's 1234/\n", ["It", "'s", "MyLord", "'s", " ", "123", "4", "/\n"]),
+        ("tekken", "It'sMyLord's 1234/\n", ["It", "'s", "My", "Lord", "'s", " ", "1", "2", "3", "4", "/\n"]),
+        ("gpt-4o", "It'sMyLord's 1234/\n", ["It's", "My", "Lord's", " ", "123", "4", "/\n"]),
+    ],
+)
+def test_patterns_cut_words_as_published(pre: str, text: str, words: list[str]) -> None:
+    cut = PRE_TOKENIZERS[pre]().pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in cut] == words
+
+
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "expected"), [("llama-bpe", None, True), ("tekken", None, True), ("gpt-2", True, True)]
+)
 def test_whether_prompts_start_with_bos_comes_from_the_file(
     tmp_path: Path, pre: str, add_bos: bool | None, expected: bool
 ) -> None:
@@ -84,7 +104,7 @@ def test_whether_prompts_start_with_bos_comes_from_the_file(
 
 @pytest.mark.parametrize(
     ("model", "pre", "reason"),
-    [("bert", "default", "'bert'; supported: 'gpt2' and 'llama'"), ("gpt2", "nonesuch", "supported: default,")],
+    [("bert", "default", "'bert'; supported: 'gpt2' and 'llama'"), ("gpt2", "nonesuch", "supported: dbrx, ")],
 )
 def test_kinds_that_are_not_supported_are_named(tmp_path: Path, model: str, pre: str, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):

@@ -12,9 +12,12 @@ import pytest
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import models, normalizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from tenuto.base.errors import ModelError
+from tenuto.base.turns import Message
+from tenuto.text.blanks import Before
+from tenuto.text.chat import ChatTemplate
 from tenuto.text.decoder import IncrementalDecoder
 from tenuto.text.load import load_tokenizer
 from tenuto.text.tokenizer import Tokenizer
@@ -65,10 +68,10 @@ def reference(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory)
 
 
-def write_gguf(path: Path, vocabulary: list[str], *, prefix: bool = False) -> Path:
+def write_gguf(path: Path, vocabulary: list[str], *, prefix: bool = False, architecture: str = "gemma3") -> Path:
     """As llama.cpp's converter does: runs of blanks are user-defined tokens, and written as they are."""
     kinds = {**dict.fromkeys(CONTROL, 3), "<unk>": 2, **dict.fromkeys(BYTES, 6), **dict.fromkeys(BLANKS, 4)}
-    writer = gguf.GGUFWriter(path, "gemma3")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([text.replace("\u2581", " ") if text in BLANKS else text for text in vocabulary])
     writer.add_token_scores([-1000.0 if text in kinds else -float(i) for i, text in enumerate(vocabulary)])
@@ -123,11 +126,99 @@ def test_markup_becomes_control_tokens_and_bounds_are_known(ours: Tokenizer) -> 
     assert ours.least_tokens("a" * 100_000) > 0
 
 
-def test_tokenizers_that_put_a_space_before_a_text_are_refused(
-    vocabulary: list[str], directory: Path, tmp_path: Path
+PREPEND = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+STRIP = decoders.Sequence(
+    [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+KINDS = {
+    "normalizer": (PREPEND, None),
+    "always": (None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
+    "first": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+    "never": (None, pre_tokenizers.Metaspace(prepend_scheme="never", split=False)),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def with_blanks(
+    request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """A tokenizer that puts blanks before texts, ours and theirs."""
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.normalizer, backend.pre_tokenizer = KINDS[request.param]
+    backend.decoder = STRIP
+    path = tmp_path_factory.mktemp(request.param)
+    backend.save(str(path / "tokenizer.json"))
+    return load_tokenizer(path), backend
+
+
+marked = st.lists(texts | st.sampled_from(["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>\n"]), max_size=6)
+
+
+@given(parts=marked, cut=st.integers(0, 6))
+@example(parts=["<bos>", "[INST] a", "b [/INST]", "<eos>", " c"], cut=4)
+@example(parts=["a", " b"], cut=1)
+def test_blanks_are_put_before_texts_as_transformers_puts_them_wherever_a_history_is_cut(
+    with_blanks: tuple[Tokenizer, tokenizers.Tokenizer], parts: list[str], cut: int
 ) -> None:
-    with pytest.raises(ModelError, match="puts a space before each text"):
-        load_tokenizer(write_gguf(tmp_path / "m.gguf", vocabulary, prefix=True))
+    """Cut are texts beside control tokens: what is added to a history may begin there."""
+    ours, theirs = with_blanks
+    text = "".join(parts)
+    expected = theirs.encode(text, add_special_tokens=False).ids
+    assert ours.encode(text, special=True, before=Before.NOTHING) == expected
+    first, rest = "".join(parts[:cut]), "".join(parts[cut:])
+    found = ours.encode(first, special=True, before=Before.NOTHING)
+    if found and ours.before(found[-1]) is Before.CONTROL:
+        assert found + ours.encode(rest, special=True, before=ours.before(found[-1])) == expected
+
+
+def test_a_text_that_goes_on_gets_no_blank(vocabulary: list[str], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", vocabulary, prefix=True))
+    bos, eos = CONTROL.index("<bos>"), CONTROL.index("<eos>")
+    opened = tokenizer.encode("a <eos>b", special=True, before=tokenizer.before(None))
+    assert [tokenizer.written_bytes(token) for token in opened if token == eos] == [b"<eos>"]
+    assert tokenizer.decode(opened, special=True) == " a <eos> b"
+    assert tokenizer.decode(tokenizer.encode("a", before=tokenizer.before(bos))) == " a"
+    assert tokenizer.decode(tokenizer.encode("a", before=tokenizer.before(opened[0]))) == "a"
+    assert tokenizer.decode(tokenizer.encode("a")) == "a"
+    without = load_tokenizer(write_gguf(tmp_path / "n.gguf", vocabulary))
+    assert without.decode(without.encode("a", before=without.before(None))) == "a"
+
+
+TEMPLATE = (
+    "<bos>{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
+)
+
+
+def test_turns_of_a_model_with_blanks_add_up_to_the_whole_conversation(
+    with_blanks: tuple[Tokenizer, tokenizers.Tokenizer],
+) -> None:
+    ours, theirs = with_blanks
+    chat = ChatTemplate(TEMPLATE, ours)
+    tokens, earlier = chat.opening([Message("user", " the text")])
+    for ended, question in ((True, "and more"), (False, " for x")):
+        tokens += ours.encode("an answer")
+        tokens += [CONTROL.index("<end_of_turn>")] * ended
+        added, earlier = chat.delta(earlier, [Message("user", question)], last_token=tokens[-1])
+        tokens += added
+    whole = (
+        "<bos><start_of_turn>user\n the text<end_of_turn>\n<start_of_turn>assistant\nan answer<end_of_turn>\n"
+        "<start_of_turn>user\nand more<end_of_turn>\n<start_of_turn>assistant\nan answer<end_of_turn>\n"
+        "<start_of_turn>user\n for x<end_of_turn>\n<start_of_turn>assistant\n"
+    )
+    assert tokens == theirs.encode(whole, add_special_tokens=False).ids
+
+
+def test_control_tokens_of_phi3_take_the_white_space_behind_them(vocabulary: list[str], tmp_path: Path) -> None:
+    made = {}
+    for architecture in ("phi3", "llama"):
+        path = write_gguf(tmp_path / f"{architecture}.gguf", vocabulary, prefix=True, architecture=architecture)
+        tokenizer = load_tokenizer(path)
+        made[architecture] = tokenizer.decode(tokenizer.encode("<eos>\n a", special=True), special=True)
+    assert made == {"phi3": "<eos> a", "llama": "<eos> \n a"}
+
+
+def test_tokenizers_that_write_otherwise_are_refused(directory: Path, tmp_path: Path) -> None:
     whole = json.loads((directory / "tokenizer.json").read_text())
     whole["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))

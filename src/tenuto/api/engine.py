@@ -17,7 +17,8 @@ class ModelOptions(EngineOptions, total=False):
 
     `device` is `cpu` (the default), `cuda` or another PyTorch device. `dtype` is `float32`, `bfloat16` or `float16`; by
     default native kernels take weights as they are stored, and PyTorch computes in float32 on a CPU and in bfloat16
-    elsewhere. `memory_bytes` is the memory for model state, by default enough for two turns of the whole context.
+    elsewhere. `memory_bytes` is the memory for model state, by default enough for two sessions of the whole
+    context, with their turns and older checkpoints.
     `page_size` is the number of token slots per page. `kernels` is `auto` (the default), which takes the best available
     for the device; `amx`, `avx512_bf16`, `avx512` or `avx2`, the native kernels for CPUs; or `torch`, plain PyTorch.
     `journal` is a file in which committed sessions survive the process; an engine that is given it later goes on with

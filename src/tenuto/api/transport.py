@@ -40,7 +40,14 @@ class LocalTransport(Calls):
     def __init__(self, settings: WorkerSettings) -> None:
         """Load the model, which blocks. Raises `ModelError` or `ConfigError`."""
         super().__init__()
-        model = load_model(settings.model, settings.device, settings.dtype, settings.page_size, settings.kernels)
+        model = load_model(
+            settings.model,
+            settings.device,
+            settings.dtype,
+            settings.page_size,
+            settings.kernels,
+            engine_config(settings.config).context_length,
+        )
         config = engine_config(settings.config, model.max_context)
         self.tokenizer = model.tokenizer
         self.context_length = config.context_length

@@ -55,7 +55,7 @@ class EngineConfig:
     lookahead: int = option(0, bounds=Bounds(0, MAX_COUNT))
     aging_seconds: float = option(10.0, bounds=SECONDS)
     checkpoint_interval: int = option(512, bounds=_AT_LEAST_ONE)
-    checkpoint_share: float = option(0.5, bounds=Bounds(0.0, 1.0))
+    checkpoint_share: float = option(0.8, bounds=Bounds(0.0, 1.0))
     prefix_cache: bool = option(default=True)
     host_tier: int = option(0, bounds=Bounds(0, MAX_COUNT))
     disk_tier: str = ""

@@ -120,10 +120,13 @@ class SessionPage(View, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A committed turn, with texts if there is a tokenizer. `start`: its first token's position in the history."""
+    """A committed turn, with texts if there is a tokenizer. `start`: its first token's position in the history.
+    `resume_cost`: tokens that have to be computed again, as memory is now, before a session that is cut or forked at
+    the end of this turn can go on."""
 
     number: int
     start: int
+    resume_cost: int
     input_tokens: list[int]
     output_tokens: list[int]
     input_text: str | None
@@ -163,7 +166,8 @@ class Transition:
 
 
 class Stats(View, frozen=True, kw_only=True):
-    """Counts since the start, and the present state. `recomputed`: tokens computed again, by reason. `prefix_lookups`:
+    """Counts since the start, and the present state. `recomputed`: tokens computed again, by reason. `replayed`: tokens
+    in memory that rewinds and forks have to compute again, since no checkpoint was nearer. `prefix_lookups`:
     turns that lacked at least a page, by what came of looking for it with others; `prefix_tokens`: the tokens found, by
     whose they were. `tiers`: bytes that parked sessions hold, by tier; `parked` sessions; `restored` sessions, ever;
     `tier_moves`: units moved, by where to; `tier_failures`, by cause."""
@@ -179,6 +183,7 @@ class Stats(View, frozen=True, kw_only=True):
     generated_tokens: int
     computed_tokens: int
     recomputed: dict[str, int]
+    replayed: dict[str, int]
     prefix_lookups: dict[str, int]
     prefix_tokens: dict[str, int]
     parked: int

@@ -156,7 +156,9 @@ def _place(session_id: str) -> tuple[bool, int, str]:
 
 
 def _line(info: SessionInfo) -> str:
-    return f"session {info.session_id}: {info.turns} turns, {info.tokens} tokens, room for {info.context_left} more"
+    again = max(0, info.tokens - 1 - info.computed)
+    tokens = f"{info.tokens} tokens" + (f", {again} of them to be computed again" if again else "")
+    return f"session {info.session_id}: {info.turns} turns, {tokens}, room for {info.context_left} more"
 
 
 def _summary(result: TurnResult, first: float | None) -> str:

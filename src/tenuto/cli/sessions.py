@@ -78,7 +78,7 @@ def show(session_id: Id, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json
             typer.echo(f"{name:<13} {printable(_plain(value))}")
     if turns:
         typer.echo()
-        show_table(["turn", "start", "input", "output", "text"], [_turn_row(turn) for turn in turns])
+        show_table(["turn", "start", "input", "output", "replay", "text"], [_turn_row(turn) for turn in turns])
 
 
 @app.command()
@@ -225,5 +225,6 @@ def _plain(value: Any) -> str:
 
 def _turn_row(turn: dict[str, Any]) -> list[str]:
     text = " ".join(f"{turn['input_text'] or ''} | {turn['output_text'] or ''}".split())
-    counts = (turn["number"], turn["start"], len(turn["input_tokens"]), len(turn["output_tokens"]))
+    lengths = (len(turn["input_tokens"]), len(turn["output_tokens"]))
+    counts = (turn["number"], turn["start"], *lengths, turn["resume_cost"])
     return [*map(str, counts), text if len(text) <= SHOWN_TEXT else text[: SHOWN_TEXT - 3] + "..."]

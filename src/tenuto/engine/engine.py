@@ -220,6 +220,7 @@ class Engine:
         parent.require_open()
         at = self._position(parent, turn, position)
         forked = self.open(child, replace(parent.policy, ephemeral=False), parent.system)
+        self.lifecycle.replayed["fork"] += parent.memory.replayed(max(0, at - 1))
         parent.fork(forked, at)
         self.sessions.note_length(forked)
         self.lifecycle.note_memory(forked)
@@ -237,7 +238,9 @@ class Engine:
         session.require_idle("rewind")
         if turn is None and position is None:
             raise InvalidRequest("rewind needs the number of turns or of tokens to keep")
-        session.rewind(self._position(session, turn, position))
+        at = self._position(session, turn, position)
+        self.lifecycle.replayed["rewind"] += session.memory.replayed(max(0, at - 1))
+        session.rewind(at)
         self.sessions.note_length(session)
         self.lifecycle.note_memory(session)
         self.lifecycle.count("rewind")

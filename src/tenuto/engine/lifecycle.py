@@ -66,6 +66,9 @@ class Lifecycle:
         self.transitions: Counter[Transition] = Counter()
         self.totals: Counter[str] = Counter()  # tokens of all ended turns, by field of `Usage`
         self.recomputed: Counter[str] = Counter()  # tokens that must be computed again, by reason
+        self.replayed: Counter[str] = (
+            Counter()
+        )  # tokens in memory that going back gave up for want of a checkpoint, by operation
         self._timers: list[
             tuple[float, int, Timer, SessionKey, int]
         ] = []  # a heap, cleared of ended turns when it grows

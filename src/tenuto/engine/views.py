@@ -80,6 +80,7 @@ def records(session: Session, first: int, limit: int) -> list[Record]:
         Record(
             number=first + i,
             start=record.start,
+            resume_cost=session.resume_cost(record.end),
             input_tokens=session.history[record.start : record.input_end].tolist(),
             output_tokens=session.history[record.input_end : record.end].tolist(),
             input_text=None,
@@ -120,6 +121,7 @@ def stats(engine: Engine) -> Stats:
         generated_tokens=totals["generated"],
         computed_tokens=totals["computed"],
         recomputed=dict(engine.lifecycle.recomputed),
+        replayed=dict(engine.lifecycle.replayed),
         prefix_lookups=dict(sharing.outcomes) if sharing is not None else {},
         prefix_tokens=dict(sharing.found_tokens) if sharing is not None else {},
         parked=len(parking) if parking is not None else 0,

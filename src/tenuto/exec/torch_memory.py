@@ -142,10 +142,11 @@ class MemoriesStep:
         v: torch.Tensor,
         scale: float,
         sinks: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> torch.Tensor:
         """See `StepMemory.attend`."""
         group, place = self._places[layer]
-        return self._attentions[group](place, q, k, v, scale, sinks)
+        return self._attentions[group](place, q, k, v, scale, sinks, cap)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StepMemory.read`."""

@@ -7,6 +7,7 @@ has a reader too, but it makes an array of every vocabulary entry and takes seco
 from __future__ import annotations
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from tenuto.formats.mapped import Span, mapped
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SIZE = struct.Struct("<Q")
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+_DIGITS = 5
+"""Models may be split into files such as `name-00001-of-00003.gguf`, whose metadata say so."""
 _SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -47,19 +51,49 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file. `metadata` values are int, float, bool, str or lists of them."""
+    """An open GGUF file, or the several that a model was split into, opened by the first of them. `metadata`, that of
+    the first, has values of int, float, bool, str or lists of them; `tensors` are those of all."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ModelError` if the file cannot be read, is truncated, or has another format or version."""
+        """Raises `ModelError` if a file cannot be read, is truncated, or has another format or version, and if there
+        are others it was split into that are missing or do not belong to it."""
         self.path = path
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, GgufTensor] = {}
-        try:
-            self._view = mapped(path).data
-            self._at = 0
-            self._read()
-        except (OSError, ValueError, OverflowError, struct.error, KeyError) as error:
-            raise ModelError(f"{path} is not a readable GGUF file ({error}); fetch it again") from error
+        first = _One(path)
+        self.metadata = first.metadata
+        self.tensors = first.tensors
+        count = self.metadata.get(_COUNT, 1)
+        if count != 1:
+            self._add_others(count)
+
+    def _add_others(self, count: object) -> None:
+        if type(count) is not int or not 1 < count < 10**_DIGITS:
+            raise ModelError(f"{self.path} has {_COUNT} = {count!r}; expected: how many files the model is split into")
+        if (number := self.metadata.get(_NUMBER, 0)) != 0:
+            raise ModelError(f"{self.path} is file {number!r} + 1 of {count} of a model; open the first of them")
+        match = re.fullmatch(rf"(.*)-(\d{{{_DIGITS}}})-of-(\d{{{_DIGITS}}})\.gguf", self.path.name)
+        if match is None or (int(match[2]), int(match[3])) != (1, count):
+            expected = f"model-{1:0{_DIGITS}}-of-{count:0{_DIGITS}}.gguf"
+            raise ModelError(
+                f"{self.path} is the first of {count} files of a model; expected: a name such as {expected}"
+            )
+        others = [self.path.with_name(f"{match[1]}-{i:0{_DIGITS}}-of-{match[3]}.gguf") for i in range(2, count + 1)]
+        if missing := [other.name for other in others if not other.is_file()]:
+            raise ModelError(f"{self.path} is the first of {count} files; missing beside it: {', '.join(missing)}")
+        for i, other in enumerate(others, 1):
+            part = _One(other)
+            if (part.metadata.get(_NUMBER), part.metadata.get(_COUNT)) != (i, count):
+                raise ModelError(
+                    f"{other} is not file {i + 1} of {count} of the model, as its name says; fetch it again"
+                )
+            if twice := self.tensors.keys() & part.tensors.keys():
+                raise ModelError(f"{other} has the tensor {min(twice)!r} once more; fetch the model again")
+            self.tensors |= part.tensors
+        expected_tensors = self.metadata.get(_TENSORS, len(self.tensors))
+        if expected_tensors != len(self.tensors):
+            raise ModelError(
+                f"the {count} files of {self.path} have {len(self.tensors)} tensors; expected: {expected_tensors}; "
+                "fetch the model again"
+            )
 
     def number(self, key: str, default: float | None = None) -> Any:
         """The metadata number of `key`, int or float as in the file. Raises `ModelError` if it is not a number, or is
@@ -69,11 +103,33 @@ class GgufFile:
             raise ModelError(f"{self.path} has {key} = {value!r}; expected: one number")
         return value
 
+    def integer(self, key: str, default: int | None = None) -> int:
+        """As `number`, and it must be whole."""
+        value = self.metadata.get(key, default)
+        if type(value) is not int:
+            raise ModelError(f"{self.path} has {key} = {value!r}; expected: one whole number")
+        return value
+
     def tensor(self, name: str) -> GgufTensor:
         """The tensor `name`. Raises `ModelError` if there is none."""
         if name not in self.tensors:
             raise ModelError(f"{self.path} has no tensor {name!r}; the file is damaged or of an unsupported kind")
         return self.tensors[name]
+
+
+class _One:
+    """One file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        try:
+            self._view = mapped(path).data
+            self._at = 0
+            self._read()
+        except (OSError, ValueError, OverflowError, struct.error, KeyError) as error:
+            raise ModelError(f"{path} is not a readable GGUF file ({error}); fetch it again") from error
 
     def _read(self) -> None:
         if self._take(4) != _MAGIC:

@@ -145,18 +145,19 @@ class PagedAttention:
         v: torch.Tensor,
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> torch.Tensor:
         """See `models.block.StepMemory.attend`; `layer` is the layer's number in the group. Without `scale` it is
         `head_dim ** -0.5`."""
         self._kv.write(layer, self._slots, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for batch in self._batches:
-            found = self._attend(layer, batch, q.index_select(0, batch.tokens), scale, sinks)
+            found = self._attend(layer, batch, q.index_select(0, batch.tokens), scale, sinks, cap)
             out.index_copy_(0, batch.tokens, found)
         return out
 
     def _attend(
-        self, layer: int, batch: _Batch, q: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
+        self, layer: int, batch: _Batch, q: torch.Tensor, scale: float | None, sinks: torch.Tensor | None, cap: float
     ) -> torch.Tensor:
         """`q` and the result are [blocks * count, heads, head_dim]. The query heads of a group are passed as further
         queries of their key head, so that keys need not be repeated."""
@@ -168,10 +169,21 @@ class PagedAttention:
         if sinks is not None:
             mask = _with_sinks(mask, sinks.view(kv_heads, group))
             keys, values = (functional.pad(part, (0, 0, 0, 1)) for part in (keys, values))
-        attended = functional.scaled_dot_product_attention(
-            split.flatten(2, 3), keys, values, attn_mask=mask, scale=scale
-        )
+        queries = split.flatten(2, 3)
+        if cap:
+            attended = _capped_attention(queries, keys, values, mask, head_dim**-0.5 if scale is None else scale, cap)
+        else:
+            attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         return attended.view(split.shape).transpose(1, 2).reshape(q.shape)
+
+
+def _capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, cap: float
+) -> torch.Tensor:
+    """As `scaled_dot_product_attention`, with scores kept within `cap` by a hyperbolic tangent before `mask` is added.
+    A sink's score is in the mask, so it is not capped."""
+    scores = ((q @ k.mT).float() * (scale / cap)).tanh() * cap + mask
+    return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
 def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.checkpoint import Checkpoint, Checkpoints
+from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoints import Checkpoints
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, HolderKind, Lease
 from tenuto.memory.tiers import KeptUnits
@@ -37,6 +38,11 @@ class CommittedMemory:
         """The highest resumable position at or below `target`. Changes nothing."""
         return self._resumable(target)[0]
 
+    def replayed(self, target: int) -> int:
+        """Tokens in memory below `target` that are not below a resumable position: to be computed again, once it is cut
+        or forked there. Changes nothing."""
+        return min(self.computed, target) - self.resumable(target)
+
     def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
         """The same, with the checkpoint that covers it."""
         target = min(target, self.computed)
@@ -66,7 +72,7 @@ class CommittedMemory:
 
     def _part_of(self, source: Checkpoint, position: int, owner: Holder) -> Checkpoint:
         """A checkpoint at `position`, which `source` covers."""
-        made = Checkpoint(position, owner.holder_name)
+        made = Checkpoint(position, owner.holder_name, self.checkpoints.below(position))
         for table, part in zip(self.tables, source.parts, strict=True):
             shared = table.share_part(part, source.position, position, made) if part is not None else None
             made.parts.append(shared)

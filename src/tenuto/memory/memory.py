@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.memory.checkpoint import CheckpointCache
+from tenuto.memory.checkpoint_cache import CheckpointCache
 from tenuto.memory.full import FullGroup
 from tenuto.memory.group import Group, Growth, Moves
 from tenuto.memory.pool import Holder, Lease, Pool
@@ -21,6 +21,11 @@ from tenuto.memory.state import StateGroup
 
 KINDS: dict[Kind, type[Group]] = {Kind.FULL: FullGroup, Kind.SLIDING: SlidingGroup, Kind.STATE: StateGroup}
 """The group class of each kind of memory."""
+CHECKPOINTS = 16
+"""Older ones that a session should have room for: a rewind then replays about as many tokens as it goes back, at
+most; see `Thinning`."""
+ENDLESS = 2**30
+"""Tokens of a session than which none is longer."""
 
 
 def turn_units(group: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
@@ -33,24 +38,60 @@ def session_units(group: GroupSpec, page_size: int, computed: int) -> int:
     return KINDS[group.kind].session_units(group, page_size, computed)
 
 
+def checkpoint_units(group: GroupSpec, page_size: int) -> int:
+    """The most units of a group that a checkpoint holds."""
+    kind = KINDS[group.kind]
+    return kind.session_units(group, page_size, ENDLESS) if kind.needs_checkpoints else 0
+
+
+def kept_checkpoints(spec: MemorySpec, shape: Shape, tokens: int) -> int:
+    """How many older checkpoints a session of `tokens` tokens should have room for: `CHECKPOINTS`, or as many as take
+    as many bytes as all else that it and its turn hold, if that is less. 0 for a model that needs none."""
+    each = sum(checkpoint_units(g, spec.page_size) * g.bytes_per_unit for g in spec.groups)
+    return min(CHECKPOINTS, _bytes_in_use(spec, shape, tokens) // each) if each else 0
+
+
+def _bytes_in_use(spec: MemorySpec, shape: Shape, tokens: int) -> int:
+    units = _units_in_use(spec, shape, tokens)
+    return sum(n * g.bytes_per_unit for n, g in zip(units, spec.groups, strict=True))
+
+
+def _units_in_use(spec: MemorySpec, shape: Shape, tokens: int) -> list[int]:
+    """Of each group, by a session of `tokens` tokens and its running turn."""
+    return [
+        session_units(g, spec.page_size, tokens) + turn_units(g, spec.page_size, shape, tokens, generates=True)
+        for g in spec.groups
+    ]
+
+
+def _least_units(spec: MemorySpec, shape: Shape) -> list[int]:
+    """Of each group, for one turn of the whole context."""
+    return [turn_units(g, spec.page_size, shape, shape.context_length, generates=True) + 1 for g in spec.groups]
+
+
+def session_bytes(spec: MemorySpec, shape: Shape) -> int:
+    """Bytes that a session as long as the context takes, with its turn and its older checkpoints."""
+    kept = kept_checkpoints(spec, shape, shape.context_length)
+    units = zip(_least_units(spec, shape), spec.groups, strict=True)
+    return sum((n + kept * checkpoint_units(g, spec.page_size)) * g.bytes_per_unit for n, g in units)
+
+
 def units_for_budget(spec: MemorySpec, shape: Shape, budget: int, expected: int) -> tuple[int, ...]:
     """Units of each group that `budget` bytes hold.
 
     One turn as long as the context gets its worst case. The rest is divided in the proportions in which sessions of
-    `expected` tokens and their running turns would use it. Raises `ConfigError` if not even one turn fits.
+    `expected` tokens, their running turns and their older checkpoints would use it. Raises `ConfigError` if not even
+    one turn fits.
     """
-    context = shape.context_length
-    minimum = [turn_units(g, spec.page_size, shape, context, generates=True) + 1 for g in spec.groups]
+    context, minimum = shape.context_length, _least_units(spec, shape)
     needed = sum(n * g.bytes_per_unit for n, g in zip(minimum, spec.groups, strict=True))
     if needed > budget:
         raise ConfigError(
             f"{budget:,} bytes of memory cannot hold one turn of {context:,} tokens; "
             f"allowed: at least {needed:,} bytes, or a shorter context length"
         )
-    each = [
-        session_units(g, spec.page_size, expected) + turn_units(g, spec.page_size, shape, expected, generates=True)
-        for g in spec.groups
-    ]
+    kept, in_use = kept_checkpoints(spec, shape, expected), _units_in_use(spec, shape, expected)
+    each = [n + kept * checkpoint_units(g, spec.page_size) for n, g in zip(in_use, spec.groups, strict=True)]
     cost = sum(n * g.bytes_per_unit for n, g in zip(each, spec.groups, strict=True))
     sessions = (budget - needed) / cost
     return tuple(n + int(sessions * more) for n, more in zip(minimum, each, strict=True))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.checkpoint import Checkpoint, Checkpoints
+from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoints import Checkpoints
 from tenuto.memory.committed import CommittedMemory
 from tenuto.memory.group import NOWHERE, Growth
 from tenuto.memory.pool import Holder, HolderKind, Lease
@@ -146,7 +147,7 @@ class TurnMemory:
 
     def checkpoint(self, position: int) -> Checkpoint:
         """A pinned checkpoint at the live `position`, up to which the turn is scheduled."""
-        made = Checkpoint(position, self.holder_name)
+        made = Checkpoint(position, self.holder_name, self.checkpoints.below(position) or self.source)
         for table in self._tables:
             made.parts.append(table.keep(position, made))
         self.memory.cache.pin(made)
@@ -166,12 +167,14 @@ class TurnMemory:
         return self.start < position == self.scheduled and self._checkpoint_at(position) is None
 
     def spare_slot(self) -> bool:
-        """Acquire the units of an optional checkpoint; False if some group has no unit to spare."""
-        if not all(table.can_spare for table in self._tables):
-            return False
-        for table in self._tables:
+        """Acquire the units of an optional checkpoint; False if some group has no unit to spare. Where none is left
+        after this, cached checkpoints make room for the next: when the plan at hand, which may read them, has been
+        submitted."""
+        spared = all(table.can_spare for table in self._tables)
+        for table in self._tables if spared else ():
             table.take_spare()
-        return True
+        self.memory.cache.wanted.update(group for group, table in enumerate(self._tables) if not table.can_spare)
+        return spared
 
     def cut_to(self, target: int, *, in_flight: bool = False) -> int:
         """The highest resumable position at or below `target` that this turn can be cut to. Only settled positions

@@ -22,7 +22,7 @@ class AttentionBlock:
         self._qkv = room.matrix(sum(self._outputs), hidden)
         self._qkv_bias = room.matrix(sum(self._outputs)) if s.bias else None
         self._out = room.matrix(hidden, width)
-        self._out_bias = room.matrix(hidden) if s.bias else None
+        self._out_bias = room.matrix(hidden) if s.out_bias else None
         self._norms = (Norm(s.head_dim, epsilon, room), Norm(s.head_dim, epsilon, room)) if s.qk_norm else None
         self._sinks = room.floats(s.heads) if s.sinks else None
         self._frequencies = torch.from_numpy(s.rope.frequencies()).to(room.device) if s.rope is not None else None
@@ -34,8 +34,9 @@ class AttentionBlock:
             zip((f"{name}.weight" for name in named), torch.split(self._qkv, self._outputs), strict=True),
             **{"o_proj.weight": self._out},
         )
-        if self._qkv_bias is not None and self._out_bias is not None:
+        if self._qkv_bias is not None:
             parts |= zip((f"{name}.bias" for name in named), torch.split(self._qkv_bias, self._outputs), strict=True)
+        if self._out_bias is not None:
             parts["o_proj.bias"] = self._out_bias
         if self._norms is not None:
             parts |= {"q_norm.weight": self._norms[0].weight, "k_norm.weight": self._norms[1].weight}
@@ -57,7 +58,7 @@ class AttentionBlock:
         if s.rope is not None and self._frequencies is not None:
             cos, sin = step.rotation(s.rope, self._frequencies)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        found = step.memory.attend(layer, q, k, v, s.scale, self._sinks)
+        found = step.memory.attend(layer, q, k, v, s.scale, self._sinks, s.cap)
         if gate is not None:
             found = found * gate.sigmoid()
         return scaled(linear(found.reshape(len(x), -1), self._out, self._out_bias), s.out_scale)

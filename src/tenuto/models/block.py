@@ -98,10 +98,12 @@ class StepMemory(Protocol):
         v: torch.Tensor,
         scale: float,
         sinks: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> torch.Tensor:
         """Store `k` and `v` ([tokens, kv_heads, head_dim]) of `layer` and return what `q` ([tokens, heads, head_dim])
-        attends to, same shape as `q`. Query head `h` reads key head `h // (heads // kv_heads)`. `sinks`, float32
-        [heads], are scores of a key that each head has besides, whose value is zero."""
+        attends to, same shape as `q`. Query head `h` reads key head `h // (heads // kv_heads)`. Scores are multiplied
+        by `scale`, then kept within `cap` by a hyperbolic tangent, unless that is 0. `sinks`, float32 [heads], are
+        scores of a key that each head has besides, whose value is zero."""
         ...
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from tenuto.base.errors import ModelError
 from tenuto.models.rope import Rope
@@ -26,11 +26,12 @@ class Attention:
     """Attention in which `heads` query heads share `kv_heads` key and value heads of `head_dim` elements
     (arXiv:2305.13245).
 
-    Scores are multiplied by `scale`, and what the layer gives by `out_scale`. A token attends to `window` tokens,
-    itself included, or with 0 to all before it. `bias` is about all four projections. With `qk_norm` every query and
-    key head is normalised before rotation; with `gated` what a head found is multiplied by the sigmoid of a gate, which
-    the query projection computes beside each head's query. `rope` `None`: positions do not count. With `sinks` each
-    head has a score of its own for attending to nothing (arXiv:2309.17453).
+    Scores are multiplied by `scale`, then kept within `cap` by a hyperbolic tangent, unless that is 0; what the layer
+    gives is multiplied by `out_scale`. A token attends to `window` tokens, itself included, or with 0 to all before it.
+    `bias` is about the projections of queries, keys and values, `out_bias` about that of what is found. With `qk_norm`
+    every query and key head is normalised before rotation; with `gated` what a head found is multiplied by the sigmoid
+    of a gate, which the query projection computes beside each head's query. `rope` `None`: positions do not count. With
+    `sinks` each head has a score of its own for attending to nothing (arXiv:2309.17453).
     """
 
     heads: int
@@ -40,13 +41,15 @@ class Attention:
     scale: float
     window: int = 0
     bias: bool = False
+    out_bias: bool = False
     qk_norm: bool = False
     gated: bool = False
     sinks: bool = False
+    cap: float = 0.0
     out_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "model", "window")
+        _check_sizes(self, "model", "window", "cap")
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads; allowed: a divisor")
         if self.rope is not None and self.rope.rotated > self.head_dim:
@@ -232,3 +235,14 @@ class ModelConfig:
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixers of all layers; what keeps their memory knows them by their numbers here."""
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)
+
+    def within(self, context: int) -> ModelConfig:
+        """The same model where no session has more than `context` tokens; see `Rope.within`."""
+
+        def one(mixer: Mixer | None) -> Mixer | None:
+            if not isinstance(mixer, Attention) or mixer.rope is None:
+                return mixer
+            return replace(mixer, rope=mixer.rope.within(context))
+
+        layers = (replace(layer, mixer=one(layer.mixer), beside=one(layer.beside)) for layer in self.layers)
+        return replace(self, layers=tuple(layers))

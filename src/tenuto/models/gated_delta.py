@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tenuto.kernels.gated_delta import scan
 from tenuto.kernels.linear import linear
 from tenuto.kernels.recurrent import convolve
+from tenuto.kernels.scans import gated_delta_scan
 from tenuto.models.block import Norm, Places, Room, Step
 from tenuto.models.config import GatedDelta
 
@@ -26,6 +26,7 @@ class GatedDeltaBlock:
 
     def __init__(self, shape: GatedDelta, hidden: int, epsilon: float, room: Room) -> None:
         s = self._shape = shape
+        self._scan = gated_delta_scan(room.device, room.dtype)
         self._served = s.value_heads // s.key_heads
         self._values = s.value_heads * s.value_dim
         self._qkvz = room.matrix(2 * (s.key_heads * s.key_dim + self._values), hidden)
@@ -63,7 +64,7 @@ class GatedDeltaBlock:
         for piece in step.memory.pieces:
             out, convolution[piece.rows] = convolve(inputs[piece.tokens], convolution[piece.rows], self._conv, None)
             q, k, v = self._heads(functional.silu(out).float())
-            found[piece.tokens], state[piece.rows] = scan(
+            found[piece.tokens], state[piece.rows] = self._scan(
                 q, k, v, decay[piece.tokens], beta[piece.tokens], state[piece.rows].float()
             )
         step.memory.write(layer, convolution, state)

@@ -9,11 +9,19 @@ from pathlib import Path
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention
-from tenuto.models.families import gemma3, llama
-from tenuto.models.families.gguf_family import ROPE_DIVISORS, GgufFamily
+from tenuto.models.families import gemma2, gemma3, granite3, llama, phi3, qwen, smollm3
+from tenuto.models.families.gguf_family import NOT_WEIGHTS, GgufFamily
 from tenuto.models.weights import Bytes, StoredWeight, stored_in
 
-FAMILIES = (llama.GGUF_FAMILY, gemma3.GGUF_FAMILY)
+FAMILIES = (
+    llama.GGUF_FAMILY,
+    *qwen.GGUF_FAMILIES,
+    smollm3.GGUF_FAMILY,
+    phi3.GGUF_FAMILY,
+    *granite3.GGUF_FAMILIES,
+    gemma2.GGUF_FAMILY,
+    gemma3.GGUF_FAMILY,
+)
 SUPPORTED = ", ".join(family.name for family in FAMILIES)
 
 _TOP = {
@@ -33,8 +41,12 @@ class GgufCheckpoint:
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """See `Checkpoint.weights`."""
+        return self._family.translate(self.config, self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
+        """All weights by our names."""
         for name, encoded in self._file.tensors.items():
-            if name == ROPE_DIVISORS:
+            if name in NOT_WEIGHTS:
                 continue
             stored = stored_in(encoded)
             if self._family.interleaved and (heads := self._rotated_heads(name)):

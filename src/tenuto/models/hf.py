@@ -7,7 +7,22 @@ from pathlib import Path
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.safetensors_file import SafeTensor, read_safetensors
-from tenuto.models.families import bamba, falcon_h1, gemma3, gpt_oss, granite, llama, nemotron_h, qwen3_next, tenuto
+from tenuto.models.families import (
+    bamba,
+    falcon_h1,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granite,
+    granite3,
+    llama,
+    nemotron_h,
+    phi3,
+    qwen,
+    qwen3_next,
+    smollm3,
+    tenuto,
+)
 from tenuto.models.families.family import Family
 from tenuto.models.settings import Settings, read_json
 from tenuto.models.weights import BYTES, FLOATS, StoredWeight
@@ -15,6 +30,11 @@ from tenuto.models.weights import BYTES, FLOATS, StoredWeight
 FAMILIES = (
     llama.FAMILY,
     llama.MISTRAL,
+    *qwen.FAMILIES,
+    smollm3.FAMILY,
+    phi3.FAMILY,
+    *granite3.FAMILIES,
+    gemma2.FAMILY,
     gemma3.FAMILY,
     bamba.FAMILY,
     granite.FAMILY,
@@ -54,8 +74,10 @@ class HfCheckpoint:
         index = self._directory / _INDEX
         if not index.exists():
             return [self._directory / _SINGLE]
-        names = Settings(read_json(index), index).get("weight_map", dict)
-        return [self._directory / name for name in sorted(set(names.values()))]
+        names = list(Settings(read_json(index), index).get("weight_map", dict).values())
+        if wrong := [name for name in names if not isinstance(name, str) or name != Path(name).name]:
+            raise ModelError(f"{index} has weights in {wrong[0]!r}; expected: the name of a file beside it")
+        return [self._directory / name for name in sorted(set(names))]
 
     def _derived(self, name: str) -> bool:
         """Whether a tensor repeats what the configuration says: old files store frequencies, some a tied head."""

@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional
 
 from tenuto.kernels.linear import linear
-from tenuto.kernels.mamba2 import scan
 from tenuto.kernels.recurrent import convolve
+from tenuto.kernels.scans import mamba2_scan
 from tenuto.models.block import Norm, Places, Room, Step, scaled
 from tenuto.models.config import Mamba2
 
@@ -19,6 +19,7 @@ class Mamba2Block:
 
     def __init__(self, shape: Mamba2, hidden: int, epsilon: float, room: Room) -> None:
         s = self._shape = shape
+        self._scan_rows = mamba2_scan(room.device)
         inputs = s.channels + s.convolved + s.heads
         parts = zip(s.convolved_parts, s.input_scales, strict=True)
         self._input_scales = torch.cat([torch.full((n,), scale) for n, scale in parts]).to(room.device, room.dtype)
@@ -87,5 +88,5 @@ class Mamba2Block:
         steps = functional.softplus(scaled(steps.float(), s.step_scale) + self._step_bias).clamp(
             s.least_step, s.most_step
         )
-        out, state = scan(x, steps, -self._log_rates.exp(), b, c, state.float())
+        out, state = self._scan_rows(x, steps, -self._log_rates.exp(), b, c, state.float())
         return (out + x * self._skip[:, None]).flatten(2), state

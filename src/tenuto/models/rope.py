@@ -15,17 +15,31 @@ from tenuto.base.errors import ModelError
 class Rope:
     """How heads are rotated: of `n` pairs, as many as divisors, pair `i` by `theta ** (-i / n) / divisors[i]` radians a
     token. Every supported kind of rope scaling is a set of divisors. Elements of a head beyond its pairs stay as they
-    are. Rotated ones are multiplied by `magnitude`."""
+    are. Rotated ones are multiplied by `magnitude`. `long_divisors`, if there are any, take the place of `divisors`
+    where contexts may be longer than `original_context` tokens."""
 
     theta: float
     divisors: tuple[float, ...] = field(repr=False)
     magnitude: float = 1.0
+    long_divisors: tuple[float, ...] = field(default=(), repr=False)
+    original_context: int = 0
 
     def __post_init__(self) -> None:
         if self.theta <= 0:
             raise ModelError(f"the model's rope theta is {self.theta}; allowed: more than 0")
-        if not self.divisors or min(self.divisors) <= 0:
+        if not self.divisors or min(*self.divisors, *self.long_divisors, 1.0) <= 0:
             raise ModelError("the model's rope divisors are not all there and more than 0")
+        if self.long_divisors and len(self.long_divisors) != len(self.divisors):
+            raise ModelError(
+                f"the model has {len(self.divisors)} rope divisors for short contexts and {len(self.long_divisors)} "
+                "for long ones; expected: as many"
+            )
+
+    def within(self, context: int) -> Rope:
+        """The rope where no session has more than `context` tokens. It is chosen once and not by a session's length:
+        keys in memory were rotated by what it was when they were computed."""
+        chosen = self.long_divisors if self.long_divisors and context > self.original_context else self.divisors
+        return Rope(self.theta, chosen, self.magnitude)
 
     @property
     def rotated(self) -> int:
@@ -94,3 +108,9 @@ def yarn_magnitude(factor: float, scale: float | None = None, scale_all: float |
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     return of(scale) / of(scale_all) if scale and scale_all else of(1.0)
+
+
+def longrope_magnitude(factor: float, original_context: int) -> float:
+    """What LongRoPE (Ding et al., arXiv:2402.13753) multiplies queries and keys by, if a model does not say, `factor`
+    being how many times the context has been extended."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1 else 1.0

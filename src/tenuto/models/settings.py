@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tenuto.base.errors import ModelError
-from tenuto.models.rope import Rope, linear_divisors, llama3_divisors, yarn_divisors, yarn_magnitude
+from tenuto.models.rope import (
+    Rope,
+    linear_divisors,
+    llama3_divisors,
+    longrope_magnitude,
+    yarn_divisors,
+    yarn_magnitude,
+)
 
 _T = TypeVar("_T")
+_ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -107,22 +115,38 @@ class Settings:
         heads = self.get("num_attention_heads", int)
         return self.optional("head_dim", int) or self.get("hidden_size", int) // max(heads, 1)
 
+    def window(self) -> int:
+        """Tokens that one attends to, itself included; 0, all, also where the window is as long as any context."""
+        window = self.get("sliding_window", int, 0)
+        return window if window < self._longest() else 0
+
     def rope(self, head_dim: int, *, theta: float = 10000.0, share: float = 1.0) -> Rope:
         """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). `theta`, and the `share`
         of a head that is rotated, are what a model means that does not say."""
-        values = self.part("rope_parameters")
+        context = self.get("max_position_embeddings", int)
+        whole: dict[str, Any] = {
+            "max_position_embeddings": context,
+            "original_max_position_embeddings": self.get("original_max_position_embeddings", int, context),
+        }
+        values = self._values.get("rope_parameters")
         if values is None:
-            before = {"rope_theta": self.get("rope_theta", float, theta)}
-            before |= {"partial_rotary_factor": self.get("partial_rotary_factor", float, share)}
-            values = Settings(before | self.get("rope_scaling", dict, {}), self.source)
-        return values.rope_of(head_dim, share=share)
+            whole["rope_theta"] = self.get("rope_theta", float, theta)
+            whole["partial_rotary_factor"] = self.get("partial_rotary_factor", float, share)
+            values = self.get("rope_scaling", dict, {})
+        elif not isinstance(values, dict):
+            raise ModelError(f"{self.source} has rope_parameters = {values!r}; expected: an object")
+        return Settings(whole | values, self.source).rope_of(head_dim, share=share)
+
+    def rope_kind(self) -> object:
+        """How these settings, if they are those of a rope, scale it."""
+        return self._values.get("rope_type") or self._values.get("type") or "default"
 
     def rope_of(self, head_dim: int, *, share: float = 1.0) -> Rope:
         """If these settings are those of a rope."""
         theta = self.get("rope_theta", float)
         rotated = int(head_dim * self.get("partial_rotary_factor", float, share))
-        match self._values.get("rope_type") or self._values.get("type") or "default":
-            case "default":
+        match self.rope_kind():
+            case "default" | "dynamic":  # the latter changes nothing within `max_position_embeddings`, our limit
                 return Rope(theta, linear_divisors(rotated, 1.0))
             case "linear":
                 return Rope(theta, linear_divisors(rotated, self.get("factor", float)))
@@ -138,8 +162,10 @@ class Settings:
                 return Rope(theta, divisors)
             case "yarn":
                 return self._yarn(rotated, theta)
+            case "longrope" | "su":
+                return self._longrope(rotated, theta)
             case other:
-                raise ModelError(f"{self.source} has rope scaling {other!r}; supported: default, linear, llama3, yarn")
+                raise ModelError(f"{self.source} has rope scaling {other!r}; supported: {', '.join(_ROPES)}")
 
     def _yarn(self, rotated: int, theta: float) -> Rope:
         factor = self.get("factor", float)
@@ -155,6 +181,34 @@ class Settings:
         usual = yarn_magnitude(factor, self.optional("mscale", float), self.optional("mscale_all_dim", float))
         return Rope(theta, divisors, self.get("attention_factor", float, usual))
 
+    def _longrope(self, rotated: int, theta: float) -> Rope:
+        original = self.get("original_max_position_embeddings", int)
+        factor = self.get("factor", float, self.get("max_position_embeddings", int) / max(original, 1))
+        return Rope(
+            theta,
+            self._divisors("short_factor", rotated),
+            self.get("attention_factor", float, longrope_magnitude(factor, original)),
+            self._divisors("long_factor", rotated),
+            original,
+        )
+
+    def _divisors(self, key: str, rotated: int) -> tuple[float, ...]:
+        """One for each of the rotated pairs."""
+        value, pairs = self.get(key, list), len(linear_divisors(rotated, 1.0))
+        if len(value) != pairs or any(type(one) not in (int, float) for one in value):
+            raise ModelError(f"{self.source} has {key} = {value!r}; expected: {pairs} numbers")
+        return tuple(float(one) for one in value)
+
+    def _longest(self) -> int:
+        """The longest context: what the model was made for, or what YaRN extends that to, which `config.json` need not
+        have taken into account."""
+        made_for = self.get("max_position_embeddings", int)
+        scaling = self.part("rope_parameters") or self.part("rope_scaling") or Settings({}, self.source)
+        original = scaling.optional("original_max_position_embeddings", int)
+        if original is None or scaling.rope_kind() != "yarn":
+            return made_for
+        return max(made_for, int(original * scaling.get("factor", float)))
+
     def facts(self, eos: tuple[int, ...], *, tied: bool = False, norm_eps: float | None = None) -> dict[str, Any]:
         """What all families say of the whole model in the same words, as fields of `ModelConfig`; `tied` is what they
         mean if they do not say. `norm_eps`, if a family says that in other words."""
@@ -163,7 +217,7 @@ class Settings:
             "vocab": self.get("vocab_size", int),
             "norm_eps": self.get("rms_norm_eps", float) if norm_eps is None else norm_eps,
             "tied": self.get("tie_word_embeddings", bool, tied),
-            "max_context": self.get("max_position_embeddings", int),
+            "max_context": self._longest(),
             "eos": eos,
             "bos": self.optional("bos_token_id", int),
             "dtype": str(self._values.get("dtype") or self._values.get("torch_dtype") or "float32"),

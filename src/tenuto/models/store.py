@@ -68,14 +68,15 @@ def resolve(
 ) -> ModelFiles:
     """Find a model, fetching it first if need be.
 
-    `name_or_path` is `smollm2` (the default model, kept in `cache_dir`), a `.gguf` file, a Hugging Face directory, or a
+    `name_or_path` is `smollm2` (the default model, kept in `cache_dir`), a `.gguf` file, the first of several that a
+    model is split into, a Hugging Face directory, or a
     hub id `organisation/name`. Raises `ModelError` if there is no such model, it is damaged, or it cannot be fetched.
     """
     if name_or_path == DEFAULT_MODEL:
         return ModelFiles(DEFAULT_MODEL, FileFormat.GGUF, pull_default(cache_dir, progress))
     path = Path(name_or_path).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return ModelFiles(path.stem, FileFormat.GGUF, path)
+        return ModelFiles(re.sub(r"-\d+-of-\d+$", "", path.stem), FileFormat.GGUF, path)
     if path.is_dir():
         return _directory(path.resolve().name, path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_path):

@@ -12,11 +12,11 @@ from tenuto.base.checks import real, whole
 from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.errors import ConfigError
-from tenuto.base.groups import GroupSpec, Kind, MemorySpec
+from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.memory.memory import turn_units, units_for_budget
+from tenuto.memory.memory import session_bytes, units_for_budget
 from tenuto.memory.shape import Shape
 from tenuto.text.chat import ChatTemplate
 from tenuto.text.grammars import GrammarCompiler
@@ -63,8 +63,16 @@ class Model:
         return self.tokenizer.fingerprint if self.tokenizer is not None else f"{self.vocab_size} tokens"
 
 
-def load_model(name: str, device: str, dtype: str | None, page_size: int, kernels: str = "auto") -> Model:
-    """`kernels`: what may compute, see `exec.load.KERNELS`. Raises `ModelError` or `ConfigError`."""
+def load_model(
+    name: str,
+    device: str,
+    dtype: str | None,
+    page_size: int,
+    kernels: str = "auto",
+    context: int | None = None,
+) -> Model:
+    """`kernels`: what may compute, see `exec.load.KERNELS`; `context`: how many tokens a session may have, if that is
+    known. Raises `ModelError` or `ConfigError`."""
     whole("page_size", page_size, 1, 2**20, ConfigError)
     kind, _, step_seconds = name.partition(":")
     if kind == WITNESS:
@@ -76,7 +84,9 @@ def load_model(name: str, device: str, dtype: str | None, page_size: int, kernel
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415
 
     files = resolve(name, cache_dir())
-    executor = load_executor(files, page_size, device, dtype, kernels=kernels, cache=cache_dir(), say=log.warning)
+    executor = load_executor(
+        files, page_size, device, dtype, context=context, kernels=kernels, cache=cache_dir(), say=log.warning
+    )
     forward = executor.forward
     config, tokenizer = forward.config, load_tokenizer(files.path)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template is not None else None
@@ -108,13 +118,13 @@ def _witness(name: str, page_size: int, step_seconds: str) -> Model:
 
 
 def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, masks: Masks | None = None) -> Engine:
-    """An engine that uses `memory_bytes` for model state; `None` takes room for two turns of the whole context. Raises
-    `ConfigError` if one does not fit."""
+    """An engine that uses `memory_bytes` for model state; `None` takes room for two sessions of the whole context with
+    their turns and older checkpoints. Raises `ConfigError` if one turn does not fit."""
     spec = model.executor.spec
     shape = Shape.of(config, spec.page_size)
     if memory_bytes is not None:
         whole("memory_bytes", memory_bytes, 1, 2**60, ConfigError)
-    budget = memory_bytes if memory_bytes is not None else 2 * _turn_bytes(spec, shape)
+    budget = memory_bytes if memory_bytes is not None else 2 * session_bytes(spec, shape)
     units = units_for_budget(spec, shape, budget, expected=max(1, config.context_length // 4))
     text = partial(TextStream, model.tokenizer) if model.tokenizer is not None else None
     return Engine(
@@ -131,15 +141,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
 
 
 def server_budget(model: Model, config: EngineConfig) -> int:
-    """Bytes for a server that is not told how many: room for as many turns of the whole context as may run at once, but
-    not more than the device has to spare, and not less than two."""
-    one = _turn_bytes(model.executor.spec, Shape.of(config, model.executor.spec.page_size))
+    """Bytes for a server that is not told how many: room for as many sessions of the whole context, with their turns
+    and older checkpoints, as may run at once, but not more than the device has to spare, and not less than two."""
+    one = session_bytes(model.executor.spec, Shape.of(config, model.executor.spec.page_size))
     return max(2 * one, min((config.max_running + 1) * one, model.spare_bytes))
-
-
-def _turn_bytes(spec: MemorySpec, shape: Shape) -> int:
-    """What `units_for_budget` needs at least."""
-    longest = shape.context_length
-    return sum(
-        (turn_units(g, spec.page_size, shape, longest, generates=True) + 1) * g.bytes_per_unit for g in spec.groups
-    )

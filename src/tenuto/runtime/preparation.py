@@ -31,7 +31,7 @@ class Preparer:
         """The tokens that the command appends to what `basis` says, and its grammar. Raises as `Renderer.prepare` and
         `GrammarCompiler.constraint`."""
         if not isinstance(command, StartTurn):
-            prompt = parse_input(command.input, self._tokenizer, basis.room(generate=False))
+            prompt = parse_input(command.input, self._tokenizer, basis.room(generate=False), basis.last_token)
             return self._renderer.prepare(basis, prompt, generate=False)
         if command.kind == "regenerate":
             prepared = Prepared(basis, array("i"), None)
@@ -62,9 +62,12 @@ class Preparer:
         room = basis.room(generate=generate, spare=int(leaves_out))
         if command.markup and isinstance(command.input, str) and tokenizer is not None:
             room.require(tokenizer.least_tokens(command.input))
-            prompt = Prompt(tokens=tuple(tokenizer.encode(command.input, special=True)), text=True)
+            prompt = Prompt(
+                tokens=tuple(tokenizer.encode(command.input, special=True, before=tokenizer.before(basis.last_token))),
+                text=True,
+            )
         else:
-            prompt = parse_input(command.input, tokenizer, room)
+            prompt = parse_input(command.input, tokenizer, room, basis.last_token)
         return self._without_bos(prompt) if leaves_out else prompt
 
     def _without_bos(self, prompt: Prompt) -> Prompt:

@@ -278,7 +278,14 @@ class Service:
 
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
     """Load a model and serve it. Raises `ModelError` or `ConfigError`."""
-    model = load_model(settings.model, settings.device, settings.dtype, settings.page_size, settings.kernels)
+    model = load_model(
+        settings.model,
+        settings.device,
+        settings.dtype,
+        settings.page_size,
+        settings.kernels,
+        engine_config(settings.config).context_length,
+    )
     config = engine_config(settings.config, model.max_context)
     memory = settings.memory_bytes if settings.memory_bytes is not None else server_budget(model, config)
     return Service(model, config, memory, send, journal=open_journal(settings, model))

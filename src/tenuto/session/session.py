@@ -162,6 +162,12 @@ class Session:
         """A token position in the history."""
         return whole(f"position in session {self.id}", position, 0, len(self.history))
 
+    def resume_cost(self, position: int) -> int:
+        """Tokens that a session which is cut, or forked, to the first `position` tokens computes again, besides the
+        last of them, which always is. Changes nothing."""
+        last = max(0, position - 1)
+        return last - self.memory.resumable(last)
+
     def rewind(self, position: int) -> None:
         """Cut the history to its first `position` tokens."""
         self.require_idle("rewind")

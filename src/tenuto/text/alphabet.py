@@ -16,7 +16,7 @@ from tenuto.base.errors import ModelError
 
 SPACE = "\u2581"
 """How SentencePiece writes a blank."""
-SUPPORTED = "byte-level BPE (decoder ByteLevel), or BPE with byte fallback as Gemma has it"
+SUPPORTED = "byte-level BPE (decoder ByteLevel), or BPE with byte fallback as Gemma and Llama 2 have it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,17 @@ def _is_sentencepiece(backend: tokenizers.Tokenizer) -> bool:
     return (
         isinstance(model, BPE)
         and model.byte_fallback
-        and _steps(backend.normalizer, "normalizers") == [_replacing(" ", SPACE)]
-        and _steps(backend.decoder, "decoders") == [_replacing(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+        and steps(backend.normalizer, "normalizers") == [replacing(" ", SPACE)]
+        and steps(backend.decoder, "decoders") == [replacing(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     )
 
 
-def _replacing(what: str, by: str) -> dict[str, Any]:
+def replacing(what: str, by: str) -> dict[str, Any]:
+    """The settings of a normalizer or decoder that does so."""
     return {"type": "Replace", "pattern": {"String": what}, "content": by}
 
 
-def _steps(component: Any, several: str) -> list[dict[str, Any]]:
+def steps(component: Any, several: str) -> list[dict[str, Any]]:
     """The settings of a normalizer or decoder, or of those that it is a sequence of, in order."""
     if component is None:
         return []

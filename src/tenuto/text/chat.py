@@ -154,7 +154,8 @@ class ChatTemplate:
         text, guard = self._tail(earlier, messages, generate=generate)
         if room is not None:
             room = room._replace(spare=int(ended))
-        tokens = guard.encode(text if generate else self._unclosed(text, later), room)
+        before = self._markup.tokenizer.before(last_token)
+        tokens = guard.encode(text if generate else self._unclosed(text, later), room, before)
         if ended and tokens[:1] == [last_token]:
             del tokens[0]
         return Rendered(tokens, later)

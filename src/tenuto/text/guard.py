@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from tenuto.base.errors import InvalidRequest
+from tenuto.text.blanks import Before
 from tenuto.text.bounds import WINDOW
 from tenuto.text.room import Room
 from tenuto.text.tokenizer import Tokenizer
@@ -67,9 +68,9 @@ class Guard:
             done = start + 1
         return "".join([*pieces, text[done:end]])
 
-    def encode(self, rendered: str, room: Room | None = None) -> list[int]:
-        """The tokens of the rendered text. Raises `ContextExceeded`, without encoding it, if it certainly does not fit
-        into `room`."""
+    def encode(self, rendered: str, room: Room | None = None, before: Before = Before.NOTHING) -> list[int]:
+        """The tokens of the rendered text, given what stands `before` it. Raises `ContextExceeded`, without encoding
+        it, if it certainly does not fit into `room`."""
         tokenizer = self._markup.tokenizer
         if room is not None:
             room.require(tokenizer.least_tokens(rendered, self._added_bytes(rendered)))
@@ -77,8 +78,10 @@ class Guard:
         for part in tokenizer.split_markup(rendered):
             if isinstance(part, int):
                 ids.append(part)
+                before = Before.CONTROL
             else:
-                ids.extend(tokenizer.encode(self._restored(part)))
+                ids.extend(tokenizer.encode(self._restored(part), before=before))
+                before = Before.TEXT
         return ids
 
     def _restored(self, text: str) -> str:

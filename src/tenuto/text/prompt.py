@@ -20,15 +20,21 @@ class Prompt:
     text: bool = False
 
 
-def parse_input(given: Input | TurnInput, tokenizer: Tokenizer | None, room: Room | None = None) -> Prompt:
-    """Raises `InvalidRequest` if `given` is neither text, nor token ids, nor messages, and `ContextExceeded` if it is
-    text or token ids that certainly do not fit into `room`; such text is not encoded."""
+def parse_input(
+    given: Input | TurnInput,
+    tokenizer: Tokenizer | None,
+    room: Room | None = None,
+    last_token: int | None = None,
+) -> Prompt:
+    """`last_token` is that of the history that the input follows, if there is one. Raises `InvalidRequest` if `given`
+    is neither text, nor token ids, nor messages, and `ContextExceeded` if it is text or token ids that certainly do not
+    fit into `room`; such text is not encoded."""
     if isinstance(given, str):
         if tokenizer is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none; give token ids")
         if room is not None:
             room.require(tokenizer.least_tokens(given))
-        return Prompt(tokens=tuple(tokenizer.encode(given)), text=True)
+        return Prompt(tokens=tuple(tokenizer.encode(given, before=tokenizer.before(last_token))), text=True)
     parts = turn_input(given)
     if parts and isinstance(parts[0], Message):
         return Prompt(messages=cast("tuple[Message, ...]", parts))

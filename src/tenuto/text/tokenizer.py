@@ -10,6 +10,7 @@ import tokenizers
 
 from tenuto.base.errors import InvalidRequest, ModelError
 from tenuto.text.alphabet import Alphabet, alphabet_of
+from tenuto.text.blanks import Before, Blanks, taken_from
 from tenuto.text.bounds import token_bound
 
 LONG_TEXT = 2048
@@ -31,9 +32,12 @@ class Tokenizer:
         eos_ids: tuple[int, ...] = (),
         adds_bos: bool = False,
         chat_template: str | None = None,
+        blanks: Blanks | None = None,
     ) -> None:
-        """Take over `backend` and set it up. Raises `ModelError` if it is of another kind than `alphabet_of` knows, or
-        if plain text can encode to a control token."""
+        """Take over `backend` and set it up. `blanks`: where it is to put them before texts, where it does not say so
+        itself. Raises `ModelError` if it is of another kind than `alphabet_of` knows, or if plain text can encode to a
+        control token."""
+        self._blanks = blanks or taken_from(backend)
         alphabet = alphabet_of(backend)
         backend.no_truncation()
         backend.no_padding()
@@ -79,17 +83,26 @@ class Tokenizer:
         """How control token `token` is written in markup; "" for None and for tokens that are not control tokens."""
         return "" if token is None else self._control.get(token, "")
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of `text`; nothing is added at either end. With `special`, control tokens written out in `text`
-        become those tokens: for markup only, not for users' text. Raises `InvalidRequest` on lone surrogates."""
+    def before(self, last_token: int | None) -> Before:
+        """What stands before a text that follows `last_token`, or with `None` nothing."""
+        if last_token is None:
+            return Before.NOTHING
+        return Before.CONTROL if last_token in self._control else Before.TEXT
+
+    def encode(self, text: str, special: bool = False, before: Before = Before.TEXT) -> list[int]:
+        """Token ids of `text`. Nothing is added at either end, but for the blank that some models have before a text,
+        depending on what stands `before` it. With `special`, control tokens written out in `text` become those tokens:
+        for markup only, not for users' text. Raises `InvalidRequest` on lone surrogates."""
         if not special:
-            return self._encode_plain(text)
+            return self._encode_plain(self._blanks.put(text, before))
         ids: list[int] = []
         for part in self.split_markup(text):
             if isinstance(part, int):
                 ids.append(part)
+                before = Before.CONTROL
             else:
-                ids.extend(self._encode_plain(part))
+                ids.extend(self._encode_plain(self._blanks.put(part, before)))
+                before = Before.TEXT
         return ids
 
     def least_tokens(self, text: str, spare: int = 0) -> int:

@@ -204,7 +204,7 @@ private:
       for (int r = 0; r < count; r++)
         rows[r].result = partial(task.slot + place * count + r);
       const int from = (task.first + part) * PART;
-      attend_rows(blocks, rows.data(), count, std::max(from, begin), std::min(from + PART, end), a.scale);
+      attend_rows(blocks, rows.data(), count, std::max(from, begin), std::min(from + PART, end), {a.scale, a.cap});
       if (own == task.parts && part > 0)
         for (int r = 0; r < count; r++)
           add_part(partial(task.slot + r), rows[r].result, dim());

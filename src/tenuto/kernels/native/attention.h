@@ -81,6 +81,20 @@ INLINE float weigh(const float *scores, Half *shares, int count, int step, Parti
   return shrink;
 }
 
+// What scores are made of products: `scale` times them, kept within `cap` by a hyperbolic tangent unless that is 0.
+struct Scoring {
+  float scale, cap;
+};
+
+// Keep the scores of `count` blocks, `step` vectors apart, within `cap`, but for those that are masked. Apart from
+// where scores are made, and never inlined there: models without a cap are not to wait for it.
+static __attribute__((noinline)) void keep_within(float cap, float *scores, int count, int step) {
+  for (int i = 0; i < count; i++, scores += step * LANES) {
+    const f32x16 score = load<f32x16>(scores);
+    store(scores, select(score < -3.4e38f, score, tanh16(score / cap) * cap));
+  }
+}
+
 // The blocks of one head of one sequence, and the token slots of each that are in use.
 struct Blocks {
   const Cache &cache;
@@ -117,7 +131,7 @@ INLINE void begin(const QueryRow &row, int dim) {
 INLINE int chunk_end(int i, int to) { return std::min(to, i / CHUNK * CHUNK + CHUNK); }
 
 // ROWS query rows attend to blocks `from` up to `to` of one sequence's cache, a head of it.
-template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, float scale) {
+template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, Scoring scoring) {
   const int dim = blocks.cache.head_dim;
   alignas(64) float scores[ROWS][CHUNK * LANES];
   alignas(64) Half shares[ROWS][CHUNK * LANES];
@@ -143,8 +157,10 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
       }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        store(&scores[r][i * LANES], blocks.masked((even[r] + odd[r]) * scale, start + i, rows[r]));
+        store(&scores[r][i * LANES], blocks.masked((even[r] + odd[r]) * scoring.scale, start + i, rows[r]));
     }
+    for (int r = 0; r < ROWS && scoring.cap != 0.0f; r++)
+      keep_within(scoring.cap, scores[r], count, 1);
     float shrink[ROWS];
     for (int r = 0; r < ROWS; r++)
       shrink[r] = weigh(scores[r], shares[r], count, 1, *rows[r].result);
@@ -192,11 +208,11 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
 constexpr int PART = 2 * CHUNK; // blocks that are attended to in one go, whoever does it: results do not depend on that
 
 // Query rows attend to blocks `from` up to `to`, at most `PART`, of one sequence's cache.
-static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, float scale) {
+static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, Scoring scoring) {
 #if TENUTO_AMX
   if (blocks.cache.head_dim % BLOCK == 0) {
     for (; count > 0; rows += LANES, count -= LANES)
-      tiles::attend(blocks, rows, std::min(count, LANES), from, to, scale);
+      tiles::attend(blocks, rows, std::min(count, LANES), from, to, scoring);
     return;
   }
 #endif
@@ -204,22 +220,22 @@ static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, i
     const int now = std::min(count, ROWS_AN_ATTENTION);
     switch (now) {
     case 6:
-      attend<6>(blocks, rows, from, to, scale);
+      attend<6>(blocks, rows, from, to, scoring);
       break;
     case 5:
-      attend<5>(blocks, rows, from, to, scale);
+      attend<5>(blocks, rows, from, to, scoring);
       break;
     case 4:
-      attend<4>(blocks, rows, from, to, scale);
+      attend<4>(blocks, rows, from, to, scoring);
       break;
     case 3:
-      attend<3>(blocks, rows, from, to, scale);
+      attend<3>(blocks, rows, from, to, scoring);
       break;
     case 2:
-      attend<2>(blocks, rows, from, to, scale);
+      attend<2>(blocks, rows, from, to, scoring);
       break;
     default:
-      attend<1>(blocks, rows, from, to, scale);
+      attend<1>(blocks, rows, from, to, scoring);
     }
     rows += now, count -= now;
   }

@@ -2,7 +2,7 @@
 namespace tiles {
 
 // As `::attend`, for head dimensions that are multiples of 32.
-static void attend(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, float scale) {
+static void attend(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, Scoring scoring) {
   const int dim = blocks.cache.head_dim;
   alignas(64) Half queries[LANES * 1024]; // [dim / 32][16][32]
   alignas(64) float scores[CHUNK][LANES][LANES], values[4][LANES][LANES];
@@ -31,7 +31,9 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
     }
     for (int r = 0; r < count; r++) {
       for (int i = 0; i < now; i++)
-        store(scores[i][r], blocks.masked(load<f32x16>(scores[i][r]) * scale, start + i, rows[r]));
+        store(scores[i][r], blocks.masked(load<f32x16>(scores[i][r]) * scoring.scale, start + i, rows[r]));
+      if (scoring.cap != 0.0f)
+        keep_within(scoring.cap, scores[0][r], now, LANES);
       shrink[r] = weigh(scores[0][r], shares[0][r], now, LANES, *rows[r].result);
     }
     for (int d = 0; d < dim; d += 4 * LANES) {

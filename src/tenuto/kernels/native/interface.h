@@ -46,11 +46,12 @@ struct TenutoGroup {
 };
 
 // An attention layer, number `place` of its memory group. `rope` is -1 where positions do not count. With `gated` the
-// projection of queries has each head's gate behind its query. Norms float [head_dim], and sinks float [heads], scores
-// of attending to nothing, may be null.
+// projection of queries has each head's gate behind its query. Scores are multiplied by `scale`, then kept within `cap`
+// by a hyperbolic tangent unless that is 0. Norms float [head_dim], and sinks float [heads], scores of attending to
+// nothing, may be null.
 struct TenutoAttention {
   int32_t group, place, heads, rope, gated;
-  float scale, epsilon;
+  float scale, cap, epsilon;
   const float *query_norm, *key_norm, *sinks;
 };
 

@@ -97,6 +97,7 @@ class Attention(ctypes.Structure):
         ("rope", c_int32),
         ("gated", c_int32),
         ("scale", c_float),
+        ("cap", c_float),
         ("epsilon", c_float),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),

@@ -120,6 +120,13 @@ INLINE f32x16 sigmoid16(f32x16 x) {
   return select(x < 0.0f, e, splat(1.0f)) / (1.0f + e);
 }
 
+// The hyperbolic tangent, absolute error about 1e-7, for any x.
+INLINE f32x16 tanh16(f32x16 x) {
+  f32x16 e = exp_nonpositive(select(x < 0.0f, x, -x) * 2.0f); // exp(-2 |x|)
+  f32x16 size = (splat(1.0f) - e) / (1.0f + e);
+  return select(x < 0.0f, -size, size);
+}
+
 // What is not finite becomes 0, what would not be finite as bfloat16 the largest that is.
 INLINE f32x16 storable(f32x16 x) {
   const float most = 3.3895314e38f;

@@ -29,6 +29,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
         settings.rope(head_dim, share=_ROTATED),
         scale=head_dim**-0.5,
         bias=settings.get("attention_bias", bool, default=False),
+        out_bias=settings.get("attention_bias", bool, default=False),
     )
     mlp, attending = Mlp(settings.get("intermediate_size", int)), settings.numbers("attn_layer_indices")
     recurrent = mamba2(settings)

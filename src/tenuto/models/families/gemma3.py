@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
 from tenuto.models.families.family import Family, Named, each, plus_one, renamed
-from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, facts, head_dim, rope
+from tenuto.models.families.gguf_family import LAYER_NAMES, QK_NORMS, GgufFamily, facts, head_dim, layer_count, rope
 from tenuto.models.rope import Rope, linear_divisors
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
@@ -17,7 +17,7 @@ _NAMES = {
     "pre_feedforward_layernorm.": "post_attention_layernorm.",
     "post_feedforward_layernorm.": "mlp_post_norm.",
 }
-_KINDS = ("sliding_attention", "full_attention")
+KINDS = ("sliding_attention", "full_attention")
 PERIOD = 6
 """Of as many layers the last is global, unless a model says otherwise."""
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
@@ -33,7 +33,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     )
     period = settings.get("sliding_window_pattern", int, PERIOD)
     count = settings.get("num_hidden_layers", int)
-    kinds = settings.kinds("layer_types", alternating(count, period), _KINDS)
+    kinds = settings.kinds("layer_types", alternating(count, period), KINDS)
     head_dim, hidden = settings.head_dim(), settings.get("hidden_size", int)
     local, whole = _ropes(settings, head_dim)
     window = settings.get("sliding_window", int)
@@ -46,9 +46,10 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
             scale=settings.get("query_pre_attn_scalar", float, 256.0) ** -0.5,
             window=size,
             bias=settings.get("attention_bias", bool, default=False),
+            out_bias=settings.get("attention_bias", bool, default=False),
             qk_norm=True,
         )
-        for kind, rope, size in zip(_KINDS, (local, whole), (window, 0), strict=True)
+        for kind, rope, size in zip(KINDS, (local, whole), (window, 0), strict=True)
     }
     mlp = Mlp(settings.get("intermediate_size", int), "gelu_tanh")
     return ModelConfig(
@@ -61,28 +62,27 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 def alternating(count: int, period: int) -> list[str]:
     """The kinds of `count` layers, of which the last of every `period` is global."""
-    return [_KINDS[(i + 1) % period == 0] for i in range(count)]
+    return [KINDS[(i + 1) % period == 0] for i in range(count)]
 
 
 def _ropes(settings: Settings, head_dim: int) -> tuple[Rope, Rope]:
     """Of local and of global layers: one object for each (transformers 5), or `rope_local_base_freq` for local layers
     and the usual settings for global ones (before)."""
     both = settings.part("rope_parameters")
-    local, whole = (both.part(kind) if both is not None else None for kind in _KINDS)
+    local, whole = (both.part(kind) if both is not None else None for kind in KINDS)
     if local is not None and whole is not None:
         return local.rope_of(head_dim), whole.rope_of(head_dim)
     theta = settings.get("rope_local_base_freq", float, LOCAL_THETA)
     return Rope(theta, linear_divisors(head_dim, 1.0)), settings.rope(head_dim, theta=GLOBAL_THETA)
 
 
-def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+def translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+    """Norms are stored as their difference from 1."""
     yield renamed(name, _NAMES), plus_one(weight) if name.endswith("norm.weight") else weight
 
 
-_GGUF_NAMES = {
+GGUF_NAMES = {
     **LAYER_NAMES,
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "mixer_post_norm",
     "post_ffw_norm": "mlp_post_norm",
 }
@@ -92,14 +92,14 @@ _LAYERS_OF_27B = 62
 def _read_gguf(file: GgufFile) -> ModelConfig:
     """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
     llama.cpp knows by its layers, it is not the size of a head."""
-    count, hidden = file.number("gemma3.block_count"), file.number("gemma3.embedding_length")
-    heads, size = file.number("gemma3.attention.head_count"), head_dim(file, "gemma3")
+    count, hidden = layer_count(file, "gemma3"), file.integer("gemma3.embedding_length")
+    heads, size = file.integer("gemma3.attention.head_count"), head_dim(file, "gemma3")
     scalar = hidden // heads if count == _LAYERS_OF_27B else size
     local = Rope(file.number("gemma3.rope.freq_base_swa", LOCAL_THETA), linear_divisors(size, 1.0))
     made = {
         kind: Attention(
             heads,
-            file.number("gemma3.attention.head_count_kv", heads),
+            file.integer("gemma3.attention.head_count_kv", heads),
             size,
             of_kind,
             scale=scalar**-0.5,
@@ -107,12 +107,12 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
             qk_norm=True,
         )
         for kind, of_kind, window in (
-            (_KINDS[0], local, file.number("gemma3.attention.sliding_window")),
-            (_KINDS[1], rope(file, "gemma3", size, GLOBAL_THETA), 0),
+            (KINDS[0], local, file.integer("gemma3.attention.sliding_window")),
+            (KINDS[1], rope(file, "gemma3", size, GLOBAL_THETA), 0),
         )
     }
-    kinds = alternating(count, file.number("gemma3.attention.sliding_window_pattern", PERIOD))
-    mlp = Mlp(file.number("gemma3.feed_forward_length"), "gelu_tanh")
+    kinds = alternating(count, file.integer("gemma3.attention.sliding_window_pattern", PERIOD))
+    mlp = Mlp(file.integer("gemma3.feed_forward_length"), "gelu_tanh")
     return ModelConfig(
         tuple(Layer(made[kind], mlp, post_norms=True) for kind in kinds),
         **facts(file, "gemma3"),
@@ -122,5 +122,5 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
 
 
 _NAME = "Gemma 3 text"
-FAMILY = Family(_NAME, ("Gemma3ForCausalLM",), _read, each(_translate))
-GGUF_FAMILY = GgufFamily(_NAME, "gemma3", _read_gguf, _GGUF_NAMES)
+FAMILY = Family(_NAME, ("Gemma3ForCausalLM",), _read, each(translate))
+GGUF_FAMILY = GgufFamily(_NAME, "gemma3", _read_gguf, GGUF_NAMES | QK_NORMS)

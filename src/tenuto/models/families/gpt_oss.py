@@ -34,6 +34,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
             scale=head_dim**-0.5,
             window=window,
             bias=settings.get("attention_bias", bool, default=True),
+            out_bias=settings.get("attention_bias", bool, default=True),
             sinks=True,
         )
         for kind, window in zip(_KINDS, (settings.get("sliding_window", int), 0), strict=True)

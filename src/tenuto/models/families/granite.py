@@ -25,6 +25,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
         settings.rope(head_dim) if settings.optional("position_embedding_type", str) == "rope" else None,
         scale=settings.get("attention_multiplier", float, 1.0),
         bias=settings.get("attention_bias", bool, default=False),
+        out_bias=settings.get("attention_bias", bool, default=False),
     )
     count = settings.get("num_hidden_layers", int)
     kinds = settings.kinds("layer_types", [_RECURRENT[0]] * count, _RECURRENT + _ATTENDING)
@@ -52,7 +53,7 @@ def _feed_forward(settings: Settings) -> Mlp | Experts:
     )
 
 
-def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+def translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
     """Gates and projections up are stored as one, those of all experts too. Without experts the shared network is the
     only one."""
     layer, part = split_layer(name)
@@ -74,4 +75,4 @@ def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator
             yield name, weight
 
 
-FAMILY = Family("Granite 4", ("GraniteMoeHybridForCausalLM",), _read, each(_translate))
+FAMILY = Family("Granite 4", ("GraniteMoeHybridForCausalLM",), _read, each(translate))

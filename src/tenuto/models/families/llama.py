@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
-from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
-from tenuto.models.families.family import Family
-from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, rope
+from tenuto.models.config import Layer, Mlp, ModelConfig
+from tenuto.models.families import gguf_family
+from tenuto.models.families.family import Family, attention
+from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope, window
 from tenuto.models.settings import Settings
 
 
@@ -17,34 +18,20 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 def _read_mistral(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     settings.only({"hidden_act": ("silu",), "mlp_bias": (None, False), "partial_rotary_factor": (None, 1.0)})
-    heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
-    attention = Attention(
-        heads,
-        settings.get("num_key_value_heads", int, heads),
-        head_dim,
-        settings.rope(head_dim),
-        scale=head_dim**-0.5,
-        window=settings.get("sliding_window", int, 0),
-        bias=settings.get("attention_bias", bool, default=False),
-    )
-    layer = Layer(attention, Mlp(settings.get("intermediate_size", int)))
+    biased = settings.get("attention_bias", bool, default=False)
+    rope = settings.rope(settings.head_dim())
+    heads = attention(settings, rope, window=settings.window(), bias=biased, out_bias=biased)
+    layer = Layer(heads, Mlp(settings.get("intermediate_size", int)))
     return ModelConfig((layer,) * settings.get("num_hidden_layers", int), **settings.facts(eos))
 
 
 def _read_gguf(file: GgufFile) -> ModelConfig:
-    if file.number("llama.expert_count", 0):
+    if file.integer("llama.expert_count", 0):
         raise ModelError(f"{file.path} is a mixture of experts; supported: Llama without experts")
-    heads, size = file.number("llama.attention.head_count"), head_dim(file, "llama")
-    attention = Attention(
-        heads,
-        file.number("llama.attention.head_count_kv", heads),
-        size,
-        rope(file, "llama", size, theta=10000.0),
-        scale=size**-0.5,
-        bias="blk.0.attn_q.bias" in file.tensors,
-    )
-    layer = Layer(attention, Mlp(file.number("llama.feed_forward_length")))
-    return ModelConfig((layer,) * file.number("llama.block_count"), **facts(file, "llama"))
+    turning = rope(file, "llama", head_dim(file, "llama"))
+    heads = gguf_family.attention(file, "llama", turning, window=window(file, "llama"))
+    layer = Layer(heads, Mlp(file.integer("llama.feed_forward_length")))
+    return ModelConfig((layer,) * layer_count(file, "llama"), **facts(file, "llama"))
 
 
 FAMILY = Family("Llama", ("LlamaForCausalLM",), _read)

@@ -67,6 +67,7 @@ def _attention(settings: Settings) -> Attention:
         rope=None,
         scale=head_dim**-0.5,
         bias=settings.get("attention_bias", bool, default=False),
+        out_bias=settings.get("attention_bias", bool, default=False),
     )
 
 

@@ -25,6 +25,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
         settings.rope(head_dim, share=_ROTATED),
         scale=head_dim**-0.5,
         bias=settings.get("attention_bias", bool, default=False),
+        out_bias=settings.get("attention_bias", bool, default=False),
         qk_norm=True,
         gated=True,
     )

@@ -7,6 +7,7 @@ from tenuto.kernels.native.library import Activation, Op, OpKind
 from tenuto.kernels.native.pack import LANES
 from tenuto.models.config import ACTIVATIONS, UNGATED, Experts, Mlp
 from tenuto.models.native.building import Building, op
+from tenuto.models.native.panels import same_input
 
 _PARTS = ("gate_proj", "up_proj")
 
@@ -40,18 +41,22 @@ def _mlp(b: Building, mlp: Mlp, name: str, *, apart: bool) -> list[Op]:
 
 def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
     """The router's scores and the shared network's gate are projected; then the shared network computes all tokens, and
-    the others those they are chosen for."""
+    the others those they are chosen for. The input is normalised once more for them if they are stored in other types,
+    as in GGUF files, whose routers are float32: together they would all have to be."""
     part, hidden, activation = f"{name}mlp.", b.config.hidden, _activation(e.activation)
     halves = _halves(e.activation)
     own, shared = [f"{part}experts.{i}." for i in range(e.count)], f"{part}shared_expert."
-    chosen_from = {f"{part}gate": e.count} | {expert + half: e.width for half in halves for expert in own}
+    scored = {f"{part}gate": e.count}
+    gate = {f"{part}shared_expert_gate": 1} if e.shared and e.shared_gate else {}
+    chosen_from = {expert + half: e.width for half in halves for expert in own}
     for_all = {shared + half: e.shared for half in halves if e.shared}
-    for_all |= {f"{part}shared_expert_gate": 1} if e.shared and e.shared_gate else {}
     if e.biased:
-        (scores, *inner), beside = (b.panels.matrices(names, hidden, bias=True) for names in (chosen_from, for_all))
+        (scores,), gates_of_shared = b.panels.matrices(scored, hidden, bias=True), b.panels.matrices(gate, hidden)
+        inner, beside = (b.panels.matrices(chosen_from, hidden, bias=True), b.panels.matrices(for_all, hidden))
     else:
-        scores, *rest = b.panels.matrices(chosen_from | for_all, hidden)
-        inner, beside = rest[: len(chosen_from) - 1], rest[len(chosen_from) - 1 :]
+        scores, *gates_of_shared = b.panels.matrices(scored | gate, hidden)
+        both = b.panels.matrices(chosen_from | for_all, hidden)
+        inner, beside = both[: len(chosen_from)], both[len(chosen_from) :]
     down = b.panels.matrices({f"{expert}down_proj": hidden for expert in own}, e.width, bias=e.biased)
     gates, *ups = (b.listed(inner[i : i + e.count]) for i in range(0, len(inner), e.count))
     correction = b.panels.vector(f"{part}gate.correction", e.count) if e.sigmoid else None
@@ -60,15 +65,15 @@ def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
             e.count, e.chosen, e.normalised, e.scale, correction, gates, ups[0] if ups else None, b.listed(down)
         )
     )
-    projections = dict(zip(("first", "second"), [scores, *beside[len(halves) :]], strict=False))
-    ops = [
-        b.norm(OpKind.NORM, f"{name}post_attention_layernorm", scores),
-        op(OpKind.PROJECT, **projections),
-    ]
+    projections = dict(zip(("first", "second"), [scores, *gates_of_shared], strict=False))
+    norm = f"{name}post_attention_layernorm"
+    ops = [b.norm(OpKind.NORM, norm, scores), op(OpKind.PROJECT, **projections)]
+    if not same_input(scores, inner[0]):
+        ops.append(b.norm(OpKind.NORM, norm, inner[0]))
     if e.shared:
         (out,) = b.panels.matrices({f"{shared}down_proj": hidden}, e.shared)
         column = scores.panels * LANES if e.shared_gate else -1
-        inside = dict(zip(("first", "second"), beside[: len(halves)], strict=False))
+        inside = dict(zip(("first", "second"), beside, strict=False))
         ops += [
             op(OpKind.GATED, reader=out.kind, activation=activation, **inside),
             b.add(out, apart=apart, column=column),

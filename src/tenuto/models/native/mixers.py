@@ -30,13 +30,13 @@ def _attention(b: Building, a: Attention, layer: int, name: str, *, apart: bool)
     part, hidden, width = f"{name}self_attn.", b.config.hidden, a.heads * a.head_dim
     outputs = {"q": width * (2 if a.gated else 1), "k": a.kv_heads * a.head_dim, "v": a.kv_heads * a.head_dim}
     q, k, v = b.panels.matrices({f"{part}{n}_proj": size for n, size in outputs.items()}, hidden, bias=a.bias)
-    (out,) = b.panels.matrices({f"{part}o_proj": hidden}, width, bias=a.bias)
+    (out,) = b.panels.matrices({f"{part}o_proj": hidden}, width, bias=a.out_bias)
     group, place = b.places[layer]
     norms = [b.panels.vector(f"{part}{n}_norm.weight", a.head_dim) if a.qk_norm else None for n in "qk"]
     sinks = b.panels.vector(f"{part}sinks", a.heads) if a.sinks else None
     shape = b.pointed(
         library.Attention(
-            group, place, a.heads, b.rope(a.rope), a.gated, a.scale, b.config.norm_eps, norms[0], norms[1], sinks
+            group, place, a.heads, b.rope(a.rope), a.gated, a.scale, a.cap, b.config.norm_eps, norms[0], norms[1], sinks
         )
     )
     return [

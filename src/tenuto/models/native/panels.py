@@ -19,6 +19,11 @@ _AT_ONCE = 2**20  # weights that are decoded at once
 _AS_STORED: Mapping[str, Longs] = MappingProxyType({})
 
 
+def same_input(first: Matrix, second: Matrix) -> bool:
+    """Whether an input made for one is right for the other: both are quantized, or of the same floats."""
+    return first.kind == second.kind or not {first.kind, second.kind} & _KINDS.keys()
+
+
 class Panels:
     """Weights, taken one by one by their names, each once. They stay as they are stored, or become bfloat16 with
     `plain`; matrices that are multiplied together and differ become float32. What is made lives as long as this."""

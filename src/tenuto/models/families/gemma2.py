@@ -1,0 +1,77 @@
+"""Gemma 2 (arXiv:2408.00118): every other layer has a window, and scores and logits are capped."""
+
+from __future__ import annotations
+
+from tenuto.formats.gguf_file import GgufFile
+from tenuto.models.config import Layer, Mlp, ModelConfig
+from tenuto.models.families import gguf_family
+from tenuto.models.families.family import Family, attention, each
+from tenuto.models.families.gemma3 import GGUF_NAMES, KINDS, alternating, translate
+from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope, window
+from tenuto.models.settings import Settings
+
+_PERIOD = 2
+"""Of as many layers the last is global."""
+_SCORE_CAP, _LOGIT_CAP = 50.0, 30.0
+"""Where scores and logits are kept within, if a file does not say."""
+_LAYERS_OF_27B = 46
+
+
+def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    settings.only(
+        {"hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)},
+    )
+    head_dim, biased = settings.get("head_dim", int, 256), settings.get("attention_bias", bool, default=False)
+    turning = settings.rope(head_dim)
+    made = {
+        kind: attention(
+            settings,
+            turning,
+            head_dim=head_dim,
+            scale=settings.get("query_pre_attn_scalar", float, 256.0) ** -0.5,
+            window=window,
+            bias=biased,
+            out_bias=biased,
+            cap=settings.optional("attn_logit_softcapping", float) or 0.0,
+        )
+        for kind, window in zip(KINDS, (settings.window(), 0), strict=True)
+    }
+    kinds = settings.kinds("layer_types", alternating(settings.get("num_hidden_layers", int), _PERIOD), KINDS)
+    mlp = Mlp(settings.get("intermediate_size", int), "gelu_tanh")
+    return ModelConfig(
+        tuple(Layer(made[kind], mlp, post_norms=True) for kind in kinds),
+        **settings.facts(eos, tied=True),
+        embedding_scale=settings.get("hidden_size", int) ** 0.5,
+        logit_cap=settings.optional("final_logit_softcapping", float) or 0.0,
+    )
+
+
+def _read_gguf(file: GgufFile) -> ModelConfig:
+    """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
+    llama.cpp knows by its layers, it is not the size of a head."""
+    count, hidden = layer_count(file, "gemma2"), file.integer("gemma2.embedding_length")
+    head = head_dim(file, "gemma2")
+    scalar = hidden // file.integer("gemma2.attention.head_count") if count == _LAYERS_OF_27B else head
+    turning = rope(file, "gemma2", head)
+    made = {
+        kind: gguf_family.attention(
+            file,
+            "gemma2",
+            turning,
+            scale=scalar**-0.5,
+            window=size,
+            cap=file.number("gemma2.attn_logit_softcapping", _SCORE_CAP),
+        )
+        for kind, size in zip(KINDS, (window(file, "gemma2"), 0), strict=True)
+    }
+    mlp = Mlp(file.integer("gemma2.feed_forward_length"), "gelu_tanh")
+    return ModelConfig(
+        tuple(Layer(made[kind], mlp, post_norms=True) for kind in alternating(count, _PERIOD)),
+        **facts(file, "gemma2"),
+        embedding_scale=hidden**0.5,
+        logit_cap=file.number("gemma2.final_logit_softcapping", _LOGIT_CAP),
+    )
+
+
+FAMILY = Family("Gemma 2", ("Gemma2ForCausalLM",), _read, each(translate))
+GGUF_FAMILY = GgufFamily("Gemma 2", "gemma2", _read_gguf, GGUF_NAMES)

@@ -1,0 +1,47 @@
+"""Phi-3 (arXiv:2404.14219) and Phi-4: projections of queries, keys and values are one matrix, gates and projections up
+another. Long contexts have a rope of their own (LongRoPE), and only a part of a head may be rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tenuto.formats.gguf_file import GgufFile
+from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
+from tenuto.models.families import gguf_family
+from tenuto.models.families.family import Family, Named, attention, each, split, split_layer
+from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, facts, head_dim, layer_count, rope, window
+from tenuto.models.settings import Settings
+from tenuto.models.weights import StoredWeight
+
+
+def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    settings.only({"hidden_act": ("silu",), "attention_bias": (None, False)})
+    heads = attention(settings, settings.rope(settings.head_dim()), window=settings.window())
+    layer = Layer(heads, Mlp(settings.get("intermediate_size", int)))
+    return ModelConfig((layer,) * settings.get("num_hidden_layers", int), **settings.facts(eos))
+
+
+def _read_gguf(file: GgufFile) -> ModelConfig:
+    size = head_dim(file, "phi3", partly=True)
+    turning = rope(file, "phi3", file.integer("phi3.rope.dimension_count", size))
+    heads = gguf_family.attention(file, "phi3", turning, window=window(file, "phi3"))
+    layer = Layer(heads, Mlp(file.integer("phi3.feed_forward_length")))
+    return ModelConfig((layer,) * layer_count(file, "phi3"), **facts(file, "phi3"))
+
+
+def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
+    layer, part = split_layer(name)
+    match part, config.layers[0]:
+        case "self_attn.qkv_proj.weight", Layer(mixer=Attention() as a):
+            widths = {"q": a.heads * a.head_dim, "k": a.kv_heads * a.head_dim, "v": a.kv_heads * a.head_dim}
+            yield from split(name, weight, {f"{layer}self_attn.{n}_proj.weight": size for n, size in widths.items()})
+        case "mlp.gate_up_proj.weight", Layer(feed_forward=Mlp() as mlp):
+            yield from split(name, weight, {f"{layer}mlp.{half}_proj.weight": mlp.width for half in ("gate", "up")})
+        case _:
+            yield name, weight
+
+
+_GGUF_NAMES = {**LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_NAME = "Phi-3"
+FAMILY = Family(_NAME, ("Phi3ForCausalLM",), _read, each(_translate))
+GGUF_FAMILY = GgufFamily(_NAME, "phi3", _read_gguf, _GGUF_NAMES, each(_translate))

@@ -1,0 +1,123 @@
+"""Qwen2 and 2.5 (arXiv:2407.10671), whose queries, keys and values have biases, and Qwen3 (arXiv:2505.09388), whose
+queries and keys are normalised; Qwen3-MoE has experts, too."""
+
+from __future__ import annotations
+
+from tenuto.formats.gguf_file import GgufFile
+from tenuto.models.config import Attention, Experts, Layer, Mlp, ModelConfig
+from tenuto.models.families import gguf_family
+from tenuto.models.families.family import Family, attention, each
+from tenuto.models.families.gguf_family import (
+    EXPERT_NAMES,
+    LAYER_NAMES,
+    QK_NORMS,
+    GgufFamily,
+    facts,
+    head_dim,
+    layer_count,
+    rope,
+    unstacked_experts,
+)
+from tenuto.models.settings import Settings
+
+_KINDS = ("sliding_attention", "full_attention")
+_FIRST_WINDOWED = 28
+"""The first layer with a window, if there are any and a model does not say."""
+
+
+def _read_qwen2(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    return _read_dense(settings, eos, _heads(settings, settings.head_dim(), bias=True))
+
+
+def _read_qwen3(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    return _read_dense(settings, eos, _heads(settings, settings.get("head_dim", int, 128), **_normed(settings)))
+
+
+def _read_qwen3_moe(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
+    made = _heads(settings, settings.head_dim(), **_normed(settings))
+    mixer = made[_KINDS[0] if settings.get("use_sliding_window", bool, default=False) else _KINDS[1]]
+    count = settings.get("num_hidden_layers", int)
+    return ModelConfig(tuple(Layer(mixer, _feed_forward(settings, i)) for i in range(count)), **settings.facts(eos))
+
+
+def _normed(settings: Settings) -> dict[str, bool]:
+    biased = settings.get("attention_bias", bool, default=False)
+    return {"qk_norm": True, "bias": biased, "out_bias": biased}
+
+
+def _heads(settings: Settings, size: int, **more: bool) -> dict[str, Attention]:
+    """Attention of both kinds. Models have a window setting even where it is not used."""
+    settings.only({"hidden_act": ("silu",)})
+    windowed = settings.get("use_sliding_window", bool, default=False)
+    turned = settings.rope(size)
+    return {
+        kind: attention(settings, turned, head_dim=size, window=window, **more)
+        for kind, window in zip(_KINDS, (settings.window() if windowed else 0, 0), strict=True)
+    }
+
+
+def _read_dense(settings: Settings, eos: tuple[int, ...], made: dict[str, Attention]) -> ModelConfig:
+    count, first = settings.get("num_hidden_layers", int), settings.get("max_window_layers", int, _FIRST_WINDOWED)
+    default = [_KINDS[i < first or not made[_KINDS[0]].window] for i in range(count)]
+    mlp = Mlp(settings.get("intermediate_size", int))
+    kinds = settings.kinds("layer_types", default, _KINDS)
+    return ModelConfig(tuple(Layer(made[kind], mlp) for kind in kinds), **settings.facts(eos))
+
+
+def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
+    experts = settings.optional("num_experts", int) or settings.get("num_local_experts", int)  # transformers 5
+    step = settings.get("decoder_sparse_step", int, 1)
+    if layer in settings.numbers("mlp_only_layers") or (layer + 1) % step:
+        return Mlp(settings.get("intermediate_size", int))
+    return Experts(
+        experts,
+        settings.get("num_experts_per_tok", int),
+        settings.get("moe_intermediate_size", int),
+        normalised=settings.get("norm_topk_prob", bool, default=False),
+        shared=0,
+        shared_gate=False,
+    )
+
+
+def _read_qwen2_gguf(file: GgufFile) -> ModelConfig:
+    return _read_gguf(file, "qwen2", qk_norm=False)
+
+
+def _read_qwen3_gguf(file: GgufFile) -> ModelConfig:
+    return _read_gguf(file, "qwen3", qk_norm=True)
+
+
+def _read_gguf(file: GgufFile, architecture: str, *, qk_norm: bool) -> ModelConfig:
+    return _gguf_layers(file, architecture, Mlp(file.integer(f"{architecture}.feed_forward_length")), qk_norm=qk_norm)
+
+
+def _read_qwen3_moe_gguf(file: GgufFile) -> ModelConfig:
+    """Files do not say how experts are weighted: among the chosen, as llama.cpp has it."""
+    experts = Experts(
+        file.integer("qwen3moe.expert_count"),
+        file.integer("qwen3moe.expert_used_count"),
+        file.integer("qwen3moe.expert_feed_forward_length"),
+        normalised=True,
+        shared=0,
+        shared_gate=False,
+    )
+    return _gguf_layers(file, "qwen3moe", experts, qk_norm=True)
+
+
+def _gguf_layers(file: GgufFile, architecture: str, feed_forward: Mlp | Experts, *, qk_norm: bool) -> ModelConfig:
+    turned = rope(file, architecture, head_dim(file, architecture))
+    layer = Layer(gguf_family.attention(file, architecture, turned, qk_norm=qk_norm), feed_forward)
+    return ModelConfig((layer,) * layer_count(file, architecture), **facts(file, architecture))
+
+
+_NORMED_NAMES = {**LAYER_NAMES, **QK_NORMS}
+FAMILIES = (
+    Family("Qwen2", ("Qwen2ForCausalLM",), _read_qwen2),
+    Family("Qwen3", ("Qwen3ForCausalLM",), _read_qwen3),
+    Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",), _read_qwen3_moe),
+)
+GGUF_FAMILIES = (
+    GgufFamily("Qwen2", "qwen2", _read_qwen2_gguf),
+    GgufFamily("Qwen3", "qwen3", _read_qwen3_gguf, _NORMED_NAMES),
+    GgufFamily("Qwen3-MoE", "qwen3moe", _read_qwen3_moe_gguf, _NORMED_NAMES | EXPERT_NAMES, each(unstacked_experts)),
+)
