@@ -61,7 +61,7 @@ def unstacked_experts(_: ModelConfig, name: str, weight: StoredWeight) -> Iterat
         yield name, weight
         return
     before, after = name.split(".experts.", 1)
-    for i, expert in enumerate(weight.unstacked()):
+    for i, expert in enumerate(weight.each()):
         yield f"{before}.experts.{i}.{after}", expert
 
 

@@ -153,8 +153,10 @@ class Error(BaseModel):
     error: dict[str, Any]
 
 
+_AS_ERROR = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error, "description": text}
+    # For every `model` of every route FastAPI makes a validator, so only one of them is given as such.
+    status: {"description": text} | ({"model": Error} if status == 400 else _AS_ERROR)
     for status, text in {
         400: "Malformed, or too long for the context",
         401: "No valid key",
