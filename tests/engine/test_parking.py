@@ -164,6 +164,7 @@ def test_copies_that_fail_cost_only_time(mix) -> None:
 def test_a_directory_is_used_by_one_process_at_a_time_and_left_empty(tmp_path: Path) -> None:
     (tmp_path / f"3{SUFFIX}").write_bytes(b"left by a process that was killed")
     files = UnitFiles(tmp_path, 100)
+    files.take_over([])
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
     with pytest.raises(ConfigError, match="in use by another process"):
         UnitFiles(tmp_path, 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import httpx
@@ -23,16 +24,24 @@ def test_a_conversation_goes_on_after_the_server_was_stopped_as_if_it_had_not_be
         assert answer.status_code == 200, answer.text
         return str(answer.json()["text"])
 
+    def metric(server: Server, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
     texts = ["hello", "and again", "and at last"]
     with serving("--model", "witness") as server:
         httpx.post(f"{server.url}/v1/sessions", json={"id": "s", "system": "Be brief."})
         whole = [say(server, text) for text in texts]
     parts = []
     for number, text in enumerate(texts):
-        with serving("--model", "witness", "--journal", str(tmp_path / "journal")) as server:
+        options = ("--journal", str(tmp_path / "journal"), "--disk-tier", str(tmp_path / "tier"))
+        with serving("--model", "witness", *options) as server:
+            assert metric(server, 'tenuto_snapshots_total{outcome="restored"}') == (number > 0)
             if number == 0:
                 httpx.post(f"{server.url}/v1/sessions", json={"id": "s", "system": "Be brief."})
             parts.append(say(server, text))
+            assert metric(server, "tenuto_restored_sessions_total") == (number > 0)
+            assert not metric(server, 'tenuto_recomputed_tokens_total{reason="restored"}')
             assert server.stop() == 0
     assert parts == whole
 

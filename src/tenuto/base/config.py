@@ -42,6 +42,7 @@ class EngineConfig:
     `prefix_cache`, turns start from what other sessions of their tenant, closed ones included, have in memory of the
     same tokens. The memory of idle sessions that has to yield goes to `host_tier` bytes of host memory, and from there
     to files in the directory `disk_tier` (empty: none), at most `disk_tier_size` bytes (0: no limit).
+    An engine that is closed and whose sessions outlive it takes up to `snapshot_seconds` to leave their memory there.
     `tenant_weights` are tenants' relative shares of rows and prefill tokens, 1 unless named here.
     `draft_timeout` is in seconds since the draft last changed. A full recount, which may take several steps, begins
     every `audit_every` steps (0: only on demand)."""
@@ -60,6 +61,7 @@ class EngineConfig:
     host_tier: int = option(0, bounds=Bounds(0, MAX_COUNT))
     disk_tier: str = ""
     disk_tier_size: int = option(0, bounds=Bounds(0, MAX_COUNT))
+    snapshot_seconds: float = option(30.0, bounds=Bounds(0.0, 86400.0))
     tenant_weights: tuple[tuple[str, float], ...] = ()
     draft_timeout: float = option(60.0, bounds=SECONDS)
     audit_every: int = option(1000, bounds=Bounds(0, MAX_COUNT))
@@ -92,6 +94,7 @@ class EngineOptions(TypedDict, total=False):
     host_tier: int
     disk_tier: str
     disk_tier_size: int
+    snapshot_seconds: float
     tenant_weights: tuple[tuple[str, float], ...]
     draft_timeout: float
     audit_every: int

@@ -55,6 +55,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         engine_config(self.config)
 
+    @property
+    def snapshot_seconds(self) -> float:
+        """How long the engine may write memory to disk when it is closed."""
+        config = engine_config(self.config)
+        return config.snapshot_seconds if self.journal is not None and config.disk_tier else 0.0
+
 
 class Request(WireMessage, Generic[T_co], frozen=True, kw_only=True):
     """Edge to engine, answered with a `T_co`. `call` is set by the link."""

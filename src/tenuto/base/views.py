@@ -170,7 +170,8 @@ class Stats(View, frozen=True, kw_only=True):
     in memory that rewinds and forks have to compute again, since no checkpoint was nearer. `prefix_lookups`:
     turns that lacked at least a page, by what came of looking for it with others; `prefix_tokens`: the tokens found, by
     whose they were. `tiers`: bytes that parked sessions hold, by tier; `parked` sessions; `restored` sessions, ever;
-    `tier_moves`: units moved, by where to; `tier_failures`, by cause."""
+    `tier_moves`: units moved, by where to; `tier_failures`, by cause.
+    `snapshots`: sessions whose memory an earlier process has left on disk, or not, by what came of it."""
 
     sessions: int
     running: int
@@ -191,4 +192,5 @@ class Stats(View, frozen=True, kw_only=True):
     tiers: dict[str, int]
     tier_moves: dict[str, int]
     tier_failures: dict[str, int]
+    snapshots: dict[str, int]
     held_tokens: dict[str, int]

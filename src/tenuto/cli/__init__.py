@@ -228,6 +228,12 @@ def serve(
     disk_tier_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes in it, as of --host-tier. 0: no limit.")
     ] = "0",
+    snapshot_seconds: Annotated[
+        float,
+        typer.Option(
+            help="With --journal and --disk-tier: how long a server that ends may write sessions' memory there."
+        ),
+    ] = 30.0,
     overlap: Annotated[int, typer.Option(help="1: plan a step while the previous one is computed.")] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for users of SGLang
@@ -262,6 +268,7 @@ def serve(
         "host_tier": read_size("host_tier", host_tier),
         "disk_tier": "" if disk_tier == "none" else disk_tier,
         "disk_tier_size": read_size("disk_tier_size", disk_tier_size),
+        "snapshot_seconds": snapshot_seconds,
     }
     if context_length is not None:
         config["context_length"] = context_length

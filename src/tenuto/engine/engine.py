@@ -29,6 +29,7 @@ from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.parking import Parking
+from tenuto.engine.snapshots import Snapshots
 from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
 from tenuto.memory.tiers import Tiers
@@ -80,8 +81,10 @@ class Engine:
         proposer: Proposer | None = None,
         masks: Masks | None = None,
         disk: Disk | None = None,
+        identity: str = "",
     ) -> None:
-        """`disk` replaces the files that `config.disk_tier` asks for. Raises `ConfigError`."""
+        """`disk` replaces the files that `config.disk_tier` asks for. `identity`: of what is in units of memory; what
+        another engine has left on disk is used if it is the same. Raises `ConfigError`."""
         if config.lookahead and proposer is None:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
         self.config = config
@@ -95,7 +98,8 @@ class Engine:
         shares = Shares(dict(config.tenant_weights))
         self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
         self.prefixes = PrefixIndex(self.memory.page_size) if config.prefix_cache else None
-        self.parking = self._tiers(executor, disk)
+        self.parking = self._tiers(executor, disk, identity)
+        self.snapshots = Snapshots(self.parking, clock) if self.parking is not None else None
         self.lifecycle = Lifecycle(
             self.memory,
             self.sessions,
@@ -138,15 +142,15 @@ class Engine:
         self.transitions = self.lifecycle.transitions
         self.totals = self.lifecycle.totals
 
-    def _tiers(self, executor: Executor, disk: Disk | None) -> Parking | None:
+    def _tiers(self, executor: Executor, disk: Disk | None, identity: str) -> Parking | None:
         """Where the memory of idle sessions goes, if there is more than the device."""
         config = self.config
         if disk is None and config.disk_tier:
-            disk = UnitFiles(Path(config.disk_tier).expanduser(), config.disk_tier_size or MAX_COUNT)
+            disk = UnitFiles(Path(config.disk_tier).expanduser(), config.disk_tier_size or MAX_COUNT, identity)
         if disk is None and not config.host_tier:
             return None
         memory = self.memory
-        tiers = Tiers(memory.pools, executor, config.host_tier, disk, memory.page_size, self._clock.now)
+        tiers = Tiers(memory.pools, executor, config.host_tier, disk, memory.page_size, self._clock.now, identity)
         return Parking(memory, tiers)
 
     # -- the loop
@@ -456,10 +460,31 @@ class Engine:
         """Go on."""
         self.paused = False
 
-    def end(self) -> None:
-        """Release the files of the disk tier. Nothing is asked of the engine afterwards."""
+    # -- from one process to the next
+
+    @guarded
+    def recover(self) -> None:
+        """Park the sessions that were just restored with what an engine before this one has left of their memory in
+        the disk tier. What is left there besides is removed."""
+        if self.snapshots is not None:
+            self.snapshots.recover(self.sessions)
+
+    @guarded
+    def save(self) -> None:
+        """Abort open turns, and leave the memory of lasting sessions in the disk tier, as far as `snapshot_seconds`
+        allow, for `recover` to find. Only `end` may follow."""
+        for session in list(self.sessions):
+            if session.turn is not None:
+                self.lifecycle.abort(session.turn, EndReason.ABORT)
+        if self.snapshots is not None:
+            lasting = [session for session in self.sessions if session.policy.lasting]
+            self.snapshots.save(lasting, self.config.snapshot_seconds)
+
+    def end(self, *, keep: bool = False) -> None:
+        """Release the disk tier, and unless told to `keep` them remove its files. Nothing is asked of the engine
+        afterwards."""
         if self.parking is not None:
-            self.parking.tiers.close()
+            self.parking.tiers.close(keep=keep)
 
     # -- audit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from tenuto.base.plan import Bytes
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
+from tenuto.memory.snapshots import SavedMemory, Snapshot
 from tenuto.memory.tiers import Parked, Tiers
 from tenuto.sched.batch import is_computed, start_target
 from tenuto.session.session import Session, Turn
@@ -56,6 +58,46 @@ class Parking:
         if parked is not None:
             self._replace(session, parked)
             self.parked += 1
+
+    def save(self, session: Session, *, late: bool) -> int:
+        """See that what there is of a session is on disk, if it is not too `late` to write. Of how many tokens it
+        is."""
+        memory, parked = session.memory, self._sessions.get(session)
+        there = parked.position if parked is not None and parked in self.tiers else 0
+        if memory.computed > there and not late:
+            written = self.tiers.save(memory.computed, memory.kept())
+            if written is not None:
+                self._replace(session, written)
+                return written.position
+        if parked is None or not there or (late and parked.in_host) or not self.tiers.move_to_disk(parked):
+            return 0
+        return there
+
+    def write_index(self, saved: Sequence[tuple[Session, int]]) -> bool:
+        """Write down what is on disk of sessions, each of so many tokens. False if that failed."""
+        return self.tiers.write_index(
+            [
+                (*session.key, session.history[:position].tobytes(), self._sessions[session])
+                for session, position in saved
+            ]
+        )
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether parked memory can be resumed only where it ends."""
+        return self._memory.needs_checkpoints
+
+    def take_over(
+        self, snapshot: Snapshot | None, wanted: Sequence[tuple[Session, SavedMemory, int]]
+    ) -> Iterator[tuple[Session, SavedMemory, int | None]]:
+        """Park sessions with the memory of so many tokens that was saved for them: how many each has now, or `None` if
+        its files are gone. What was saved besides is removed."""
+        taken = self.tiers.take_over(
+            snapshot, [(saved, position, self._counts(session, position)) for session, saved, position in wanted]
+        )
+        for (session, saved, _), parked in zip(wanted, taken, strict=True):
+            self._replace(session, parked)
+            yield session, saved, parked.position if parked is not None else None
 
     def _replace(self, session: Session, parked: Parked | None) -> None:
         before = self._sessions.pop(session, None)

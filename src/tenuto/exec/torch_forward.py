@@ -41,6 +41,10 @@ class TorchForward:
         return self._spec
 
     @property
+    def layout(self) -> str:
+        return f"torch {self._model.dtype}"
+
+    @property
     def description(self) -> str:
         return f"PyTorch in {str(self._model.dtype).removeprefix('torch.')} on {self.device}"
 

@@ -85,9 +85,10 @@ class Service:
             if journal is not None:
                 undo.callback(journal.close)
             self._engine = engine = build_engine(model, config, memory_bytes, self._masks)
-            undo.callback(engine.end)
+            undo.callback(partial(engine.end, keep=True))
             if journal is not None:
                 _restore(journal, engine)
+            engine.recover()
             undo.pop_all()
         self._writer = JournalWriter(journal) if journal is not None else None
         self._describe = self._describe_model(engine)
@@ -245,10 +246,20 @@ class Service:
 
     def _stopped(self, stopped: Stopped) -> None:
         self._flush()
-        self._engine.end()
+        self._leave()
         self._model.executor.close()
         self._masks.close()
         self._outbox.stopped(stopped)
+
+    def _leave(self) -> None:
+        """The engine has stopped. If its sessions outlive it, so does their memory, as far as there is a disk tier."""
+        outlived = self._writer is not None
+        if outlived and self._engine.broken is None:
+            try:
+                self._engine.save()
+            except Exception:
+                log.exception("the memory of sessions could not be saved; it will be computed again")
+        self._engine.end(keep=outlived)
 
     def _describe_model(self, engine: Engine) -> ModelView:
         model, pools = self._model, engine.memory.pools

@@ -21,7 +21,8 @@ from tenuto.base.views import ModelView
 log = structlog.get_logger("tenuto.server")
 
 EXIT_SECONDS = 5.0
-"""How long an engine process may take to exit, once its socket is closed, before it is killed."""
+"""How long an engine process may take to exit, once its socket is closed, before it is killed,
+besides what it may take to write memory to disk."""
 
 
 class ProcessLink(Link, asyncio.Protocol):
@@ -39,12 +40,14 @@ class ProcessLink(Link, asyncio.Protocol):
         self._encoder = msgspec.msgpack.Encoder()
         self._ready: asyncio.Future[ModelView] = asyncio.get_running_loop().create_future()
         self._buried: asyncio.Task[None] | None = None
+        self._patience = EXIT_SECONDS
 
     @classmethod
     async def open(cls, settings: WorkerSettings) -> Self:
         """Start the process and wait until its model is loaded. Raises `ModelError`, `ConfigError`, `EngineStopped`."""
         ours, theirs = socket.socketpair()
         link = cls()
+        link._patience += settings.snapshot_seconds
         with theirs:
             link._child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tenuto.runtime.worker", str(theirs.fileno()), pass_fds=[theirs.fileno()]
@@ -98,7 +101,7 @@ class ProcessLink(Link, asyncio.Protocol):
     async def _bury(self) -> None:
         """Wait until the child has exited, and tell everyone why."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._child.wait(), EXIT_SECONDS)
+            await asyncio.wait_for(self._child.wait(), self._patience)
         if self._child.returncode is None:
             with suppress(ProcessLookupError):
                 self._child.kill()

@@ -36,6 +36,7 @@ class NativeProgram:
         if reason is not None:
             raise ModelError(f"the native kernels cannot run this model: {reason}")
         self.config = config
+        self.plain = plain
         groups = layer_groups(config, torch.bfloat16, convolutions=torch.float32)
         self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
         self._panels = Panels(weights, plain=plain)
