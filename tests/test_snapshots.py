@@ -1,4 +1,4 @@
-"""Engines that are closed leave the state of their sessions on disk, and the next one goes on with it."""
+"""The state of sessions leaves a real model in files, and another engine goes on with it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 import tenuto
+from tenuto.base.errors import InvalidRequest
 
 HYBRID = str(Path(__file__).parent / "hybrid" / "model")
 """Full attention, a sliding window and recurrent state."""
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_model_goes_on_with_the_state_that_an_engine_before_has_left(kernels: str, tmp_path: Path) -> None:
+def test_a_model_goes_on_with_state_that_another_engine_has_left_or_exported(kernels: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "kernels": kernels,
         "context_length": 512,
@@ -29,6 +30,11 @@ def test_a_model_goes_on_with_the_state_that_an_engine_before_has_left(kernels: 
         fork = session.fork(session_id="fork")
         fork.append([30, 31])
         history, other = session.history, fork.history
+        session.export_file(tmp_path / "file")
+    with tenuto.Engine(HYBRID, kernels=kernels, context_length=512, prefix_cache=False) as engine:
+        moved = engine.import_file(tmp_path / "file")
+        elsewhere = moved.turn([40, 41, 42], max_new_tokens=12, ignore_eos=True)
+        assert elsewhere.result().usage.cached == len(history) - 1
     with tenuto.Engine(HYBRID, **options) as engine:
         session, fork = engine.attach("s"), engine.attach("fork")
         assert (session.history, fork.history) == (history, other)
@@ -40,4 +46,14 @@ def test_a_model_goes_on_with_the_state_that_an_engine_before_has_left(kernels: 
             fresh = anew.turn([*tokens, 40, 41, 42], max_new_tokens=12, ignore_eos=True)
             assert fresh.result().usage.cached == 0
             assert fresh.token_ids == turn.token_ids
+        assert elsewhere.token_ids == turns[0].token_ids
         engine.audit()
+
+
+def test_state_of_other_weights_or_kernels_is_refused(tmp_path: Path) -> None:
+    with tenuto.Engine(HYBRID, kernels="torch") as engine:
+        session = engine.session("s")
+        session.append([20] * 40)
+        session.export_file(tmp_path / "file")
+    with tenuto.Engine(HYBRID) as engine, pytest.raises(InvalidRequest, match="other weights, or arranged"):
+        engine.import_file(tmp_path / "file")

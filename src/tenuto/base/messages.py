@@ -109,16 +109,20 @@ class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class ExportSession(OfSession[SessionDocument], frozen=True, kw_only=True):
-    """A session as of its last commit, as a file."""
+    """A session as of its last commit, as a file. `state`: the path of a file to write it to with its state, see
+    `base.state_file`."""
+
+    state: str | None = None
 
 
 class ImportSession(Request[SessionInfo], frozen=True, kw_only=True):
     """A session as it was exported, here or elsewhere. `session`: its id here. `policy`: applies in place of what the
-    document says."""
+    document says. `state`: the path of a file that has the document and its state."""
 
     session: str
     policy: Policy
     document: SessionDocument
+    state: str | None = None
     limits: Limits = Limits()
 
     @property

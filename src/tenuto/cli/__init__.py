@@ -185,6 +185,9 @@ def serve(
         ),
     ] = 30.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Per request.")] = 32 * 2**20,
+    max_state_bytes: Annotated[
+        int, typer.Option(min=1, help="Of a session imported with its state, which goes to a temporary file.")
+    ] = 2**34,
     max_bodies_bytes: Annotated[int, typer.Option(min=1, help="Of all open requests together.")] = 2**30,
     max_connections: Annotated[int, typer.Option(min=1, help="The most open connections.")] = 4096,
     header_seconds: Annotated[
@@ -290,6 +293,7 @@ def serve(
         keys=held,
         served_name=served_model_name,
         max_body_bytes=max_body_bytes,
+        max_state_bytes=max_state_bytes,
         max_bodies_bytes=max_bodies_bytes,
         max_connections=max_connections,
         header_seconds=header_seconds,

@@ -21,6 +21,7 @@ from tenuto.base.errors import (
 )
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Executor
+from tenuto.base.state_file import CopiedState, StateFile
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
 from tenuto.engine.auditor import Auditor
@@ -29,6 +30,7 @@ from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.parking import Parking
+from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
 from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
@@ -111,6 +113,9 @@ class Engine:
             config.draft_timeout,
         )
         self.pressure = self.lifecycle.pressure
+        self.states = SessionStates(
+            self.memory, executor, self.parking, self.pressure, self.batch, self.lifecycle.note_memory
+        )
         self._admission = Admission(
             self.memory,
             self.batch,
@@ -292,6 +297,16 @@ class Engine:
         self.lifecycle.count("restore")
         self.lifecycle.note("restore", session)
         return session
+
+    @guarded
+    def state(self, session_id: str, tenant: str = "") -> CopiedState:
+        """A copy of what there is of a session's state. Raises `SessionBusy` while a turn is open."""
+        return self.states.of(self.sessions.get(session_id, tenant))
+
+    @guarded
+    def put_state(self, session_id: str, file: StateFile, tenant: str = "") -> None:
+        """Give a session that was just restored the state in a file, which `states` has checked."""
+        self.states.put(self.sessions.get(session_id, tenant), file)
 
     def _read(self, tokens: Iterable[int]) -> array[int]:
         """The caller's tokens. Reading runs the caller's code, so it comes before anything is looked at."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from tenuto.base.plan import Bytes
+from tenuto.base.state_file import CopiedState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
@@ -81,6 +82,21 @@ class Parking:
                 for session, position in saved
             ]
         )
+
+    def state(self, session: Session) -> CopiedState | None:
+        """A copy of what is parked of a session, if it can be read."""
+        parked = self._sessions.get(session)
+        if parked is None or parked not in self.tiers:
+            return None
+        position, groups = parked.position, self.tiers.copies(parked)
+        return CopiedState(position, groups) if groups is not None else None
+
+    def hold(self, session: Session, state: CopiedState) -> bool:
+        """Park a session with state that comes from elsewhere. False if there is no room."""
+        used = [table.used(state.position) for table in session.memory.tables]
+        parked = self.tiers.hold(state.position, state.groups, used)
+        self._replace(session, parked)
+        return parked is not None
 
     @property
     def needs_whole(self) -> bool:

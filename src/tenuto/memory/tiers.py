@@ -171,6 +171,23 @@ class Tiers:
         self._parked[parked] = self._in_host[parked] = None
         return parked
 
+    def hold(self, position: int, groups: Sequence[Sequence[Bytes]], used: Sequence[int]) -> Parked | None:
+        """Park what was never on the device: units of each group, of the last of which the first `used` slots are of
+        value. `None` if there is no room."""
+        parked = Parked(position, [])
+        for group, (units, last) in enumerate(zip(groups, used, strict=True)):
+            slots = [self._page_size] * (len(units) - 1) + [last]
+            stored = [
+                StoredUnit(group, n, data.nbytes, data, ELSEWHERE, references=1)
+                for data, n in zip(units, slots, strict=False)
+            ]
+            self.host_used += sum(unit.size for unit in stored)
+            parked.units.append(stored)
+        self._parked[parked] = self._in_host[parked] = None
+        if not self._fit():
+            self.forget(parked)
+        return parked if parked in self._parked else None
+
     def _unit_size(self, group: int) -> int:
         return self._copier.unit_bytes(group)
 
@@ -283,6 +300,24 @@ class Tiers:
         if read:
             self.rates.note("disk", sum(data.nbytes for data in read.values()), self._timer() - began)
         return [[None if unit is None else read.get(unit, unit.data) for unit in group] for group in wanted]
+
+    def copies(self, parked: Parked) -> list[list[Bytes]] | None:
+        """All its units, those read that are not in host memory. `None` if that failed."""
+        counts = [len(group) for group in parked.units]
+        found = self.fetch(parked, counts)
+        if found is None:
+            return None
+        copied: list[list[Bytes]] = []
+        for group, units in enumerate(found):
+            there = self.on_device(parked, group, counts[group])
+            missing = [unit for unit, data in zip(there, units, strict=True) if data is None and unit is not None]
+            try:
+                read = iter(self._copier.read_units(group, np.array(missing, np.int32)) if missing else ())
+            except CopyFailed:
+                self.failures["copy"] += 1
+                return None
+            copied.append([next(read) if data is None else data for data in units])
+        return copied
 
     def _disk_read(self, file: UnitFile, by_group: dict[int, list[StoredUnit]]) -> dict[int, list[Bytes]]:
         if self._disk is None:
