@@ -46,6 +46,43 @@ def test_a_conversation_goes_on_after_the_server_was_stopped_as_if_it_had_not_be
     assert parts == whole
 
 
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_a_repeated_request_is_answered_by_the_next_server_as_it_was_by_the_last(end: str, tmp_path: Path) -> None:
+    options = ("--model", "witness", "--journal", str(tmp_path / "journal"))
+    key = {"idempotency-key": "k"}
+    body = {"input": "one two", "max_new_tokens": 12, "temperature": 1, "logprobs": 2, "stream": False}
+    late = {"input": "three", "max_new_tokens": 9, "stop": ["e"], "stream": False}
+    chat = {
+        "model": "default",
+        "session_id": "chat",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 5,
+    }
+    with serving(*options) as server, server.client() as http:
+        http.post("/v1/sessions", json={"id": "s"}).raise_for_status()
+        first = http.post("/v1/sessions/s/turns", json=body, headers=key).json()
+        other = http.post("/v1/sessions/s/turns", json=late, headers={"idempotency-key": "other"}).json()
+        said = http.post("/v1/chat/completions", json=chat, headers=key).raise_for_status().json()
+        if end == "stopped":
+            assert server.stop() == 0
+    with serving(*options) as server, server.client() as http:
+        before = http.get("/v1/sessions/s").json()["version"]
+        retried = {**key, "if-match": '"0"'}
+        assert http.post("/v1/sessions/s/turns", json=body, headers=retried).json() == first
+        assert http.get(f"/v1/sessions/s/turns/{first['id']}").json() == first
+        events = http.post("/v1/sessions/s/turns", json={**late, "stream": True}, headers={"idempotency-key": "other"})
+        assert events.status_code == 422  # another body
+        assert http.post("/v1/sessions/s/turns", json=late, headers={"idempotency-key": "other"}).json() == other
+        assert http.post("/v1/chat/completions", json=chat, headers=key).json()["choices"] == said["choices"]
+        changed = http.post("/v1/sessions/s/turns", json={**body, "max_new_tokens": 3}, headers=key)
+        assert changed.json()["error"]["code"] == "idempotency_key_reused"
+        assert http.get("/v1/sessions/s").json()["version"] == before == 2
+        assert http.get("/v1/sessions/chat").json()["version"] == 1
+        http.post("/v1/sessions/s/append", json={"input": [1]}, headers={"idempotency-key": "new"}).raise_for_status()
+        assert http.get("/v1/sessions/s").json()["version"] == 3
+        server.audit()
+
+
 def test_a_journal_that_cannot_be_used_is_said_and_the_server_does_not_start(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("no journal " * 100)

@@ -20,6 +20,7 @@ from tenuto.base.tools import NO_TOOLS, Tools
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
     AuditReport,
+    FoundTurn,
     ModelView,
     RecordPage,
     SessionInfo,
@@ -155,7 +156,8 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     by itself, one at the start of the input is dropped where the session has a history. `echo`: the ticket has the
     prompt's tokens and text. `markup`: control tokens written out in a text become those tokens. `name`: a unique name
     by which it can be withdrawn. `tools`: what the model is told that it may call, with the first messages; later turns
-    may repeat it.
+    may repeat it. `once`: an idempotency key and a digest of what the client asked for: the committed turn is kept for
+    `FindTurn`.
     """
 
     kind: TurnKind
@@ -170,11 +172,18 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     markup: bool = False
     name: str = ""
     tools: Tools = NO_TOOLS
+    once: tuple[str, bytes] | None = None
 
     @property
     def key(self) -> SessionKey | None:
         """The session, if it has one."""
         return (self.tenant, self.session) if self.session is not None else None
+
+
+class FindTurn(OfSession[FoundTurn], frozen=True, kw_only=True):
+    """The committed turn of this session that was started with an idempotency key, whichever process did."""
+
+    once: str
 
 
 class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):

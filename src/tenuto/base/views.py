@@ -11,7 +11,7 @@ import msgspec
 
 from tenuto.base.config import EngineConfig
 from tenuto.base.tools import ModelHabits
-from tenuto.base.turns import TurnState
+from tenuto.base.turns import Delta, TurnState
 
 SessionKey = tuple[str, str]
 """A session's tenant, and its id among the sessions of that tenant."""
@@ -151,6 +151,23 @@ class Ticket(View, frozen=True, kw_only=True):
     version: int
     prompt: list[int] = []
     text: str | None = None
+
+
+class KeptTurn(View, frozen=True, kw_only=True):
+    """A committed turn that was started with an idempotency key, for repeated requests: what they are answered.
+    `digest`: of the request. `name`: of the turn, see `messages.StartTurn`."""
+
+    key: str
+    digest: bytes
+    name: str
+    ticket: Ticket
+    output: Delta
+
+
+class FoundTurn(View, frozen=True, kw_only=True):
+    """The turn of an idempotency key, if it was committed and is kept."""
+
+    turn: KeptTurn | None = None
 
 
 @dataclass(frozen=True, slots=True)

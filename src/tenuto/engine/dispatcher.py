@@ -18,6 +18,7 @@ from tenuto.base.messages import (
     Draft,
     DropMemory,
     ExportSession,
+    FindTurn,
     Fork,
     GetSession,
     GetStats,
@@ -34,11 +35,12 @@ from tenuto.base.messages import (
     Trim,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.views import RecordPage, SessionInfo, SessionPage, Stats, Ticket
+from tenuto.base.views import FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
 from tenuto.engine import views
 from tenuto.engine.engine import Engine
 from tenuto.engine.rendering import Basis, Outdated, Prepared, Renderer, check_pick
 from tenuto.session.records import SavedSession
+from tenuto.session.results import Once
 from tenuto.session.session import Session, Turn
 from tenuto.text.chat import Conversation
 
@@ -210,7 +212,15 @@ class Dispatcher:
             turn = self._only_turn(command, _given(prepared))
         else:
             turn = self._turn(command.session, command, _given(prepared))
-        return views.ticket(turn, echo=command.echo)
+        ticket = views.ticket(turn, echo=command.echo)
+        if turn.once is not None:
+            turn.once.accepted(ticket)
+        return ticket
+
+    @_execute.register
+    def _(self, command: FindTurn, _: None) -> FoundTurn:
+        session = self._engine.sessions.find(command.session, command.tenant)
+        return FoundTurn(turn=session.results.find(command.once) if session is not None else None)
 
     def _regenerate(self, command: StartTurn, prepared: Prepared | None) -> Turn:
         if command.session is None:
@@ -218,7 +228,7 @@ class Dispatcher:
         session = self._session(command.tenant, command.session)
         params = self._with_stops(command.params, session.conversation)
         constraint = prepared.constraint if prepared is not None else None
-        return self._engine.regenerate(command.session, params, constraint, tenant=command.tenant)
+        return self._engine.regenerate(command.session, params, constraint, tenant=command.tenant, once=_once(command))
 
     def _only_turn(self, command: StartTurn, prepared: Prepared) -> Turn:
         session = self._engine.open(None, Policy(tenant=command.tenant, ephemeral=True))
@@ -233,7 +243,13 @@ class Dispatcher:
         params = command.params if command.kind == "turn" else replace(command.params, max_new_tokens=0)
         params = self._with_stops(params, prepared.conversation)
         return self._engine.submit(
-            session_id, prepared.tokens, params, prepared.conversation, prepared.constraint, tenant=command.tenant
+            session_id,
+            prepared.tokens,
+            params,
+            prepared.conversation,
+            prepared.constraint,
+            tenant=command.tenant,
+            once=_once(command),
         )
 
     @_execute.register
@@ -278,6 +294,10 @@ class Dispatcher:
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:
         return views.stats(self._engine)
+
+
+def _once(command: StartTurn) -> Once | None:
+    return Once(*command.once, command.name) if command.once is not None else None
 
 
 def _given(prepared: Prepared | None) -> Prepared:

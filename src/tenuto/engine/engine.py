@@ -47,6 +47,7 @@ from tenuto.session.changes import Change
 from tenuto.session.prefixes import PrefixIndex
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
+from tenuto.session.results import Once
 from tenuto.session.session import Session, Turn
 from tenuto.session.turn import as_tokens
 from tenuto.text.chat import Conversation
@@ -369,11 +370,12 @@ class Engine:
         constraint: Constraint | None = None,
         *,
         tenant: str = "",
+        once: Once | None = None,
     ) -> Turn:
         """Open a turn: append `tokens`, which make the conversation `conversation`, and generate, or with
         `max_new_tokens` 0 commit them once they are computed. `constraint`: the grammar of `params`, compiled for this
-        turn. An open draft becomes this turn, and what it has computed of `tokens` is kept. Raises `SessionBusy`,
-        `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
+        turn. `once`: its idempotency key. An open draft becomes this turn, and what it has computed of `tokens` is
+        kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
         checked, params = self._read(tokens), params or TurnParams()
         session = self.sessions.get(session_id, tenant)
         session.require_open()
@@ -392,6 +394,7 @@ class Engine:
             turn.input = checked
         turn.conversation = conversation
         turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
+        self._keep_output(turn, once)
         self.lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
         return turn
 
@@ -403,6 +406,7 @@ class Engine:
         constraint: Constraint | None = None,
         *,
         tenant: str = "",
+        once: Once | None = None,
     ) -> Turn:
         """Open a turn that generates the last turn's output again. The old output stays until this turn commits.
         `constraint`: as of `submit`."""
@@ -419,8 +423,16 @@ class Engine:
         turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
         turn.replaces, turn.conversation = True, record.conversation
         turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
+        self._keep_output(turn, once)
         self.lifecycle.enqueue(turn, "regenerate")
         return turn
+
+    @staticmethod
+    def _keep_output(turn: Turn, once: Once | None) -> None:
+        """What becomes of a turn with an idempotency key is kept."""
+        turn.once = once
+        if once is not None and turn.text is not None:
+            turn.text.keep_text()
 
     @guarded
     def draft(self, session_id: str, tokens: Iterable[int], *, tenant: str = "") -> Turn:

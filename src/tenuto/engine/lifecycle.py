@@ -107,7 +107,7 @@ class Lifecycle:
                 self.parking.forget(session)
             else:
                 self.parking.changed(session, kept)
-        self._changes.append(Change.of(kind, session, kept, turn, parent))
+        self._changes.append(Change.of(kind, session, kept, turn, parent, self._clock.wall()))
 
     def count(self, operation: str, state: str | None = None) -> None:
         """Count an operation or a transition; for `state` see `Transition`."""

@@ -39,7 +39,7 @@ from tenuto.base.messages import (
 from tenuto.base.state_file import CopiedState, StateFile, write_state_file
 from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import Delta
-from tenuto.base.views import ModelView, RecordPage, SessionInfo, Ticket
+from tenuto.base.views import FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
 from tenuto.engine.acknowledge import Acknowledger
 from tenuto.engine.dispatcher import Dispatcher
 from tenuto.engine.engine import Engine
@@ -283,6 +283,9 @@ class Service:
                 last = records[-1]
                 size = last.start + len(last.input_tokens) + len(last.output_tokens) - first.start
                 self._later(request, size, lambda: self._texts.of_page(value))
+            case FoundTurn(turn=KeptTurn() as turn):
+                size = len(turn.output.tokens)
+                self._later(request, size, lambda: FoundTurn(turn=self._texts.of_kept(turn)))
             case SessionDocument():
                 self._later(request, value.tokens, lambda: value.signed(self._fingerprint))
             case _:
