@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from tenuto.base.checks import MAX_COUNT, items, shown, whole
+from tenuto.base.config import Limits
 from tenuto.base.document import SessionDocument
 from tenuto.base.errors import InvalidRequest, InvariantError, LimitReached, NotFound, VersionMismatch
 from tenuto.base.messages import (
@@ -40,6 +41,7 @@ from tenuto.engine import views
 from tenuto.engine.engine import Engine
 from tenuto.engine.rendering import Basis, Outdated, Prepared, Renderer, check_pick
 from tenuto.session.records import SavedSession
+from tenuto.session.registry import TenantUse
 from tenuto.session.results import Once
 from tenuto.session.session import Session, Turn
 from tenuto.text.chat import Conversation
@@ -91,6 +93,37 @@ class Dispatcher:
             more = f", and this one has {brought}" if brought else ""
             raise LimitReached(
                 f"sessions hold {use.tokens} tokens{more}; allowed: {limits.tokens}; close or rewind some first"
+            )
+
+        self._check_more(command, use)
+        if isinstance(command, StartTurn | Draft | Fork | Trim) and command.session is not None:
+            self._check_session(self._session(command.tenant, command.session), limits)
+
+    def _check_more(self, command: Limited, use: TenantUse) -> None:
+        limits = command.limits
+        if limits.journal_bytes is not None and use.journal_bytes >= limits.journal_bytes:
+            raise LimitReached(
+                f"sessions have {use.journal_bytes} bytes in the journal; allowed: {limits.journal_bytes}; close or "
+                "rewind some first"
+            )
+        if limits.units is not None and use.units >= limits.units:
+            spared = getattr(command, "session", None)
+            if self._engine.yield_units(command.tenant, limits.units, spared) >= limits.units:
+                raise LimitReached(
+                    f"sessions keep {use.units} units of memory; allowed: {limits.units}; wait for turns to end, or "
+                    "close or rewind some"
+                )
+
+    def _check_session(self, session: Session, limits: Limits) -> None:
+        units, size = self._engine.units_of(session), session.journal_bytes
+        if limits.session_units is not None and units >= limits.session_units:
+            raise LimitReached(
+                f"session {session.id} takes {units} units of memory; allowed: {limits.session_units}; rewind it first"
+            )
+        if limits.session_journal_bytes is not None and size >= limits.session_journal_bytes:
+            raise LimitReached(
+                f"session {session.id} has {size} bytes in the journal; allowed: {limits.session_journal_bytes}; "
+                "rewind it first"
             )
 
     def basis(self, command: StartTurn | Draft) -> Basis:

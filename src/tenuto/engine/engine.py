@@ -32,7 +32,7 @@ from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.parking import Parking
 from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
-from tenuto.memory.memory import Memory
+from tenuto.memory.memory import Memory, session_units
 from tenuto.memory.shape import Shape
 from tenuto.memory.tiers import Tiers
 from tenuto.memory.unit_files import Disk, UnitFiles
@@ -285,7 +285,8 @@ class Engine:
     @guarded
     def restore(self, saved: SavedSession) -> Session:
         """Open a session as it was saved, here or in another engine; what it needs of its history is computed when that
-        is wanted. Raises what `open` raises, and `ContextExceeded` if it is longer than sessions may be here."""
+        is wanted. If it is known when it was used, its TTL goes on. Raises what `open` raises, and `ContextExceeded` if
+        it is longer than sessions may be here."""
         self._read(saved.tokens)
         session = self.open(saved.session, saved.policy, saved.system)
         try:
@@ -295,6 +296,8 @@ class Engine:
             raise
         session.restore(saved)
         self.sessions.note_length(session)
+        if saved.used is not None:
+            self.sessions.age(session, self._clock.wall() - saved.used)
         self.lifecycle.count("restore")
         self.lifecycle.note("restore", session)
         return session
@@ -357,6 +360,25 @@ class Engine:
                 self.lifecycle.drop(session, "flushed")
             dropped += held
         return dropped
+
+    def units_of(self, session: Session) -> int:
+        """Units of all groups that the session's history takes, wherever they are now."""
+        computed = max(0, len(session.history) - 1)
+        spec = self.memory.spec
+        return sum(session_units(group, spec.page_size, computed) for group in spec.groups) if computed else 0
+
+    @guarded
+    def yield_units(self, tenant: str, most: int, spared: str | None = None) -> int:
+        """Have idle sessions of a tenant leave the device, those used longest ago first and never `spared`, until its
+        sessions keep fewer than `most` units. How many they keep then."""
+        use = self.sessions.use(tenant)
+        idle = [s for s in self.sessions if s.policy.tenant == tenant and s.turn is None and s.id != spared]
+        for session in sorted(idle, key=lambda session: session.last_turn_end):
+            if use.units < most:
+                break
+            if session.memory.computed:
+                self.lifecycle.drop(session)
+        return use.units
 
     # -- turns
 

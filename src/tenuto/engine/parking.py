@@ -49,16 +49,18 @@ class Parking:
 
     # -- leaving
 
-    def park(self, session: Session) -> None:
-        """Copy what the session keeps, which is about to be released."""
+    def park(self, session: Session) -> bool:
+        """Copy what the session keeps, which is about to be released. Whether all of it is parked now."""
         memory = session.memory
         position = min(memory.computed, len(session.history))
         if position < memory.computed or memory.computed == 0:
-            return  # it has more, of its turn's input, which may not become history
+            return False  # it has more, of its turn's input, which may not become history
         parked = self.tiers.park(position, memory.kept())
-        if parked is not None:
-            self._replace(session, parked)
-            self.parked += 1
+        if parked is None:
+            return False
+        self._replace(session, parked)
+        self.parked += 1
+        return True
 
     def save(self, session: Session, *, late: bool) -> int:
         """See that what there is of a session is on disk, if it is not too `late` to write. Of how many tokens it

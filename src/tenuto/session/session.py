@@ -20,6 +20,11 @@ from tenuto.text.chat import Conversation
 from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
 
+SESSION_BYTES = 512
+"""About what a journal has of a session without turns."""
+RECORD_BYTES = 192
+"""About what a journal has of a turn, besides its tokens."""
+
 
 class Session:
     """Committed history, its boundaries, and the memory that caches a prefix of it.
@@ -47,7 +52,10 @@ class Session:
         self.version = 0  # raised by every commit and rewind
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
-        self.counted = 0  # tokens counted for its tenant; written by the registry
+        self.rests = False  # has been idle for a good part of its TTL; written by the registry
+        self.counted = 0  # tokens counted for its tenant; written by the registry, as the next two
+        self.counted_units = 0
+        self.counted_bytes = 0
         self.results = KeptTurns()
         self.origin: Session | None = None  # whose memory its own last began with; written by `Sharing`
 
@@ -73,6 +81,14 @@ class Session:
     def cut(self) -> bool:
         """Whether the history ends inside the last turn's input because it was cut there."""
         return bool(self.records) and self.records[-1].cut
+
+    @property
+    def journal_bytes(self) -> int:
+        """About how much a journal has of it, as if it shared nothing."""
+        if not self.policy.lasting:
+            return 0
+        fixed = SESSION_BYTES + len((self.system or "").encode())
+        return fixed + 4 * len(self.history) + RECORD_BYTES * len(self.records) + self.results.size
 
     @property
     def has_running_turn(self) -> bool:
@@ -155,7 +171,7 @@ class Session:
     def turn_ended(self, now: float) -> None:
         """The open turn has committed or aborted."""
         self.turn = None
-        self.last_turn_end = now
+        self.last_turn_end, self.rests = now, False
         if self.memory.computed > self._last():  # it began with memory of its input that was found elsewhere
             self.memory.truncate(self._last())
 
