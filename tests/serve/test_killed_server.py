@@ -13,7 +13,7 @@ from tests.serve.server import Server, serving
 
 
 def test_what_was_acknowledged_survives_kills_at_random_moments(tmp_path: Path) -> None:
-    known = kill_often(tmp_path / "journal", 4, seed=1)
+    known = kill_often(tmp_path / "journal", 5, seed=1)
     assert known.operations > 20
 
 
