@@ -34,5 +34,5 @@ def _write_index_slowly(files: UnitFiles, content: bytes) -> None:
     _write_index(files, content)
 
 
-UnitFiles.write = _write_units_slowly  # type: ignore[method-assign]
-UnitFiles.write_index = _write_index_slowly  # type: ignore[method-assign]
+UnitFiles.write = _write_units_slowly  # type: ignore[method-assign, assignment]
+UnitFiles.write_index = _write_index_slowly  # type: ignore[method-assign, assignment]
