@@ -62,6 +62,10 @@ class Parking:
         self.parked += 1
         return True
 
+    def has(self, session: Session) -> bool:
+        """Whether some of it is parked."""
+        return (parked := self._sessions.get(session)) is not None and parked in self.tiers
+
     def save(self, session: Session, *, late: bool) -> int:
         """See that what there is of a session is on disk, if it is not too `late` to write. Of how many tokens it
         is."""

@@ -36,7 +36,7 @@ class Snapshots:
             position = self._parking.save(session, late=self._clock.now() > until)
             if position:
                 saved.append((session, position))
-            elif session.memory.computed:
+            elif session.memory.computed or self._parking.has(session):
                 self.counts["not saved"] += 1
         if self._parking.write_index(saved):
             self.counts["saved"] += len(saved)
@@ -59,11 +59,16 @@ class Snapshots:
             for session in sessions
             if (of := saved.get(session.key)) is not None and (position := self._position(session, of))
         ]
+        there: list[tuple[Session, int]] = []
         for session, of, parked in self._parking.take_over(found, wanted):
             outcome = "missing" if parked is None else "restored" if 4 * parked == len(of.tokens) else "partly"
             self.counts[outcome] += 1
             if parked is None:
                 session.memory.lost = "parked"
+            else:
+                there.append((session, parked))
+        if self._parking.tiers.has_disk and not self._parking.write_index(there):  # without tokens of closed sessions
+            self.counts["unwritten"] += 1
 
     def _position(self, session: Session, saved: SavedMemory) -> int:
         """How much of the saved memory is of the session's history and can be resumed."""

@@ -407,6 +407,10 @@ class Tiers:
 
     # -- from one process to the next
 
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
     def write_index(self, saved: Sequence[tuple[str, str, bytes, Parked]]) -> bool:
         """Write down whose memory is on disk: tenant, session, and the tokens, int32, of which it is. False, counted,
         if that failed."""

@@ -93,6 +93,7 @@ class Service:
                 _restore(journal, engine)
             engine.recover()
             undo.pop_all()
+        self._log_snapshot("memory of sessions found")
         self._writer = JournalWriter(journal) if journal is not None else None
         self._describe = self._describe_model(engine)
         self._renderer = Renderer(model.chat, model.tokenizer)
@@ -322,9 +323,15 @@ class Service:
         if outlived and self._engine.broken is None:
             try:
                 self._engine.save()
+                self._log_snapshot("memory of sessions saved")
             except Exception:
                 log.exception("the memory of sessions could not be saved; it will be computed again")
         self._engine.end(keep=outlived)
+
+    def _log_snapshot(self, event: str) -> None:
+        snapshots = self._engine.snapshots
+        if snapshots is not None and any(snapshots.counts.values()):
+            log.info(event, extra={"outcomes": dict(snapshots.counts)})
 
     def _describe_model(self, engine: Engine) -> ModelView:
         model, pools = self._model, engine.memory.pools
