@@ -46,6 +46,8 @@ STORIES: dict[str, str] = {
     "test_a_turn_that_takes_the_end_of_a_history_back_and_adds_nothing_leaves_its_session_cut",
     "call tenuto.memory.turn_memory self.checkpoints.relax()": "tests/sched/test_admission.py::"
     "test_a_checkpoint_that_only_saves_work_keeps_nobody_from_starting",
+    "call tenuto.engine.session_states lease.release()": "tests/engine/test_session_states.py::"
+    "test_copies_that_fail_cost_only_time",
     "call tenuto.engine.lifecycle self.sharing.share(turn)": "tests/engine/test_prefixes.py",
     "call tenuto.memory.full self.lend_of_turn(self.base.units[self.first - 1], position)": "tests/engine/"
     "test_running_prefixes.py::test_an_aborted_turn_gives_up_the_free_slots_that_others_read",
