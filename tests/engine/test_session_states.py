@@ -52,9 +52,10 @@ def outcomes(stage: Stage) -> dict[str, int]:
 
 
 @every_mix
-@pytest.mark.parametrize("where", ["device", "parked", "partly parked", "tokens"])
+@pytest.mark.parametrize("where", ["device", "parked", "partly parked", "on disk", "tokens"])
 def test_an_imported_session_computes_only_what_is_new(mix, where: str, tmp_path: Path) -> None:
-    here = Stage(mix, host_tier=10**6)
+    disk = UnitFiles(tmp_path / "tier", 10**6) if where == "on disk" else None
+    here = Stage(mix, host_tier=0 if disk is not None else 10**6, disk=disk)
     here.told("s", 50)
     if where == "tokens":
         here.engine.drop("s")
