@@ -7,7 +7,8 @@ what is answered too early is lost. Its memory is small, so that sessions go to 
 were answered are repeated to the next server, which answers the same.
 
 With `--model smollm2` the output of a turn that nobody has seen is that of the same model for the same tokens in a
-session of their own; kernels for AMX may round that differently.
+session of their own. Kernels for AMX may round that differently, so that `--kernels avx512` has to be said where there
+are such.
 """
 
 from __future__ import annotations
@@ -309,7 +310,12 @@ def listed(http: httpx.Client) -> list[dict[str, str]]:
 
 
 def kill_often(
-    journal: Path, times: int, seed: int, model: str = WITNESS, say: Callable[[str], None] = lambda _: None
+    journal: Path,
+    times: int,
+    seed: int,
+    model: str = WITNESS,
+    say: Callable[[str], None] = lambda _: None,
+    kernels: str = "auto",
 ) -> Known:
     """Kill a server so often; what clients know in the end."""
     rng, known, began, moments = Random(seed), Known(), time.monotonic(), Counter[str]()
@@ -320,7 +326,7 @@ def kill_often(
         path = os.pathsep.join([*([SLOW_DISK] if slow else []), *sys.path])
         kept = ("--journal", str(journal), "--disk-tier", str(tier), "--drain-seconds", "0.1")
         small = SMALL if model.startswith("witness") else ()
-        arguments = ("--model", model, *kept, *small, "--log-level", "warning")
+        arguments = ("--model", model, "--kernels", kernels, *kept, *small, "--log-level", "warning")
         with serving(*arguments, env={"PYTHONPATH": path}) as server:
             check(server, known, says)
             if number < times:
@@ -341,12 +347,14 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.serve.killing", description=__doc__)
     parser.add_argument("--model", default=WITNESS)
+    parser.add_argument("--kernels", default="auto", help="of a model, as of tenuto serve")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, suppress(KeyboardInterrupt):
         journal = Path(directory) / "journal"
-        kill_often(journal, arguments.times, arguments.seed, arguments.model, partial(print, flush=True))
+        say = partial(print, flush=True)
+        kill_often(journal, arguments.times, arguments.seed, arguments.model, say, kernels=arguments.kernels)
         print("nothing that was acknowledged is lost")
 
 
