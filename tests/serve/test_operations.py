@@ -201,7 +201,7 @@ class CountingLink:
 
 COUNTED = (
     *("recomputed", "replayed", "held_tokens", "prefix_lookups", "prefix_tokens"),
-    *("tiers", "tier_moves", "tier_failures"),
+    *("tiers", "tier_moves", "tier_failures", "snapshots"),
 )
 FIGURES = {
     **dict.fromkeys(("parked", "restored"), 1),

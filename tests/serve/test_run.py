@@ -147,9 +147,14 @@ def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
         answers = runner.run(ask_everything())
     other = {place: status for place, status in answers.items() if status != 503}
     of_turns = ("get /v1/sessions/{session_id}/turns/{turn_id}", "get /v1/sessions/{session_id}/turns/{turn_id}/events")
-    known = {"get /metrics": 200, "post /v1/sessions/import": 400, **dict.fromkeys(of_turns, 404)}
+    known = {
+        "get /metrics": 200,
+        "post /v1/sessions/import": 400,
+        "post /v1/sessions/import/state": 415,
+        **dict.fromkeys(of_turns, 404),
+    }
     known |= dict.fromkeys(("get /v1/responses/{response_id}", "delete /v1/responses/{response_id}"), 400)
-    assert other == known  # what it knows without an engine; the document is none
+    assert other == known  # what it knows without an engine; the document is none, nor a file
 
 
 BODIES: dict[str, dict[str, object]] = {

@@ -75,6 +75,11 @@ class Forward(Protocol):
         ...
 
     @property
+    def layout(self) -> str:
+        """See `Executor.layout`."""
+        ...
+
+    @property
     def description(self) -> str:
         """What computes, for people."""
         ...

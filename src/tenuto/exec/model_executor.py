@@ -38,6 +38,11 @@ class ModelExecutor:
         """The memory groups of the model."""
         return self.forward.spec
 
+    @property
+    def layout(self) -> str:
+        """See `Executor.layout`."""
+        return self.forward.layout
+
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
         self.forward.prepare(units, rows)

@@ -97,6 +97,10 @@ class NativeForward:
         return self._model.spec
 
     @property
+    def layout(self) -> str:
+        return "native, plain weights" if self._model.plain else "native"
+
+    @property
     def description(self) -> str:
         return f"native kernels ({self._library.variant}, {self.threads} threads)"
 

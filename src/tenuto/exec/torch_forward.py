@@ -86,6 +86,10 @@ class TorchForward:
         return self._spec
 
     @property
+    def layout(self) -> str:
+        return f"torch {self._model.dtype}"
+
+    @property
     def description(self) -> str:
         return f"PyTorch in {self._element} on {self._device}"
 

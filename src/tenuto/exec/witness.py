@@ -164,6 +164,11 @@ class WitnessExecutor:
     def spec(self) -> MemorySpec:
         return self._spec
 
+    @property
+    def layout(self) -> str:
+        """See `Executor.layout`."""
+        return "witness"
+
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         size = self._spec.page_size
         self._slots = [  # hash and token of every token slot, or hash and position of every state slot

@@ -112,6 +112,11 @@ class CommittedMemory:
             for table, part in zip(self.tables, parts, strict=True)
         ]
 
+    @property
+    def kept_units(self) -> int:
+        """Units of all groups that are kept of `computed`."""
+        return sum(len(each.units) for each in self.kept()) if self.computed else 0
+
     def receive(self, position: int, units: Sequence[Lease]) -> None:
         """Stand at `position`, having nothing, with `units` of each group, in which its state is."""
         made = Checkpoint(position, self.holder_name) if self.memory.needs_checkpoints else None

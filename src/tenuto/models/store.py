@@ -28,6 +28,9 @@ _FILE_BYTES = 98_362_432
 _FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _CHUNK = 1 << 20
+_SAMPLES = 4096
+_SAMPLE_BYTES = 4096
+_OF_MODELS = frozenset({".json", ".safetensors"})
 _POLL_SECONDS = 0.2
 
 
@@ -85,6 +88,22 @@ def resolve(
         f"there is no model {name_or_path!r}; allowed: {DEFAULT_MODEL!r}, a .gguf file, a directory with config.json, "
         "or a hub id such as organisation/name"
     )
+
+
+def weights_digest(files: ModelFiles) -> str:
+    """Tells models apart, and versions of one: a SHA-256 of the sizes of all files, of small ones whole, and of samples
+    from all over large ones, so that it takes no time even for the largest."""
+    digest = hashlib.sha256()
+    paths = [files.path] if files.path.is_file() else sorted(p for p in files.path.iterdir() if p.suffix in _OF_MODELS)
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.suffix} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_CHUNK))
+            for at in range(_CHUNK, size, max(_CHUNK, size // _SAMPLES)):
+                file.seek(at)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _directory(name: str, path: Path) -> ModelFiles:

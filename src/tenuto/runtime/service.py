@@ -6,14 +6,14 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tenuto.base.config import EngineConfig, engine_config
 from tenuto.base.document import SessionDocument
-from tenuto.base.errors import ConfigError, TenutoError
+from tenuto.base.errors import ConfigError, InvalidRequest, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
     AnyReply,
@@ -22,6 +22,8 @@ from tenuto.base.messages import (
     Detokenize,
     Draft,
     DropMemory,
+    ExportSession,
+    GetSession,
     GetStats,
     ImportSession,
     OpenSession,
@@ -34,9 +36,10 @@ from tenuto.base.messages import (
     Withdraw,
     WorkerSettings,
 )
+from tenuto.base.state_file import CopiedState, StateFile, write_state_file
 from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import Delta
-from tenuto.base.views import ModelView, RecordPage, SessionInfo, Ticket
+from tenuto.base.views import FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
 from tenuto.engine.acknowledge import Acknowledger
 from tenuto.engine.dispatcher import Dispatcher
 from tenuto.engine.engine import Engine
@@ -85,10 +88,12 @@ class Service:
             if journal is not None:
                 undo.callback(journal.close)
             self._engine = engine = build_engine(model, config, memory_bytes, self._masks)
-            undo.callback(engine.end)
+            undo.callback(partial(engine.end, keep=True))
             if journal is not None:
                 _restore(journal, engine)
+            engine.recover()
             undo.pop_all()
+        self._log_snapshot("memory of sessions found")
         self._writer = JournalWriter(journal) if journal is not None else None
         self._describe = self._describe_model(engine)
         self._renderer = Renderer(model.chat, model.tokenizer)
@@ -140,10 +145,8 @@ class Service:
             case OpenSession():
                 self._renderer.check_system(request.system, self._config.context_length)
                 self._execute(request, lambda _: self._dispatcher.execute(request))
-            case ImportSession():
-                request.document.check(self._fingerprint)
-                self._renderer.check_system(request.document.system, self._config.context_length)
-                self._execute(request, lambda _: self._dispatcher.execute(request))
+            case ExportSession() | ImportSession():
+                self._move(request)
             case _:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
 
@@ -155,6 +158,72 @@ class Service:
         else:
             size, asked = size_of(request.input), request
             self._later(request, size, lambda: self._preparer.tokens(asked))
+
+    def _move(self, request: ExportSession | ImportSession) -> None:
+        """A session leaves as a file, or comes as one."""
+        path = Path(request.state) if request.state is not None else None
+        if isinstance(request, ImportSession):
+            request.document.check(self._fingerprint)
+            self._renderer.check_system(request.document.system, self._config.context_length)
+            if path is not None:
+                self._lanes.files.put(0, partial(self._import, request, path))
+                return
+        elif path is not None:
+            self._export(request, path)
+            return
+        self._execute(request, lambda _: self._dispatcher.execute(request))
+
+    def _export(self, request: ExportSession, path: Path) -> None:
+        """Write a session and its state to a file, and answer with the session. The state is copied between two steps;
+        the file is written beside them."""
+
+        def take(engine: Engine) -> tuple[SessionDocument, CopiedState]:
+            return self._dispatcher.execute(request), engine.state(request.session, request.tenant)
+
+        def write(done: Future[tuple[SessionDocument, CopiedState]]) -> None:
+            if (error := done.exception()) is not None:
+                self._outbox.refuse(request.call, error)
+                return
+            self._lanes.files.put(0, lambda: self._told(request, lambda: self._written(path, *done.result())))
+
+        self._loop.execute(take, write)
+
+    def _written(self, path: Path, document: SessionDocument, state: CopiedState) -> SessionDocument:
+        signed = document.signed(self._fingerprint)
+        spec = self._model.executor.spec
+        write_state_file(path, signed, self._identity, spec.page_size, self._engine.states.unit_bytes, state)
+        return signed
+
+    def _import(self, request: ImportSession, path: Path) -> None:
+        """Check a file with a session and its state, then open the session with it. In the lane for files."""
+
+        def opened(engine: Engine) -> SessionInfo:
+            with closing(file):
+                engine.states.check(file)
+                session = self._dispatcher.execute(request).session_id
+                engine.put_state(session, file, request.tenant)
+                return self._dispatcher.execute(GetSession(tenant=request.tenant, session=session))
+
+        try:
+            file = StateFile(path)
+            with ExitStack() as undo:
+                undo.callback(file.close)
+                file.check(self._fingerprint, self._identity)
+                if file.document != request.document:
+                    raise InvalidRequest("the file has another session than the request")
+                self._execute(request, opened)
+                undo.pop_all()
+        except TenutoError as error:
+            self._outbox.refuse(request.call, error)
+
+    def _told(self, request: Request[T], work: Callable[[], T]) -> None:
+        """Answer with what `work` comes to."""
+        try:
+            value = work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            self._outbox.refuse(request.call, error)
+        else:
+            self._outbox.answer(request, value)
 
     def _ask(self, request: Request[T]) -> None:
         """Have a command carried out that shows nothing of what sessions are, and answer."""
@@ -193,6 +262,10 @@ class Service:
     def _fingerprint(self) -> str:
         return self._model.fingerprint
 
+    @cached_property
+    def _identity(self) -> str:
+        return self._model.state_fingerprint()
+
     # -- answers
 
     def _reply(self, request: Request[T], done: Future[T]) -> None:
@@ -211,6 +284,9 @@ class Service:
                 last = records[-1]
                 size = last.start + len(last.input_tokens) + len(last.output_tokens) - first.start
                 self._later(request, size, lambda: self._texts.of_page(value))
+            case FoundTurn(turn=KeptTurn() as turn):
+                size = len(turn.output.tokens)
+                self._later(request, size, lambda: FoundTurn(turn=self._texts.of_kept(turn)))
             case SessionDocument():
                 self._later(request, value.tokens, lambda: value.signed(self._fingerprint))
             case _:
@@ -218,17 +294,8 @@ class Service:
 
     def _later(self, request: Request[T], size: int, work: Callable[[], T]) -> None:
         """Answer with what `work` on `size` tokens comes to; nobody else waits for that."""
-
-        def answer() -> None:
-            try:
-                value = work()
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-                self._outbox.refuse(request.call, error)
-            else:
-                self._outbox.answer(request, value)
-
         self._outbox.announce(request.call)
-        self._lanes.of(size).put(size, answer)
+        self._lanes.of(size).put(size, partial(self._told, request, work))
 
     def publish(self, call: int, news: Delta | TenutoError) -> None:
         """A turn has gone on, or nothing more comes of it. In the engine's thread."""
@@ -245,10 +312,26 @@ class Service:
 
     def _stopped(self, stopped: Stopped) -> None:
         self._flush()
-        self._engine.end()
+        self._leave()
         self._model.executor.close()
         self._masks.close()
         self._outbox.stopped(stopped)
+
+    def _leave(self) -> None:
+        """The engine has stopped. If its sessions outlive it, so does their memory, as far as there is a disk tier."""
+        outlived = self._writer is not None
+        if outlived and self._engine.broken is None:
+            try:
+                self._engine.save()
+                self._log_snapshot("memory of sessions saved")
+            except Exception:
+                log.exception("the memory of sessions could not be saved; it will be computed again")
+        self._engine.end(keep=outlived)
+
+    def _log_snapshot(self, event: str) -> None:
+        snapshots = self._engine.snapshots
+        if snapshots is not None and any(snapshots.counts.values()):
+            log.info(event, extra={"outcomes": dict(snapshots.counts)})
 
     def _describe_model(self, engine: Engine) -> ModelView:
         model, pools = self._model, engine.memory.pools

@@ -17,10 +17,12 @@ from tenuto.base.messages import WorkerSettings
 
 class EngineProcess:
     """A child process that loads its model, and `connection`, our end of the pair of sockets between us: when either
-    side ends, the other notices at once. Leaving the `with` block ends it if it still runs."""
+    side ends, the other notices at once. It may take `snapshot_seconds` longer to end than others. Leaving the `with`
+    block ends it if it still runs."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.connection, theirs = socket.socketpair()
+        self.snapshot_seconds = settings.snapshot_seconds
         with theirs:
             self._child = subprocess.Popen(  # noqa: S603 - our own command
                 [sys.executable, "-m", "tenuto.runtime.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()]

@@ -19,7 +19,8 @@ from tenuto.serve.engine_process import EngineProcess
 log = structlog.get_logger("tenuto.server")
 
 EXIT_SECONDS = 5.0
-"""How long an engine process may take to exit, once its socket is closed, before it is killed."""
+"""How long an engine process may take to exit, once its socket is closed, before it is killed,
+besides what it may take to write memory to disk."""
 
 
 class ProcessLink(Link, asyncio.Protocol):
@@ -91,7 +92,7 @@ class ProcessLink(Link, asyncio.Protocol):
     async def _bury(self) -> None:
         """Wait until the child has exited, and tell everyone why."""
         ended = asyncio.ensure_future(asyncio.to_thread(self._engine.wait))
-        await asyncio.wait({ended}, timeout=EXIT_SECONDS)
+        await asyncio.wait({ended}, timeout=EXIT_SECONDS + self._engine.snapshot_seconds)
         if not ended.done():
             self._engine.kill()
         status = await ended

@@ -35,6 +35,7 @@ class NativeProgram:
         if reason is not None:
             raise ModelError(f"the native kernels cannot run this model: {reason}")
         self.config = config
+        self.plain = plain
         groups = layer_groups(config, Element.BFLOAT16, convolutions=Element.FLOAT32)
         self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
         self._panels = Panels(weights, plain=plain)

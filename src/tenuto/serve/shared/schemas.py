@@ -142,7 +142,8 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=200,
         description="While the first request with this key runs, others attach to its turn; once it has committed,"
-        " they get its result. After an abort the key is free. With another body it is refused with 422.",
+        " they get its result, also from the next server with the same journal; a session keeps its last 32. After an"
+        " abort the key is free. With another body it is refused with 422.",
     ),
 ]
 
