@@ -112,6 +112,8 @@ def shown(http: httpx.Client, session: str) -> dict[str, Any]:
     """All of a session that does not depend on where and when it runs."""
     view = http.get(f"/v1/sessions/{session}").raise_for_status().json()
     turns = http.get(f"/v1/sessions/{session}/turns").json()["data"]
+    for turn in turns:
+        del turn["resume_cost"]
     return {name: view[name] for name in ("version", "turns", "tokens", "priority", "ttl", "metadata")} | {"all": turns}
 
 
