@@ -75,7 +75,7 @@ constexpr int block_bytes(int kind) {
 // What rows are for a product: bfloat16 (or `Half`), quants, or float.
 enum class Form { HALVES, QUANTS, FLOATS };
 // From so many rows on tiles are faster, though weights have to be unpacked for them: as measured with one core of a
-// Xeon with AMX, where four rows take quants two thirds of the time that they take tiles.
+// Xeon with AMX.
 constexpr int rows_for_tiles(int kind) { return kind == FLOAT16 ? 4 : 11; }
 // For a matrix of such a kind. With tiles many rows are multiplied as bfloat16, except with float.
 constexpr Form form_for(int kind, int rows) {
