@@ -13,7 +13,7 @@ import pytest
 
 from tenuto.base.document import SessionDocument
 from tenuto.base.errors import InvalidRequest, SessionBusy
-from tenuto.base.state_file import CopiedState, StateFile, is_state_file, write_state_file
+from tenuto.base.state_file import CopiedState, StateFile, is_state_file, replacing, write_state_file
 from tenuto.memory.unit_files import UnitFiles
 from tenuto.session.records import SavedSession
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, every_mix
@@ -32,6 +32,7 @@ def imported(stage: Stage, path: Path, name: str = "s") -> None:
     with closing(StateFile(path)) as file:
         file.check(MODEL, WEIGHTS)
         stage.engine.states.check(file)
+        file.verify()
         stage.engine.restore(SavedSession.of(file.document, name, file.document.policy()))
         stage.engine.put_state(name, file)
     stage.engine.audit()
@@ -153,6 +154,7 @@ def read(path: Path) -> None:
     """Check a file as an import does."""
     with closing(StateFile(path)) as opened:
         opened.check(MODEL, WEIGHTS)
+        opened.verify()
 
 
 @pytest.fixture
@@ -193,3 +195,23 @@ def refused(
     write_state_file(path, document, WEIGHTS, page_size, sizes, state)
     with pytest.raises(InvalidRequest, match=complaint):
         imported(stage, path)
+
+
+def test_a_file_that_is_there_is_replaced_whole_or_stays(file: Path, tmp_path: Path) -> None:
+    content = file.read_bytes()
+    with pytest.raises(TypeError), replacing(file) as partly:
+        partly.writelines([b"a part", None])  # type: ignore[list-item]
+    assert file.read_bytes() == content
+    with replacing(file) as partly:
+        partly.write(b"all of it")
+    assert file.read_bytes() == b"all of it"
+    assert list(file.parent.iterdir()) == [file]
+    with pytest.raises(InvalidRequest, match="cannot be written"), replacing(tmp_path / "no" / "directory"):
+        pass
+
+
+def test_headers_of_any_length_are_told_from_json() -> None:
+    for length in (0x7B20, 0x227B, 8, 2**25):
+        assert is_state_file(length.to_bytes(8, "little") + b'{"__meta')
+    for start in (b'{"format": "s"', b'  {"format": "', b'\n\n\n\n\n\n\n\n{"format"'):
+        assert not is_state_file(start)

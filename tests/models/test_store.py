@@ -182,3 +182,16 @@ def test_weights_are_told_apart_by_any_part_of_a_large_file_and_any_byte_of_a_sm
     before = weights_digest(directory)
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
     assert weights_digest(directory) != before
+
+
+def test_weights_in_any_file_of_a_split_model_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for path in (*paths, tmp_path / "m-00001-of-00003.gguf", tmp_path / "m.gguf"):
+        path.write_bytes(b"GGUF")
+    split = ModelFiles("m", FileFormat.GGUF, paths[0])
+    digest = weights_digest(split)
+    (tmp_path / "m.gguf").write_bytes(b"another")
+    (tmp_path / "m-00001-of-00003.gguf").write_bytes(b"another")
+    assert weights_digest(split) == digest
+    paths[1].write_bytes(b"GGUG")
+    assert weights_digest(split) != digest

@@ -11,6 +11,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,8 +24,8 @@ from tenuto.base.errors import InvalidRequest
 from tenuto.base.plan import Bytes
 
 FORMAT = "tenuto-session-state-1"
-_MAX_HEADER = 2**30
-"""Bytes: the tokens of the longest session, and checksums of its units, have room in it."""
+_MAX_HEADER = 2**26
+"""Bytes: the tokens of a session of millions, and checksums of its units, have room in it."""
 _PREFIX = 8
 PIECE = 2**23
 """Bytes read or copied at once, or one unit if that is larger."""
@@ -54,7 +55,8 @@ class CopiedState:
 def write_state_file(
     path: Path, document: SessionDocument, identity: str, page_size: int, unit_bytes: Sequence[int], state: CopiedState
 ) -> None:
-    """Write a session, signed, and its state. Raises `InvalidRequest` if that is not possible, leaving no file."""
+    """Write a session, signed, and its state. A file that is there is replaced once all is written. Raises
+    `InvalidRequest` if that is not possible."""
     header = StateHeader(
         identity=identity,
         position=state.position,
@@ -71,15 +73,28 @@ def write_state_file(
     described = {"__metadata__": {**metadata, "sha256": _digest(metadata)}, **_tensors(header)}
     start = msgspec.json.encode(described)
     start += b" " * (-len(start) % _PREFIX)
+    with replacing(path) as file:
+        file.write(len(start).to_bytes(_PREFIX, "little") + start)
+        for group in state.groups:
+            for unit in group:
+                file.write(_bytes(unit))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path`, which takes its place at the end of the block; if the block raises, it is removed. Raises
+    `InvalidRequest` if it cannot be written."""
+    partly = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with path.open("wb") as file:
-            file.write(len(start).to_bytes(_PREFIX, "little") + start)
-            for group in state.groups:
-                for unit in group:
-                    file.write(_bytes(unit))
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise InvalidRequest(f"{path} cannot be written: {error.strerror}") from error
+        with partly.open("wb") as file:
+            yield file
+        partly.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            partly.unlink()
+        if isinstance(error, OSError):
+            raise InvalidRequest(f"{path} cannot be written: {error.strerror}") from error
+        raise
 
 
 def _bytes(unit: Bytes) -> memoryview:
@@ -133,31 +148,34 @@ class StateFile:
             if digest != _digest(given):
                 raise _damaged()
             header = msgspec.json.decode(given["state"], type=StateHeader)
+            document = read_document(given["session"])
+            tensors = {
+                name: {key: msgspec.json.decode(raw) for key, raw in one.items()}
+                for name, one in described.items()
+                if name != "__metadata__"
+            }
         except (msgspec.MsgspecError, UnicodeError, KeyError, RecursionError) as error:
             raise _damaged() from error
         counts = [len(group) for group in header.checksums]
         if header.units != counts or len(header.unit_bytes) != len(counts) or min([*header.unit_bytes, 1]) < 1:
             raise _damaged()
-        tensors = {
-            name: {key: msgspec.json.decode(raw) for key, raw in one.items()}
-            for name, one in described.items()
-            if name != "__metadata__"
-        }
         start = _PREFIX + length
         whole = start + sum(n * each for n, each in zip(header.units, header.unit_bytes, strict=True))
         if tensors != _tensors(header) or size != whole:
             raise _damaged()
-        return read_document(given["session"]), header, start
+        return document, header, start
 
     def check(self, fingerprint: str, identity: str) -> None:
-        """Raises `InvalidRequest` unless everything in it is whole, and of the model with this fingerprint and these
-        weights."""
+        """Raises `InvalidRequest` unless the session is whole, and its state of this model and these weights."""
         self.document.check(fingerprint)
         if self.header.identity != identity:
             raise InvalidRequest(
                 "the session's state is of other weights, or arranged for other kernels; allowed: state of this "
                 "model; export it without state"
             )
+
+    def verify(self) -> None:
+        """Read all units, which are of the sizes that the header has. Raises `InvalidRequest` if one is damaged."""
         for group, sums in enumerate(self.header.checksums):
             if [zlib.crc32(unit) for piece in self.pieces(group) for unit in piece] != sums:
                 raise _damaged()
@@ -170,8 +188,11 @@ class StateFile:
         most = max(1, PIECE // size)
         for first in range(0, count, most):
             wanted = min(most, count - first) * size
-            self._file.seek(begin + first * size)
-            data = self._file.read(wanted)
+            try:
+                self._file.seek(begin + first * size)
+                data = self._file.read(wanted)
+            except OSError as error:
+                raise InvalidRequest(f"the file can be read no longer: {error.strerror}") from error
             if len(data) < wanted:
                 raise _damaged()
             yield np.frombuffer(data, np.uint8).reshape(-1, size)
@@ -184,7 +205,7 @@ class StateFile:
 
 def is_state_file(start: bytes) -> bool:
     """Whether a file that begins so may be one; sessions without state are JSON objects."""
-    return start[_PREFIX : _PREFIX + 1] == b"{" and not start.lstrip().startswith(b"{")
+    return start[_PREFIX : _PREFIX + 1] == b"{" and b"\0" in start[:_PREFIX]  # JSON has none
 
 
 def _damaged() -> InvalidRequest:

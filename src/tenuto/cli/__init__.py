@@ -186,7 +186,7 @@ def serve(
     ] = 30.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Per request.")] = 32 * 2**20,
     max_state_bytes: Annotated[
-        int, typer.Option(min=1, help="Of a session imported with its state, which goes to a temporary file.")
+        int, typer.Option(min=1, help="Of all sessions being imported with their state, which go to temporary files.")
     ] = 2**34,
     max_bodies_bytes: Annotated[int, typer.Option(min=1, help="Of all open requests together.")] = 2**30,
     max_connections: Annotated[int, typer.Option(min=1, help="The most open connections.")] = 4096,

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from tenuto.base.errors import Disconnected, EngineStopped, InvalidRequest, TenutoError, Unreachable
+from tenuto.base.state_file import replacing
 from tenuto.client.wire import encode, error_from
 
 T = TypeVar("T")
@@ -83,18 +84,12 @@ class Connection:
             raise TenutoError(f"the server's answer is not understood: {error}; is it one of Tenuto's?") from error
 
     async def download(self, path: str, target: Path) -> None:
-        """Write an answer to a file, piece by piece. A part of it is not left behind. Raises what `ask` raises, and
-        `InvalidRequest` if the file cannot be written."""
-        try:
-            async with self.stream("GET", path) as response:
-                with target.open("wb") as file:
-                    async for piece in response.aiter_bytes(PIECE):
-                        await asyncio.to_thread(file.write, piece)
-        except BaseException as error:
-            target.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise InvalidRequest(f"{target} cannot be written: {error.strerror}") from error
-            raise
+        """Write an answer to a file, piece by piece; a file that is there is replaced once all of it has come. Raises
+        what `ask` raises, and `InvalidRequest` if the file cannot be written."""
+        async with self.stream("GET", path) as response:
+            with replacing(target) as file:
+                async for piece in response.aiter_bytes(PIECE):
+                    await asyncio.to_thread(file.write, piece)
 
     async def upload(self, path: str, source: Path, **query: Any) -> Any:
         """As `ask`, with a file as the body, which is read piece by piece."""

@@ -11,6 +11,9 @@ from tenuto.memory.snapshots import SavedMemory, SnapshotUnusable
 from tenuto.memory.unit_files import DiskFailed
 from tenuto.session.session import Session
 
+INDEX_SECONDS = 2.0
+"""What has been saved is written down so often: whoever ends the process meanwhile does not undo it."""
+
 
 class Snapshots:
     """Writes down at the end where the memory of sessions is, and finds it at the start. Nobody trusts what is found:
@@ -30,14 +33,17 @@ class Snapshots:
     def save(self, sessions: Iterable[Session], seconds: float) -> None:
         """Move the memory of sessions without open turns to disk, the last used first, for at most so many seconds,
         and write down where it is."""
-        until = self._clock.now() + seconds
+        began = noted = self._clock.now()
         saved: list[tuple[Session, int]] = []
         for session in sorted(sessions, key=lambda session: session.last_turn_end, reverse=True):
-            position = self._parking.save(session, late=self._clock.now() > until)
+            position = self._parking.save(session, late=self._clock.now() > began + seconds)
             if position:
                 saved.append((session, position))
             elif session.memory.computed or self._parking.has(session):
                 self.counts["not saved"] += 1
+            if self._clock.now() > noted + INDEX_SECONDS:
+                self._parking.write_index(saved)
+                noted = self._clock.now()
         if self._parking.write_index(saved):
             self.counts["saved"] += len(saved)
         else:

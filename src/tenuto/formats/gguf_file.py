@@ -128,7 +128,7 @@ class _One:
             self._view = mapped(path).data
             self._at = 0
             self._read()
-        except (OSError, ValueError, OverflowError, struct.error, KeyError) as error:
+        except (OSError, ValueError, OverflowError, RecursionError, struct.error, KeyError) as error:
             raise ModelError(f"{path} is not a readable GGUF file ({error}); fetch it again") from error
 
     def _read(self) -> None:

@@ -25,7 +25,7 @@ class Rope:
     original_context: int = 0
 
     def __post_init__(self) -> None:
-        if self.theta <= 0:
+        if not self.theta > 0:  # NaN is refused, too
             raise ModelError(f"the model's rope theta is {self.theta}; allowed: more than 0")
         if not self.divisors or min(*self.divisors, *self.long_divisors, 1.0) <= 0:
             raise ModelError("the model's rope divisors are not all there and more than 0")

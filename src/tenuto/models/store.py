@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -79,7 +80,7 @@ def resolve(
         return ModelFiles(DEFAULT_MODEL, FileFormat.GGUF, pull_default(cache_dir, progress))
     path = Path(name_or_path).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return ModelFiles(re.sub(r"-\d+-of-\d+$", "", path.stem), FileFormat.GGUF, path)
+        return ModelFiles(_PART.sub("", path.stem), FileFormat.GGUF, path)
     if path.is_dir():
         return _directory(path.resolve().name, path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_path):
@@ -90,11 +91,20 @@ def resolve(
     )
 
 
+_PART = re.compile(r"-\d+-of-(\d+)$")
+"""How names of files end that a model was split into."""
+
+
 def weights_digest(files: ModelFiles) -> str:
     """Tells models apart, and versions of one: a SHA-256 of the sizes of all files, of small ones whole, and of samples
     from all over large ones, so that it takes no time even for the largest."""
     digest = hashlib.sha256()
-    paths = [files.path] if files.path.is_file() else sorted(p for p in files.path.iterdir() if p.suffix in _OF_MODELS)
+    if files.path.is_dir():
+        paths = sorted(path for path in files.path.iterdir() if path.suffix in _OF_MODELS)
+    else:
+        parts = _PART.search(files.path.stem)
+        pattern = _PART.sub("", glob.escape(files.path.stem)) + (f"-*-of-{parts[1]}.gguf" if parts else ".gguf")
+        paths = sorted(files.path.parent.glob(pattern))
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.suffix} {size}\n".encode())

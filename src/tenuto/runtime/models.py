@@ -52,6 +52,7 @@ class Model:
     spare_bytes: int = 2**28
     compute: str = "no model: each token follows from a hash of the history"
     weights: Callable[[], str] = lambda: WITNESS
+    ropes: bytes = b""
 
     def grammars(self) -> GrammarCompiler | None:
         """Compiles grammars for its tokens, if it has a tokenizer."""
@@ -68,7 +69,7 @@ class Model:
 
     def state_fingerprint(self) -> str:
         """Equal for models whose units of memory mean the same: those of one serve the other."""
-        parts = (self.fingerprint, self.weights(), self.executor.layout, self.executor.spec)
+        parts = (self.fingerprint, self.weights(), self.ropes, self.executor.layout, self.executor.spec)
         return sha256(repr(parts).encode()).hexdigest()
 
 
@@ -113,6 +114,7 @@ def load_model(
         spare_bytes(device),
         forward.description,
         partial(weights_digest, files),
+        config.ropes(),
     )
 
 

@@ -175,18 +175,14 @@ class Service:
 
     def _export(self, request: ExportSession, path: Path) -> None:
         """Write a session and its state to a file, and answer with the session. The state is copied between two steps;
-        the file is written beside them."""
+        the file is written beside them. In the lane for files, so that there is one copy at a time."""
 
         def take(engine: Engine) -> tuple[SessionDocument, CopiedState]:
             return self._dispatcher.execute(request), engine.state(request.session, request.tenant)
 
-        def write(done: Future[tuple[SessionDocument, CopiedState]]) -> None:
-            if (error := done.exception()) is not None:
-                self._outbox.refuse(request.call, error)
-                return
-            self._lanes.files.put(0, lambda: self._told(request, lambda: self._written(path, *done.result())))
-
-        self._loop.execute(take, write)
+        self._lanes.files.put(
+            0, lambda: self._told(request, lambda: self._written(path, *self._loop.execute(take).result()))
+        )
 
     def _written(self, path: Path, document: SessionDocument, state: CopiedState) -> SessionDocument:
         signed = document.signed(self._fingerprint)
@@ -199,22 +195,29 @@ class Service:
 
         def opened(engine: Engine) -> SessionInfo:
             with closing(file):
-                engine.states.check(file)
                 session = self._dispatcher.execute(request).session_id
                 engine.put_state(session, file, request.tenant)
                 return self._dispatcher.execute(GetSession(tenant=request.tenant, session=session))
 
         try:
-            file = StateFile(path)
-            with ExitStack() as undo:
-                undo.callback(file.close)
-                file.check(self._fingerprint, self._identity)
-                if file.document != request.document:
-                    raise InvalidRequest("the file has another session than the request")
-                self._execute(request, opened)
-                undo.pop_all()
-        except TenutoError as error:
+            file = self._opened(request, path)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
             self._outbox.refuse(request.call, error)
+        else:
+            self._execute(request, opened)
+
+    def _opened(self, request: ImportSession, path: Path) -> StateFile:
+        """The file with the request's session, all of which has been checked. Raises `InvalidRequest`."""
+        file = StateFile(path)
+        with ExitStack() as undo:
+            undo.callback(file.close)
+            file.check(self._fingerprint, self._identity)
+            self._engine.states.check(file)
+            file.verify()
+            if file.document != request.document:
+                raise InvalidRequest("the file has another session than the request")
+            undo.pop_all()
+        return file
 
     def _told(self, request: Request[T], work: Callable[[], T]) -> None:
         """Answer with what `work` comes to."""

@@ -182,10 +182,10 @@ class _Exchange:
         """Check a body of `length` bytes. Raises `TooLarge`, and `Overloaded` if all bodies together have too many."""
         settings = self._edge.settings
         limit = settings.max_state_bytes if self._to_disk else settings.max_body_bytes
-        together = settings.max_bodies_bytes
+        together = settings.max_state_bytes if self._to_disk else settings.max_bodies_bytes
         if length > limit:
             self.excess = TooLarge(f"the body has more than {limit} bytes, the most allowed")
-        elif self._edge.body_bytes > together:
+        elif (self._edge.spooled_bytes if self._to_disk else self._edge.body_bytes) > together:
             self.excess = Overloaded(
                 f"the bodies of all requests have {together} bytes, the most allowed; try again later"
             )
@@ -194,17 +194,21 @@ class _Exchange:
 
     def forget(self) -> None:
         """The request is over, and its body is freed."""
-        if not self._to_disk:
-            self._edge.body_bytes -= self._received
+        self._count(-self._received)
         self._received = 0
+
+    def _count(self, size: int) -> None:
+        if self._to_disk:
+            self._edge.spooled_bytes += size
+        else:
+            self._edge.body_bytes += size
 
     async def receive(self) -> Message:
         message = await (self._receive() if self._complete else self._receive_body())
         self._complete = not message.get("more_body", False)
         size = len(message.get("body", b""))
         self._received += size
-        if not self._to_disk:
-            self._edge.body_bytes += size
+        self._count(size)
         self.expect(self._received)
         return message
 

@@ -92,7 +92,8 @@ class ProcessLink(Link, asyncio.Protocol):
     async def _bury(self) -> None:
         """Wait until the child has exited, and tell everyone why."""
         ended = asyncio.ensure_future(asyncio.to_thread(self._engine.wait))
-        await asyncio.wait({ended}, timeout=EXIT_SECONDS + self._engine.snapshot_seconds)
+        saving = self._engine.snapshot_seconds if self._ready.done() else 0
+        await asyncio.wait({ended}, timeout=EXIT_SECONDS + saving)
         if not ended.done():
             self._engine.kill()
         status = await ended

@@ -38,7 +38,7 @@ from tenuto.serve.native.schemas import (
     SessionList,
     version_of,
 )
-from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_of, new_spool, spooled, streamed
+from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_of, spool, spooled, streamed
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
@@ -120,12 +120,9 @@ async def import_state(
 async def export_state(edge: EdgeOf, tenant: Caller, session_id: SessionId) -> Response:
     """The session as a file, with its state, as far as it is in memory or a tier. Refused while a turn is open. The
     file is in the safetensors format."""
-    path = new_spool()
-    try:
+    with spool() as path:
         await edge.link.call(ExportSession(tenant=tenant.name, session=session_id, state=str(path)))
         return streamed(path)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 @router.get("/{session_id}/export", response_model=SessionFile, responses=REFUSALS)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import msgspec
@@ -29,11 +29,11 @@ STATE_BODY: dict[str, Any] = {"requestBody": {"required": True, **_BINARY}}
 STATE_ANSWER: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", **_BINARY}}
 
 
-def new_spool() -> Path:
-    """An empty temporary file that only this user can read."""
-    number, name = tempfile.mkstemp(prefix="tenuto-", suffix=".session")
-    os.close(number)
-    return Path(name)
+@contextmanager
+def spool() -> Iterator[Path]:
+    """Where a temporary file may be written that only this user can read. It is removed at the end of the block."""
+    with TemporaryDirectory(prefix="tenuto-") as directory:
+        yield Path(directory) / "session"
 
 
 @asynccontextmanager
@@ -42,8 +42,7 @@ async def spooled(request: Request) -> AsyncIterator[Path]:
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != MEDIA_TYPE:
         raise UnsupportedMediaType(f"the body is declared as {given!r}; allowed: {MEDIA_TYPE}")
-    path = new_spool()
-    try:
+    with spool() as path:
         with path.open("wb") as file:
             waiting = bytearray()
             async for piece in request.stream():
@@ -53,13 +52,15 @@ async def spooled(request: Request) -> AsyncIterator[Path]:
                     waiting = bytearray()
             await _written(file, waiting)
         yield path
-    finally:
-        path.unlink(missing_ok=True)
 
 
 async def _written(file: BinaryIO, data: bytearray) -> None:
+    def write() -> None:
+        file.write(data)
+        file.flush()
+
     try:
-        await asyncio.to_thread(file.write, data)
+        await asyncio.to_thread(write)
     except OSError as error:
         raise TenutoError(f"the server has no room for the file: {error.strerror}") from error
 
