@@ -12,10 +12,11 @@ import numpy as np
 from tenuto.base.plan import Bytes
 from tenuto.base.state_file import CopiedState
 from tenuto.memory.memory import Memory
+from tenuto.memory.parked import Parked
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
 from tenuto.memory.snapshots import SavedMemory, Snapshot
-from tenuto.memory.tiers import Parked, Tiers
+from tenuto.memory.tiers import Tiers
 from tenuto.sched.batch import is_computed, start_target
 from tenuto.session.session import Session, Turn
 

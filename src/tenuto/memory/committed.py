@@ -9,8 +9,8 @@ from tenuto.base.errors import InvariantError
 from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.checkpoints import Checkpoints
 from tenuto.memory.memory import Memory
+from tenuto.memory.parked import KeptUnits
 from tenuto.memory.pool import Holder, HolderKind, Lease
-from tenuto.memory.tiers import KeptUnits
 
 
 class CommittedMemory:

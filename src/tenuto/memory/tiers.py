@@ -3,99 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
+from tenuto.memory.parked import ELSEWHERE, KeptUnits, Parked, StoredUnit
 from tenuto.memory.pool import Pool
+from tenuto.memory.rates import Rates
 from tenuto.memory.snapshots import Run, SavedMemory, Snapshot, decoded
 from tenuto.memory.unit_files import Disk, DiskFailed, UnitFile
-
-Place = tuple[int, int]
-"""A unit of a pool and its generation, see `Pool.generation`."""
-ELSEWHERE: Place = 0, -1
-"""Not on the device."""
-
-
-@dataclass(eq=False, slots=True)
-class StoredUnit:
-    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. The first `used` token slots of
-    a page are of value. `place`: where the same is on the device, as long as that is leased and of the same generation.
-
-    Invariant: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it.
-    """
-
-    group: int
-    used: int
-    size: int
-    data: Bytes | None
-    place: Place
-    references: int = 0
-    file: UnitFile | None = None
-    row: int = -1
-
-
-@dataclass(eq=False, slots=True)
-class Parked:
-    """The memory of the first `position` tokens of a sequence, off the device: for each group the units, in order."""
-
-    position: int
-    units: list[list[StoredUnit]]
-
-    def __iter__(self) -> Iterator[StoredUnit]:
-        return (unit for group in self.units for unit in group)
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(unit.size for group in self.units for unit in group)
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether some of it has to be read from disk."""
-        return any(unit.file is not None for group in self.units for unit in group)
-
-    @property
-    def in_host(self) -> bool:
-        """Whether some of it is in host memory."""
-        return any(unit.data is not None for group in self.units for unit in group)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptUnits:
-    """What a session keeps of one group: `units`, of whose last one the first `used` slots are of value."""
-
-    units: Sequence[int]
-    used: int
-
-
-class Rates:
-    """What moving and computing have cost so far, in seconds, as moving averages; `None` until measured."""
-
-    WEIGHT = 0.2
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    def note(self, what: str, amount: int, seconds: float) -> None:
-        """`amount` tokens or bytes took `seconds`."""
-        if amount > 0 and seconds > 0:
-            new = seconds / amount
-            self._seconds[what] = (1 - self.WEIGHT) * self._seconds.get(what, new) + self.WEIGHT * new
-
-    def get(self, what: str) -> float | None:
-        """Seconds for one token or byte."""
-        return self._seconds.get(what)
-
-    def worth(self, tier: str, size: int, tokens: int) -> bool:
-        """Whether bringing back `size` bytes from a tier takes less time than computing `tokens`. Nothing is ruled out
-        before it is measured."""
-        copying, computing = self._seconds.get(tier), self._seconds.get("compute")
-        return copying is None or computing is None or size * copying < tokens * computing
 
 
 class Tiers:
