@@ -18,6 +18,7 @@ import uvloop
 
 from tenuto.base.logs import configure_logs
 from tenuto.base.messages import WorkerSettings
+from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.run import serve
 from tenuto.serve.shared.settings import ServeSettings
 
@@ -83,13 +84,12 @@ async def measure(url: str, interface: str, tokens: int) -> tuple[float, int]:
     return time.process_time() - before, int(output)
 
 
-async def run() -> None:
+async def run(engine: EngineProcess) -> None:
     """Measure every interface, then profile the native one."""
     configure_logs("warning")
-    worker = WorkerSettings(model=f"witness:{STEP_SECONDS}")
     settings = ServeSettings(port=0)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    serving = asyncio.ensure_future(serve(worker, settings, lambda _, url: ready.set_result(url)))
+    serving = asyncio.ensure_future(serve(engine, settings, lambda _, url: ready.set_result(url)))
     url = await ready
     print(f"{STREAMS} streams on the witness, {STEP_SECONDS * 1000:g} ms a step; target: 100 us a token")
     print(f"{'interface':<14}{'us a token':>12}{'events a token':>16}")
@@ -108,8 +108,9 @@ async def run() -> None:
 
 def main() -> None:
     """Print the figures and the profile."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+    worker = WorkerSettings(model=f"witness:{STEP_SECONDS}")
+    with EngineProcess(worker) as engine, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run(engine))
 
 
 if __name__ == "__main__":

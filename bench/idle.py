@@ -1,7 +1,8 @@
 """What a server costs that nobody talks to: `python -m bench.idle [SESSIONS]`.
 
-From the start of the process to the first token of a first turn, with kernels compiled before; then `SESSIONS` sessions
-take a turn each and rest, and the CPU time of both processes is measured over some seconds.
+The time from the start of the process to the first token of a first turn, with kernels compiled before, and the CPU
+time of both processes until then; then `SESSIONS` sessions take a turn each and rest, and the CPU time of both
+processes is measured over some seconds.
 """
 
 from __future__ import annotations
@@ -66,8 +67,11 @@ def main() -> None:
     sessions = int(sys.argv[1]) if len(sys.argv) > 1 else SESSIONS
     began = time.monotonic()
     with server("smollm2", 2048) as processes:
+        ready = time.monotonic() - began
         first_token(processes.url)
-        print(f"start to first token: {time.monotonic() - began:.2f} s")
+        print(f"start to first token: {time.monotonic() - began:.2f} s, of which {ready:.2f} s until it listens")
+        for name, pid in (("edge", processes.edge), ("engine", processes.engine)):
+            print(f"  {name:6}  {cpu_seconds(pid):.2f} s of CPU time, {resident(pid):.0f} MB")
         print("idle without sessions")
         idle_cost(processes)
         asyncio.run(fill(processes.url, sessions))

@@ -12,6 +12,9 @@ class ManualClock:
     def now(self) -> float:
         return self._now
 
+    def wall(self) -> float:
+        return 1e9 + self._now
+
     def advance(self, seconds: float) -> None:
         """Jump forward by `seconds` (>= 0)."""
         if seconds < 0:

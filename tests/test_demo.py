@@ -15,6 +15,7 @@ from tenuto import demo
 def test_the_demo_shows_all_it_promises(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "QUESTIONS", {name: questions[:3] for name, questions in demo.QUESTIONS.items()})
     monkeypatch.setattr(demo, "ANSWER_TOKENS", 4)
+    monkeypatch.setattr(demo, "LONG", 200)
     out = io.StringIO()
     demo.run_demo(console=Console(file=out, width=80))
     shown = out.getvalue()
@@ -31,4 +32,10 @@ def test_the_demo_shows_all_it_promises(smollm2_path: Path, monkeypatch: pytest.
     assert "context_exceeded (HTTP 400): history and input have" in shown
     assert "The session is the same as before" in shown
     assert re.search(r"It is back after [\d.]+ s\. The session has \d+ tokens, the same as before the story", shown)
-    assert len(re.findall("every unit accounted for", shown)) == 2  # before the server is killed, and after
+    lines = " ".join(shown.split())  # they wrap
+    costs = re.findall(r"(restored|recomputed): of a context of (\d+) tokens it computed (\d+) tokens before", lines)
+    assert [name for name, _, _ in costs] == ["restored", "recomputed"]
+    assert int(costs[0][1]) > 200
+    assert int(costs[0][2]) < 40
+    assert costs[1][1] == costs[1][2] == costs[0][1]
+    assert len(re.findall("every unit accounted for", shown)) == 3  # before a server is killed or stopped, and after

@@ -58,6 +58,8 @@ QUESTIONS = {
 }
 ANSWER_TOKENS = 20
 CONTEXT = 2048
+LONG = 1500
+"""Tokens of a long session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def run_demo(model: str = "smollm2", device: str = "cpu", console: Console | Non
         show.audit(engine)
     with tempfile.TemporaryDirectory() as directory:
         show.killed_server(model, device, Path(directory) / "journal")
+        show.restored_session(model, device, Path(directory))
 
 
 class Demo:
@@ -230,6 +233,28 @@ class Demo:
             self.out.print(f"The first turn {_spent(after)}: its history was computed again.")
             self.out.print(str(engine.audit()))
 
+    def restored_session(self, model: str, device: str, directory: Path) -> None:
+        """Stop a server, start it again, and let a session go on from its state on disk, and a copy of it from its
+        tokens."""
+        self._title("A stopped server starts again: a session comes back from disk, a copy of it is computed again")
+        kept = ("--disk-tier", str(directory / "tier"), "--no-prefix-cache")
+        question = "What is this about?"
+        with _served(model, device, directory / "other", *kept) as (url, server), connect(url) as engine:
+            session = engine.session("long", system=SYSTEM)
+            while session.info.tokens < LONG:
+                session.append([{"role": "user", "content": " ".join(QUESTIONS["garden"])}])
+            _stop(server)
+        with _served(model, device, directory / "other", *kept) as (url, _), connect(url) as engine:
+            session = engine.attach("long")
+            copy = engine.import_session(session.export(), session_id="copy")
+            for name, each in (("restored", session), ("recomputed", copy)):
+                turn = each.chat(question, max_new_tokens=ANSWER_TOKENS)
+                turn.result()
+                self.out.print(f"{name:>10}: of a context of {turn.result().usage.prompt} tokens it {_spent(turn)}.")
+                said = turn.text
+            self._said("long", question, said)
+            self.out.print(str(engine.audit()))
+
     def _title(self, text: str) -> None:
         self.out.print(f"\n{text}", style="bold")
 
@@ -240,12 +265,12 @@ class Demo:
 
 
 @contextmanager
-def _served(model: str, device: str, journal: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server with a journal, and its address. Raises `ConfigError` if it does not start."""
+def _served(model: str, device: str, journal: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server with a journal and `more` options, and its address. Raises `ConfigError` if it does not start."""
     command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0"]
     options = ["--model", model, "--device", device, "--context-length", str(CONTEXT), "--journal", str(journal)]
     with subprocess.Popen(  # noqa: S603 - our own command
-        [*command, *options, "--log-level", "error"],
+        [*command, *options, *more, "--log-level", "error"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -268,6 +293,12 @@ def _kill(server: subprocess.Popen[str]) -> None:
     """`kill -9` its processes, unless that has been done."""
     if server.poll() is None:
         os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    """SIGTERM, and wait for its end."""
+    server.terminate()
     server.wait()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.messages import WorkerSettings
+from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.process import ProcessLink
 
 
@@ -40,7 +41,7 @@ log.warning("a step failed", extra={"step": 7, "turns": ["turn 1 of s"]})
 
 
 async def started(settings: WorkerSettings) -> None:
-    link = await ProcessLink.open(settings)
+    link = await ProcessLink.open(EngineProcess(settings))
     await link.close()
 
 

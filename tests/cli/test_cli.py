@@ -160,7 +160,7 @@ def test_a_chat_with_a_journal_goes_on_where_another_ended(tmp_path: Path) -> No
         done = run(*chat, "--journal", journal, stdin="\n".join(part))
         assert done.returncode == 0
         parts += done.stdout
-    assert parts == whole.stdout
+    assert re.sub(r" \d+ of them to be computed again,", "", parts) == whole.stdout
     assert re.fullmatch("going on with session 3: 1 turns, .* tokens, .*; /sessions lists all\n", done.stderr)
     last = run(*chat, "--journal", journal, stdin="/sessions")
     assert re.findall(r"(.) session (\d+): (\d+) turns", last.stdout) == [

@@ -108,6 +108,12 @@ def test_a_session_goes_through_a_file_or_a_pipe(witness: Server, http: httpx.Cl
             "tenuto: .* cannot be (read|written): No such file or directory\n", sessions(witness, *arguments).stderr
         )
     assert sessions(witness, "import", "-", stdin="{").stderr.startswith("tenuto: - is not an exported session: ")
+    state = str(tmp_path / "state")
+    assert sessions(witness, "export", "--state", "copy", state).stdout == ""
+    again = json.loads(sessions(witness, "import", state, "--id", "again", "--json").stdout)
+    assert (again["tokens"], again["computed"]) == (120, 0)  # as the copy, which has not had a turn
+    Path(state).write_bytes(Path(state).read_bytes()[:-1])
+    assert sessions(witness, "import", state).stderr.startswith("tenuto: the file is damaged")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,13 +87,47 @@ def test_an_exported_session_is_imported_here_or_elsewhere(engine: AnyEngine, wi
                 engine.import_session(wrong, session_id="never")
 
 
-def test_asynchronous_clients_export_and_import(make_async: Callable[[], AnyAsyncEngine]) -> None:
+def test_a_session_with_its_state_goes_through_a_file(engine: AnyEngine, tmp_path: Path) -> None:
+    session = engine.session("stated", system="Be brief.", ttl=60)
+    session.chat("hello " * 60, max_new_tokens=5).result()
+    path = tmp_path / "session"
+    session.export_file(path)
+    with pytest.raises(AlreadyExists):
+        engine.import_file(path)
+    again = engine.import_file(path, session_id="again")
+    assert (again.history, again.info.ttl, again.info.computed) == (session.history, 60, session.info.tokens - 1)
+    computed, after = again.info.computed, again.chat("and then?", max_new_tokens=5)
+    assert after.result().usage.cached == computed
+    assert list(session.chat("and then?", max_new_tokens=5).tokens()) == after.token_ids
+    again.close()
+    content = path.read_bytes()
+    for wrong in (content[:-9], content[:-1] + b"x", b"[]", session.export(), content.replace(b'"s', b'"t', 1)):
+        path.write_bytes(wrong)
+        with pytest.raises(InvalidRequest):
+            engine.import_file(path, session_id="never")
+    turn = session.chat("go on", max_new_tokens=1000)
+    with pytest.raises(SessionBusy):
+        session.export_file(tmp_path / "busy")
+    assert not (tmp_path / "busy").exists()
+    turn.abort()
+    with pytest.raises(InvalidRequest, match="cannot be written"):
+        session.export_file(tmp_path / "none" / "file")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        engine.import_file(tmp_path / "none")
+    session.close()
+
+
+def test_asynchronous_clients_export_and_import(make_async: Callable[[], AnyAsyncEngine], tmp_path: Path) -> None:
     async def main() -> None:
         async with make_async() as engine:
             session = await engine.session()
             await session.chat("hello", max_new_tokens=5).result()
             copy = await engine.import_session(await session.export(), session_id="a-copy")
             assert await copy.history() == await session.history()
+            await copy.close()
+            await session.export_file(tmp_path / "file")
+            copy = await engine.import_file(tmp_path / "file", session_id="a-copy")
+            assert (await copy.info()).computed == (await session.info()).computed
             await copy.close()
 
     asyncio.run(main())

@@ -72,6 +72,7 @@ class Stage:
         recount: bool = True,
         masks: Masks | None = None,
         disk: Disk | None = None,
+        identity: str = "",
         **config: Any,
     ) -> None:
         groups = [GroupSpec(kind, 1, WINDOW if kind is SLIDING else 0) for kind in mix]
@@ -98,6 +99,7 @@ class Stage:
             proposer=_Guesser(guess) if guess is not None else None,
             masks=masks,
             disk=disk,
+            identity=identity,
         )
 
     # -- sessions

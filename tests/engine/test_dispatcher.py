@@ -24,6 +24,7 @@ from tenuto.base.messages import (
     Trim,
 )
 from tenuto.base.options import Policy
+from tenuto.base.views import SessionState
 from tenuto.engine.rendering import Basis, Outdated
 from tenuto.session.session import Session
 from tests.engine.test_saved_sessions import Talk, chatted
@@ -81,6 +82,56 @@ def test_a_tenant_that_has_all_its_tokens_gets_no_more(talk: Talk, command: Requ
         execute(talk, command, limits=Limits(tokens=len(session.history)))
     assert state(talk) == before
     execute(talk, command, limits=Limits(tokens=len(session.history) + 1))
+
+
+@pytest.mark.parametrize("command", LIMITED)
+def test_a_tenant_that_has_all_its_bytes_in_the_journal_gets_no_more(talk: Talk, command: Request[Any]) -> None:
+    before, (session,) = state(talk), list(talk.engine.sessions)
+    assert session.journal_bytes > 4 * len(session.history)
+    with pytest.raises(LimitReached, match="bytes in the journal"):
+        execute(talk, command, limits=Limits(journal_bytes=session.journal_bytes))
+    assert state(talk) == before
+    execute(talk, command, limits=Limits(journal_bytes=session.journal_bytes + 1))
+
+
+@pytest.mark.parametrize("command", [command for command in LIMITED if command not in OPENING[2:]])
+def test_a_session_that_is_as_large_as_its_tenant_may_have_goes_no_further(talk: Talk, command: Request[Any]) -> None:
+    before, (session,) = state(talk), list(talk.engine.sessions)
+    if getattr(command, "session", None) is None:
+        return
+    units, size = talk.engine.units_of(session), session.journal_bytes
+    assert units == -(-(len(session.history) - 1) // talk.engine.memory.page_size)
+    for limits in (Limits(session_units=units), Limits(session_journal_bytes=size)):
+        with pytest.raises(LimitReached, match=r"session s (takes|has)"):
+            execute(talk, command, limits=limits)
+    assert state(talk) == before
+    execute(talk, command, limits=Limits(session_units=units + 1, session_journal_bytes=size + 1))
+
+
+def test_idle_sessions_of_a_tenant_leave_the_device_when_it_keeps_too_much_there(talk: Talk) -> None:
+    (first,), engine = list(talk.engine.sessions), talk.engine
+    second = engine.open("second")
+    talk.begin(second, "words and words", 5)
+    talk.play()
+    other = engine.open("other", Policy(tenant="other"))
+    use = engine.sessions.use("")
+    assert use.units == first.memory.kept_units + second.memory.kept_units > 0
+    most = second.memory.kept_units + 1
+    info = talk.dispatcher.execute(OpenSession(session="third", policy=Policy(), limits=Limits(units=most)))
+    assert (info.session_id, first.memory.computed) == ("third", 0)
+    assert use.units == second.memory.kept_units
+    with pytest.raises(LimitReached, match="units of memory"):
+        execute(talk, StartTurn(kind="turn", tenant="", session="second"), limits=Limits(units=use.units))
+    assert second.memory.computed
+    talk.begin(second, "more", 5)
+    engine.step()
+    with pytest.raises(LimitReached, match="units of memory"):
+        talk.dispatcher.execute(OpenSession(session="fourth", policy=Policy(), limits=Limits(units=1)))
+    talk.play()
+    engine.close("second")
+    assert use.units == 0
+    assert other.state is SessionState.OPEN
+    engine.audit()
 
 
 @pytest.mark.parametrize("command", OPENING)

@@ -10,6 +10,7 @@ import pytest
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import Kind
+from tenuto.base.views import Transition
 from tenuto.engine.parking import Parking
 from tenuto.memory.unit_files import SUFFIX, UnitFiles
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix, every_overlap
@@ -164,6 +165,7 @@ def test_copies_that_fail_cost_only_time(mix) -> None:
 def test_a_directory_is_used_by_one_process_at_a_time_and_left_empty(tmp_path: Path) -> None:
     (tmp_path / f"3{SUFFIX}").write_bytes(b"left by a process that was killed")
     files = UnitFiles(tmp_path, 100)
+    files.take_over([])
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
     with pytest.raises(ConfigError, match="in use by another process"):
         UnitFiles(tmp_path, 100)
@@ -198,6 +200,36 @@ def test_a_rewound_session_keeps_what_is_still_so_of_what_was_parked() -> None:
     parked = next(name for name in names if not stage.engine.sessions.get(name).memory.computed)
     stage.engine.rewind(parked, position=33)
     assert goes_on(stage, parked, 700, 701) == 0
+
+
+@every_mix
+def test_a_session_that_will_expire_is_parked_first_and_closed_later(mix) -> None:
+    stage = make(mix)
+    stage.told("s", 50, ttl=100.0)
+    stage.told("busy", 50, ttl=100.0)
+    held = [pool.leased for pool in stage.engine.memory.pools]
+    stage.clock.advance(49.0)
+    stage.step()
+    assert [pool.leased for pool in stage.engine.memory.pools] == held
+    goes_on(stage, "busy", 1)
+    stage.clock.advance(1.0)
+    stage.step()
+    session = stage.engine.sessions.get("s")
+    assert (session.memory.computed, len(parking(stage))) == (0, 1)
+    assert goes_on(stage, "s", 2) == 55  # it is as it was
+    assert stage.engine.transitions[Transition("park")] == 1
+    stage.clock.advance(60.0)
+    stage.step()
+    assert len(parking(stage)) == 2
+    stage.clock.advance(40.0)
+    stage.step()
+    assert not len(stage.engine.sessions)
+    assert parking(stage).tiers.host_used == 0
+    stage = make(mix, host_tier=0)
+    stage.told("s", 50, ttl=100.0)
+    stage.clock.advance(99.0)
+    stage.step()
+    assert stage.engine.sessions.get("s").memory.computed == 55  # there is nowhere to go
 
 
 def test_a_fork_of_a_parked_session_is_parked_too() -> None:

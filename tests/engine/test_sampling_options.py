@@ -354,7 +354,7 @@ def test_who_does_not_ask_pays_nothing(start: Start) -> None:
     turn = engine.submit("s", text(9), TurnParams(max_new_tokens=5, sampling=Sampling(1.0, 5, 0.9, min_p=0.1)))
     until(engine, lambda: turn.output)
     assert executor._options.plain
-    assert executor._options.counts.slots == 0
+    assert len(executor._options.counts) == 0
     play(engine)
     assert all(plan.scores is None for plan in executor.plans)
     assert (turn.output_logprobs, turn.input_scores, turn.input_logprobs) == ([], [], ())
@@ -367,7 +367,7 @@ def test_memory_for_counts_is_taken_by_rows_that_ask_and_used_again(start: Start
         engine.open(f"s{i}")
         engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3, sampling=REPEATING if i % 2 else PLAIN))
     play(engine)
-    assert 1 <= executor_of(engine)._options.counts.slots <= 4
+    assert 1 <= len(executor_of(engine)._options.counts) <= 4
     for i in range(4):
         engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3))
     play(engine)

@@ -3,6 +3,7 @@ happened to it before."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session, Turn
 from tenuto.text.chat import Conversation
 from tenuto.text.prompt import Prompt
+from tests.engine.stage import Stage
 
 
 class Talk:
@@ -201,6 +203,24 @@ def test_what_cannot_be_restored_is_refused_and_leaves_nothing() -> None:
     with pytest.raises(InvalidRequest, match="token id"):
         there.engine.restore(SavedSession("s", Policy(), None, 1, (10**6,), (TurnRecord(0, 1, 1),)))
     assert not len(there.engine.sessions)
+
+
+@pytest.mark.parametrize(("down", "left"), [(0.0, 70.0), (20.0, 60.0), (1000.0, 60.0), (-50.0, 100.0)])
+def test_the_ttl_of_a_session_goes_on_where_it_is_rebuilt_but_leaves_it_a_minute(down: float, left: float) -> None:
+    stage = Stage()
+    session = stage.told("s", 10, ttl=100.0)
+    used = stage.clock.wall()
+    stage.clock.advance(30.0)
+    saved = replace(session.saved(), used=used)
+    later = Stage()
+    later.clock.advance(30.0 + down if down >= 0 else 0.0)
+    later.engine.restore(saved)
+    later.clock.advance(left - 0.5)
+    later.step()
+    assert len(later.engine.sessions) == 1
+    later.clock.advance(1.0)
+    later.step()
+    assert not len(later.engine.sessions)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges, TokenMasks
 from tenuto.base.sampling import Sampling
@@ -18,6 +19,11 @@ def ints(values: Sequence[int]) -> np.ndarray:
 
 def columns(triples: Sequence[tuple[int, int, int]]) -> np.ndarray:
     return np.array(triples, np.int32).reshape(-1, 3).T
+
+
+def logits_of(executor: ModelExecutor, plan: Plan) -> torch.Tensor:
+    """Carry out a plan: float32 [sum(plan.samples), vocab]."""
+    return torch.from_numpy(executor.logits(plan))
 
 
 class Driver:

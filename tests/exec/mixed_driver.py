@@ -13,7 +13,7 @@ import torch
 from tenuto.base.groups import Kind
 from tenuto.base.plan import NO_SLOT, PageCopies, Plan, StateMoves, TableChanges
 from tenuto.exec.model_executor import ModelExecutor
-from tests.exec.driver import columns, ints
+from tests.exec.driver import columns, ints, logits_of
 from tests.exec.spoil import spoil
 
 
@@ -69,7 +69,7 @@ class MixedDriver:
             states=tuple(states),
             sampling=(),
         )
-        found = self.executor.logits(plan)
+        found = logits_of(self.executor, plan)
         for row, tokens in work.items():
             self.lengths[row] += len(tokens)
             self._slide(row)

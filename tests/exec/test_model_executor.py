@@ -17,7 +17,7 @@ from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import ModelFiles, resolve
-from tests.exec.driver import Driver
+from tests.exec.driver import Driver, logits_of
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
 
 WARM = Sampling(temperature=1.0, top_k=40, top_p=0.95, seed=11)
@@ -86,7 +86,7 @@ def test_random_mixed_batches_give_the_logits_of_each_sequence_alone(
         places = [driver.lengths[row] for row in rows]
         ends = [min(place + int(rng.choice([1, 1, 2, 17])), 70) for place in places]
         work = [(row, texts[row][a:b], b - a) for row, a, b in zip(rows, places, ends, strict=True)]
-        ours = driver.executor.logits(driver.plan(work))
+        ours = logits_of(driver.executor, driver.plan(work))
         theirs = torch.cat([expected[row, a:b] for row, a, b in zip(rows, places, ends, strict=True)])
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=tolerance)
         assert (ours - theirs).abs().mean() < tolerance / 10
@@ -236,7 +236,7 @@ def test_a_gguf_file_gives_the_tokens_of_the_directory_it_was_made_from(
 def test_half_precision_stays_close_to_float32(files: ModelFiles, dtype: str) -> None:
     half, whole = (load_executor(files, page_size=4, dtype=name, kernels="torch") for name in (dtype, None))
     assert half.spec.groups[0].bytes_per_unit * 2 == whole.spec.groups[0].bytes_per_unit
-    ours, exact = (e.logits(Driver(e, 50, 1).plan([(0, text(40), 40)])) for e in (half, whole))
+    ours, exact = (logits_of(e, Driver(e, 50, 1).plan([(0, text(40), 40)])) for e in (half, whole))
     assert ours.dtype == torch.float32
     assert (ours - exact).abs().mean() < 0.05 * exact.abs().mean()
     for executor in (half, whole):

@@ -17,7 +17,7 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
-from tests.exec.driver import columns, ints
+from tests.exec.driver import columns, ints, logits_of
 from tests.exec.kernels import any_variant
 from tests.models.tiny_hybrids import tiny_bamba
 
@@ -119,7 +119,7 @@ def test_units_copied_out_and_in_again_elsewhere_hold_the_same(executor: ModelEx
     executor.write_units(0, ints([4]), list(slot))
     executor.write_units(1, ints([1]), list(page))
     more = plan({0: [4, 5], 1: [4, 5]}, 5, [0, 4], [3, 2])
-    logits = executor.logits(more)
+    logits = logits_of(executor, more)
     assert torch.allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6)
     kept = states(executor)
     executor.write_units(0, ints([5, 1]), list(executor.read_units(0, ints([0, 2]))))

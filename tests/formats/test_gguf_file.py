@@ -45,7 +45,7 @@ def test_metadata_and_tensors_read_as_in_the_gguf_package(whole: Path) -> None:
     named = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
     assert ours.metadata == named
     for tensor in theirs.tensors:
-        assert np.array_equal(ours.tensors[tensor.name].data(), tensor.data.reshape(-1).view(np.uint8))
+        assert np.array_equal(ours.tensors[tensor.name].span.data(), tensor.data.reshape(-1).view(np.uint8))
         assert ours.tensors[tensor.name].shape == tensor.data.shape
 
 
@@ -68,6 +68,15 @@ def test_a_file_cut_short_anywhere_is_refused(whole: Path) -> None:
             GgufFile(cut)
 
 
+def test_a_text_longer_than_any_file_is_refused(whole: Path) -> None:
+    data, damaged = bytearray(whole.read_bytes()), whole.with_name("long.gguf")
+    at = data.index(b"test.texts") + len("test.texts") + 4 + 4 + 8  # kind, kind of items, count
+    data[at : at + 8] = b"\xff" * 8
+    damaged.write_bytes(data)
+    with pytest.raises(ModelError, match="not a readable GGUF file"):
+        GgufFile(damaged)
+
+
 def test_a_tensor_without_elements_is_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("none", np.zeros((0, 32), np.float32))
@@ -82,9 +91,9 @@ def test_a_tensor_without_elements_is_refused(tmp_path: Path) -> None:
 def test_a_tensor_of_a_file_that_was_cut_meanwhile_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
     tensor = GgufFile(path).tensor("two")
-    path.write_bytes(path.read_bytes()[: tensor.start])
+    path.write_bytes(path.read_bytes()[: tensor.span.start])
     with pytest.raises(ModelError, match="can no longer be read"):
-        tensor.data()
+        tensor.span.data()
 
 
 @settings(max_examples=300, deadline=None)
@@ -128,12 +137,12 @@ def test_the_first_file_of_a_split_model_opens_all_of_them(tmp_path: Path) -> No
     assert [path.name for path in files] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     model = GgufFile(files[0])
     assert model.metadata["general.architecture"] == "llama"
-    assert [(name, tensor.path) for name, tensor in model.tensors.items()] == [
+    assert [(name, tensor.span.path) for name, tensor in model.tensors.items()] == [
         ("one", files[0]),
         ("two", files[1]),
         ("three", files[2]),
     ]
-    assert np.array_equal(model.tensor("three").data().view(np.float32), np.full(6, 5, np.float32))
+    assert np.array_equal(model.tensor("three").span.data().view(np.float32), np.full(6, 5, np.float32))
 
 
 def test_a_split_model_without_all_its_files_is_refused(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 from tenuto.kernels.mamba2 import scan
+from tenuto.models.attention import rotate
 from tenuto.models.config import Attention, Mamba2, ModelConfig
-from tenuto.models.rope import rotate
 
 
 class AttentionNet(nn.Module):
@@ -29,7 +29,7 @@ class AttentionNet(nn.Module):
         q, k, v = (one(x).view(texts, length, -1, s.head_dim) for one in (self.q_proj, self.k_proj, self.v_proj))
         places = torch.arange(length)
         if s.rope is not None:
-            angles = (places[:, None].float() * s.rope.frequencies())[:, None]
+            angles = (places[:, None].float() * torch.from_numpy(s.rope.frequencies()))[:, None]
             q, k = (rotate(part, angles.cos(), angles.sin()) for part in (q, k))
         distance = places[:, None] - places
         seen = (distance >= 0) & (distance < (s.window or length))

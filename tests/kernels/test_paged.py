@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.kernels.paged import QUERY_BLOCK, PagedAttention, PagedKV, _blocks, ragged_arange
+from tenuto.kernels.paged import QUERY_BLOCK, PagedAttention, PagedKV, _blocks
+from tenuto.kernels.ragged import ragged_arange
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8

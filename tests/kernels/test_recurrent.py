@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tenuto.base.plan import NO_SLOT
 from tenuto.kernels import gated_delta, mamba2
-from tenuto.kernels.recurrent import SCAN_BLOCK, StatePart, StateSlots, convolve, pieces
+from tenuto.kernels.elements import Element, StatePart
+from tenuto.kernels.recurrent import SCAN_BLOCK, StateSlots, convolve, pieces
 
 ROWS, HEADS, HEAD_DIM, SIZE = 2, 4, 5, 6
 LENGTH = 2 * SCAN_BLOCK + 30
@@ -129,7 +130,9 @@ def test_rows_of_equal_length_are_one_piece_and_every_token_is_in_one() -> None:
 
 
 def test_a_slot_is_read_as_written_whatever_was_there_and_no_slot_is_zero() -> None:
-    slots = StateSlots(2, 4, [StatePart((3,), torch.float32), StatePart((2, 2), torch.float32)], torch.device("cpu"))
+    slots = StateSlots(
+        2, 4, [StatePart((3,), Element.FLOAT32), StatePart((2, 2), Element.FLOAT32)], torch.device("cpu")
+    )
     for part in slots.parts:
         part.fill_(torch.nan)
     states = torch.randn(2, 3), torch.randn(2, 2, 2)

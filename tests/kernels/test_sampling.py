@@ -4,6 +4,7 @@ from collections.abc import Callable
 from ctypes import byref
 from dataclasses import fields
 from functools import cache
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,17 +13,26 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.config import cache_dir
-from tenuto.base.sampling import LEAST_LOGPROB
-from tenuto.kernels import sampling
+from tenuto.base.plan import RowSampling
+from tenuto.base.sampling import LEAST_LOGPROB, Sampling
+from tenuto.exec.native_forward import NativeLogits
+from tenuto.exec.row_options import RowOptions
+from tenuto.exec.torch_forward import TorchLogits
 from tenuto.kernels.native.build import VARIANTS, Machine, library
-from tenuto.kernels.native.library import Model, Op, loaded
+from tenuto.kernels.native.library import Library, Model, Op, loaded
+from tenuto.kernels.native.sampling import logprobs as native_logprobs
 from tenuto.kernels.native.sampling import sample as native_sample
-from tenuto.kernels.sampling import Choice, Masks, add_biases, kept_probabilities, logprobs, mask, penalise, uniforms
+from tenuto.kernels.sampling import Choice, Masks, penalise, uniforms
+from tenuto.kernels.torch_sampling import kept_probabilities, logprobs, mask
+from tenuto.kernels.torch_sampling import sample as torch_sample
 from tests.kernels.reference import Row, reference_kept, reference_logits
 
 Sample = Callable[..., torch.Tensor]
 """Of logits, a choice and perhaps masks."""
+Tell = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, ...]]
+"""Log-probabilities by logits, of tokens and of so many likeliest ones."""
 HERE = Machine.this()
+NOT_LOADED = cast("Library", None)  # for what does not call it
 
 
 @cache
@@ -37,7 +47,7 @@ def native(variant: str) -> Sample:
         return opened
 
     def sample(logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
-        return native_sample(kernels, forward(logits.shape[1]), logits, choice, masks)
+        return torch.from_numpy(native_sample(kernels, forward(logits.shape[1]), logits.numpy(), choice, masks))
 
     return sample
 
@@ -45,7 +55,14 @@ def native(variant: str) -> Sample:
 def portable(logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
     if masks is not None:
         mask(logits, masks)
-    return sampling.sample(logits, choice)
+    return torch_sample(logits, choice)
+
+
+def portable_logprobs(logits: np.ndarray, tokens: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
+    return tuple(part.numpy() for part in logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), most))
+
+
+TELLING: dict[str, Tell] = {"torch": portable_logprobs, "native": native_logprobs}
 
 
 @pytest.fixture(scope="module", params=["torch", *VARIANTS])
@@ -189,18 +206,21 @@ asked_rows = st.lists(
 
 def edited_logits(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
     """Ours, of the whole batch."""
-    biases = [
-        (i, token, value)
-        for i, row in enumerate(rows)
-        for token, value in [*row.bias.items(), *((token, -np.inf) for token in row.masked)]
-    ]
-    places, ids, values = np.array(biases, np.float64).reshape(-1, 3).T
-    edited = logits.clone()
-    add_biases(edited, places.astype(np.int64), ids.astype(np.int64), values.astype(np.float32))
-    counts = torch.tensor(np.array([np.bincount(row.output, minlength=VOCAB) for row in rows]), dtype=torch.int32)
-    seen = torch.tensor(np.array([np.bincount(row.prompt + row.output, minlength=VOCAB) > 0 for row in rows]))
-    penalties = [torch.tensor([getattr(row, name) for row in rows]) for name in ("repetition", "presence", "frequency")]
-    return penalise(edited, seen, counts, *penalties)
+    options, positions = RowOptions(len(rows), VOCAB), np.zeros(len(rows), np.int64)
+    for i, row in enumerate(rows):
+        asked = Sampling(
+            repetition_penalty=row.repetition,
+            presence_penalty=row.presence,
+            frequency_penalty=row.frequency,
+            logit_bias=tuple(row.bias.items()),
+        )
+        prompt, output = (np.array(tokens, np.int32) for tokens in (row.prompt, row.output))
+        options.start(i, RowSampling(asked, prompt, output, masked=tuple(row.masked), masked_before=1))
+    edited, array = TorchLogits(logits.clone()), logits.numpy().copy()
+    options.edit(edited, np.arange(len(rows)), positions)
+    options.edit(NativeLogits(NOT_LOADED, 0, array), np.arange(len(rows)), positions)
+    assert np.array_equal(edited.host(), array)
+    return torch.from_numpy(array)
 
 
 def choice_of(rows: list[Row], uniform: np.ndarray) -> Choice:
@@ -233,7 +253,7 @@ def test_what_a_row_may_draw_and_how_likely_follows_the_definitions_in_float64(
             continue
         ours = kept_probabilities(edited[i : i + 1], choice_of([row], uniform[i : i + 1]))[0].numpy()
         kept, nearest = reference_kept(expected[i], row)
-        exact = sample is sampling.sample  # in float64; the others are in float32
+        exact = sample is portable  # in float64; the others are in float32
         assume(nearest > (1e-9 if exact else 1e-5))
         np.testing.assert_allclose(ours / ours.sum(), kept, rtol=1e-9, atol=1e-15)
         ends = np.cumsum(kept)
@@ -250,13 +270,13 @@ def test_a_row_that_asks_for_everything_does_not_depend_on_its_batch(
     uniform = uniforms(np.full(len(rows), seed), np.arange(len(rows)))
     together = edited_logits(logits, rows)
     drawn = sample(together, choice_of(rows, uniform))
-    told = logprobs(logits, drawn, 5)
+    told = TELLING["native"](logits.numpy(), drawn.numpy(), 5)
     for i, row in enumerate(rows):
         alone = edited_logits(logits[i : i + 1], [row])
         assert torch.equal(alone, together[i : i + 1])
         assert sample(alone, choice_of([row], uniform[i : i + 1])) == drawn[i]
-        for one, all_ in zip(logprobs(logits[i : i + 1], drawn[i : i + 1], 5), told, strict=True):
-            assert torch.equal(one[0], all_[i])
+        one = TELLING["native"](logits[i : i + 1].numpy(), drawn[i : i + 1].numpy(), 5)
+        assert all(np.array_equal(part[0], whole[i]) for part, whole in zip(one, told, strict=True))
 
 
 @given(
@@ -271,63 +291,43 @@ def test_penalties_of_any_size_are_those_of_float64_to_single_precision(
 ) -> None:
     row = Row(0, 0, 1, 0, repetition, presence, frequency, prompt=[0], output=[0] * count)
     ours = penalise(
-        torch.tensor([[logit]]),
-        torch.tensor([[True]]),
-        torch.tensor([[count]], dtype=torch.int32),
-        *(torch.tensor([x], dtype=torch.float32) for x in (repetition, presence, frequency)),
+        np.array([logit], np.float32),
+        np.array([count]),
+        *(np.array([x], np.float32) for x in (repetition, presence, frequency)),
     )
     largest = abs(logit) * max(repetition, 1 / repetition) + 2 * count
     assert abs(ours.item() - reference_logits(np.array([logit]), row)[0]) <= 1e-6 * largest + 1e-30
 
 
+@pytest.mark.parametrize("tell", TELLING.values(), ids=TELLING.keys())
 @settings(deadline=None)
 @given(seed=st.integers(0, 1000), most=st.integers(0, 20), vocab=st.sampled_from([1, 7, 3000]))
-def test_logprobs_are_the_log_softmax_in_falling_order(seed: int, most: int, vocab: int) -> None:
+def test_logprobs_are_the_log_softmax_in_falling_order(tell: Tell, seed: int, most: int, vocab: int) -> None:
     rng = np.random.default_rng(seed)
-    logits = rng.normal(0, 8, (3, vocab)).astype(np.float32)
-    chosen = rng.integers(0, vocab, 3)
+    logits = rng.normal(0, 8, (11, vocab)).astype(np.float32)
+    chosen = rng.integers(0, vocab, 11)
     exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
-    ours, ids, top = (x.numpy() for x in logprobs(torch.from_numpy(logits), torch.from_numpy(chosen), most))
-    np.testing.assert_allclose(ours, exact[np.arange(3), chosen], atol=1e-5)
-    assert ids.shape == top.shape == (3, min(most, vocab))
+    ours, ids, top = tell(logits, chosen, most)
+    assert [str(part.dtype) for part in (ours, ids, top)] == ["float32", "int64", "float32"]
+    np.testing.assert_allclose(ours, exact[np.arange(11), chosen], atol=1e-5)
+    assert ids.shape == top.shape == (11, min(most, vocab))
     np.testing.assert_allclose(top, np.take_along_axis(exact, ids, 1), atol=1e-5)
     np.testing.assert_allclose(top, -np.sort(-exact)[:, :most], atol=1e-5)
     assert (ours <= 0).all()
 
 
-def test_a_logprob_that_json_cannot_say_is_the_least_there_is() -> None:
-    logits = torch.tensor([[0.0, -torch.inf, 3.0], [torch.nan, 0.0, 0.0]])
-    chosen, ids, top = logprobs(logits, torch.tensor([1, 0]), 3)
+@pytest.mark.parametrize("tell", TELLING.values(), ids=TELLING.keys())
+def test_a_logprob_that_json_cannot_say_is_the_least_there_is(tell: Tell) -> None:
+    logits = np.array([[0.0, -np.inf, 3.0], [np.nan, 0.0, 0.0]], np.float32)
+    chosen, ids, top = tell(logits, np.array([1, 0]), 3)
     assert chosen.tolist() == [LEAST_LOGPROB] * 2
     assert ids[0].tolist() == [2, 0, 1]
     assert top[0, 2] == LEAST_LOGPROB
-    assert torch.isfinite(top).all()
+    assert np.isfinite(top).all()
 
 
 def test_a_masked_token_is_never_drawn_however_it_is_favoured(sample: Sample) -> None:
-    logits = torch.zeros(1, 4)
-    add_biases(logits, np.zeros(2, np.int64), np.array([2, 2]), np.array([100, -np.inf], np.float32))
-    one = torch.ones(1)
-    edited = penalise(logits, torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4, dtype=torch.int32), one, -one, -one)
+    edited = edited_logits(torch.zeros(1, VOCAB), [Row(bias={2: 100.0}, masked=[2], presence=-1.0, output=[2])])
     assert edited[0, 2] == -torch.inf
     ends = np.array([0.0, 1 - 2.0**-52])
-    assert 2 not in sample(edited.expand(2, 4), choice([(5.0, 0, 1.0)] * 2, ends)).tolist()
-
-
-@pytest.mark.parametrize("words", [1, 3, 4, 7])
-@pytest.mark.parametrize("vocab", [31, 96, 101, 128])
-def test_masked_rows_draw_as_if_all_other_tokens_were_impossible(sample: Sample, vocab: int, words: int) -> None:
-    """Tokens behind the last word are not allowed; a row that may draw nothing draws anything."""
-    random = np.random.default_rng(vocab + words)
-    logits = torch.from_numpy(random.normal(size=(9, vocab)).astype(np.float32))
-    bits = random.integers(0, 2**32, (4, words), np.uint32)
-    bits[2], bits[3] = 0, 0xFFFFFFFF
-    rows = np.array([1, 3, 4, 8])
-    expected = logits.clone()
-    for row, own in zip(rows, bits, strict=True):
-        allowed = [t for t in range(min(vocab, 32 * words)) if own[t // 32] >> np.uint32(t % 32) & np.uint32(1)]
-        forbidden = [t for t in range(vocab) if allowed and t not in allowed]
-        expected[row, forbidden] = -torch.inf
-    for temperature in (0.0, 3.0):
-        chosen = choice([(temperature, 0, 1.0)] * 9, random.random(9))
-        assert sample(logits.clone(), chosen, Masks(rows, bits)).tolist() == sample(expected, chosen).tolist()
+    assert 2 not in sample(edited.expand(2, VOCAB), choice([(5.0, 0, 1.0)] * 2, ends)).tolist()

@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from gguf import GGMLQuantizationType as Kind
 
 from tenuto.models.checkpoint import Checkpoint
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.native.program import NativeProgram
-from tenuto.models.weights import StoredWeight
+from tenuto.models.weights import Bytes, StoredWeight
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
 
 
@@ -24,7 +23,7 @@ class Counted:
     def __init__(self, stored: StoredWeight) -> None:
         self._stored = stored
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> Bytes:
         data = self._stored.read()
         Counted.alive += 1
         Counted.most = max(Counted.most, Counted.alive)

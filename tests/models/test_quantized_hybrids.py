@@ -32,7 +32,7 @@ def quantized(name: str, stored: StoredWeight) -> StoredWeight:
     if len(stored.shape) != 2 or stored.shape[1] % 32:
         return stored
     kind = Kind.Q5_1 if "experts" in name else Kind.Q8_0
-    data = torch.from_numpy(quantize(stored.decode().float().numpy(), kind).view(np.uint8))
+    data = quantize(stored.decode(), kind).view(np.uint8)
     return StoredWeight(kind, stored.shape, lambda: data)
 
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.groups import Kind
-from tenuto.base.plan import Plan
-from tenuto.exec.forward import Forward, Longs, Outputs
+from tenuto.base.plan import Ints, Plan
+from tenuto.exec.forward import Forward, Outputs
 from tenuto.exec.load import load_executor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
@@ -92,7 +92,7 @@ class SpoiledNative(NativeForward):
         for group, count in enumerate(units):
             spoil(self, group, range(count))
 
-    def run(self, plan: Plan, tokens: torch.Tensor, outputs: Longs) -> Outputs:
+    def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
         found = super().run(plan, tokens, outputs)
         if self._rng.random() < 0.03:
             self.failures += 1

@@ -2,8 +2,8 @@
 
 Perplexity is of 400 tokens of real text, and may be 1 % from PyTorch's in float32: rounding only the inputs of products
 to 8 bits a block changed it by 0.4 %. Conversations are compared with the same kernels, from scratch: where results
-depend on nothing else, token for token. With tiles fewer than four tokens are computed by another kernel, both within
-0.1 of float32 on average; another token is allowed if its logit is less than 0.5 below the highest.
+depend on nothing else, token for token. With tiles few tokens are computed by another kernel, both within 0.1 of
+float32 on average; another token is allowed if its logit is less than 0.5 below the highest.
 """
 
 import math
@@ -18,7 +18,7 @@ from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.store import DEFAULT_MODEL, resolve
-from tests.exec.driver import Driver
+from tests.exec.driver import Driver, logits_of
 from tests.exec.kernels import every_variant
 from tests.numerics.real import real_engine
 from tests.numerics.test_conversations import PAGE, PAGES, Comparison, Conversations, config_with, longest
@@ -36,7 +36,7 @@ def executor(variant: str) -> Iterator[ModelExecutor]:
 
 def perplexity(executor: ModelExecutor, tokens: list[int]) -> float:
     driver = Driver(executor, len(tokens) // executor.spec.page_size + 1, 1)
-    logits = executor.logits(driver.plan([(0, tokens, len(tokens))]))
+    logits = logits_of(executor, driver.plan([(0, tokens, len(tokens))]))
     return math.exp(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:])).item())
 
 
@@ -67,7 +67,7 @@ def test_every_turn_of_random_conversations_says_what_is_said_from_scratch(
         comparison = Comparison()
         for tokens, positions in longest(conversations.sampled):
             driver.lengths[0] = 0
-            logits = driver.executor.logits(driver.plan([(0, tokens, len(tokens))]))
+            logits = logits_of(driver.executor, driver.plan([(0, tokens, len(tokens))]))
             comparison.add(logits[torch.tensor(positions) - 1], tokens, positions)
     assert comparison.compared > 300
     assert all(behind < (0.5 if variant == "amx" else 1e-9) for behind in comparison.behind), str(comparison)

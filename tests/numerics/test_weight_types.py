@@ -23,7 +23,7 @@ from tenuto.models.decoder import Decoder
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.native.program import NativeProgram
 from tenuto.models.weights import StoredWeight
-from tests.exec.driver import Driver
+from tests.exec.driver import Driver, logits_of
 from tests.exec.kernels import HERE, every_variant
 from tests.models.quantize import quantize
 
@@ -49,7 +49,7 @@ def weights(smollm2_path: Path) -> Weights:
 def requantized(name: str, stored: StoredWeight) -> StoredWeight:
     if len(stored.shape) == 1:
         return stored
-    data = torch.from_numpy(quantize(stored.decode().float().numpy(), kind_of(name)).view(np.uint8))
+    data = quantize(stored.decode(), kind_of(name)).view(np.uint8)
     return StoredWeight(kind_of(name), stored.shape, lambda: data)
 
 
@@ -57,7 +57,7 @@ def distributions(forward: Forward, tokens: list[int]) -> torch.Tensor:
     """Log-probabilities after each token, float32 [tokens, vocab]."""
     executor = ModelExecutor(forward)
     driver = Driver(executor, len(tokens) // 16 + 1, 1)
-    found = executor.logits(driver.plan([(0, tokens, len(tokens))])).log_softmax(dim=1)
+    found = logits_of(executor, driver.plan([(0, tokens, len(tokens))])).log_softmax(dim=1)
     executor.close()
     return found
 

@@ -30,6 +30,7 @@ from tenuto.base.messages import (
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta
 from tenuto.base.views import Ticket
+from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.process import ProcessLink
 from tests.runtime.local import LocalLink
 
@@ -40,7 +41,11 @@ async def local(settings: WorkerSettings) -> Link:
     return LocalLink(settings)
 
 
-@pytest.fixture(params=[local, ProcessLink.open], ids=["in this process", "in one of its own"])
+async def separate(settings: WorkerSettings) -> Link:
+    return await ProcessLink.open(EngineProcess(settings))
+
+
+@pytest.fixture(params=[local, separate], ids=["in this process", "in one of its own"])
 def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Link], Awaitable[None]]], None]:
     """Runs a story with a link, and sees that memory is sound at its end."""
 
@@ -221,7 +226,7 @@ def test_text_is_given_back_for_tokens(play) -> None:
     play(story)
 
 
-@pytest.mark.parametrize("link", [local, ProcessLink.open], ids=["in this process", "in one of its own"])
+@pytest.mark.parametrize("link", [local, separate], ids=["in this process", "in one of its own"])
 @pytest.mark.parametrize(
     "settings",
     [

@@ -1,10 +1,14 @@
 """`python -m tests.serve.killing --times 1000`: a server is killed under load and started again, and what comes back is
 what was acknowledged. What was under way when it was killed is there whole, or not at all.
 
-It is killed at any moment, right after an answer, or while the journal is being written, half of the time with writes
-that take long, so that what is answered too early is lost. With `--model smollm2` the
-output of a turn that nobody has seen is that of the same model for the same tokens in a session of their own; kernels
-for AMX may round that differently.
+It is killed at any moment, right after an answer, while the journal is being written, or, having been told to stop,
+while it leaves its sessions' memory on disk or once that is done; half of the time with writes that take long, so that
+what is answered too early is lost. Its memory is small, so that sessions go to disk before that, too. Requests that
+were answered are repeated to the next server, which answers the same.
+
+With `--model smollm2` the output of a turn that nobody has seen is that of the same model for the same tokens in a
+session of their own. Kernels for AMX may round that differently, so that `--kernels avx512` has to be said where there
+are such.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
+import signal
 import sys
 import tempfile
 import time
@@ -39,8 +45,10 @@ WORKERS = 6
 MAX_TURNS = 12
 """A session with more is closed."""
 SLOW_DISK = str(Path(__file__).parent / "slow_disk")
-MOMENTS = ("any moment", "after an answer", "in a write")
+MOMENTS = ("any moment", "after an answer", "in a write", "in a snapshot", "after a snapshot")
 """When a server is killed."""
+SMALL = ("--context-length", "2048", "--memory", "80000")
+"""Of the witness: room for about a third of the sessions."""
 
 
 class Attempt(NamedTuple):
@@ -52,6 +60,15 @@ class Attempt(NamedTuple):
     wanted: int = 0
 
 
+class Said(NamedTuple):
+    """A request for a turn, with an idempotency key, and the tokens of its answer."""
+
+    path: str
+    body: dict[str, object]
+    key: str
+    tokens: list[int]
+
+
 @dataclass
 class Known:
     """What clients know: the turns of every session that was acknowledged, and the operations under way, by session.
@@ -59,18 +76,24 @@ class Known:
 
     sessions: dict[str, Turns] = field(default_factory=dict)
     under_way: dict[str, Attempt] = field(default_factory=dict)
+    said: dict[str, Said] = field(default_factory=dict)  # of sessions, the last turn that was acknowledged
     operations: int = 0
     found: Counter[str] = field(default_factory=Counter)
 
     def acknowledged(self, session: str, output: tuple[int, ...]) -> None:
         """The operation on this session is done; if it was a turn, this is what came of it."""
         turns, given, wanted = self.under_way.pop(session)
+        self.said.pop(session, None)
         self.operations += 1
         if turns is None:
             del self.sessions[session]
         else:
             assert len(output) == wanted
             self.sessions[session] = turns if given is None else (*turns, (given, output))
+
+
+class Refused(Exception):
+    """The server is ending, and has not carried out an operation, or not all of it."""
 
 
 def tokens_of(turns: Turns) -> list[int]:
@@ -143,17 +166,30 @@ class Worker:
         self, session: str, attempt: Attempt, method: str, path: str, body: dict[str, object] | None = None
     ) -> None:
         self._known.under_way[session] = attempt
-        answer = await self._http.request(method, path, json=body)
+        key = f"{self._rng.getrandbits(60):x}"
+        headers = {"idempotency-key": key} if attempt.given is not None else None
+        answer = await self._http.request(method, path, json=body, headers=headers)
+        if answer.status_code == 503:
+            raise Refused
         assert answer.is_success, (method, path, answer.text)
-        self._known.acknowledged(session, tuple(answer.json()["tokens"]) if attempt.given is not None else ())
+        output: list[int] = []
+        if attempt.given is not None and body is not None:
+            if not answer.json()["committed"]:
+                raise Refused
+            output = answer.json()["tokens"]
+        self._known.acknowledged(session, tuple(output))
+        if attempt.given is not None and body is not None:
+            self._known.said[session] = Said(path, body, key, output)
         self._answered()
 
 
 class Killer:
     """Kills a server and its engine at a moment of its kind, within about so many seconds."""
 
-    def __init__(self, server: Server, journal: Path, rng: Random, seconds: float) -> None:
+    def __init__(self, server: Server, journal: Path, tier: Path, rng: Random, seconds: float) -> None:
         self._server = server
+        self._tier = tier
+        self._files = rng.randint(1, 12)
         self._log = Path(f"{journal}-wal")
         self.moment = rng.choice(MOMENTS)
         self._after = 0.02 + rng.random() * seconds
@@ -171,10 +207,25 @@ class Killer:
             return
         time.sleep(self._after)
         if self.moment == "in a write":
-            before, deadline = self._state(), time.monotonic() + 60
-            while self._state() == before and time.monotonic() < deadline:
-                time.sleep(0.00005)
+            self._wait_for_change(self._state)
+        elif self.moment == "in a snapshot":
+            self._server.process.send_signal(signal.SIGTERM)
+            for _ in range(self._files):
+                self._wait_for_change(self._snapshot)
+        elif self.moment == "after a snapshot":
+            assert self._server.stop() == 0, self._server.lines
         self._server.kill_all()
+
+    def _wait_for_change(self, state: Callable[[], object]) -> None:
+        before, deadline = state(), time.monotonic() + 60
+        while state() == before and self._server.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.00005)
+
+    def _snapshot(self) -> frozenset[tuple[str, int]]:
+        """Changes whenever a file of the disk tier is begun or ends."""
+        with suppress(FileNotFoundError):
+            return frozenset((entry.name, entry.stat().st_size) for entry in os.scandir(self._tier))
+        return frozenset()
 
     def _state(self) -> tuple[int, int] | None:
         """Changes whenever the journal is written."""
@@ -194,7 +245,7 @@ async def load_until_killed(server: Server, known: Known, rng: Random, killer: K
         tasks = [asyncio.create_task(worker.run()) for worker in workers]
         await asyncio.to_thread(killer.wait)
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(outcome, httpx.TransportError), f"a worker ended with {outcome!r}"
+            assert isinstance(outcome, httpx.TransportError | Refused), f"a worker ended with {outcome!r}"
 
 
 def check(server: Server, known: Known, says: Says) -> None:
@@ -213,7 +264,22 @@ def check(server: Server, known: Known, says: Says) -> None:
                 continue
             assert found.get(name) == before, f"session {name} is {found.get(name)}; it was {before}"
             known.found["not there"] += attempt is not None
+        check_repeated(http, {name: said for name, said in known.said.items() if name not in known.under_way})
+        for labels, count in re.findall(
+            r'^tenuto_snapshots_total\{outcome="(.*)"\} (\S+)', http.get("/metrics").text, re.MULTILINE
+        ):
+            known.found[f"memory {labels}"] += int(float(count))
+    known.said = {name: said for name, said in known.said.items() if name in found and name not in known.under_way}
     known.sessions, known.under_way = found, {}
+
+
+def check_repeated(http: httpx.Client, said: dict[str, Said]) -> None:
+    """A repeated request gets what it got before, and runs nothing."""
+    for name, (path, body, key, tokens) in list(said.items())[:3]:
+        before = http.get(f"/v1/sessions/{name}").json()["version"]
+        answer = http.post(path, json=body, headers={"idempotency-key": key}).raise_for_status().json()
+        assert answer["tokens"] == tokens, f"a repeated turn of session {name} says {answer}; it said {tokens}"
+        assert http.get(f"/v1/sessions/{name}").json()["version"] == before
 
 
 def outcome(http: httpx.Client, attempt: Attempt, says: Says) -> Turns | None:
@@ -244,19 +310,27 @@ def listed(http: httpx.Client) -> list[dict[str, str]]:
 
 
 def kill_often(
-    journal: Path, times: int, seed: int, model: str = WITNESS, say: Callable[[str], None] = lambda _: None
+    journal: Path,
+    times: int,
+    seed: int,
+    model: str = WITNESS,
+    say: Callable[[str], None] = lambda _: None,
+    kernels: str = "auto",
 ) -> Known:
     """Kill a server so often; what clients know in the end."""
     rng, known, began, moments = Random(seed), Known(), time.monotonic(), Counter[str]()
+    tier = journal.with_name("tier")
     says, seconds = (witness_says, 0.6) if model.startswith("witness") else (model_says, 4.0)
     for number in range(times + 1):
         slow = rng.random() < 0.5
         path = os.pathsep.join([*([SLOW_DISK] if slow else []), *sys.path])
-        arguments = ("--model", model, "--journal", str(journal), "--log-level", "warning")
+        kept = ("--journal", str(journal), "--disk-tier", str(tier), "--drain-seconds", "0.1")
+        small = SMALL if model.startswith("witness") else ()
+        arguments = ("--model", model, "--kernels", kernels, *kept, *small, "--log-level", "warning")
         with serving(*arguments, env={"PYTHONPATH": path}) as server:
             check(server, known, says)
             if number < times:
-                killer = Killer(server, journal, rng, seconds)
+                killer = Killer(server, journal, tier, rng, seconds)
                 asyncio.run(load_until_killed(server, known, rng, killer))
                 moments[killer.moment + " on a slow disk" * slow] += 1
             else:
@@ -273,12 +347,14 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.serve.killing", description=__doc__)
     parser.add_argument("--model", default=WITNESS)
+    parser.add_argument("--kernels", default="auto", help="of a model, as of tenuto serve")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, suppress(KeyboardInterrupt):
         journal = Path(directory) / "journal"
-        kill_often(journal, arguments.times, arguments.seed, arguments.model, partial(print, flush=True))
+        say = partial(print, flush=True)
+        kill_often(journal, arguments.times, arguments.seed, arguments.model, say, kernels=arguments.kernels)
         print("nothing that was acknowledged is lost")
 
 

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tenuto.base.errors import EngineStopped
 from tenuto.base.messages import GetStats, Request, WorkerSettings, answer_of
 from tenuto.base.views import Transition
+from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tests.serve.server import Server, serving
@@ -145,7 +146,7 @@ def test_odd_requests_make_no_new_series(http: httpx.Client) -> None:
 
 def test_the_metrics_of_a_server_whose_engine_has_died_say_so() -> None:
     async def scrape() -> str:
-        link = await ProcessLink.open(WorkerSettings(model="witness"))
+        link = await ProcessLink.open(EngineProcess(WorkerSettings(model="witness")))
         metrics = Metrics()
         assert b"tenuto_engine_up 1.0" in await metrics.text(link, "witness", 0)
         os.kill(link.pid, signal.SIGKILL)
@@ -160,7 +161,7 @@ def test_the_metrics_of_a_server_whose_engine_has_died_say_so() -> None:
 
 def test_whoever_asks_while_the_engine_dies_is_told_so() -> None:
     async def ask() -> list[str]:
-        link = await ProcessLink.open(WorkerSettings(model="witness"))
+        link = await ProcessLink.open(EngineProcess(WorkerSettings(model="witness")))
         os.kill(link.pid, signal.SIGKILL)
         told: list[str] = []
 
@@ -200,7 +201,7 @@ class CountingLink:
 
 COUNTED = (
     *("recomputed", "replayed", "held_tokens", "prefix_lookups", "prefix_tokens"),
-    *("tiers", "tier_moves", "tier_failures"),
+    *("tiers", "tier_moves", "tier_failures", "snapshots"),
 )
 FIGURES = {
     **dict.fromkeys(("parked", "restored"), 1),

@@ -19,6 +19,7 @@ import uvloop
 from tenuto.base.errors import ConfigError, ModelError
 from tenuto.base.messages import WorkerSettings
 from tenuto.serve.app import build_app
+from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tenuto.serve.run import serve
@@ -120,7 +121,7 @@ def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
     """Asked in this process, where it does not end."""
 
     async def ask_everything() -> dict[str, int]:
-        link = await ProcessLink.open(WorkerSettings(model="witness"))
+        link = await ProcessLink.open(EngineProcess(WorkerSettings(model="witness")))
         edge = Edge(link, link.model, ServeSettings())
         transport = httpx.ASGITransport(build_app(edge, Metrics()))
         answers: dict[str, int] = {}
@@ -146,9 +147,14 @@ def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
         answers = runner.run(ask_everything())
     other = {place: status for place, status in answers.items() if status != 503}
     of_turns = ("get /v1/sessions/{session_id}/turns/{turn_id}", "get /v1/sessions/{session_id}/turns/{turn_id}/events")
-    known = {"get /metrics": 200, "post /v1/sessions/import": 400, **dict.fromkeys(of_turns, 404)}
+    known = {
+        "get /metrics": 200,
+        "post /v1/sessions/import": 400,
+        "post /v1/sessions/import/state": 415,
+        **dict.fromkeys(of_turns, 404),
+    }
     known |= dict.fromkeys(("get /v1/responses/{response_id}", "delete /v1/responses/{response_id}"), 400)
-    assert other == known  # what it knows without an engine; the document is none
+    assert other == known  # what it knows without an engine; the document is none, nor a file
 
 
 BODIES: dict[str, dict[str, object]] = {
@@ -198,9 +204,10 @@ def test_a_server_that_cannot_start_says_why_in_one_line(arguments: tuple[str, .
 
 
 def test_an_engine_that_ends_before_it_is_loaded_is_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenuto.serve.process.sys.executable", "/bin/false")
-    with pytest.raises(ModelError, match="exit status 1 before"):
-        asyncio.run(serve(WorkerSettings(model="witness"), ServeSettings(port=0)))
+    monkeypatch.setattr("tenuto.serve.engine_process.sys.executable", "/bin/false")
+    settings = WorkerSettings(model="witness")
+    with pytest.raises(ModelError, match="exit status 1 before"), EngineProcess(settings) as engine:
+        asyncio.run(serve(engine, ServeSettings(port=0)))
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 0.0, -1.0])

@@ -112,6 +112,8 @@ def shown(http: httpx.Client, session: str) -> dict[str, Any]:
     """All of a session that does not depend on where and when it runs."""
     view = http.get(f"/v1/sessions/{session}").raise_for_status().json()
     turns = http.get(f"/v1/sessions/{session}/turns").json()["data"]
+    for turn in turns:
+        del turn["resume_cost"]
     return {name: view[name] for name in ("version", "turns", "tokens", "priority", "ttl", "metadata")} | {"all": turns}
 
 
@@ -240,3 +242,62 @@ def is_same(content: bytearray, document: dict[str, Any]) -> bool:
         return bool(json.loads(content) == document)
     except ValueError:
         return False
+
+
+BINARY = {"content-type": "application/octet-stream"}
+
+
+def test_a_session_with_its_state_goes_to_another_server_and_survives_there(http: httpx.Client, tmp_path: Path) -> None:
+    talk(http)
+    tokens = http.get("/v1/sessions/s").json()["computed"]
+    file = http.get("/v1/sessions/s/export/state").raise_for_status()
+    assert file.headers["content-length"] == str(len(file.content))
+    options = (
+        "--context-length",
+        "4096",
+        "--journal",
+        str(tmp_path / "journal"),
+        "--disk-tier",
+        str(tmp_path / "tier"),
+    )
+    with serving("--model", "witness", *options, env={"TMPDIR": str(tmp_path)}) as other, other.client() as there:
+        answer = there.post("/v1/sessions/import/state", content=file.content, headers=BINARY)
+        assert (answer.status_code, answer.headers["location"]) == (201, "/v1/sessions/s")
+        assert answer.json()["computed"] == tokens
+        assert shown(there, "s") == shown(http, "s")
+        assert other.stop() == 0
+    with serving("--model", "witness", *options, env={"TMPDIR": str(tmp_path)}) as other, other.client() as there:
+        body = {"input": [1, 2], "max_new_tokens": 4, "stream": False}
+        turns = [each.post("/v1/sessions/s/turns", json=body).json() for each in (there, http)]
+        assert turns[0]["tokens"] == turns[1]["tokens"]
+        assert turns[0]["usage"]["cached_tokens"] == turns[1]["usage"]["cached_tokens"] == tokens
+        assert there.get("/v1/sessions/s/export/state").status_code == 200
+        other.audit()
+    assert not list(tmp_path.glob("tenuto-*"))
+    close_all(http)
+
+
+def test_state_that_is_foreign_damaged_too_large_or_not_a_file_is_refused_and_changes_nothing(
+    http: httpx.Client, tmp_path: Path
+) -> None:
+    talk(http)
+    content = http.get("/v1/sessions/s/export/state").content
+    assert refusal(http.get("/v1/sessions/none/export/state")) == (404, "not_found")
+    arguments = ("--page-size", "8", "--max-state-bytes", str(len(content)), "--journal", str(tmp_path / "journal"))
+    with serving("--model", "witness", *arguments, env={"TMPDIR": str(tmp_path)}) as other, other.client() as there:
+
+        def put_file(data: bytes, **headers: str) -> tuple[int, str]:
+            answer = there.post("/v1/sessions/import/state", content=data, headers=BINARY | headers)
+            return refusal(answer)
+
+        assert put_file(content) == (400, "invalid_request")  # of other pages
+        for damaged in (content[:-1], content[:-1] + b"\x00", b"", b"{}", content[:30]):
+            assert put_file(damaged) == (400, "invalid_request")
+        assert put_file(content + b"x") == (413, "too_large")
+        assert put_file(content, **{"content-type": "application/json"}) == (415, "unsupported_media_type")
+        answer = there.post("/v1/sessions/import/state", params={"id": "a/b"}, content=content, headers=BINARY)
+        assert answer.status_code == 400
+        assert there.get("/v1/sessions").json()["data"] == []
+        other.audit()
+    assert not list(tmp_path.glob("tenuto-*"))
+    close_all(http)

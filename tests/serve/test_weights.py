@@ -95,6 +95,32 @@ def test_other_weights_answer_and_use_nothing_of_the_old_ones(http: httpx.Client
     assert http.get("/get_model_info").json()["weight_version"] == "trained"
 
 
+def test_state_that_was_exported_belongs_to_the_weights_that_computed_it(http: httpx.Client, others: Path) -> None:
+    session = opened(http)
+    headers = {"content-type": "application/octet-stream"}
+
+    def imported(file: bytes) -> httpx.Response:
+        return http.post("/v1/sessions/import/state", params={"id": "imported"}, content=file, headers=headers)
+
+    old = http.get(f"/v1/sessions/{session}/export/state").raise_for_status().content
+    asked(http, "/update_weights_from_disk", model_path=str(others))
+    refused = imported(old)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request"), refused.text
+    assert http.get("/v1/sessions/imported").status_code == 404
+    said(http, session, " and a list of")
+    new = http.get(f"/v1/sessions/{session}/export/state").raise_for_status().content
+    asked(http, "/pause_generation", mode="retract")
+    asked(http, "/release_memory_occupation")
+    assert imported(new).status_code == 201  # it keeps its tokens alone
+    asked(http, "/resume_memory_occupation")
+    asked(http, "/continue_generation")
+    assert said(http, "imported", " of") == said(http, session, " of")
+    asked(http, "/update_weights_from_disk", model_path=str(MODEL))
+    assert imported(new).status_code in (400, 409)
+    assert http.delete("/v1/sessions/imported").status_code == 204
+    assert imported(old).status_code == 201
+
+
 def test_weights_that_are_damaged_or_of_another_shape_change_nothing(
     http: httpx.Client, others: Path, tmp_path: Path
 ) -> None:

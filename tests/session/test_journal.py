@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import ConfigError, TenutoError
-from tenuto.base.options import Policy
+from tenuto.base.messages import StartTurn
+from tenuto.base.options import Policy, TurnParams
 from tenuto.engine.engine import StepReport
 from tenuto.session.changes import Change
 from tenuto.session.journal import Journal
 from tenuto.session.records import SavedSession
+from tenuto.session.results import MAX_RESULTS
 from tests.engine.test_saved_sessions import STEPS, Talk, take
 
 ENDINGS = ("close", "ephemeral", "branch")
@@ -172,9 +174,9 @@ def test_a_journal_of_other_tokens_of_a_later_format_or_of_no_format_is_refused(
     with pytest.raises(ConfigError, match="tokens mean something else"):
         Journal(path, "others")
     db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 2")
+    db.execute("PRAGMA user_version = 3")
     db.close()
-    with pytest.raises(ConfigError, match="format 2; supported: 1"):
+    with pytest.raises(ConfigError, match="format 3; supported: 1 to 2"):
         Journal(path, "tokens")
     other = path.with_name("notes.txt")
     other.write_text("These are notes and no journal. " * 100)
@@ -191,6 +193,78 @@ def test_a_journal_of_other_tokens_of_a_later_format_or_of_no_format_is_refused(
     assert foreign.read_bytes() == before
     with pytest.raises(ConfigError, match="unable to open"):
         Journal(path / "below" / "a file", "tokens")
+
+
+FORMAT_1 = """
+CREATE TABLE model (fingerprint TEXT NOT NULL);
+CREATE TABLE sessions (
+    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, policy BLOB NOT NULL, system TEXT,
+    version INTEGER NOT NULL, UNIQUE (tenant, name)
+);
+CREATE TABLE pieces (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
+CREATE TABLE history (
+    session INTEGER NOT NULL, position INTEGER NOT NULL, piece INTEGER NOT NULL, length INTEGER NOT NULL,
+    PRIMARY KEY (session, position)
+) WITHOUT ROWID;
+CREATE INDEX users_of_pieces ON history (piece);
+CREATE TABLE records (
+    session INTEGER NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, input_end INTEGER NOT NULL,
+    end INTEGER NOT NULL, conversation BLOB, cut INTEGER NOT NULL, PRIMARY KEY (session, number)
+) WITHOUT ROWID;
+INSERT INTO model VALUES ('tokens');
+INSERT INTO sessions VALUES (1, '', 's', '{"priority": 3}', 'Be brief.', 1);
+INSERT INTO pieces VALUES (1, x'0100000002000000');
+INSERT INTO history VALUES (1, 0, 1, 2);
+INSERT INTO records VALUES (1, 1, 0, 1, 2, NULL, 0);
+PRAGMA user_version = 1;
+PRAGMA application_id = 1413828181;
+"""
+
+
+def test_a_journal_of_an_earlier_format_is_brought_up_to_date(talk: Journaled, path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.executescript(FORMAT_1)
+    db.close()
+    (saved,) = reopened(path)
+    assert (saved.session, saved.policy.priority, saved.tokens, saved.used) == ("s", 3, (1, 2), None)
+    for _ in range(2):
+        journal = Journal(path, "tokens")
+        assert next(journal.sessions()) == saved
+        talk.engine.open(None)
+        journal.write(talk.new_changes())
+        journal.close()
+    assert len(reopened(path)) == 3
+
+
+def test_results_are_kept_for_a_while_and_end_with_their_session(talk: Journaled, journal: Journal) -> None:
+    session = talk.open()
+    for number in range(MAX_RESULTS + 5):
+        command = StartTurn(
+            kind="turn", tenant="", session="s", params=TurnParams(max_new_tokens=2), once=(f"key {number}", b"digest")
+        )
+        prepared = talk.renderer.prepare(talk.dispatcher.basis(command), talk.prompt([number]), generate=True)
+        talk.dispatcher.execute(command, prepared)
+        talk.play()
+        journal.write(talk.new_changes())
+    (saved,) = journal.sessions()
+    assert saved == session.saved()
+    assert [key for key, _ in saved.results] == [f"key {number}" for number in range(5, MAX_RESULTS + 5)]
+    restored = Talk().engine.restore(saved)
+    for number in (4, 5, MAX_RESULTS + 4):
+        found = restored.results.find(f"key {number}")
+        if number == 4:
+            assert found is None
+            continue
+        assert found is not None
+        record = session.records[number]
+        assert list(found.output.tokens) == session.history[record.input_end : record.end].tolist()
+        assert found.output.result is not None
+        assert found.output.result.version == number + 1
+    talk.engine.fork("s", child="t")
+    assert not talk.engine.sessions.get("t").results.all()
+    talk.engine.close("s")
+    journal.write(talk.new_changes())
+    assert not journal._db.execute("SELECT count(*) FROM results").fetchone()[0]
 
 
 @pytest.mark.parametrize(

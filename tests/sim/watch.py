@@ -39,8 +39,8 @@ class Watch:
         self._world = world
         self._idle: dict[str, tuple[Session, int]] = {}
         self._trimmed = self._evicted = 0  # checkpoints evicted before the step, for the budget's sake and in all
-        self._first: tuple[int, int] = (0, 0)  # the first in the queue, and the last step at which it did not fit
-        self._progress = 0
+        self._first = 0, world.steps  # the first in the queue, and the last step at which it did not fit
+        self._progress = world.steps
         self._executed = 0
         self._judged = False
         self._planned: set[int] = set()  # numbers of the turns in this step's plan

@@ -58,6 +58,17 @@ class World:
         self.ended_as: dict[int, EndReason] = {}  # how turns ended, by number
         self.asked: dict[int, Keep] = {}  # turns being aborted by an operation, and what is to be kept
         self.log = internals.Log()
+        self._sizes = [
+            n * (config.page_size if group.paged else 1) for n, group in zip(config.units, config.groups, strict=True)
+        ]
+        self.disk = FaultyDisk(self._faults) if config.tiers else None
+        self.tenants: dict[str, str] = {}  # of sessions, ever
+        self.engines = 0  # ever begun
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new engine, and what knows of it."""
+        config = self.config
         self.executor: CheckedExecutor = CheckedExecutor(
             self,
             fail=lambda: self.step_fails(self.executor.collecting),
@@ -72,17 +83,14 @@ class World:
             vocab_size=VOCAB,
             eos_ids=(EOS,),
             clock=self.clock,
-            random=Random(config.seed),
+            random=Random(config.seed + 1_000_003 * self.engines),
             text=partial(TextStream, Letters()) if config.text else None,  # type: ignore[arg-type]
             proposer=self if config.lookahead else None,
-            disk=FaultyDisk(self._faults) if config.tiers else None,
+            disk=self.disk,
         )
-        self._sizes = [
-            n * (config.page_size if group.paged else 1) for n, group in zip(config.units, config.groups, strict=True)
-        ]
+        self.engines += 1
         self._slots = SlotChecker(config.page_size, len(config.groups), *([1] if config.prefixes else []))
         self.watch = Watch(self)
-        self.tenants: dict[str, str] = {}  # of sessions, ever
 
     def own(self, sid: str) -> Tenant:
         """Whose session it is, or was, as operations of the engine take it."""
@@ -235,6 +243,29 @@ class World:
                 self.engine.broken = None
                 return
         self.found("audit", "a free unit that the step in flight names is not seen")
+
+    def restart(self, *, killed: bool) -> None:
+        """The engine ends, and another one begins with what a journal has of its sessions: those that last, as of
+        their last commits. Unless it is `killed`, it leaves what it has in memory on disk."""
+        saved = [session.saved() for session in self.engine.sessions if session.policy.lasting]
+        lasting = {each.session: self.naive[each.session] for each in saved}
+        turns = [s.turn for s in self.engine.sessions if s.turn is not None]
+        if not killed:
+            self.asked.update({turn.number: None for turn in turns})
+            self.engine.save()
+            for turn in turns:
+                self.ended(turn)
+            self.engine.audit()
+        self.engine.end(keep=True)
+        self.naive, self.turns, self.asked = lasting, {}, {}
+        self._begin()
+        for each in saved:
+            self.engine.restore(each)
+        self.engine.recover()
+        self.engine.lifecycle.take_changes()
+        for naive in lasting.values():
+            naive.turn, naive.closing, naive.last_end = None, False, self.clock.now()
+        self.audit()
 
     # -- ends
 

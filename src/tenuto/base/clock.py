@@ -13,9 +13,17 @@ class Clock(Protocol):
         """Seconds since an arbitrary start."""
         ...
 
+    def wall(self) -> float:
+        """Seconds since the epoch, as clocks on walls tell it: comparable between processes, but it may be set
+        back."""
+        ...
+
 
 class SystemClock:
     """The operating system's monotonic clock."""
 
     def now(self) -> float:
         return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()

@@ -22,12 +22,19 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a tenant may have at once; `None`: no limit of its own. Open `turns`, of which `queued` may wait for a busy
-    session; open `sessions`; committed `tokens` in them."""
+    session; open `sessions`; committed `tokens` in them. `units`: of memory (pages and state slots) that its sessions
+    keep on the device; idle ones leave it when others are to start. `journal_bytes`: about what a journal has of them.
+    What sessions share counts for each. A session whose history takes `session_units`, or `session_journal_bytes`, goes
+    no further."""
 
     turns: Count | None = None
     queued: Count | None = None
     sessions: Count | None = None
     tokens: Count | None = None
+    units: Count | None = None
+    journal_bytes: Count | None = None
+    session_units: Count | None = None
+    session_journal_bytes: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class EngineConfig:
     `prefix_cache`, turns start from what other sessions of their tenant, closed ones included, have in memory of the
     same tokens. The memory of idle sessions that has to yield goes to `host_tier` bytes of host memory, and from there
     to files in the directory `disk_tier` (empty: none), at most `disk_tier_size` bytes (0: no limit).
+    An engine that is closed and whose sessions outlive it takes up to `snapshot_seconds` to leave their memory there.
     `tenant_weights` are tenants' relative shares of rows and prefill tokens, 1 unless named here.
     `draft_timeout` is in seconds since the draft last changed. A full recount, which may take several steps, begins
     every `audit_every` steps (0: only on demand)."""
@@ -60,6 +68,7 @@ class EngineConfig:
     host_tier: int = option(0, bounds=Bounds(0, MAX_COUNT))
     disk_tier: str = ""
     disk_tier_size: int = option(0, bounds=Bounds(0, MAX_COUNT))
+    snapshot_seconds: float = option(30.0, bounds=Bounds(0.0, 86400.0))
     tenant_weights: tuple[tuple[str, float], ...] = ()
     draft_timeout: float = option(60.0, bounds=SECONDS)
     audit_every: int = option(1000, bounds=Bounds(0, MAX_COUNT))
@@ -92,6 +101,7 @@ class EngineOptions(TypedDict, total=False):
     host_tier: int
     disk_tier: str
     disk_tier_size: int
+    snapshot_seconds: float
     tenant_weights: tuple[tuple[str, float], ...]
     draft_timeout: float
     audit_every: int

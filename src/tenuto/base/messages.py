@@ -21,6 +21,7 @@ from tenuto.base.tools import NO_TOOLS, Tools
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
     AuditReport,
+    FoundTurn,
     ModelView,
     RecordPage,
     SessionInfo,
@@ -55,6 +56,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         engine_config(self.config)
+
+    @property
+    def snapshot_seconds(self) -> float:
+        """How long the engine may write memory to disk when it is closed."""
+        config = engine_config(self.config)
+        return config.snapshot_seconds if self.journal is not None and config.disk_tier else 0.0
 
 
 class Request(WireMessage, Generic[T_co], frozen=True, kw_only=True):
@@ -104,16 +111,20 @@ class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class ExportSession(OfSession[SessionDocument], frozen=True, kw_only=True):
-    """A session as of its last commit, as a file."""
+    """A session as of its last commit, as a file. `state`: the path of a file to write it to with its state, see
+    `base.state_file`."""
+
+    state: str | None = None
 
 
 class ImportSession(Request[SessionInfo], frozen=True, kw_only=True):
     """A session as it was exported, here or elsewhere. `session`: its id here. `policy`: applies in place of what the
-    document says."""
+    document says. `state`: the path of a file that has the document and its state."""
 
     session: str
     policy: Policy
     document: SessionDocument
+    state: str | None = None
     limits: Limits = Limits()
 
     @property
@@ -146,7 +157,8 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     by itself, one at the start of the input is dropped where the session has a history. `echo`: the ticket has the
     prompt's tokens and text. `markup`: control tokens written out in a text become those tokens. `name`: a unique name
     by which it can be withdrawn. `tools`: what the model is told that it may call, with the first messages; later turns
-    may repeat it.
+    may repeat it. `once`: an idempotency key and a digest of what the client asked for: the committed turn is kept for
+    `FindTurn`.
     """
 
     kind: TurnKind
@@ -161,11 +173,18 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     markup: bool = False
     name: str = ""
     tools: Tools = NO_TOOLS
+    once: tuple[str, bytes] | None = None
 
     @property
     def key(self) -> SessionKey | None:
         """The session, if it has one."""
         return (self.tenant, self.session) if self.session is not None else None
+
+
+class FindTurn(OfSession[FoundTurn], frozen=True, kw_only=True):
+    """The committed turn of this session that was started with an idempotency key, whichever process did."""
+
+    once: str
 
 
 class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):

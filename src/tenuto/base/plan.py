@@ -201,6 +201,12 @@ class Executor(Copier, Protocol):
         """The memory groups this model needs."""
         ...
 
+    @property
+    def layout(self) -> str:
+        """What computes units and how they are arranged: those of one executor serve another of the same model, memory
+        groups and layout."""
+        ...
+
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         """Allocate memory for `units[g]` units of each group of `spec` and page tables for row ids 0 .. `rows` - 1.
         Called once, before the first `submit`."""

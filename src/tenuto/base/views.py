@@ -11,7 +11,7 @@ import msgspec
 
 from tenuto.base.config import EngineConfig
 from tenuto.base.tools import ModelHabits
-from tenuto.base.turns import TurnState
+from tenuto.base.turns import Delta, TurnState
 
 SessionKey = tuple[str, str]
 """A session's tenant, and its id among the sessions of that tenant."""
@@ -153,6 +153,23 @@ class Ticket(View, frozen=True, kw_only=True):
     text: str | None = None
 
 
+class KeptTurn(View, frozen=True, kw_only=True):
+    """A committed turn that was started with an idempotency key, for repeated requests: what they are answered.
+    `digest`: of the request. `name`: of the turn, see `messages.StartTurn`."""
+
+    key: str
+    digest: bytes
+    name: str
+    ticket: Ticket
+    output: Delta
+
+
+class FoundTurn(View, frozen=True, kw_only=True):
+    """The turn of an idempotency key, if it was committed and is kept."""
+
+    turn: KeptTurn | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Transition:
     """What is counted for sessions and turns: an operation and, where it matters, the state it found the turn in,
@@ -170,7 +187,8 @@ class Stats(View, frozen=True, kw_only=True):
     in memory that rewinds and forks have to compute again, since no checkpoint was nearer. `prefix_lookups`:
     turns that lacked at least a page, by what came of looking for it with others; `prefix_tokens`: the tokens found, by
     whose they were. `tiers`: bytes that parked sessions hold, by tier; `parked` sessions; `restored` sessions, ever;
-    `tier_moves`: units moved, by where to; `tier_failures`, by cause."""
+    `tier_moves`: units moved, by where to; `tier_failures`, by cause.
+    `snapshots`: sessions whose memory an earlier process has left on disk, or not, by what came of it."""
 
     sessions: int
     running: int
@@ -191,4 +209,5 @@ class Stats(View, frozen=True, kw_only=True):
     tiers: dict[str, int]
     tier_moves: dict[str, int]
     tier_failures: dict[str, int]
+    snapshots: dict[str, int]
     held_tokens: dict[str, int]

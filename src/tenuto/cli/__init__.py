@@ -185,6 +185,9 @@ def serve(
         ),
     ] = 30.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Per request.")] = 32 * 2**20,
+    max_state_bytes: Annotated[
+        int, typer.Option(min=1, help="Of all sessions being imported with their state, which go to temporary files.")
+    ] = 2**34,
     max_bodies_bytes: Annotated[int, typer.Option(min=1, help="Of all open requests together.")] = 2**30,
     max_connections: Annotated[int, typer.Option(min=1, help="The most open connections.")] = 4096,
     header_seconds: Annotated[
@@ -228,6 +231,12 @@ def serve(
     disk_tier_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes in it, as of --host-tier. 0: no limit.")
     ] = "0",
+    snapshot_seconds: Annotated[
+        float,
+        typer.Option(
+            help="With --journal and --disk-tier: how long a server that ends may write sessions' memory there."
+        ),
+    ] = 30.0,
     overlap: Annotated[int, typer.Option(help="1: plan a step while the previous one is computed.")] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for users of SGLang
@@ -262,6 +271,7 @@ def serve(
         "host_tier": read_size("host_tier", host_tier),
         "disk_tier": "" if disk_tier == "none" else disk_tier,
         "disk_tier_size": read_size("disk_tier_size", disk_tier_size),
+        "snapshot_seconds": snapshot_seconds,
     }
     if context_length is not None:
         config["context_length"] = context_length
@@ -283,6 +293,7 @@ def serve(
         keys=held,
         served_name=served_model_name,
         max_body_bytes=max_body_bytes,
+        max_state_bytes=max_state_bytes,
         max_bodies_bytes=max_bodies_bytes,
         max_connections=max_connections,
         header_seconds=header_seconds,

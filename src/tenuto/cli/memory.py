@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 from tenuto.base.errors import ConfigError
+from tenuto.exec.device import total_bytes
 
 _UNITS = {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("kMGT", 1)}
@@ -22,7 +22,7 @@ def read_memory(text: str, device: str) -> int:
     elif "." in number:
         if not 0 < float(number) <= 1:
             raise ConfigError(f"memory is {text}; allowed as a share: more than 0 and at most 1.0")
-        wanted = float(number) * _total_bytes(device)
+        wanted = float(number) * total_bytes(device)
     else:
         wanted = int(number)
     if wanted < 1:
@@ -44,11 +44,3 @@ def _split(text: str, name: str = "memory") -> tuple[str, str]:
     if found is None:
         raise ConfigError(f"{name} is {text[:40]!r}; allowed: {_ALLOWED}")
     return found[1], found[2] or ""
-
-
-def _total_bytes(device: str) -> int:
-    if device.partition(":")[0] == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    from tenuto.exec.device import total_bytes  # noqa: PLC0415 - loads PyTorch, which a CPU does not need here
-
-    return total_bytes(device)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import typer
-import uvloop
 
 from tenuto.base.errors import EngineStopped
-from tenuto.base.logs import configure_logs
 from tenuto.base.messages import WorkerSettings
 from tenuto.base.views import ModelView
-from tenuto.serve.run import serve
+from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.shared.settings import ServeSettings
 
 ENGINE_ENDED = 70
@@ -20,13 +16,22 @@ ENGINE_ENDED = 70
 
 def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) -> None:
     """Serve until a signal. Raises `ConfigError`, `ModelError`."""
-    configure_logs(log_level)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(worker, settings, _show))
-    except EngineStopped as error:
-        typer.echo(f"tenuto: {error}", err=True)
-        raise typer.Exit(ENGINE_ENDED) from None
+    with EngineProcess(worker) as engine:
+        # The engine loads its model while this process imports what it serves with.
+        import asyncio  # noqa: PLC0415
+
+        import uvloop  # noqa: PLC0415
+
+        from tenuto.base.logs import configure_logs  # noqa: PLC0415
+        from tenuto.serve.run import serve  # noqa: PLC0415
+
+        configure_logs(log_level)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(serve(engine, settings, _show))
+        except EngineStopped as error:
+            typer.echo(f"tenuto: {error}", err=True)
+            raise typer.Exit(ENGINE_ENDED) from None
 
 
 def _show(model: ModelView, address: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,10 +123,21 @@ File = Annotated[str, typer.Argument(help="A path; - is standard input or output
 
 
 @app.command()
-def export(session_id: Id, file: File, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Write a session to a file, for import by a server of the same model."""
+def export(
+    session_id: Id,
+    file: File,
+    state: Annotated[
+        bool, typer.Option("--state", help="With its state, so that the importing server computes nothing again.")
+    ] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Write a session to a file, for import by a server of the same model, and with --state of the same weights."""
     import msgspec  # noqa: PLC0415 - help is fast
 
+    if state:
+        _export_state(session_id, file, url, api_key)
+        return
     content = msgspec.json.encode(_ask("GET", session_id, "/export", None, url, api_key)) + b"\n"
     try:
         if file == "-":
@@ -143,18 +156,25 @@ def import_(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Open a session from a file, and print its id."""
+    """Open a session from a file, with its state if that is in it, and print its id."""
     import msgspec  # noqa: PLC0415 - help is fast
 
+    from tenuto.base.state_file import is_state_file  # noqa: PLC0415
+
+    query: dict[str, Any] = {} if new_id is None else {"id": new_id}
     try:
-        body = msgspec.json.decode(sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes())
+        with _connected(url, api_key) as connection, _on_disk(file) as path:
+            with path.open("rb") as opened:
+                has_state = is_state_file(opened.read(16))
+            if has_state:
+                view = connection.call(connection.upload("/v1/sessions/import/state", path, **query)).result()
+            else:
+                body = msgspec.json.decode(path.read_bytes())
+                view = connection.call(connection.ask("POST", "/v1/sessions/import", body, **query)).result()
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{file} is not an exported session: {error}") from error
-    query: dict[str, Any] = {} if new_id is None else {"id": new_id}
-    with _connected(url, api_key) as connection:
-        view = connection.call(connection.ask("POST", "/v1/sessions/import", body, **query)).result()
     if as_json:
         _show_json(view)
     else:
@@ -172,6 +192,29 @@ def close(
     for session_id in session_ids:
         _ask("DELETE", session_id, f"?finish={'true' if finish else 'false'}", None, url, api_key)
         typer.echo(f"closed {session_id}")
+
+
+def _export_state(session_id: str, file: str, url: str, api_key: str | None) -> None:
+    from tenuto.client.wire import session_path  # noqa: PLC0415 - help is fast
+
+    with _connected(url, api_key) as connection, tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "session" if file == "-" else Path(file)
+        connection.call(connection.download(f"{session_path(session_id)}/export/state", path)).result()
+        if file == "-":
+            with path.open("rb") as written:
+                shutil.copyfileobj(written, sys.stdout.buffer)
+
+
+@contextmanager
+def _on_disk(file: str) -> Iterator[Path]:
+    """The file, or what comes from standard input, as a file."""
+    if file != "-":
+        yield Path(file)
+        return
+    with tempfile.NamedTemporaryFile(prefix="tenuto-", suffix=".session") as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
+        yield Path(copy.name)
 
 
 @contextmanager

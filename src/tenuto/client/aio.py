@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from os import PathLike
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.errors import EngineStopped
@@ -71,6 +72,10 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
     async def import_session(self, exported: bytes | str, *, session_id: str | None = None) -> AsyncSessionT:
         """See `Client.import_session`."""
         return self.session_type(self, await _opened(self._core.import_session(exported, session_id)))
+
+    async def import_file(self, path: str | PathLike[str], *, session_id: str | None = None) -> AsyncSessionT:
+        """See `Client.import_file`."""
+        return self.session_type(self, await _opened(self._core.import_file(path, session_id)))
 
     def generate(self, input: Input, **options: Unpack[TurnOptions]) -> AsyncTurnStream:  # noqa: A002 - as in `Client`
         """See `Client.generate`."""
@@ -205,6 +210,10 @@ class AsyncSession(SessionBase):
     async def export(self) -> bytes:
         """See `Session.export`."""
         return await _answer(self._core.export())
+
+    async def export_file(self, path: str | PathLike[str]) -> None:
+        """See `Session.export_file`."""
+        await _answer(self._core.export_file(path))
 
     async def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
         """See `Session.rewind`."""

@@ -7,12 +7,14 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
 from tenuto.base.errors import Disconnected, EngineStopped, InvalidRequest, TenutoError, Unreachable
+from tenuto.base.state_file import replacing
 from tenuto.client.wire import encode, error_from
 
 T = TypeVar("T")
@@ -22,6 +24,8 @@ IDLE_SECONDS = 2.0
 """How long an idle connection is kept: less than servers do, so that requests do not meet a closed one."""
 END_SECONDS = 5.0
 """On closing, how long to wait for requests to end, and again for the leftovers to be deleted."""
+PIECE = 2**20
+"""Bytes of a file sent or received at once."""
 MAX_DELETIONS = 32
 """How many leftovers are deleted concurrently."""
 
@@ -79,13 +83,36 @@ class Connection:
         except msgspec.DecodeError as error:
             raise TenutoError(f"the server's answer is not understood: {error}; is it one of Tenuto's?") from error
 
+    async def download(self, path: str, target: Path) -> None:
+        """Write an answer to a file, piece by piece; a file that is there is replaced once all of it has come. Raises
+        what `ask` raises, and `InvalidRequest` if the file cannot be written."""
+        async with self.stream("GET", path) as response:
+            with replacing(target) as file:
+                async for piece in response.aiter_bytes(PIECE):
+                    await asyncio.to_thread(file.write, piece)
+
+    async def upload(self, path: str, source: Path, **query: Any) -> Any:
+        """As `ask`, with a file as the body, which is read piece by piece."""
+
+        async def pieces() -> AsyncIterator[bytes]:
+            with source.open("rb") as file:
+                while piece := await asyncio.to_thread(file.read, PIECE):
+                    yield piece
+
+        async with self.stream("POST", path, pieces(), **query) as response:
+            return msgspec.json.decode(await response.aread())
+
     @asynccontextmanager
     async def stream(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **query: Any
     ) -> AsyncIterator[httpx.Response]:
-        """As `ask`, but leave the answer to be read in the block, where a broken connection raises `Disconnected`."""
-        content = None if body is None else encode(body)
-        headers = {"content-type": "application/json", **(headers or {})} if content is not None else headers
+        """As `ask`, but leave the answer to be read in the block, where a broken connection raises `Disconnected`. A
+        `body` that yields bytes is sent as it is."""
+        raw = isinstance(body, AsyncIterator)
+        content = body if raw or body is None else encode(body)
+        if content is not None:
+            kind = "application/octet-stream" if raw else "application/json"
+            headers = {"content-type": kind, **(headers or {})}
         with typed_errors():
             sending = self._http.stream(method, path, content=content, headers=headers, params=query or None)
             async with sending as response:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import closing
+from os import PathLike
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -30,6 +33,7 @@ from tenuto.base.messages import (
     Trim,
 )
 from tenuto.base.options import Policy, TurnOptions, turn_params
+from tenuto.base.state_file import StateFile
 from tenuto.base.turns import Input, Keep, Transcript, TurnKind, TurnResult, turn_input
 from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
 from tenuto.client.futures import Steps, chained
@@ -73,6 +77,13 @@ class EngineCore:
         document = read_document(exported)
         name = session_id if session_id is not None else document.id
         return self.session(ImportSession(session=name, policy=document.policy(), document=document))
+
+    def import_file(self, path: str | PathLike[str], session_id: str | None) -> Future[SessionCore]:
+        source = Path(path).absolute()
+        with closing(StateFile(source)) as file:
+            document = file.document
+        name = session_id if session_id is not None else document.id
+        return self.session(ImportSession(session=name, policy=document.policy(), document=document, state=str(source)))
 
     def session(self, request: Request[SessionInfo]) -> Future[SessionCore]:
         """Send `request` and return the session that the answer describes."""
@@ -174,6 +185,12 @@ class SessionCore:
         def steps() -> Steps[bytes]:
             document: SessionDocument = yield self._call(ExportSession(tenant="", session=self.id))
             return msgspec.json.encode(document)
+
+        return chained(steps())
+
+    def export_file(self, path: str | PathLike[str]) -> Future[None]:
+        def steps() -> Steps[None]:
+            yield self._call(ExportSession(tenant="", session=self.id, state=str(Path(path).absolute())))
 
         return chained(steps())
 

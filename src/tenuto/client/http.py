@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
-from typing import TypeVar
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
 
-from tenuto.base.messages import CloseSession, Request, StartTurn
+import msgspec
+
+from tenuto.base.messages import CloseSession, ExportSession, ImportSession, Request, StartTurn
+from tenuto.base.state_file import StateFile
 from tenuto.base.views import SessionInfo
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Feed, Source
@@ -31,7 +37,17 @@ class HttpTransport:
 
     async def _ask(self, request: Request[T]) -> T:
         method, path, body, query = exchange_of(request)
-        answer = answer_from(request, await self.connection.ask(method, path, body, **(query or {})))
+        asked: Any = request
+        match asked:
+            case ExportSession(state=str(file)):
+                await self.connection.download(path + "/state", Path(file))
+                said: Any = await asyncio.to_thread(_document_of, Path(file))
+            case ImportSession(state=str(file)):
+                said = await self.connection.upload(path + "/state", Path(file), **(query or {}))
+                body = None
+            case _:
+                said = await self.connection.ask(method, path, body, **(query or {}))
+        answer = answer_from(request, said)
         if isinstance(answer, SessionInfo) and body is not None and body.get("id", "") is None:  # opened without an id
             self.connection.leftovers.add(session_path(answer.session_id))
         if isinstance(request, CloseSession):
@@ -53,3 +69,8 @@ class HttpTransport:
 
     def close(self) -> None:
         self.connection.close()
+
+
+def _document_of(path: Path) -> Any:
+    with closing(StateFile(path)) as file:
+        return msgspec.to_builtins(file.document)

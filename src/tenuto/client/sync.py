@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from os import PathLike
 from queue import SimpleQueue
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
@@ -67,6 +68,12 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         """Open a session that `Session.export` has saved, here or elsewhere, under its own id or another. Raises
         `InvalidRequest` if it is damaged or of another model, and what `session` raises."""
         return self.session_type(self, self._core.import_session(exported, session_id).result())
+
+    def import_file(self, path: str | PathLike[str], *, session_id: str | None = None) -> SessionT:
+        """Open a session from a file that `Session.export_file` has written, here or elsewhere: its next turn computes
+        only what is new. Raises `InvalidRequest` if the file is damaged, of another model or of other weights, and what
+        `session` raises."""
+        return self.session_type(self, self._core.import_file(path, session_id).result())
 
     def generate(self, input: Input, **options: Unpack[TurnOptions]) -> TurnStream:  # noqa: A002 - the natural name
         """Run one turn in a session of its own, which is closed when the turn ends."""
@@ -190,6 +197,11 @@ class Session(Closing, SessionBase):
     def export(self) -> bytes:
         """The session as of its last commit, as a JSON file for `Client.import_session`. Texts are in it as tokens."""
         return self._core.export().result()
+
+    def export_file(self, path: str | PathLike[str]) -> None:
+        """Write the session as of its last commit to a file, with its state, for `Client.import_file`. Raises
+        `SessionBusy` while a turn is open."""
+        self._core.export_file(path).result()
 
     def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
         """Cut the history back to its first `turn` turns or `position` tokens."""

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from tenuto.base.checks import MAX_COUNT, items, shown, whole
+from tenuto.base.config import Limits
 from tenuto.base.document import SessionDocument
 from tenuto.base.errors import InvalidRequest, InvariantError, LimitReached, NotFound, VersionMismatch
 from tenuto.base.messages import (
@@ -18,6 +19,7 @@ from tenuto.base.messages import (
     Draft,
     DropMemory,
     ExportSession,
+    FindTurn,
     Fork,
     GetSession,
     GetStats,
@@ -35,11 +37,13 @@ from tenuto.base.messages import (
     Trim,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.views import RecordPage, SessionInfo, SessionPage, Stats, Ticket
+from tenuto.base.views import FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
 from tenuto.engine import views
 from tenuto.engine.engine import Engine
 from tenuto.engine.rendering import Basis, Outdated, Prepared, Renderer, check_pick
 from tenuto.session.records import SavedSession
+from tenuto.session.registry import TenantUse
+from tenuto.session.results import Once
 from tenuto.session.session import Session, Turn
 from tenuto.text.chat import Conversation
 
@@ -90,6 +94,37 @@ class Dispatcher:
             more = f", and this one has {brought}" if brought else ""
             raise LimitReached(
                 f"sessions hold {use.tokens} tokens{more}; allowed: {limits.tokens}; close or rewind some first"
+            )
+
+        self._check_more(command, use)
+        if isinstance(command, StartTurn | Draft | Fork | Trim) and command.session is not None:
+            self._check_session(self._session(command.tenant, command.session), limits)
+
+    def _check_more(self, command: Limited, use: TenantUse) -> None:
+        limits = command.limits
+        if limits.journal_bytes is not None and use.journal_bytes >= limits.journal_bytes:
+            raise LimitReached(
+                f"sessions have {use.journal_bytes} bytes in the journal; allowed: {limits.journal_bytes}; close or "
+                "rewind some first"
+            )
+        if limits.units is not None and use.units >= limits.units:
+            spared = getattr(command, "session", None)
+            if self._engine.yield_units(command.tenant, limits.units, spared) >= limits.units:
+                raise LimitReached(
+                    f"sessions keep {use.units} units of memory; allowed: {limits.units}; wait for turns to end, or "
+                    "close or rewind some"
+                )
+
+    def _check_session(self, session: Session, limits: Limits) -> None:
+        units, size = self._engine.units_of(session), session.journal_bytes
+        if limits.session_units is not None and units >= limits.session_units:
+            raise LimitReached(
+                f"session {session.id} takes {units} units of memory; allowed: {limits.session_units}; rewind it first"
+            )
+        if limits.session_journal_bytes is not None and size >= limits.session_journal_bytes:
+            raise LimitReached(
+                f"session {session.id} has {size} bytes in the journal; allowed: {limits.session_journal_bytes}; "
+                "rewind it first"
             )
 
     def basis(self, command: StartTurn | Draft) -> Basis:
@@ -211,7 +246,15 @@ class Dispatcher:
             turn = self._only_turn(command, _given(prepared))
         else:
             turn = self._turn(command.session, command, _given(prepared))
-        return views.ticket(turn, echo=command.echo)
+        ticket = views.ticket(turn, echo=command.echo)
+        if turn.once is not None:
+            turn.once.accepted(ticket)
+        return ticket
+
+    @_execute.register
+    def _(self, command: FindTurn, _: None) -> FoundTurn:
+        session = self._engine.sessions.find(command.session, command.tenant)
+        return FoundTurn(turn=session.results.find(command.once) if session is not None else None)
 
     def _regenerate(self, command: StartTurn, prepared: Prepared | None) -> Turn:
         if command.session is None:
@@ -219,7 +262,7 @@ class Dispatcher:
         session = self._session(command.tenant, command.session)
         params = self._with_stops(command.params, session.conversation)
         constraint = prepared.constraint if prepared is not None else None
-        return self._engine.regenerate(command.session, params, constraint, tenant=command.tenant)
+        return self._engine.regenerate(command.session, params, constraint, tenant=command.tenant, once=_once(command))
 
     def _only_turn(self, command: StartTurn, prepared: Prepared) -> Turn:
         session = self._engine.open(None, Policy(tenant=command.tenant, ephemeral=True))
@@ -234,7 +277,13 @@ class Dispatcher:
         params = command.params if command.kind == "turn" else replace(command.params, max_new_tokens=0)
         params = self._with_stops(params, prepared.conversation)
         return self._engine.submit(
-            session_id, prepared.tokens, params, prepared.conversation, prepared.constraint, tenant=command.tenant
+            session_id,
+            prepared.tokens,
+            params,
+            prepared.conversation,
+            prepared.constraint,
+            tenant=command.tenant,
+            once=_once(command),
         )
 
     @_execute.register
@@ -283,6 +332,10 @@ class Dispatcher:
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:
         return views.stats(self._engine)
+
+
+def _once(command: StartTurn) -> Once | None:
+    return Once(*command.once, command.name) if command.once is not None else None
 
 
 def _given(prepared: Prepared | None) -> Prepared:

@@ -23,6 +23,7 @@ from tenuto.base.errors import (
 )
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import PARTS, Executor, Part, Weights
+from tenuto.base.state_file import CopiedState, StateFile
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
 from tenuto.engine.auditor import Auditor
@@ -31,7 +32,9 @@ from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.parking import Parking
-from tenuto.memory.memory import Memory
+from tenuto.engine.session_states import SessionStates
+from tenuto.engine.snapshots import Snapshots
+from tenuto.memory.memory import Memory, session_units
 from tenuto.memory.shape import Shape
 from tenuto.memory.tiers import Tiers
 from tenuto.memory.unit_files import Disk, UnitFiles
@@ -46,6 +49,7 @@ from tenuto.session.changes import Change
 from tenuto.session.prefixes import PrefixIndex
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
+from tenuto.session.results import Once
 from tenuto.session.session import Session, Turn
 from tenuto.session.turn import as_tokens
 from tenuto.text.chat import Conversation
@@ -82,8 +86,10 @@ class Engine:
         proposer: Proposer | None = None,
         masks: Masks | None = None,
         disk: Disk | None = None,
+        identity: str = "",
     ) -> None:
-        """`disk` replaces the files that `config.disk_tier` asks for. Raises `ConfigError`."""
+        """`disk` replaces the files that `config.disk_tier` asks for. `identity`: of what is in units of memory; what
+        another engine has left on disk is used if it is the same. Raises `ConfigError`."""
         if config.lookahead and proposer is None:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
         self.config = config
@@ -98,7 +104,8 @@ class Engine:
         shares = Shares(dict(config.tenant_weights))
         self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
         self.prefixes = PrefixIndex(self.memory.page_size) if config.prefix_cache else None
-        self.parking = self._tiers(executor, disk)
+        self.parking = self._tiers(executor, disk, identity)
+        self.snapshots = Snapshots(self.parking, clock) if self.parking is not None else None
         self.lifecycle = Lifecycle(
             self.memory,
             self.sessions,
@@ -110,6 +117,9 @@ class Engine:
             config.draft_timeout,
         )
         self.pressure = self.lifecycle.pressure
+        self.states = SessionStates(
+            self.memory, executor, self.parking, self.pressure, self.batch, self.lifecycle.note_memory
+        )
         self._admission = Admission(
             self.memory,
             self.batch,
@@ -143,15 +153,15 @@ class Engine:
         self.transitions = self.lifecycle.transitions
         self.totals = self.lifecycle.totals
 
-    def _tiers(self, executor: Executor, disk: Disk | None) -> Parking | None:
+    def _tiers(self, executor: Executor, disk: Disk | None, identity: str) -> Parking | None:
         """Where the memory of idle sessions goes, if there is more than the device."""
         config = self.config
         if disk is None and config.disk_tier:
-            disk = UnitFiles(Path(config.disk_tier).expanduser(), config.disk_tier_size or MAX_COUNT)
+            disk = UnitFiles(Path(config.disk_tier).expanduser(), config.disk_tier_size or MAX_COUNT, identity)
         if disk is None and not config.host_tier:
             return None
         memory = self.memory
-        tiers = Tiers(memory.pools, executor, config.host_tier, disk, memory.page_size, self._clock.now)
+        tiers = Tiers(memory.pools, executor, config.host_tier, disk, memory.page_size, self._clock.now, identity)
         return Parking(memory, tiers)
 
     # -- the loop
@@ -280,7 +290,8 @@ class Engine:
     @guarded
     def restore(self, saved: SavedSession) -> Session:
         """Open a session as it was saved, here or in another engine; what it needs of its history is computed when that
-        is wanted. Raises what `open` raises, and `ContextExceeded` if it is longer than sessions may be here."""
+        is wanted. If it is known when it was used, its TTL goes on. Raises what `open` raises, and `ContextExceeded` if
+        it is longer than sessions may be here."""
         self._read(saved.tokens)
         session = self.open(saved.session, saved.policy, saved.system)
         try:
@@ -290,9 +301,23 @@ class Engine:
             raise
         session.restore(saved)
         self.sessions.note_length(session)
+        if saved.used is not None:
+            self.sessions.age(session, self._clock.wall() - saved.used)
         self.lifecycle.count("restore")
         self.lifecycle.note("restore", session)
         return session
+
+    @guarded
+    def state(self, session_id: str, tenant: str = "") -> CopiedState:
+        """A copy of what there is of a session's state. Raises `SessionBusy` while a turn is open."""
+        return self.states.of(self.sessions.get(session_id, tenant))
+
+    @guarded
+    def put_state(self, session_id: str, file: StateFile, tenant: str = "") -> None:
+        """Give a session that was just restored the state in a file, which `states` has checked. While memory is
+        released it keeps its tokens alone."""
+        if not self.released:
+            self.states.put(self.sessions.get(session_id, tenant), file)
 
     def _read(self, tokens: Iterable[int]) -> array[int]:
         """The caller's tokens. Reading runs the caller's code, so it comes before anything is looked at."""
@@ -343,6 +368,25 @@ class Engine:
             dropped += held
         return dropped
 
+    def units_of(self, session: Session) -> int:
+        """Units of all groups that the session's history takes, wherever they are now."""
+        computed = max(0, len(session.history) - 1)
+        spec = self.memory.spec
+        return sum(session_units(group, spec.page_size, computed) for group in spec.groups) if computed else 0
+
+    @guarded
+    def yield_units(self, tenant: str, most: int, spared: str | None = None) -> int:
+        """Have idle sessions of a tenant leave the device, those used longest ago first and never `spared`, until its
+        sessions keep fewer than `most` units. How many they keep then."""
+        use = self.sessions.use(tenant)
+        idle = [s for s in self.sessions if s.policy.tenant == tenant and s.turn is None and s.id != spared]
+        for session in sorted(idle, key=lambda session: session.last_turn_end):
+            if use.units < most:
+                break
+            if session.memory.computed:
+                self.lifecycle.drop(session)
+        return use.units
+
     # -- turns
 
     @guarded
@@ -355,11 +399,12 @@ class Engine:
         constraint: Constraint | None = None,
         *,
         tenant: str = "",
+        once: Once | None = None,
     ) -> Turn:
         """Open a turn: append `tokens`, which make the conversation `conversation`, and generate, or with
         `max_new_tokens` 0 commit them once they are computed. `constraint`: the grammar of `params`, compiled for this
-        turn. An open draft becomes this turn, and what it has computed of `tokens` is kept. Raises `SessionBusy`,
-        `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
+        turn. `once`: its idempotency key. An open draft becomes this turn, and what it has computed of `tokens` is
+        kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
         checked, params = self._read(tokens), params or TurnParams()
         self._require_memory()
         session = self.sessions.get(session_id, tenant)
@@ -379,6 +424,7 @@ class Engine:
             turn.input = checked
         turn.conversation = conversation
         turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
+        self._keep_output(turn, once)
         self.lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
         return turn
 
@@ -390,6 +436,7 @@ class Engine:
         constraint: Constraint | None = None,
         *,
         tenant: str = "",
+        once: Once | None = None,
     ) -> Turn:
         """Open a turn that generates the last turn's output again. The old output stays until this turn commits.
         `constraint`: as of `submit`."""
@@ -407,8 +454,16 @@ class Engine:
         turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
         turn.replaces, turn.conversation = True, record.conversation
         turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
+        self._keep_output(turn, once)
         self.lifecycle.enqueue(turn, "regenerate")
         return turn
+
+    @staticmethod
+    def _keep_output(turn: Turn, once: Once | None) -> None:
+        """What becomes of a turn with an idempotency key is kept."""
+        turn.once = once
+        if once is not None and turn.text is not None:
+            turn.text.keep_text()
 
     @guarded
     def draft(self, session_id: str, tokens: Iterable[int], *, tenant: str = "") -> Turn:
@@ -489,23 +544,29 @@ class Engine:
             self.released |= wanted
 
     @guarded
-    def restore_memory(self, parts: Collection[Part], weights: Weights | None = None) -> None:
+    def restore_memory(
+        self, parts: Collection[Part], weights: Weights | None = None, identity: str | None = None
+    ) -> None:
         """Allocate again what was released of `parts`, and compute with `weights`, which were read for that, if they
-        were. Turns go on once nothing is released. Raises `ConfigError`, having changed nothing, if there is no
-        memory."""
+        were. Turns go on once nothing is released. `identity`: as of the engine, if the weights have turned out to be
+        others than those that were released; then nothing that is parked is used again. Raises `ConfigError`, having
+        changed nothing, if there is no memory."""
         wanted = frozenset(_part(part) for part in parts) & self.released
         if ("weights" in wanted) != (weights is not None):
             raise IllegalTransition("the weights were released or resumed meanwhile; try again")
         if wanted:
             self._executor.restore(wanted, weights)
             self.released -= wanted
+            if identity is not None:
+                self._vacate(park=False)
+                self._identify(identity)
 
     @guarded
-    def update_weights(self, weights: Weights, *, abort: bool = False) -> None:
-        """Compute with `weights` from now on. Nothing that was computed before is used again: every session drops to
-        its tokens, and what is parked is forgotten. Submitted turns go on from their tokens, or with `abort` end.
-        Raises `IllegalTransition` if the weights are released, and `ConfigError`, having replaced nothing, if there is
-        no memory."""
+    def update_weights(self, weights: Weights, identity: str = "", *, abort: bool = False) -> None:
+        """Compute with `weights` from now on; `identity`: as of the engine. Nothing that was computed before is used
+        again: every session drops to its tokens, and what is parked is forgotten. Submitted turns go on from their
+        tokens, or with `abort` end. Raises `IllegalTransition` if the weights are released, and `ConfigError`, having
+        replaced nothing, if there is no memory."""
         if "weights" in self.released:
             raise IllegalTransition("the weights are released; resume them before they are replaced")
         for session in list(self.sessions) if abort else ():
@@ -513,7 +574,12 @@ class Engine:
                 self.lifecycle.abort(session.turn, EndReason.ABORT)
         self._vacate(park=False)
         self._executor.restore((), weights)
+        self._identify(identity)
+
+    def _identify(self, identity: str) -> None:
         self.weights_read += 1
+        if self.parking is not None:
+            self.parking.tiers.become(identity)
 
     def _vacate(self, *, park: bool) -> None:
         """Have no unit in use, and no step in flight; running turns queue again. What sessions had is parked, where
@@ -535,10 +601,31 @@ class Engine:
             if pool.free != pool.capacity:
                 raise InvariantError(f"{pool.name}: {pool.capacity - pool.free} units are in use, and nobody has them")
 
-    def end(self) -> None:
-        """Release the files of the disk tier. Nothing is asked of the engine afterwards."""
+    # -- from one process to the next
+
+    @guarded
+    def recover(self) -> None:
+        """Park the sessions that were just restored with what an engine before this one has left of their memory in
+        the disk tier. What is left there besides is removed."""
+        if self.snapshots is not None:
+            self.snapshots.recover(self.sessions)
+
+    @guarded
+    def save(self) -> None:
+        """Abort open turns, and leave the memory of lasting sessions in the disk tier, as far as `snapshot_seconds`
+        allow, for `recover` to find. Only `end` may follow."""
+        for session in list(self.sessions):
+            if session.turn is not None:
+                self.lifecycle.abort(session.turn, EndReason.ABORT)
+        if self.snapshots is not None:
+            lasting = [session for session in self.sessions if session.policy.lasting]
+            self.snapshots.save(lasting, self.config.snapshot_seconds)
+
+    def end(self, *, keep: bool = False) -> None:
+        """Release the disk tier, and unless told to `keep` them remove its files. Nothing is asked of the engine
+        afterwards."""
         if self.parking is not None:
-            self.parking.tiers.close()
+            self.parking.tiers.close(keep=keep)
 
     # -- audit
 

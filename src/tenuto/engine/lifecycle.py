@@ -107,7 +107,7 @@ class Lifecycle:
                 self.parking.forget(session)
             else:
                 self.parking.changed(session, kept)
-        self._changes.append(Change.of(kind, session, kept, turn, parent))
+        self._changes.append(Change.of(kind, session, kept, turn, parent, self._clock.wall()))
 
     def count(self, operation: str, state: str | None = None) -> None:
         """Count an operation or a transition; for `state` see `Transition`."""
@@ -281,6 +281,7 @@ class Lifecycle:
                 if session.turn is None:
                     self._prefixes.changed(session, len(session.history))
                 self._prefixes.enter(session)
+        self._sessions.note_units(session)
         self.pressure.note(session)
 
     def share(self, turn: Turn) -> None:
@@ -405,6 +406,17 @@ class Lifecycle:
         for session in self._sessions.expired():
             self.count("expire")
             self.close(session)
+        for session in self._sessions.take_resting():
+            if session.turn is None and session.state is SessionState.OPEN:
+                self._park(session)
+
+    def _park(self, session: Session) -> None:
+        """An idle session that will expire leaves the device, if there is somewhere to bring it back from."""
+        if self.parking is not None and session.memory.computed and self.parking.park(session):
+            session.memory.drop()
+            session.memory.lost = "expiring"
+            self.count("park")
+            self.note_memory(session)
 
     def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:
         drafting = turn.drafting

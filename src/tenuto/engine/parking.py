@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from tenuto.base.plan import Bytes
+from tenuto.base.state_file import CopiedState
 from tenuto.memory.memory import Memory
+from tenuto.memory.parked import Parked
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
-from tenuto.memory.tiers import Parked, Tiers
+from tenuto.memory.snapshots import SavedMemory, Snapshot
+from tenuto.memory.tiers import Tiers
 from tenuto.sched.batch import is_computed, start_target
 from tenuto.session.session import Session, Turn
 
@@ -46,16 +50,77 @@ class Parking:
 
     # -- leaving
 
-    def park(self, session: Session) -> None:
-        """Copy what the session keeps, which is about to be released."""
+    def park(self, session: Session) -> bool:
+        """Copy what the session keeps, which is about to be released. Whether all of it is parked now."""
         memory = session.memory
         position = min(memory.computed, len(session.history))
         if position < memory.computed or memory.computed == 0:
-            return  # it has more, of its turn's input, which may not become history
+            return False  # it has more, of its turn's input, which may not become history
         parked = self.tiers.park(position, memory.kept())
-        if parked is not None:
+        if parked is None:
+            return False
+        self._replace(session, parked)
+        self.parked += 1
+        return True
+
+    def has(self, session: Session) -> bool:
+        """Whether some of it is parked."""
+        return (parked := self._sessions.get(session)) is not None and parked in self.tiers
+
+    def save(self, session: Session, *, late: bool) -> int:
+        """See that what there is of a session is on disk, if it is not too `late` to write. Of how many tokens it
+        is."""
+        memory, parked = session.memory, self._sessions.get(session)
+        there = parked.position if parked is not None and parked in self.tiers else 0
+        if memory.computed > there and not late:
+            written = self.tiers.save(memory.computed, memory.kept())
+            if written is not None:
+                self._replace(session, written)
+                return written.position
+        if parked is None or not there or (late and parked.in_host) or not self.tiers.move_to_disk(parked):
+            return 0
+        return there
+
+    def write_index(self, saved: Sequence[tuple[Session, int]]) -> bool:
+        """Write down what is on disk of sessions, each of so many tokens. False if that failed."""
+        return self.tiers.write_index(
+            [
+                (*session.key, session.history[:position].tobytes(), self._sessions[session])
+                for session, position in saved
+            ]
+        )
+
+    def state(self, session: Session) -> CopiedState | None:
+        """A copy of what is parked of a session, if it can be read."""
+        parked = self._sessions.get(session)
+        if parked is None or parked not in self.tiers:
+            return None
+        position, groups = parked.position, self.tiers.copies(parked)
+        return CopiedState(position, groups) if groups is not None else None
+
+    def hold(self, session: Session, state: CopiedState) -> bool:
+        """Park a session with state that comes from elsewhere. False if there is no room."""
+        used = [table.used(state.position) for table in session.memory.tables]
+        parked = self.tiers.hold(state.position, state.groups, used)
+        self._replace(session, parked)
+        return parked is not None
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether parked memory can be resumed only where it ends."""
+        return self._memory.needs_checkpoints
+
+    def take_over(
+        self, snapshot: Snapshot | None, wanted: Sequence[tuple[Session, SavedMemory, int]]
+    ) -> Iterator[tuple[Session, SavedMemory, int | None]]:
+        """Park sessions with the memory of so many tokens that was saved for them: how many each has now, or `None` if
+        its files are gone. What was saved besides is removed."""
+        taken = self.tiers.take_over(
+            snapshot, [(saved, position, self._counts(session, position)) for session, saved, position in wanted]
+        )
+        for (session, saved, _), parked in zip(wanted, taken, strict=True):
             self._replace(session, parked)
-            self.parked += 1
+            yield session, saved, parked.position if parked is not None else None
 
     def _replace(self, session: Session, parked: Parked | None) -> None:
         before = self._sessions.pop(session, None)

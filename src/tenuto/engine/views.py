@@ -129,5 +129,6 @@ def stats(engine: Engine) -> Stats:
         tiers={"host": tiers.host_used, "disk": tiers.disk_used} if tiers is not None else {},
         tier_moves=dict(tiers.moved) if tiers is not None else {},
         tier_failures=dict(tiers.failures) if tiers is not None else {},
+        snapshots={**(engine.snapshots.counts if engine.snapshots is not None else {}), **engine.states.counts},
         held_tokens=engine.sessions.held(),
     )

@@ -1,11 +1,12 @@
-"""What a device has to spare."""
+"""What a device has to spare. PyTorch, which takes a second or more to load, is asked only about devices other than the
+CPU."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from pathlib import Path
-
-import torch
 
 from tenuto.base.errors import ConfigError
 
@@ -13,10 +14,36 @@ SHARE_OF_MACHINE = 0.25
 SHARE_OF_DEVICE = 0.85
 
 
+def is_cpu(device: str) -> bool:
+    """Whether it is the CPU, in PyTorch's words."""
+    return re.fullmatch(r"cpu(:\d{1,3})?", device) is not None
+
+
+def check_device(device: str) -> None:
+    """Raises `ConfigError` if nothing can compute on it."""
+    if is_cpu(device):
+        return
+    import torch  # noqa: PLC0415 - see the module's docstring
+
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {device!r} cannot be used: {error}") from error
+
+
+def trim() -> None:
+    """PyTorch keeps a device's free memory for later; give it to the system."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def spare_bytes(device: str) -> int:
     """Bytes that a server may take for model state, the weights being loaded: a share of the machine's memory, or of
     what is free on a CUDA device."""
-    if torch.device(device).type == "cuda":
+    if _is_cuda(device):
+        import torch  # noqa: PLC0415
+
         return int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_DEVICE)
     return int(_machine_bytes() * SHARE_OF_MACHINE)
 
@@ -24,7 +51,9 @@ def spare_bytes(device: str) -> int:
 def total_bytes(device: str) -> int:
     """Bytes of a CUDA device's memory, or of the machine's. Raises `ConfigError` if there is no such device."""
     try:
-        if torch.device(device).type == "cuda":
+        if _is_cuda(device):
+            import torch  # noqa: PLC0415
+
             return int(torch.cuda.get_device_properties(device).total_memory)
     except (RuntimeError, AssertionError) as error:  # how PyTorch says that it has no such device
         raise ConfigError(f"there is no device {device!r} whose memory could be shared: {error}") from None
@@ -40,6 +69,14 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     except (OSError, ValueError):
         return cores
     return cores if paid == "max" else max(1, min(cores, int(paid) // int(period)))
+
+
+def _is_cuda(device: str) -> bool:
+    if is_cpu(device):
+        return False
+    import torch  # noqa: PLC0415
+
+    return torch.device(device).type == "cuda"
 
 
 def _machine_bytes() -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan
@@ -16,15 +15,50 @@ from tenuto.kernels.sampling import Choice, Masks
 from tenuto.models.config import ModelConfig
 
 Longs = npt.NDArray[np.int64]
+Singles = npt.NDArray[np.float32]
+
+
+class Logits(Protocol):
+    """Logits, float32 [outputs, vocab], where a model computes; everything else is on the host. Valid until the next
+    step."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, outputs: slice) -> Self:
+        """Some of them; not a copy."""
+        ...
+
+    def copy(self, outputs: Longs) -> Self:
+        """A copy of some of them."""
+        ...
+
+    def at(self, outputs: Longs, tokens: Longs) -> Singles:
+        """Those of `tokens[i]` in `outputs[i]`."""
+        ...
+
+    def put(self, outputs: Longs, tokens: Longs, values: Singles) -> None:
+        """Replace those of `tokens[i]` in `outputs[i]`, no two of them the same."""
+        ...
+
+    def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
+        """As `kernels.torch_sampling.sample`, the reference, after `mask` if there are masks. May change them."""
+        ...
+
+    def logprobs(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+        """As `kernels.torch_sampling.logprobs`, the reference."""
+        ...
+
+    def host(self) -> Singles:
+        """All of them, on the host."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Logits, float32 [outputs, vocab], and if they come for free the first of the likeliest tokens, int64 [outputs].
-    Valid until the next step."""
+    """Logits, and if they come for free the first of the likeliest tokens, int64 [outputs]."""
 
-    logits: torch.Tensor
-    best: torch.Tensor | None = None
+    logits: Logits
+    best: Longs | None = None
 
 
 class Forward(Protocol):
@@ -36,13 +70,13 @@ class Forward(Protocol):
         ...
 
     @property
-    def device(self) -> torch.device:
-        """Where tokens are passed and logits come out."""
+    def spec(self) -> MemorySpec:
+        """The memory groups it needs."""
         ...
 
     @property
-    def spec(self) -> MemorySpec:
-        """The memory groups it needs."""
+    def layout(self) -> str:
+        """See `Executor.layout`."""
         ...
 
     @property
@@ -58,13 +92,9 @@ class Forward(Protocol):
         """Change page tables, then copy pages, as `plan` says."""
         ...
 
-    def run(self, plan: Plan, tokens: torch.Tensor, outputs: Longs) -> Outputs:
-        """Compute `tokens`, int64 [sum(plan.counts)], on the device. `outputs`, int64 [outputs], are the places in
-        `tokens` after which logits are wanted."""
-        ...
-
-    def sample(self, logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
-        """As `kernels.sampling.sample`, the reference, after `kernels.sampling.mask` if there are masks."""
+    def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
+        """Compute `tokens`, int32 [sum(plan.counts)]. `outputs`, int32 [outputs], are the places in `tokens` after
+        which logits are wanted."""
         ...
 
     def read_units(self, group: int, units: Ints) -> Bytes:

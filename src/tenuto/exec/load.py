@@ -7,27 +7,24 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, InvalidRequest
 from tenuto.base.groups import MemorySpec
-from tenuto.exec.device import usable_cores
+from tenuto.exec.device import check_device, is_cpu, usable_cores
 from tenuto.exec.forward import Forward
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
-from tenuto.exec.torch_forward import TorchForward
+from tenuto.kernels.elements import Element
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
 from tenuto.models.checkpoint import Checkpoint, open_checkpoint
 from tenuto.models.config import ModelConfig
-from tenuto.models.decoder import Decoder
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.program import NativeProgram
 from tenuto.models.store import ModelFiles, resolve
 from tenuto.models.weights import StoredWeight
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Weights = Iterable[tuple[str, StoredWeight]]
 KERNELS = ("auto", *VARIANTS, "torch")
 """What may compute: the best there is, one variant of the native kernels, or plain PyTorch."""
 
@@ -46,25 +43,21 @@ def load_executor(
 ) -> ModelExecutor:
     """Read a model and make an executor for it, not yet prepared.
 
-    `dtype` is one of `DTYPES`. `None` is, with native kernels, weights as they are stored; without them float32 on a
+    `dtype` is an `Element`. `None` is, with native kernels, weights as they are stored; without them float32 on a
     CPU, and elsewhere bfloat16. `context` is how many tokens a session may have, the model's own limit if it is not
     given: some models rotate queries and keys otherwise where contexts are long. `kernels` is one of `KERNELS`; native
     ones are compiled into `cache`; without it there are none. `say` is told before kernels are compiled, which takes
     some seconds, and why plain PyTorch computes if it was not asked for. Raises `ModelError` for the files and
     `ConfigError` for what cannot be used together.
     """
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {device!r} cannot be used: {error}") from error
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+    check_device(device)
+    if dtype is not None and dtype not in list(Element):
+        raise ConfigError(f"dtype is {dtype!r}; allowed: {', '.join(Element)}")
     if kernels not in KERNELS:
         raise ConfigError(f"kernels are {kernels!r}; allowed: {', '.join(KERNELS)}")
-    opening = _Opening(files, page_size, place, dtype, context, kernels, cache, machine or Machine.this(), say)
+    opening = _Opening(files, page_size, device, dtype, context, kernels, cache, machine or Machine.this(), say)
     forward = opening.forward(files)
-    return ModelExecutor(forward, partial(opening.again, forward.config, forward.spec))
+    return ModelExecutor(forward, partial(opening.again, forward.config, forward.spec, forward.layout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class _Opening:
 
     files: ModelFiles
     page_size: int
-    place: torch.device
+    device: str
     dtype: str | None
     context: int | None
     kernels: str
@@ -89,17 +82,16 @@ class _Opening:
         native = self._native_forward(config, checkpoint)
         if native is not None:
             return native
-        name = self.dtype or ("float32" if self.place.type == "cpu" else "bfloat16")
-        return TorchForward(Decoder(config, checkpoint.weights(), self.place, DTYPES[name]), self.page_size)
+        return _torch_forward(config, checkpoint.weights(), self.page_size, self.device, self.dtype)
 
     def _native_forward(self, config: ModelConfig, checkpoint: Checkpoint) -> Forward | None:
         """`None` if plain PyTorch is to compute."""
         dtype, cache, kernels = self.dtype, self.cache, self.kernels
-        if kernels == "torch" or self.place.type != "cpu" or dtype not in (None, "bfloat16") or cache is None:
+        if kernels == "torch" or not is_cpu(self.device) or dtype not in (None, "bfloat16") or cache is None:
             if kernels in VARIANTS:
                 raise ConfigError(
                     f"kernels {kernels!r} need a cache to be compiled into, and are for the CPU and dtype bfloat16; "
-                    f"here: {self.place}, {dtype}"
+                    f"here: {self.device}, {dtype}"
                 )
             return None
         try:
@@ -112,13 +104,13 @@ class _Opening:
             self.say(f"Plain PyTorch computes: {reason}")
             return None
 
-    def again(self, config: ModelConfig, spec: MemorySpec, path: str | None) -> Forward:
+    def again(self, config: ModelConfig, spec: MemorySpec, layout: str, path: str | None) -> Forward:
         """Read the model again, or the one at `path`. Raises `InvalidRequest` unless it has the shape `config`, and
         `ModelError` or `ConfigError`."""
         files = self.files if path is None else resolve(path, cache_dir())
         forward = self.forward(files)
         differing = _differing(config, forward.config)
-        if differing or forward.spec != spec:
+        if differing or forward.spec != spec or forward.layout != layout:
             forward.close()
             raise InvalidRequest(
                 f"the model at {files.path} has another shape ({', '.join(differing) or 'memory'}); allowed: other "
@@ -133,6 +125,18 @@ def _differing(first: ModelConfig, second: ModelConfig) -> list[str]:
     stored = ("dtype", "eos", "bos", "max_context")
     names = [each.name for each in fields(ModelConfig) if each.name not in stored]
     return [name for name in names if getattr(first, name) != getattr(second, name)]
+
+
+def _torch_forward(config: ModelConfig, weights: Weights, page_size: int, device: str, dtype: str | None) -> Forward:
+    import torch  # noqa: PLC0415 - takes a second or more, and the native kernels do without it
+
+    from tenuto.exec.torch_forward import TorchForward  # noqa: PLC0415 - likewise
+    from tenuto.models.decoder import Decoder  # noqa: PLC0415 - likewise
+
+    place = torch.device(device)
+    element = Element(dtype) if dtype else Element.FLOAT32 if is_cpu(device) else Element.BFLOAT16
+    decoder = Decoder(config, weights, place, getattr(torch, element))
+    return TorchForward(decoder, page_size)
 
 
 def _native(config: ModelConfig, cache: Path, machine: Machine, kernels: str, say: Callable[[str], None]) -> Library:
@@ -150,9 +154,7 @@ def _native(config: ModelConfig, cache: Path, machine: Machine, kernels: str, sa
     raise failed
 
 
-def _packed(
-    config: ModelConfig, weights: Iterable[tuple[str, StoredWeight]], page_size: int, dtype: str | None
-) -> NativeProgram:
+def _packed(config: ModelConfig, weights: Weights, page_size: int, dtype: str | None) -> NativeProgram:
     try:
         return NativeProgram(config, weights, page_size, plain=dtype is not None)
     except OSError as error:

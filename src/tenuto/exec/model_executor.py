@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
 from tenuto.base.groups import MemorySpec
@@ -25,10 +24,11 @@ from tenuto.base.plan import (
     TokenMasks,
     Weights,
 )
-from tenuto.exec.forward import Forward, Outputs
+from tenuto.exec.device import trim
+from tenuto.exec.forward import Forward, Logits, Longs, Outputs, Singles
 from tenuto.exec.row_options import RowOptions
-from tenuto.kernels.paged import ragged_arange
-from tenuto.kernels.sampling import Masks, logprobs
+from tenuto.kernels.ragged import ragged_arange
+from tenuto.kernels.sampling import Masks
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class ModelExecutor:
     def __init__(self, forward: Forward, loader: Loader | None = None) -> None:
         """Without a `loader` the weights stay as they are."""
         self._forward: Forward | None = forward  # None while the weights are released
-        self._spec, self._device = forward.spec, forward.device
+        self._spec, self._layout = forward.spec, forward.layout
         self._loader = loader
         self._path: str | None = None  # of the weights, if they are not those it began with
         self._units_released = False
@@ -79,12 +79,17 @@ class ModelExecutor:
         """The memory groups of the model."""
         return self._spec
 
+    @property
+    def layout(self) -> str:
+        """See `Executor.layout`."""
+        return self._layout
+
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
         self.forward.prepare(units, rows)
         self._prepared = units, rows
-        self._last_sampled = torch.zeros(rows, device=self.forward.device, dtype=torch.int64)
-        self._options = RowOptions(rows, self.forward.config.vocab, self.forward.device)
+        self._last_sampled = np.zeros(rows, np.int32)
+        self._options = RowOptions(rows, self.forward.config.vocab)
 
     # -- giving memory back
 
@@ -99,7 +104,7 @@ class ModelExecutor:
             elif "kv_cache" in parts and not self._units_released:
                 self._forward.release_units()
         self._units_released |= "kv_cache" in parts
-        self._trim()
+        trim()
 
     def load(self, path: str | None) -> LoadedWeights:
         """See `Executor.load`."""
@@ -122,7 +127,7 @@ class ModelExecutor:
                 before.close()
             self._path = loaded.path
         self._forward, self._units_released = after, without
-        self._trim()
+        trim()
 
     def _allocate(self, before: Forward | None, after: Forward) -> None:
         """Units for `after`; those of `before` make way. Raises `ConfigError`, with everything as it was."""
@@ -135,11 +140,6 @@ class ModelExecutor:
             if before is not None and replaced:
                 before.prepare(*self._prepared)
             raise
-
-    def _trim(self) -> None:
-        """PyTorch keeps a device's free memory for later; give it to the system."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     # -- steps
 
@@ -186,10 +186,14 @@ class ModelExecutor:
         except (RuntimeError, MemoryError) as error:  # as of steps
             raise CopyFailed(f"{type(error).__name__}: {error}") from error
 
-    def logits(self, plan: Plan) -> torch.Tensor:
-        """Carry out `plan` but sample nothing: float32 [sum(plan.samples), vocab] on the device. For tests and
-        measurements, with no step in flight."""
-        return self._worker.submit(self._compute, plan).result().logits
+    def logits(self, plan: Plan) -> Singles:
+        """Carry out `plan` but sample nothing: float32 [sum(plan.samples), vocab]. For tests and measurements, with no
+        step in flight."""
+
+        def compute() -> Singles:
+            return self._compute(plan).logits.host()
+
+        return self._worker.submit(compute).result()
 
     def close(self) -> None:
         """Wait for the step in flight, end the worker thread and release the model. Masks that the step still waits for
@@ -200,7 +204,6 @@ class ModelExecutor:
         if self._forward is not None:
             self._forward.close()
 
-    @torch.inference_mode()
     def _step(self, plan: Plan) -> StepResult:
         computed, scored = self._compute(plan), None
         if plan.scores is not None:
@@ -211,10 +214,9 @@ class ModelExecutor:
         tokens, sampled = self._sample(plan, computed)
         sampling = plan.samples > 0
         rows, last = plan.rows[sampling], np.cumsum(plan.samples)[sampling] - 1
-        self._last_sampled[self._indices(rows)] = tokens[self._indices(last)]
-        return StepResult(tokens.cpu().numpy().astype(np.int32), sampled, scored)
+        self._last_sampled[rows] = tokens[last]
+        return StepResult(tokens, sampled, scored)
 
-    @torch.inference_mode()
     def _compute(self, plan: Plan) -> Outputs:
         """Apply the plan, compute its tokens, return the logits it samples from and then those it scores by. What
         outlasts the step comes first: it is applied even if the step fails."""
@@ -224,19 +226,19 @@ class ModelExecutor:
         outputs = np.repeat(np.cumsum(plan.counts) - plan.samples, plan.samples) + ragged_arange(plan.samples)
         if plan.scores is not None:
             outputs = np.concatenate((outputs, plan.scores.offsets))
-        return self.forward.run(plan, self._tokens(plan), outputs)
+        return self.forward.run(plan, self._tokens(plan), outputs.astype(np.int32))
 
-    def _tokens(self, plan: Plan) -> torch.Tensor:
-        """Input ids, int64 [tokens], with references to earlier samples resolved on the device."""
-        tokens = self._indices(plan.tokens)
+    def _tokens(self, plan: Plan) -> Ints:
+        """Input ids, int32 [tokens], with references to earlier samples resolved."""
         unknown = np.flatnonzero(plan.tokens < 0)
-        if len(unknown):
-            rows = np.repeat(plan.rows, plan.counts)[unknown]
-            tokens[self._indices(unknown)] = self._last_sampled[self._indices(rows)]
+        if not len(unknown):
+            return plan.tokens
+        tokens, rows = plan.tokens.copy(), np.repeat(plan.rows, plan.counts)
+        tokens[unknown] = self._last_sampled[rows[unknown]]
         return tokens
 
-    def _sample(self, plan: Plan, computed: Outputs) -> tuple[torch.Tensor, Logprobs | None]:
-        """Tokens int64 [sum(plan.samples)], each drawn by its row's options and its own position, and how likely they
+    def _sample(self, plan: Plan, computed: Outputs) -> tuple[Ints, Logprobs | None]:
+        """Tokens int32 [sum(plan.samples)], each drawn by its row's options and its own position, and how likely they
         were, if any row asks. May change the logits."""
         options, sampled, logits = self._options, None, computed.logits
         rows = np.repeat(plan.rows, plan.samples).astype(np.int64)
@@ -244,25 +246,20 @@ class ModelExecutor:
         masks = _masks(plan.masks)
         if options.plain and masks is None:
             if computed.best is not None and not options.draws(rows):
-                return computed.best, None
-            return self.forward.sample(logits, options.choice(rows, positions)), None
+                return computed.best.astype(np.int32), None
+            return logits.sample(options.choice(rows, positions)).astype(np.int32), None
         wanted, most = options.wanted_logprobs(rows)
-        places = self._indices(wanted)
-        raw = logits.index_select(0, places) if len(wanted) else logits
+        raw = logits.copy(wanted) if len(wanted) else logits
         options.edit(logits, rows, positions)
-        tokens = self.forward.sample(logits, options.choice(rows, positions), masks)
+        tokens = logits.sample(options.choice(rows, positions), masks)
         options.counts.add(rows, tokens)
         if len(wanted):
-            sampled = _logprobs(wanted, raw, tokens[places], most)
-        return tokens, sampled
+            sampled = _logprobs(wanted, raw, tokens[wanted], most)
+        return tokens.astype(np.int32), sampled
 
-    def _score(self, logits: torch.Tensor, scores: InputScores) -> Logprobs:
-        """How likely the targets of `scores` were by their logits, float32 [scores, vocab]."""
-        return _logprobs(np.arange(len(logits)), logits, self._indices(scores.targets), scores.top)
-
-    def _indices(self, values: np.ndarray[tuple[int], np.dtype[np.integer]]) -> torch.Tensor:
-        """Host indices as int64 on the device."""
-        return torch.from_numpy(values.astype(np.int64)).to(self.forward.device)
+    def _score(self, logits: Logits, scores: InputScores) -> Logprobs:
+        """How likely the targets of `scores` were by their logits, one each."""
+        return _logprobs(np.arange(len(logits)), logits, scores.targets.astype(np.int64), scores.top)
 
 
 def _masks(given: Sequence[TokenMasks]) -> Masks | None:
@@ -274,9 +271,7 @@ def _masks(given: Sequence[TokenMasks]) -> Masks | None:
     return Masks(rows, np.concatenate([words for _, words in known]))
 
 
-def _logprobs(
-    places: np.ndarray[tuple[int], np.dtype[np.integer]], logits: torch.Tensor, tokens: torch.Tensor, most: int
-) -> Logprobs:
-    """Log-probabilities of `tokens`, int64 [n], by `logits`, float32 [n, vocab], on the host."""
-    chosen, ids, top = (part.cpu().numpy() for part in logprobs(logits, tokens, most))
+def _logprobs(places: Longs, logits: Logits, tokens: Longs, most: int) -> Logprobs:
+    """Log-probabilities of `tokens`, int64, one for each of the logits."""
+    chosen, ids, top = logits.logprobs(tokens, most)
     return Logprobs(places.astype(np.int32), chosen, ids.astype(np.int32), top)

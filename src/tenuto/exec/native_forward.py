@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from ctypes import Array, byref, c_int64, c_uint8
 
 import numpy as np
-import torch
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
-from tenuto.exec.forward import Longs, Outputs, describe
+from tenuto.exec.forward import Longs, Outputs, Singles, describe
 from tenuto.kernels.native.library import Library, Moves, OpKind, Step
-from tenuto.kernels.native.sampling import sample
+from tenuto.kernels.native.sampling import logprobs, sample
 from tenuto.kernels.sampling import Choice, Masks
 from tenuto.models.config import ModelConfig
 from tenuto.models.native.program import NativeProgram
@@ -36,6 +35,37 @@ class _Table:
             wider[:, :width] = self.pages
             self.pages = wider
         self.pages[changes.rows, changes.index] = changes.pages
+
+
+class NativeLogits:
+    """A `Logits` in an array; the threads of `handle`, an open forward pass of `library`, choose from them."""
+
+    def __init__(self, library: Library, handle: int, values: Singles) -> None:
+        self._library, self._handle, self._values = library, handle, values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, outputs: slice) -> NativeLogits:
+        return NativeLogits(self._library, self._handle, self._values[outputs])
+
+    def copy(self, outputs: Longs) -> NativeLogits:
+        return NativeLogits(self._library, self._handle, self._values[outputs])
+
+    def at(self, outputs: Longs, tokens: Longs) -> Singles:
+        return self._values[outputs, tokens]
+
+    def put(self, outputs: Longs, tokens: Longs, values: Singles) -> None:
+        self._values[outputs, tokens] = values
+
+    def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
+        return sample(self._library, self._handle, self._values, choice, masks)
+
+    def logprobs(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+        return logprobs(self._values, tokens, most)
+
+    def host(self) -> Singles:
+        return self._values.copy()
 
 
 class NativeForward:
@@ -62,13 +92,13 @@ class NativeForward:
         return self._model.config
 
     @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
     def spec(self) -> MemorySpec:
         """The groups that the model's layers form."""
         return self._model.spec
+
+    @property
+    def layout(self) -> str:
+        return "native, plain weights" if self._model.plain else "native"
 
     @property
     def description(self) -> str:
@@ -98,27 +128,27 @@ class NativeForward:
             if count := len(copies.sources):
                 self._library.copy(self._handle, group, count, _address(copies.sources), _address(copies.targets))
 
-    def run(self, plan: Plan, tokens: torch.Tensor, outputs: Longs) -> Outputs:
-        inputs, wanted = tokens.to(torch.int32).numpy(), outputs.astype(np.int32)
-        if len(wanted) > len(self._logits):
-            self._logits, self._best = self._room_for(2 * len(wanted))
+    def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
+        if len(outputs) > len(self._logits):
+            self._logits, self._best = self._room_for(2 * len(outputs))
         step = Step(
             len(plan.rows),
-            len(inputs),
-            len(wanted),
+            len(tokens),
+            len(outputs),
             _address(plan.rows),
             _address(plan.starts),
             _address(plan.counts),
-            _address(inputs),
+            _address(tokens),
             self._moves(plan),
-            _address(wanted),
-            self._logits.data_ptr(),
-            self._best.data_ptr(),
+            _address(outputs),
+            self._logits.ctypes.data,
+            _address(self._best),
             self.op_seconds.ctypes.data,
         )
         if self._library.step(self._handle, byref(step)):
-            raise MemoryError(f"there is no memory for a step of {len(inputs)} tokens")
-        return Outputs(self._logits[: len(wanted)], self._best[: len(wanted)].long())
+            raise MemoryError(f"there is no memory for a step of {len(tokens)} tokens")
+        logits = NativeLogits(self._library, self._handle, self._logits[: len(outputs)])
+        return Outputs(logits, self._best[: len(outputs)].astype(np.int64))
 
     def _moves(self, plan: Plan) -> Array[Moves]:
         """What a step does in each group; it points into `plan` and the page tables."""
@@ -141,12 +171,9 @@ class NativeForward:
         for unit, copied in zip(units.tolist(), data, strict=True):
             memory[unit] = copied
 
-    def sample(self, logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
-        return sample(self._library, self._handle, logits, choice, masks)
-
-    def _room_for(self, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _room_for(self, outputs: int) -> tuple[Singles, Ints]:
         """For logits and likeliest tokens after so many tokens."""
-        return torch.empty((outputs, self.config.vocab)), torch.zeros(outputs, dtype=torch.int32)
+        return np.empty((outputs, self.config.vocab), np.float32), np.zeros(outputs, np.int32)
 
     def release_units(self) -> None:
         self._library.prepare(self._handle, (c_int64 * len(self._units))())

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from tenuto.base.plan import RowSampling
+from tenuto.exec.forward import Logits, Longs
 from tenuto.exec.token_counts import TokenCounts
-from tenuto.kernels.sampling import Choice, add_biases, uniforms
-
-Longs = npt.NDArray[np.int64]
+from tenuto.kernels.sampling import Choice, uniforms
 
 NOT_ASKED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _Biases:
-    """What is added to a row's logits: `tokens` int64 and `values` float32; of these the last `masked` only for tokens
-    at positions before `masked_before`."""
+    """What is added to a row's logits, by token: at positions before `masked_before`, and from there on."""
 
-    tokens: Longs
-    values: npt.NDArray[np.float32]
-    masked: int
+    before: _Added
+    after: _Added
     masked_before: int
+
+
+class _Added:
+    """What is added to the logits of `tokens`, int64, all different: `values`, float32."""
+
+    def __init__(self, values: Mapping[int, float], vocab: int) -> None:
+        known = {token: value for token, value in values.items() if token < vocab}
+        self.tokens = np.array(list(known), np.int64)
+        self.values = np.array(list(known.values()), np.float32)
 
 
 class RowOptions:
@@ -35,7 +40,7 @@ class RowOptions:
     step does nothing for these.
     """
 
-    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab: int) -> None:
         self._temperature, self._top_k = np.zeros(rows), np.zeros(rows, np.int64)
         self._top_p, self._min_p, self._seed = np.ones(rows), np.zeros(rows), np.zeros(rows, np.int64)
         self._logprobs = np.full(rows, NOT_ASKED)
@@ -43,7 +48,7 @@ class RowOptions:
         self._biases: dict[int, _Biases] = {}
         self._asking: set[int] = set()
         self._vocab = vocab
-        self.counts = TokenCounts(rows, vocab, device)
+        self.counts = TokenCounts()
 
     def start(self, row: int, new: RowSampling) -> None:
         """From now on the row samples by `new`."""
@@ -64,11 +69,9 @@ class RowOptions:
             self._asking.discard(row)
 
     def _biases_of(self, new: RowSampling) -> _Biases:
-        known = [(token, value) for token, value in new.sampling.logit_bias if token < self._vocab]
-        masked = [token for token in new.masked if token < self._vocab]
-        tokens = [*(token for token, _ in known), *masked]
-        values = [*(value for _, value in known), *(-np.inf for _ in masked)]
-        return _Biases(np.array(tokens, np.int64), np.array(values, np.float32), len(masked), new.masked_before)
+        after = dict(new.sampling.logit_bias)
+        before = after | dict.fromkeys(new.masked, -np.inf)
+        return _Biases(_Added(before, self._vocab), _Added(after, self._vocab), new.masked_before)
 
     @property
     def plain(self) -> bool:
@@ -84,22 +87,21 @@ class RowOptions:
         uniform = uniforms(self._seed[rows], positions)
         return Choice(self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], uniform)
 
-    def edit(self, logits: torch.Tensor, rows: Longs, positions: Longs) -> None:
-        """Apply biases, masks and penalties to the logits, float32 [n, vocab], in place."""
+    def edit(self, logits: Logits, rows: Longs, positions: Longs) -> None:
+        """Apply biases, masks and penalties to the logits of these rows in place."""
         biased = np.flatnonzero(self._biased[rows])
         if len(biased):
             self._add_biases(logits, rows, positions, biased)
         self.counts.penalise(logits, rows)
 
-    def _add_biases(self, logits: torch.Tensor, rows: Longs, positions: Longs, biased: Longs) -> None:
-        parts = []
+    def _add_biases(self, logits: Logits, rows: Longs, positions: Longs, biased: Longs) -> None:
+        added = []
         for place in biased.tolist():
             biases = self._biases[int(rows[place])]
-            most = len(biases.tokens) - (0 if positions[place] < biases.masked_before else biases.masked)
-            parts.append((np.full(most, place), biases.tokens[:most], biases.values[:most]))
-        places, tokens, values = (np.concatenate(part) for part in zip(*parts, strict=True))
-        if len(places):
-            add_biases(logits, places, tokens, values)
+            added.append(biases.before if positions[place] < biases.masked_before else biases.after)
+        places = np.repeat(biased, [len(each.tokens) for each in added])
+        tokens, values = (np.concatenate(parts) for parts in zip(*((a.tokens, a.values) for a in added), strict=True))
+        logits.put(places, tokens, logits.at(places, tokens) + values)
 
     def wanted_logprobs(self, rows: Longs) -> tuple[Longs, int]:
         """Which of `rows` ask for log-probabilities of what they sample, and the most likeliest any of them wants."""

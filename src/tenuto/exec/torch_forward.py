@@ -3,28 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan
-from tenuto.exec.forward import Longs, Outputs, describe
+from tenuto.exec.forward import Longs, Outputs, Singles, describe
 from tenuto.exec.torch_memory import Memories, indices
-from tenuto.kernels.paged import ragged_arange
-from tenuto.kernels.sampling import Choice, Masks, mask, sample
+from tenuto.kernels.elements import Element
+from tenuto.kernels.ragged import ragged_arange
+from tenuto.kernels.sampling import Choice, Masks
+from tenuto.kernels.torch_sampling import logprobs, mask, sample
 from tenuto.models.config import ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.groups import layer_groups, memory_spec
+
+
+class TorchLogits:
+    """A `Logits` in a tensor, which `inference_mode` may have made."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, outputs: slice) -> TorchLogits:
+        return TorchLogits(self._values[outputs])
+
+    def copy(self, outputs: Longs) -> TorchLogits:
+        return TorchLogits(self._values.index_select(0, self._indices(outputs)))
+
+    def at(self, outputs: Longs, tokens: Longs) -> Singles:
+        return _host(self._values[self._indices(outputs), self._indices(tokens)])
+
+    @torch.inference_mode()
+    def put(self, outputs: Longs, tokens: Longs, values: Singles) -> None:
+        places = self._indices(outputs), self._indices(tokens)
+        self._values.index_put_(places, torch.from_numpy(values).to(self._values.device))
+
+    @torch.inference_mode()
+    def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
+        if masks is not None:
+            mask(self._values, masks)
+        return _host(sample(self._values, choice))
+
+    def logprobs(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+        chosen, ids, top = logprobs(self._values, self._indices(tokens), most)
+        return _host(chosen), _host(ids), _host(top)
+
+    def host(self) -> Singles:
+        return _host(self._values)
+
+    def _indices(self, values: Longs) -> torch.Tensor:
+        return indices(values, self._values.device)
+
+
+def _host(values: torch.Tensor) -> npt.NDArray[Any]:
+    return values.cpu().numpy()
 
 
 class TorchForward:
     """A `Forward` for models with any mix of memory groups."""
 
     def __init__(self, model: Decoder, page_size: int) -> None:
-        self._model = model
-        self._groups = layer_groups(model.config, model.dtype)
+        self._model, self._device = model, model.device
+        self._element = Element(str(model.dtype).removeprefix("torch."))
+        self._groups = layer_groups(model.config, self._element)
         self._spec = memory_spec(self._groups, page_size)
 
     @property
@@ -32,42 +81,39 @@ class TorchForward:
         return self._model.config
 
     @property
-    def device(self) -> torch.device:
-        return self._model.device
-
-    @property
     def spec(self) -> MemorySpec:
         """The groups that the model's layers form."""
         return self._spec
 
     @property
+    def layout(self) -> str:
+        return f"torch {self._model.dtype}"
+
+    @property
     def description(self) -> str:
-        return f"PyTorch in {str(self._model.dtype).removeprefix('torch.')} on {self.device}"
+        return f"PyTorch in {self._element} on {self._device}"
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         try:
-            self.memories = Memories(self._groups, units, rows, self._spec.page_size, self.device)
+            self.memories = Memories(self._groups, units, rows, self._spec.page_size, self._device)
         except RuntimeError as error:
-            raise ConfigError(f"{self.device} cannot hold {describe(units, self._spec)}: {error}") from error
+            raise ConfigError(f"{self._device} cannot hold {describe(units, self._spec)}: {error}") from error
 
+    @torch.inference_mode()
     def apply(self, plan: Plan) -> None:
         self.memories.apply(plan)
 
-    def run(self, plan: Plan, tokens: torch.Tensor, outputs: Longs) -> Outputs:
+    @torch.inference_mode()
+    def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
         places = np.repeat(plan.starts.astype(np.int64), plan.counts) + ragged_arange(plan.counts)
-        wanted, positions = indices(outputs, self.device), indices(places, self.device)
-        return Outputs(self._model.forward(tokens, positions, wanted, self.memories.step(plan)))
+        given, positions, wanted = (indices(values, self._device) for values in (tokens, places, outputs))
+        return Outputs(TorchLogits(self._model.forward(given, positions, wanted, self.memories.step(plan))))
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         return self.memories.read_units(group, units)
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
         self.memories.write_units(group, units, data)
-
-    def sample(self, logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -> torch.Tensor:
-        if masks is not None:
-            mask(logits, masks)
-        return sample(logits, choice)
 
     def release_units(self) -> None:
         del self.memories

@@ -25,7 +25,9 @@ class PageMemory:
         self, shape: PageShape, layers: int, units: int, rows: int, page_size: int, device: torch.device
     ) -> None:
         self._window = shape.window
-        self.kv = PagedKV(layers, units, page_size, shape.kv_heads, shape.head_dim, device, shape.dtype)
+        self.kv = PagedKV(
+            layers, units, page_size, shape.kv_heads, shape.head_dim, device, getattr(torch, shape.element)
+        )
         self._table = torch.zeros((rows, 1), device=device, dtype=torch.int64)
 
     def apply(self, changes: TableChanges, copies: PageCopies) -> None:

@@ -181,6 +181,11 @@ class WitnessExecutor:
     def spec(self) -> MemorySpec:
         return self._spec
 
+    @property
+    def layout(self) -> str:
+        """See `Executor.layout`."""
+        return "witness"
+
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         self._units = units
         self._allocate(units)

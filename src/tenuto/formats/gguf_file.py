@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from tenuto.base.errors import ModelError
+from tenuto.formats.mapped import Span, mapped
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+_SIZE = struct.Struct("<Q")
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _DIGITS = 5
 """Models may be split into files such as `name-00001-of-00003.gguf`, whose metadata say so."""
@@ -41,26 +42,12 @@ _SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """An encoded tensor, `size` bytes from byte `start` of a file. `shape` is slowest first, so (outputs, inputs) for a
-    matrix; the file has the opposite order."""
+    """An encoded tensor, and where its bytes are. `shape` is slowest first, so (outputs, inputs) for a matrix; the file
+    has the opposite order."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
-    path: Path
-    start: int
-    size: int
-
-    def data(self) -> npt.NDArray[np.uint8]:
-        """The bytes, uint8 [size], mapped from the file until the array is dropped. Raises `ModelError`."""
-        try:
-            return _mapped(self.path, self.start, self.size)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.path} can no longer be read ({error}); fetch it again") from error
-
-
-def _mapped(path: Path, start: int = 0, size: int | None = None) -> npt.NDArray[np.uint8]:
-    # Copy-on-write, so that torch may look at the bytes without a copy; the file is never written.
-    return np.memmap(path, dtype=np.uint8, mode="c", offset=start, shape=size)
+    span: Span
 
 
 class GgufFile:
@@ -138,10 +125,10 @@ class _One:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
-            self._view = _mapped(path).data
+            self._view = mapped(path).data
             self._at = 0
             self._read()
-        except (OSError, ValueError, struct.error, KeyError) as error:
+        except (OSError, ValueError, OverflowError, RecursionError, struct.error, KeyError) as error:
             raise ModelError(f"{path} is not a readable GGUF file ({error}); fetch it again") from error
 
     def _read(self) -> None:
@@ -165,7 +152,7 @@ class _One:
             count = math.prod(shape) // elements * size
             if start + offset + count > len(self._view):
                 raise ValueError(f"it ends within tensor {name!r}")
-            self.tensors[name] = GgufTensor(kind, shape, self.path, start + offset, count)
+            self.tensors[name] = GgufTensor(kind, shape, Span(self.path, start + offset, count))
 
     def _tensor_header(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         """Name, type, shape and offset in the data section."""
@@ -182,7 +169,21 @@ class _One:
         if kind in _SCALARS:
             item = np.dtype(_SCALARS[kind]).newbyteorder("<")
             return np.frombuffer(self._take(count * item.itemsize), item).tolist()
+        if kind is GGUFValueType.STRING:
+            return self._strings(count)
         return [self._value(kind) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """As `_string`, so many times: vocabularies are most of what there is to read."""
+        view, at, size_at, found = self._view, self._at, _SIZE.unpack_from, list[str]()
+        for _ in range(count):
+            begin = at + _SIZE.size
+            at = begin + size_at(view, at)[0]
+            found.append(str(view[begin:at], "utf-8"))
+        if at > len(view):
+            raise ValueError("it ends within its metadata")
+        self._at = at
+        return found
 
     def _string(self) -> str:
         return str(self._take(self._scalar("Q")), "utf-8")

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from tenuto.base.plan import Ints
+from tenuto.kernels.ragged import ragged_arange
 
 Longs = npt.NDArray[np.int64]
 
@@ -25,13 +26,6 @@ _SHARE = 0.75
 _SLACK = 32
 """Blocks share a batch if the shorter attends to at least `_SHARE` of the longer one's tokens, or to at most `_SLACK`
 tokens fewer: padding stays small and short rows do not each become a batch of their own."""
-
-
-def ragged_arange(counts: npt.NDArray[np.integer]) -> Longs:
-    """0 .. counts[0] - 1, then 0 .. counts[1] - 1 and so on; int64 [sum(counts)]."""
-    ends: Longs = np.cumsum(counts, dtype=np.int64)
-    within: Longs = np.arange(counts.sum(), dtype=np.int64) - np.repeat(ends - counts, counts)
-    return within
 
 
 class PagedKV:

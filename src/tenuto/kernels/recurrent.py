@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from tenuto.base.plan import Ints
+from tenuto.kernels.elements import StatePart
 
 SCAN_BLOCK = 64
 """Tokens that a scan computes at once; from one such block to the next it hands on a state."""
@@ -35,20 +36,15 @@ def pieces(counts: Ints, device: torch.device) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """One of the tensors a layer's state consists of."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class StateSlots:
     """States of all layers of a group: for each part [layers, slots, *shape]. A slot means nothing until it is
     written, and is then written whole."""
 
     def __init__(self, layers: int, slots: int, parts: Sequence[StatePart], device: torch.device) -> None:
-        self.parts = [torch.zeros((layers, slots, *part.shape), device=device, dtype=part.dtype) for part in parts]
+        self.parts = [
+            torch.zeros((layers, slots, *part.shape), device=device, dtype=getattr(torch, part.element))
+            for part in parts
+        ]
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copies of the states of `layer` in `slots`, int64 [rows], each [rows, *shape]; a negative slot stands for the

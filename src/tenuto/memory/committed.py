@@ -9,8 +9,8 @@ from tenuto.base.errors import InvariantError
 from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.checkpoints import Checkpoints
 from tenuto.memory.memory import Memory
+from tenuto.memory.parked import KeptUnits
 from tenuto.memory.pool import Holder, HolderKind, Lease
-from tenuto.memory.tiers import KeptUnits
 
 
 class CommittedMemory:
@@ -111,6 +111,11 @@ class CommittedMemory:
             KeptUnits(table.kept(part).units, table.used(self.computed))
             for table, part in zip(self.tables, parts, strict=True)
         ]
+
+    @property
+    def kept_units(self) -> int:
+        """Units of all groups that are kept of `computed`."""
+        return sum(len(each.units) for each in self.kept()) if self.computed else 0
 
     def receive(self, position: int, units: Sequence[Lease]) -> None:
         """Stand at `position`, having nothing, with `units` of each group, in which its state is."""

@@ -3,90 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
+from tenuto.memory.parked import ELSEWHERE, KeptUnits, Parked, StoredUnit
 from tenuto.memory.pool import Pool
+from tenuto.memory.rates import Rates
+from tenuto.memory.snapshots import Run, SavedMemory, Snapshot, decoded
 from tenuto.memory.unit_files import Disk, DiskFailed, UnitFile
-
-Place = tuple[int, int]
-"""A unit of a pool and its generation, see `Pool.generation`."""
-
-
-@dataclass(eq=False, slots=True)
-class StoredUnit:
-    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. The first `used` token slots of
-    a page are of value. `place`: where the same is on the device, as long as that is leased and of the same generation.
-
-    Invariant: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it.
-    """
-
-    group: int
-    used: int
-    size: int
-    data: Bytes | None
-    place: Place
-    references: int = 0
-    file: UnitFile | None = None
-    row: int = -1
-
-
-@dataclass(eq=False, slots=True)
-class Parked:
-    """The memory of the first `position` tokens of a sequence, off the device: for each group the units, in order."""
-
-    position: int
-    units: list[list[StoredUnit]]
-
-    def __iter__(self) -> Iterator[StoredUnit]:
-        return (unit for group in self.units for unit in group)
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(unit.size for group in self.units for unit in group)
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether some of it has to be read from disk."""
-        return any(unit.file is not None for group in self.units for unit in group)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptUnits:
-    """What a session keeps of one group: `units`, of whose last one the first `used` slots are of value."""
-
-    units: Sequence[int]
-    used: int
-
-
-class Rates:
-    """What moving and computing have cost so far, in seconds, as moving averages; `None` until measured."""
-
-    WEIGHT = 0.2
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    def note(self, what: str, amount: int, seconds: float) -> None:
-        """`amount` tokens or bytes took `seconds`."""
-        if amount > 0 and seconds > 0:
-            new = seconds / amount
-            self._seconds[what] = (1 - self.WEIGHT) * self._seconds.get(what, new) + self.WEIGHT * new
-
-    def get(self, what: str) -> float | None:
-        """Seconds for one token or byte."""
-        return self._seconds.get(what)
-
-    def worth(self, tier: str, size: int, tokens: int) -> bool:
-        """Whether bringing back `size` bytes from a tier takes less time than computing `tokens`. Nothing is ruled out
-        before it is measured."""
-        copying, computing = self._seconds.get(tier), self._seconds.get("compute")
-        return copying is None or computing is None or size * copying < tokens * computing
 
 
 class Tiers:
@@ -105,13 +33,16 @@ class Tiers:
         disk: Disk | None,
         page_size: int,
         timer: Callable[[], float],
+        identity: str = "",
     ) -> None:
+        """`identity`: of what is in units; state is never taken over from a tier of another one."""
         self._pools = pools
         self._copier = copier
         self._host_bytes = host_bytes
         self._disk = disk
         self._page_size = page_size
         self._timer = timer
+        self._identity = identity
         self._copies: dict[tuple[int, int], StoredUnit] = {}  # the last copy of each unit, by group and unit
         self._parked: dict[Parked, None] = {}
         self._in_host: OrderedDict[Parked, None] = OrderedDict()  # those not moved to disk, least recently used first
@@ -124,6 +55,14 @@ class Tiers:
     def __len__(self) -> int:
         return len(self._parked)
 
+    def become(self, identity: str) -> None:
+        """What is in units is of another `identity` from now on. Nothing is parked yet."""
+        if self._parked:
+            raise InvariantError(f"{len(self._parked)} sequences are parked of another identity")
+        self._identity = identity
+        if self._disk is not None:
+            self._disk.become(identity)
+
     # -- parking
 
     def park(self, position: int, kept: Sequence[KeptUnits]) -> Parked | None:
@@ -133,6 +72,21 @@ class Tiers:
         tier = "host" if size <= self._host_bytes else "disk"
         if (tier == "disk" and self._disk is None) or not self.rates.worth(tier, size, position):
             return None
+        parked = self._copied(position, kept)
+        if parked is not None and not self._fit():
+            self.forget(parked)
+        return parked if parked in self._parked else None
+
+    def save(self, position: int, kept: Sequence[KeptUnits]) -> Parked | None:
+        """As `park`, but to disk in any case; `None` if that is not possible."""
+        parked = self._copied(position, kept)
+        if parked is not None and not self.move_to_disk(parked):
+            self.forget(parked)
+            return None
+        return parked
+
+    def _copied(self, position: int, kept: Sequence[KeptUnits]) -> Parked | None:
+        """In host memory, however much that takes."""
         parked = Parked(position, [])
         try:
             for group, each in enumerate(kept):
@@ -141,6 +95,21 @@ class Tiers:
             self.failures["copy"] += 1
             self._discard(parked)
             return None
+        self._parked[parked] = self._in_host[parked] = None
+        return parked
+
+    def hold(self, position: int, groups: Sequence[Sequence[Bytes]], used: Sequence[int]) -> Parked | None:
+        """Park what was never on the device: units of each group, of the last of which the first `used` slots are of
+        value. `None` if there is no room."""
+        parked = Parked(position, [])
+        for group, (units, last) in enumerate(zip(groups, used, strict=True)):
+            slots = [self._page_size] * (len(units) - 1) + [last]
+            stored = [
+                StoredUnit(group, n, data.nbytes, data, ELSEWHERE, references=1)
+                for data, n in zip(units, slots, strict=False)
+            ]
+            self.host_used += sum(unit.size for unit in stored)
+            parked.units.append(stored)
         self._parked[parked] = self._in_host[parked] = None
         if not self._fit():
             self.forget(parked)
@@ -179,23 +148,25 @@ class Tiers:
         """Move the least recently used to disk, or nowhere, until host memory holds the rest. False if that failed."""
         while self.host_used > self._host_bytes and self._in_host:
             parked = next(iter(self._in_host))
-            if self._to_disk(parked):
-                del self._in_host[parked]
-            else:
+            if not self.rates.worth("disk", parked.size, parked.position) or not self.move_to_disk(parked):
                 self.forget(parked)
         return self.host_used <= self._host_bytes
 
-    def _to_disk(self, parked: Parked) -> bool:
-        """Move to disk what of it is in host memory. False if that is not possible, or not worth it."""
+    def move_to_disk(self, parked: Parked) -> bool:
+        """Move to disk what of it is in host memory. False if that is not possible."""
+        if self._disk is None or not self._written(parked, self._disk):
+            return False
+        self._in_host.pop(parked, None)
+        return True
+
+    def _written(self, parked: Parked, disk: Disk) -> bool:
         moving = [[unit for unit in group if unit.data is not None] for group in parked.units]
         size = sum(unit.size for group in moving for unit in group)
-        if self._disk is None or not self.rates.worth("disk", parked.size, parked.position):
-            return False
         if not size:
             return True
         data = {g: [u.data for u in group if u.data is not None] for g, group in enumerate(moving) if group}
         try:
-            file = self._disk.write(data)
+            file = disk.write(data)
         except DiskFailed as error:
             self.failures[error.cause] += 1
             return False
@@ -256,6 +227,24 @@ class Tiers:
         if read:
             self.rates.note("disk", sum(data.nbytes for data in read.values()), self._timer() - began)
         return [[None if unit is None else read.get(unit, unit.data) for unit in group] for group in wanted]
+
+    def copies(self, parked: Parked) -> list[list[Bytes]] | None:
+        """All its units, those read that are not in host memory. `None` if that failed."""
+        counts = [len(group) for group in parked.units]
+        found = self.fetch(parked, counts)
+        if found is None:
+            return None
+        copied: list[list[Bytes]] = []
+        for group, units in enumerate(found):
+            there = self.on_device(parked, group, counts[group])
+            missing = [unit for unit, data in zip(there, units, strict=True) if data is None and unit is not None]
+            try:
+                read = iter(self._copier.read_units(group, np.array(missing, np.int32)) if missing else ())
+            except CopyFailed:
+                self.failures["copy"] += 1
+                return None
+            copied.append([next(read) if data is None else data for data in units])
+        return copied
 
     def _disk_read(self, file: UnitFile, by_group: dict[int, list[StoredUnit]]) -> dict[int, list[Bytes]]:
         if self._disk is None:
@@ -343,7 +332,114 @@ class Tiers:
                 f"counted as {self.host_used} and {self.disk_used}"
             )
 
-    def close(self) -> None:
-        """Release files."""
+    # -- from one process to the next
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def write_index(self, saved: Sequence[tuple[str, str, bytes, Parked]]) -> bool:
+        """Write down whose memory is on disk: tenant, session, and the tokens, int32, of which it is. False, counted,
+        if that failed."""
+        if self._disk is None:
+            return False
+        files: dict[UnitFile, int] = {}
+        sessions = [
+            SavedMemory(
+                tenant=tenant,
+                session=session,
+                tokens=tokens,
+                groups=[_runs(group, files) for group in parked.units],
+            )
+            for tenant, session, tokens, parked in saved
+        ]
+        snapshot = Snapshot(
+            identity=self._identity,
+            unit_bytes=self._unit_bytes(),
+            page_size=self._page_size,
+            files=[file.name for file in files],
+            sessions=sessions,
+        )
+        try:
+            self._disk.write_index(snapshot.encoded())
+        except DiskFailed as error:
+            self.failures[error.cause] += 1
+            return False
+        return True
+
+    def _unit_bytes(self) -> list[int]:
+        return [self._unit_size(group) for group in range(len(self._pools))]
+
+    def read_index(self) -> Snapshot | None:
+        """What a process before this one has written down, if anything. Raises `SnapshotUnusable` or `DiskFailed`."""
+        data = self._disk.read_index() if self._disk is not None else None
+        return decoded(data, self._identity, self._unit_bytes(), self._page_size) if data is not None else None
+
+    def take_over(
+        self, snapshot: Snapshot | None, wanted: Iterable[tuple[SavedMemory, int, Sequence[int]]]
+    ) -> list[Parked | None]:
+        """Go on with what is on disk: of each saved memory the first `counts` units of each group, for its first
+        `position` tokens; `None` for those whose files are gone. All else that is on disk is removed."""
+        if self._disk is None:
+            return []
+        there = self._disk.files()
+        names = snapshot.files if snapshot is not None else []
+        files = [UnitFile(name, there[name], 0) if name in there else None for name in names]
+        units: dict[tuple[int, int, int], StoredUnit] = {}
+        taken = [self._taken_over(saved, position, counts, files, units) for saved, position, counts in wanted]
+        self._disk.take_over(file for file in files if file is not None and file.wanted)
+        return taken
+
+    def _taken_over(
+        self,
+        saved: SavedMemory,
+        position: int,
+        counts: Sequence[int],
+        files: Sequence[UnitFile | None],
+        units: dict[tuple[int, int, int], StoredUnit],
+    ) -> Parked | None:
+        """`units`: those that others have, too, by group, file and row."""
+        places = [
+            [(run, run.row + i) for run in runs for i in range(run.count)][:count]
+            for runs, count in zip(saved.groups, counts, strict=True)
+        ]
+        complete = all(len(found) == count for found, count in zip(places, counts, strict=True))
+        if not complete or any(files[run.file] is None for found in places for run, _ in found):
+            return None
+        parked = Parked(position, [[] for _ in places])
+        for group, found in enumerate(places):
+            for run, row in found:
+                file = files[run.file]
+                unit = units.get((group, run.file, row))
+                if unit is None and file is not None:
+                    unit = StoredUnit(group, run.used, self._unit_size(group), None, ELSEWHERE, file=file, row=row)
+                    units[group, run.file, row] = unit
+                    self.disk_used += unit.size
+                    file.wanted += 1
+                if unit is not None:
+                    unit.references += 1
+                    parked.units[group].append(unit)
+        self._parked[parked] = None
+        return parked
+
+    def close(self, *, keep: bool = False) -> None:
+        """Nothing is parked or brought back any more; see `Disk.close`."""
         if self._disk is not None:
-            self._disk.close()
+            self._disk.close(keep=keep)
+
+
+def _runs(units: Sequence[StoredUnit], files: dict[UnitFile, int]) -> list[Run]:
+    """Where units on disk are; `files` numbers the files."""
+    places = [
+        (files.setdefault(unit.file, len(files)), unit.row - i, unit.used)
+        for i, unit in enumerate(units)
+        if unit.file is not None
+    ]
+    if len(places) < len(units):
+        raise InvariantError("a unit that is not on disk would be written down as if it were")
+    runs, start = [], 0
+    for (file, shift, used), same in groupby(places):
+        count = sum(1 for _ in same)
+        runs.append(Run(file, shift + start, count, used))
+        start += count
+    return runs

@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -22,11 +22,12 @@ from tenuto.base.plan import Bytes
 FORMAT = "tenuto units"
 VERSION = "1"
 SUFFIX = ".units"
+INDEX = "sessions.index"
 LOCK = "tenuto.lock"
 
 
 class DiskFailed(Exception):
-    """Units could not be written or read; `cause`: "full", "write", "read" or "checksum"."""
+    """Units could not be written or read; `cause`: "full", "write", "read", "foreign" or "checksum"."""
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
@@ -45,6 +46,10 @@ class UnitFile:
 class Disk(Protocol):
     """Where files of units are."""
 
+    def become(self, identity: str) -> None:
+        """What is written from now on is of another `identity`; nothing older is read again."""
+        ...
+
     def write(self, units: Mapping[int, Sequence[Bytes]]) -> UnitFile:
         """Write units by group, each uint8 [bytes a unit]. Raises `DiskFailed`, having kept nothing."""
         ...
@@ -57,8 +62,24 @@ class Disk(Protocol):
         """The file is not needed any more."""
         ...
 
-    def close(self) -> None:
-        """Remove all files."""
+    def write_index(self, content: bytes) -> None:
+        """Write down what the files hold, for the process that uses them next. Raises `DiskFailed`."""
+        ...
+
+    def read_index(self) -> bytes | None:
+        """What was written down last, if anything was. Raises `DiskFailed`."""
+        ...
+
+    def files(self) -> dict[str, int]:
+        """The sizes in bytes of all files of units that there are, by name."""
+        ...
+
+    def take_over(self, files: Iterable[UnitFile]) -> None:
+        """Of the files that another process has left, go on with these, and remove all others."""
+        ...
+
+    def close(self, *, keep: bool = False) -> None:
+        """Nothing is written or read any more. Unless told to `keep` them, remove all files."""
         ...
 
 
@@ -66,15 +87,16 @@ class UnitFiles:
     """A `Disk` in a directory that one process uses at a time, at most `budget` bytes of units.
 
     A file has for each group a tensor `group N`, uint8 [units, bytes a unit], in the safetensors format, whose metadata
-    gives the format, its version and a CRC-32 of every unit.
+    gives the format, its version, what the units are of (`identity`) and a CRC-32 of every unit. Files never change,
+    and no name is used twice, so that an old index never leads to other units than those it was written for.
     """
 
-    def __init__(self, directory: Path, budget: int) -> None:
-        """Takes over the directory; files that another process has left in it are removed. Raises `ConfigError`."""
+    def __init__(self, directory: Path, budget: int, identity: str = "") -> None:
+        """Files that another process has left stay until `take_over`. Raises `ConfigError`."""
         self._directory = directory
         self._budget = budget
+        self._identity = identity
         self._used = 0
-        self._numbers = count(1)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -85,19 +107,25 @@ class UnitFiles:
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"the disk tier {directory} is in use by another process") from error
-        for left in directory.glob(f"*{SUFFIX}"):
-            left.unlink(missing_ok=True)
+
+    def become(self, identity: str) -> None:
+        """See `Disk.become`."""
+        self._identity = identity
 
     def write(self, units: Mapping[int, Sequence[Bytes]]) -> UnitFile:
         """See `Disk.write`."""
         size = sum(unit.nbytes for group in units.values() for unit in group)
         if self._used + size > self._budget:
             raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self._budget}")
-        path = self._directory / f"{next(self._numbers)}{SUFFIX}"
+        path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
         tensors = {f"group {group}": np.stack(list(rows)) for group, rows in units.items() if rows}
         sums = {name: [zlib.crc32(row) for row in rows] for name, rows in tensors.items()}
         try:
-            save_file(tensors, path, {"format": FORMAT, "version": VERSION, "checksums": json.dumps(sums)})
+            save_file(
+                tensors,
+                path,
+                {"format": FORMAT, "version": VERSION, "identity": self._identity, "checksums": json.dumps(sums)},
+            )
         except (OSError, SafetensorError) as error:
             path.unlink(missing_ok=True)
             raise DiskFailed("write", f"{path} could not be written: {error}") from error
@@ -112,6 +140,8 @@ class UnitFiles:
                 metadata = opened.metadata() or {}
                 if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
                     raise DiskFailed("read", f"{path} is of another format or version")
+                if metadata.get("identity") != self._identity:
+                    raise DiskFailed("foreign", f"{path} has units of another model")
                 sums = json.loads(metadata["checksums"])
                 found = {
                     group: _checked(opened.get_tensor(f"group {group}"), wanted, sums[f"group {group}"])
@@ -128,10 +158,43 @@ class UnitFiles:
         self._used -= file.size
         (self._directory / file.name).unlink(missing_ok=True)
 
-    def close(self) -> None:
+    def write_index(self, content: bytes) -> None:
+        """See `Disk.write_index`. There is the old one or the new one, whole, whenever the process is killed."""
+        path = self._directory / INDEX
+        new = path.with_suffix(".new")
+        try:
+            new.write_bytes(content)
+            new.replace(path)
+        except OSError as error:
+            raise DiskFailed("write", f"{path} could not be written: {error}") from error
+
+    def read_index(self) -> bytes | None:
+        """See `Disk.read_index`."""
+        try:
+            return (self._directory / INDEX).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DiskFailed("read", f"{self._directory / INDEX} could not be read: {error}") from error
+
+    def files(self) -> dict[str, int]:
+        """See `Disk.files`."""
+        return {path.name: path.stat().st_size for path in self._directory.glob(f"*{SUFFIX}")}
+
+    def take_over(self, files: Iterable[UnitFile]) -> None:
+        """See `Disk.take_over`."""
+        taken = {file.name: file.size for file in files}
+        self._used += sum(taken.values())
+        self._remove(self.files().keys() - taken.keys())
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self._directory / name).unlink(missing_ok=True)
+
+    def close(self, *, keep: bool = False) -> None:
         """See `Disk.close`."""
-        for left in self._directory.glob(f"*{SUFFIX}"):
-            left.unlink(missing_ok=True)
+        if not keep:
+            self._remove([*self.files(), INDEX])
         os.close(self._lock)
 
 

@@ -7,7 +7,6 @@ import torch
 from tenuto.kernels.linear import linear
 from tenuto.models.block import Norm, Places, Room, Step, scaled
 from tenuto.models.config import Attention
-from tenuto.models.rope import rotate
 
 
 class AttentionBlock:
@@ -26,7 +25,7 @@ class AttentionBlock:
         self._out_bias = room.matrix(hidden) if s.out_bias else None
         self._norms = (Norm(s.head_dim, epsilon, room), Norm(s.head_dim, epsilon, room)) if s.qk_norm else None
         self._sinks = room.floats(s.heads) if s.sinks else None
-        self._frequencies = s.rope.frequencies().to(room.device) if s.rope is not None else None
+        self._frequencies = torch.from_numpy(s.rope.frequencies()).to(room.device) if s.rope is not None else None
 
     def places(self) -> Places:
         """See `Places`."""
@@ -63,3 +62,11 @@ class AttentionBlock:
         if gate is not None:
             found = found * gate.sigmoid()
         return scaled(linear(found.reshape(len(x), -1), self._out, self._out_bias), s.out_scale)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the leading pairs (i, i + pairs) of `x`, [tokens, heads, head_dim], by the angles of their token, whose
+    cosines and sines are [tokens, 1, pairs]."""
+    pairs = cos.shape[-1]
+    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from tenuto.base.errors import ModelError
 from tenuto.models.config import ModelConfig
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
@@ -31,8 +32,11 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
     """Read what describes the model; weights are read by `weights()`. Raises `ModelError`."""
-    match files.format:
-        case FileFormat.GGUF:
-            return GgufCheckpoint(files.path)
-        case FileFormat.HUGGING_FACE:
-            return HfCheckpoint(files.path)
+    try:
+        match files.format:
+            case FileFormat.GGUF:
+                return GgufCheckpoint(files.path)
+            case FileFormat.HUGGING_FACE:
+                return HfCheckpoint(files.path)
+    except (ArithmeticError, ValueError) as error:
+        raise ModelError(f"{files.path} describes a model that cannot be computed: {error}") from error

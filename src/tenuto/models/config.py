@@ -236,6 +236,11 @@ class ModelConfig:
         """The mixers of all layers; what keeps their memory knows them by their numbers here."""
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)
 
+    def ropes(self) -> bytes:
+        """How all layers rotate keys: those of models that differ in this are of no use to each other."""
+        ropes = [mixer.rope for mixer in self.mixers if isinstance(mixer, Attention) and mixer.rope is not None]
+        return b"".join(rope.frequencies().tobytes() + str(rope.magnitude).encode() for rope in ropes)
+
     def within(self, context: int) -> ModelConfig:
         """The same model where no session has more than `context` tokens; see `Rope.within`."""
 

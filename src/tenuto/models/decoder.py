@@ -18,6 +18,7 @@ from tenuto.models.experts import ExpertsBlock
 from tenuto.models.gated_delta import GatedDeltaBlock
 from tenuto.models.mamba2 import Mamba2Block
 from tenuto.models.mlp import MlpBlock
+from tenuto.models.tensors import tensor_of
 from tenuto.models.weights import StoredWeight, without_place, wrong_shape
 
 
@@ -129,7 +130,7 @@ class Decoder:
                 raise without_place(name)
             if place.shape != weight.shape:
                 raise wrong_shape(name, weight.shape, place.shape)
-            place.copy_(weight.decode())
+            place.copy_(tensor_of(weight))
         if places:
             raise ModelError(f"the model's files lack {len(places)} tensors, among them {min(places)!r}")
 

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention
 from tenuto.models.families import gemma2, gemma3, granite3, llama, phi3, qwen, smollm3
 from tenuto.models.families.gguf_family import NOT_WEIGHTS, GgufFamily
-from tenuto.models.weights import StoredWeight, stored_in
+from tenuto.models.weights import Bytes, StoredWeight, stored_in
 
 FAMILIES = (
     llama.GGUF_FAMILY,
@@ -83,9 +81,9 @@ def _halves_layout(stored: StoredWeight, heads: int) -> StoredWeight:
     if rows % (2 * heads):
         raise ModelError(f"a projection of {rows} rows does not divide among {heads} heads; fetch the file again")
 
-    def read() -> torch.Tensor:
+    def read() -> Bytes:
         data = stored.read()
-        return data.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(data.shape)
+        return data.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
 
     return replace(stored, read=read)
 

@@ -5,26 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.kernels.recurrent import StatePart
+from tenuto.kernels.elements import Element, StatePart
 from tenuto.models.config import Attention, GatedDelta, Mamba2, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """What layers with pages keep: keys and values of `kv_heads` heads of `head_dim` elements of `dtype`, of the last
-    `window` tokens, or with 0 of all."""
+    """What layers with pages keep: keys and values of `kv_heads` heads of `head_dim` elements, of the last `window`
+    tokens, or with 0 of all."""
 
     window: int
     kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    element: Element
 
     def unit_bytes(self, page_size: int) -> int:
         """The size of one layer's part of a page of `page_size` token slots."""
-        return 2 * page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * page_size * self.kv_heads * self.head_dim * self.element.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class StateShape:
     @property
     def unit_bytes(self) -> int:
         """The size of one layer's part of a state slot."""
-        return sum(math.prod(part.shape) * part.dtype.itemsize for part in self.parts)
+        return sum(math.prod(part.shape) * part.element.size for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +53,21 @@ class LayerGroup:
         return GroupSpec(kind, len(self.layers) * self.shape.unit_bytes(slots), self.shape.window)
 
 
-def layer_groups(
-    config: ModelConfig, dtype: torch.dtype, convolutions: torch.dtype | None = None
-) -> tuple[LayerGroup, ...]:
-    """The groups of a model whose keys and values are in `dtype`, in the order of their first layers. The states of
-    `convolutions` are, too, unless they have a type of their own."""
+def layer_groups(config: ModelConfig, element: Element, convolutions: Element | None = None) -> tuple[LayerGroup, ...]:
+    """The groups of a model whose keys and values have elements of type `element`, in the order of their first layers.
+    Those of convolutions' states are of type `convolutions`, if that is given."""
     found: dict[PageShape | StateShape, list[int]] = {}
     for i, mixer in enumerate(config.mixers):
         match mixer:
             case Attention() as a:
-                shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, dtype)
+                shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, element)
             case recurrent:
-                shape = StateShape(state_parts(recurrent, convolutions or dtype, getattr(torch, config.state_dtype)))
+                shape = StateShape(state_parts(recurrent, convolutions or element, Element(config.state_dtype)))
         found.setdefault(shape, []).append(i)
     return tuple(LayerGroup(shape, tuple(layers)) for shape, layers in found.items())
 
 
-def state_parts(
-    mixer: Mamba2 | GatedDelta, dtype: torch.dtype, state_dtype: torch.dtype
-) -> tuple[StatePart, StatePart]:
+def state_parts(mixer: Mamba2 | GatedDelta, convolution: Element, state: Element) -> tuple[StatePart, StatePart]:
     """Of one layer: the inputs that precede the next token's in the convolution, [channels, kernel - 1], and the
     recurrent state, [heads, head_dim, state] of Mamba-2 and [value_heads, key_dim, value_dim] of a gated delta net."""
     match mixer:
@@ -81,7 +75,7 @@ def state_parts(
             recurrent: tuple[int, ...] = (m.heads, m.head_dim, m.state)
         case GatedDelta() as g:
             recurrent = (g.value_heads, g.key_dim, g.value_dim)
-    return StatePart((mixer.convolved, mixer.kernel - 1), dtype), StatePart(recurrent, state_dtype)
+    return StatePart((mixer.convolved, mixer.kernel - 1), convolution), StatePart(recurrent, state)
 
 
 def memory_spec(groups: tuple[LayerGroup, ...], page_size: int, slots: int | None = None) -> MemorySpec:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
 
 from tenuto.base.errors import ModelError
+from tenuto.formats.safetensors_file import SafeTensor, read_safetensors
 from tenuto.models.families import (
     bamba,
     falcon_h1,
@@ -29,7 +25,7 @@ from tenuto.models.families import (
 )
 from tenuto.models.families.family import Family
 from tenuto.models.settings import Settings, read_json
-from tenuto.models.weights import BYTES, FLOATS, StoredWeight, raw
+from tenuto.models.weights import BYTES, FLOATS, StoredWeight
 
 FAMILIES = (
     llama.FAMILY,
@@ -70,10 +66,9 @@ class HfCheckpoint:
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
         """Everything that is stored, under the names it is stored by."""
         for file in self._files():
-            with _opened(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping: it cannot be iterated itself
-                    if not self._derived(name):
-                        yield name, _stored(file, name, opened.get_slice(name), self._family)
+            for name, tensor in read_safetensors(file).items():
+                if not self._derived(name):
+                    yield name, _stored(name, tensor, self._family)
 
     def _files(self) -> list[Path]:
         index = self._directory / _INDEX
@@ -89,25 +84,13 @@ class HfCheckpoint:
         return name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file} is missing or damaged ({error}); fetch the model again") from error
-
-
-def _stored(file: Path, name: str, described: Any, family: Family) -> StoredWeight:
-    def read() -> torch.Tensor:
-        with _opened(file) as opened:
-            return raw(opened.get_tensor(name))
-
-    kind = described.get_dtype()
+def _stored(name: str, tensor: SafeTensor, family: Family) -> StoredWeight:
     known = FLOATS | ({"U8": BYTES} if family.quantized else {})
-    if kind not in known:
-        raise ModelError(f"tensor {name!r} of {file} is of type {kind}; supported: {', '.join(known)}")
-    return StoredWeight(known[kind], tuple(described.get_shape()), read)
+    if tensor.dtype not in known:
+        raise ModelError(
+            f"tensor {name!r} of {tensor.span.path} is of type {tensor.dtype}; supported: {', '.join(known)}"
+        )
+    return StoredWeight.mapped(known[tensor.dtype], tensor.shape, tensor.span)
 
 
 def _family(settings: Settings) -> Family:

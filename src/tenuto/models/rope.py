@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from tenuto.base.errors import ModelError
 
@@ -24,7 +25,7 @@ class Rope:
     original_context: int = 0
 
     def __post_init__(self) -> None:
-        if self.theta <= 0:
+        if not self.theta > 0:  # NaN is refused, too
             raise ModelError(f"the model's rope theta is {self.theta}; allowed: more than 0")
         if not self.divisors or min(*self.divisors, *self.long_divisors, 1.0) <= 0:
             raise ModelError("the model's rope divisors are not all there and more than 0")
@@ -45,11 +46,13 @@ class Rope:
         """The leading elements of a head that are rotated."""
         return 2 * len(self.divisors)
 
-    def frequencies(self) -> torch.Tensor:
+    def frequencies(self) -> npt.NDArray[np.float32]:
         """Radians a token of each pair, float32 [pairs]."""
-        pairs = torch.arange(0, self.rotated, 2, dtype=torch.int64).float()
+        exponents = np.arange(0, self.rotated, 2, dtype=np.float32) / np.float32(self.rotated)
         # In float32 and in this order of operations, as the reference the checkpoints were trained with.
-        return 1.0 / (self.theta ** (pairs / self.rotated)) / torch.tensor(self.divisors)
+        powers = np.power(self.theta, exponents, dtype=np.float64).astype(np.float32)
+        frequencies: npt.NDArray[np.float32] = 1 / powers / np.array(self.divisors, np.float32)
+        return frequencies
 
 
 def linear_divisors(rotated: int, factor: float) -> tuple[float, ...]:
@@ -111,11 +114,3 @@ def longrope_magnitude(factor: float, original_context: int) -> float:
     """What LongRoPE (Ding et al., arXiv:2402.13753) multiplies queries and keys by, if a model does not say, `factor`
     being how many times the context has been extended."""
     return math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1 else 1.0
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the leading pairs (i, i + pairs) of `x`, [tokens, heads, head_dim], by the angles of their token, whose
-    cosines and sines are [tokens, 1, pairs]."""
-    pairs = cos.shape[-1]
-    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

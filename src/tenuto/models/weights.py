@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import gguf
 import numpy as np
-import torch
-from gguf import GGMLQuantizationType
+import numpy.typing as npt
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufTensor
+from tenuto.formats.mapped import Span
+
+Bytes = npt.NDArray[np.uint8]
+Longs = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Elements = npt.NDArray[Any]
+"""Floats of a type that is not quantized: float32, float16, or uint16, the bits of a bfloat16, which NumPy lacks."""
+
+_PLAIN: dict[Kind, np.dtype[Any]] = {
+    Kind.F32: np.dtype(np.float32),
+    Kind.F16: np.dtype(np.float16),
+    Kind.BF16: np.dtype(np.uint16),
+}
+FLOATS = {kind.name: kind for kind in _PLAIN}
+"""The types that are not quantized, by names that safetensors files use, too."""
+BYTES = Kind.I8
+"""The type of tensors that are not weights yet: only their family knows what their bytes mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,70 +43,66 @@ class StoredWeight:
     `ModelError`.
     """
 
-    kind: GGMLQuantizationType
+    kind: Kind
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
-
-    def rows(self, first: int, end: int) -> StoredWeight:
-        """Outputs `first` up to `end` of a matrix, as they are stored."""
-        return StoredWeight(self.kind, (end - first, *self.shape[1:]), lambda: self.read()[first:end])
-
-    def unstacked(self) -> list[StoredWeight]:
-        """The matrices of a tensor of [matrices, outputs, inputs], as they are stored."""
-
-        def one(i: int) -> StoredWeight:
-            return StoredWeight(self.kind, self.shape[1:], lambda: self.read()[i].view(self.shape[1], -1))
-
-        return [one(i) for i in range(self.shape[0])]
+    read: Callable[[], Bytes]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> StoredWeight:
-        """A tensor of floats that is in memory."""
-        return cls(_KINDS[tensor.dtype], tuple(tensor.shape), lambda: raw(tensor))
+    def of(cls, elements: Elements, kind: Kind) -> StoredWeight:
+        """A tensor that is in memory, of a `kind` that is not quantized."""
+        data = np.ascontiguousarray(elements, _PLAIN[kind]).view(np.uint8)
+        return cls(kind, elements.shape, lambda: data.reshape(_rows(elements.shape), -1))
 
-    def decode(self) -> torch.Tensor:
-        """In the stored element type, or as float32 if that is quantized. Raises `ModelError` as `dequantize`."""
+    @classmethod
+    def mapped(cls, kind: Kind, shape: tuple[int, ...], span: Span) -> StoredWeight:
+        """A tensor in a file, mapped from it."""
+        return cls(kind, shape, lambda: span.data().reshape(_rows(shape), -1))
+
+    def elements(self) -> Elements:
+        """As it is stored. Raises `ModelError` if it is quantized."""
+        if self.kind not in _PLAIN:
+            raise ModelError(f"a tensor of type {self.kind.name} is to be rearranged; supported: {', '.join(FLOATS)}")
+        return self.read().reshape(-1).view(_PLAIN[self.kind]).reshape(self.shape)
+
+    def decode(self) -> Floats:
+        """As float32. Raises `ModelError` as `dequantize`."""
         return dequantize(self.read().reshape(-1), self.kind, self.shape)
 
-    def decode_rows(self, count: int) -> Iterator[torch.Tensor]:
-        """The same in pieces of `count` outputs."""
+    def words(self, kind: Kind, count: int) -> Iterator[Words]:
+        """The bits of its elements as those of a `kind` that is not quantized, in pieces of `count` outputs. Raises
+        `ModelError` as `dequantize`."""
         data = self.read()
         for first in range(0, len(data), count):
             rows = data[first : first + count]
-            yield dequantize(rows.reshape(-1), self.kind, (len(rows), *self.shape[1:]))
+            if self.kind is kind:
+                yield rows.view(f"u{_PLAIN[kind].itemsize}")
+            else:
+                yield _words(dequantize(rows.reshape(-1), self.kind, (len(rows), *self.shape[1:])), kind)
 
+    def select(self, outputs: slice | Longs) -> StoredWeight:
+        """Some of its outputs, read when they are wanted."""
+        if len(self.shape) < 2:
+            return StoredWeight.of(self.elements()[outputs], self.kind)
+        count = len(range(*outputs.indices(self.shape[0]))) if isinstance(outputs, slice) else len(outputs)
+        return StoredWeight(self.kind, (count, *self.shape[1:]), lambda: self.read()[outputs])
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """What `StoredWeight.read` returns of a tensor."""
-    return tensor.contiguous().view(tensor.shape[0] if tensor.dim() > 1 else 1, -1).view(torch.uint8)
+    def each(self) -> Iterator[StoredWeight]:
+        """What it has along its first dimension, read when it is wanted."""
+        for i in range(self.shape[0]):
+            yield StoredWeight(self.kind, self.shape[1:], partial(self._read_part, i))
+
+    def _read_part(self, number: int) -> Bytes:
+        part: Bytes = self.read()[number]
+        return part.reshape(_rows(self.shape[1:]), -1)
 
 
 def stored_in(tensor: GgufTensor) -> StoredWeight:
     """A tensor of a GGUF file, mapped from it."""
-    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-    return StoredWeight(tensor.kind, tensor.shape, lambda: torch.from_numpy(tensor.data()).view(rows, -1))
+    return StoredWeight.mapped(tensor.kind, tensor.shape, tensor.span)
 
 
-def _halves(blocks: torch.Tensor) -> torch.Tensor:
-    """Nibbles of uint8 [blocks, 16] as float32 [blocks, 32]: all low ones, then all high ones."""
-    return torch.cat((blocks & 0x0F, blocks >> 4), dim=1).float()
-
-
-def _scale(blocks: torch.Tensor, first: int) -> torch.Tensor:
-    """The float16 at bytes `first`, `first + 1` of each block, as float32 [blocks, 1]."""
-    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _scale(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _scale(blocks, 0) * (_halves(blocks[:, 2:]) - 8)
-
-
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _scale(blocks, 0) * _halves(blocks[:, 4:]) + _scale(blocks, 2)
+def _rows(shape: tuple[int, ...]) -> int:
+    return shape[0] if len(shape) > 1 else 1
 
 
 def wrong_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> ModelError:
@@ -99,40 +115,70 @@ def without_place(name: str) -> ModelError:
     return ModelError(f"the model's files hold a tensor {name!r} that its configuration has no place for")
 
 
-_QUANTISED: dict[GGMLQuantizationType, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
-    GGMLQuantizationType.Q4_0: (18, _q4_0),
-    GGMLQuantizationType.Q4_1: (20, _q4_1),
-    GGMLQuantizationType.Q8_0: (34, _q8_0),
+def bfloat16_bits(values: Floats) -> npt.NDArray[np.uint16]:
+    """The bits of float32 values rounded to bfloat16, to the nearest, and to even between two."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + (bits >> 16 & np.uint32(1))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def _words(values: Floats, kind: Kind) -> Words:
+    """The bits of float32 values rounded to `kind`."""
+    if kind is Kind.F32:
+        return values.view(np.uint32)
+    if kind is Kind.BF16:
+        return bfloat16_bits(values)
+    with np.errstate(over="ignore"):  # what is too large becomes infinite
+        return values.astype(np.float16).view(np.uint16)
+
+
+def _halves(blocks: Bytes) -> Floats:
+    """Nibbles of uint8 [blocks, 16] as float32 [blocks, 32]: all low ones, then all high ones."""
+    return np.concatenate((blocks & 0x0F, blocks >> 4), axis=1).astype(np.float32)
+
+
+def _scale(blocks: Bytes, first: int) -> Floats:
+    """The float16 at bytes `first`, `first + 1` of each block, as float32 [blocks, 1]."""
+    return blocks[:, first : first + 2].copy().view(np.float16).astype(np.float32)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    return _scale(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    return _scale(blocks, 0) * (_halves(blocks[:, 2:]) - np.float32(8))
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    return _scale(blocks, 0) * _halves(blocks[:, 4:]) + _scale(blocks, 2)
+
+
+_QUANTIZED: dict[Kind, tuple[int, Callable[[Bytes], Floats]]] = {
+    Kind.Q4_0: (18, _q4_0),
+    Kind.Q4_1: (20, _q4_1),
+    Kind.Q8_0: (34, _q8_0),
 }
-_BY_THE_PACKAGE = tuple(getattr(GGMLQuantizationType, name) for name in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
-_PLAIN = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
-_KINDS = {dtype: kind for kind, dtype in _PLAIN.items()}
-FLOATS = {kind.name: kind for kind in _PLAIN}
-"""The types that are not quantized, by names that safetensors files use, too."""
+"""Bytes of a block, and what decodes blocks."""
+_BY_THE_PACKAGE = tuple(getattr(Kind, name) for name in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
 
 
-BYTES = GGMLQuantizationType.I8
-"""The type of tensors that are not weights yet: only their family knows what their bytes mean."""
-
-
-def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:
-    """Decode a tensor of GGML type `kind`: float32 of `shape`, or, of a plain type, as it is.
+def dequantize(data: Bytes, kind: Kind, shape: tuple[int, ...]) -> Floats:
+    """Decode a tensor of GGML type `kind`: float32 of `shape`.
 
     `data` is uint8 [bytes], the raw little-endian bytes. Equals `gguf.quants.dequantize` bit for bit. Raises
     `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K. Layout of the
     blocks: `ggml-common.h`.
     """
+    if kind is Kind.BF16:
+        return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(shape)
     if kind in _PLAIN:
-        return data.view(_PLAIN[kind]).view(shape)
-    if kind in _BY_THE_PACKAGE:
-        with np.errstate(all="ignore"):  # scales may be anything in a damaged file
-            return torch.from_numpy(gguf.quants.dequantize(data.numpy().reshape(shape[0], -1), kind)).view(shape)
-    if kind not in _QUANTISED:
-        names = ", ".join(k.name for k in (*_PLAIN, *_QUANTISED, *_BY_THE_PACKAGE))
-        raise ModelError(f"GGUF tensors of type {kind.name} are not supported; supported: {names}")
-    size, decode_blocks = _QUANTISED[kind]
-    return decode_blocks(data.view(-1, size)).view(shape)
+        return data.view(_PLAIN[kind]).astype(np.float32, copy=False).reshape(shape)
+    with np.errstate(all="ignore"):  # scales may be anything in a damaged file
+        if kind in _BY_THE_PACKAGE:
+            return np.asarray(quants.dequantize(data.reshape(shape[0], -1), kind), np.float32).reshape(shape)
+        if kind in _QUANTIZED:
+            size, decode_blocks = _QUANTIZED[kind]
+            return decode_blocks(data.reshape(-1, size)).reshape(shape)
+    names = ", ".join(k.name for k in (*_PLAIN, *_QUANTIZED, *_BY_THE_PACKAGE))
+    raise ModelError(f"GGUF tensors of type {kind.name} are not supported; supported: {names}")

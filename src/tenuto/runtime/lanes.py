@@ -48,10 +48,12 @@ class Lane:
 
 
 class Lanes:
-    """One for what is short, one for what is long, and one for what brings a grammar that is to be compiled."""
+    """One for what is short, one for what is long, one for what brings a grammar that is to be compiled, and one for
+    files."""
 
     def __init__(self) -> None:
         self.short, self.long, self.grammars = Lane("short"), Lane("long"), Lane("grammars")
+        self.files = Lane("files")
 
     def of(self, size: int, *, compiles: bool = False) -> Lane:
         """The lane for work on `size` characters or tokens."""
@@ -60,5 +62,5 @@ class Lanes:
         return self.grammars if compiles else self.short
 
     def close(self) -> None:
-        for lane in (self.short, self.long, self.grammars):
+        for lane in (self.short, self.long, self.grammars, self.files):
             lane.close()

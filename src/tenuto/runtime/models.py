@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from random import SystemRandom
 from time import sleep
 
@@ -36,7 +38,8 @@ WITNESS_VOCABULARY = 1000
 @dataclass(frozen=True, slots=True)
 class Model:
     """An executor and what belongs to its model. `max_context` is the longest context it was made for, in tokens;
-    `spare_bytes` what its device has for the state of a server's sessions; `compute` what computes, for people."""
+    `spare_bytes` what its device has for the state of a server's sessions; `compute` what computes, for people;
+    `weights` gives a digest of the weights, by reading some of them, `digest` that of the weights at a path."""
 
     executor: Executor
     vocab_size: int
@@ -48,6 +51,9 @@ class Model:
     path: str = ""
     spare_bytes: int = 2**28
     compute: str = "no model: each token follows from a hash of the history"
+    weights: Callable[[], str] = lambda: WITNESS
+    ropes: bytes = b""
+    digest: Callable[[str], str] = str
 
     def grammars(self) -> GrammarCompiler | None:
         """Compiles grammars for its tokens, if it has a tokenizer."""
@@ -61,6 +67,15 @@ class Model:
     def fingerprint(self) -> str:
         """Equal for models whose tokens mean the same."""
         return self.tokenizer.fingerprint if self.tokenizer is not None else f"{self.vocab_size} tokens"
+
+    def state_fingerprint(self) -> str:
+        """Equal for models whose units of memory mean the same: those of one serve the other."""
+        parts = (self.fingerprint, self.weights(), self.ropes, self.executor.layout, self.executor.spec)
+        return sha256(repr(parts).encode()).hexdigest()
+
+    def with_weights(self, path: str) -> Model:
+        """The same model with the weights at `path`, which its executor has loaded."""
+        return replace(self, weights=partial(self.digest, path))
 
 
 def load_model(
@@ -80,7 +95,7 @@ def load_model(
     # Slow to import; the witness does without them.
     from tenuto.exec.device import spare_bytes  # noqa: PLC0415
     from tenuto.exec.load import load_executor  # noqa: PLC0415
-    from tenuto.models.store import resolve  # noqa: PLC0415
+    from tenuto.models.store import resolve, weights_digest  # noqa: PLC0415
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415
 
     files = resolve(name, cache_dir())
@@ -103,6 +118,9 @@ def load_model(
         str(files.path),
         spare_bytes(device),
         forward.description,
+        partial(weights_digest, files),
+        config.ropes(),
+        lambda path: weights_digest(resolve(path, cache_dir())),
     )
 
 
@@ -137,6 +155,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
         random=SystemRandom(),
         text=text,
         masks=masks,
+        identity=model.state_fingerprint() if config.disk_tier else "",
     )
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,8 @@ from tenuto.base.messages import (
     Detokenize,
     Draft,
     DropMemory,
+    ExportSession,
+    GetSession,
     GetStats,
     ImportSession,
     OpenSession,
@@ -39,9 +41,10 @@ from tenuto.base.messages import (
     WorkerSettings,
 )
 from tenuto.base.plan import Weights
+from tenuto.base.state_file import CopiedState, StateFile, write_state_file
 from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import Delta
-from tenuto.base.views import ModelView, RecordPage, SessionInfo, Ticket
+from tenuto.base.views import FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
 from tenuto.engine.acknowledge import Acknowledger
 from tenuto.engine.dispatcher import Dispatcher
 from tenuto.engine.engine import Engine
@@ -50,7 +53,7 @@ from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Renderer
 from tenuto.runtime.heap import give_back
 from tenuto.runtime.intake import Input, Intake, size_of
-from tenuto.runtime.lanes import Lane, Lanes
+from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.models import Model, build_engine, load_model, server_budget
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer
@@ -91,10 +94,12 @@ class Service:
             if journal is not None:
                 undo.callback(journal.close)
             self._engine = engine = build_engine(model, config, memory_bytes, self._masks)
-            undo.callback(engine.end)
+            undo.callback(partial(engine.end, keep=True))
             if journal is not None:
                 _restore(journal, engine)
+            engine.recover()
             undo.pop_all()
+        self._log_snapshot("memory of sessions found")
         self._writer = JournalWriter(journal) if journal is not None else None
         self._describe = self._describe_model(engine)
         self._renderer = Renderer(model.chat, model.tokenizer)
@@ -102,7 +107,6 @@ class Service:
         self._dispatcher = Dispatcher(engine, self._renderer)
         self._outbox = Outbox(send, self._texts)
         self._lanes = Lanes()
-        self._weights = Lane("weights")  # reads them: what takes long, one after the other
         self._updates: list[tuple[int, Delta]] = []  # of the round; the engine's thread alone
         self._loop = EngineLoop(engine, self._stopped, self._flush, self._writer or acknowledger)
         if self._writer is not None:
@@ -116,7 +120,6 @@ class Service:
         if self._writer is not None:
             self._writer.close()
         self._lanes.close()
-        self._weights.close()
         self._outbox.close()
 
     def handle(self, request: Request[Any]) -> None:
@@ -148,10 +151,8 @@ class Service:
             case OpenSession():
                 self._renderer.check_system(request.system, self._config.context_length)
                 self._execute(request, lambda _: self._dispatcher.execute(request))
-            case ImportSession():
-                request.document.check(self._fingerprint)
-                self._renderer.check_system(request.document.system, self._config.context_length)
-                self._execute(request, lambda _: self._dispatcher.execute(request))
+            case ExportSession() | ImportSession():
+                self._move(request)
             case _:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
 
@@ -164,6 +165,75 @@ class Service:
             size, asked = size_of(request.input), request
             self._later(request, size, lambda: self._preparer.tokens(asked))
 
+    def _move(self, request: ExportSession | ImportSession) -> None:
+        """A session leaves as a file, or comes as one."""
+        path = Path(request.state) if request.state is not None else None
+        if isinstance(request, ImportSession):
+            request.document.check(self._fingerprint)
+            self._renderer.check_system(request.document.system, self._config.context_length)
+            if path is not None:
+                self._lanes.files.put(0, partial(self._import, request, path))
+                return
+        elif path is not None:
+            self._export(request, path)
+            return
+        self._execute(request, lambda _: self._dispatcher.execute(request))
+
+    def _export(self, request: ExportSession, path: Path) -> None:
+        """Write a session and its state to a file, and answer with the session. The state is copied between two steps;
+        the file is written beside them. In the lane for files, so that there is one copy at a time."""
+
+        def take(engine: Engine) -> tuple[SessionDocument, CopiedState]:
+            return self._dispatcher.execute(request), engine.state(request.session, request.tenant)
+
+        self._lanes.files.put(
+            0, lambda: self._told(request, lambda: self._written(path, *self._loop.execute(take).result()))
+        )
+
+    def _written(self, path: Path, document: SessionDocument, state: CopiedState) -> SessionDocument:
+        signed = document.signed(self._fingerprint)
+        spec = self._model.executor.spec
+        write_state_file(path, signed, self._identity, spec.page_size, self._engine.states.unit_bytes, state)
+        return signed
+
+    def _import(self, request: ImportSession, path: Path) -> None:
+        """Check a file with a session and its state, then open the session with it. In the lane for files."""
+
+        def opened(engine: Engine) -> SessionInfo:
+            with closing(file):
+                session = self._dispatcher.execute(request).session_id
+                engine.put_state(session, file, request.tenant)
+                return self._dispatcher.execute(GetSession(tenant=request.tenant, session=session))
+
+        try:
+            file = self._opened(request, path)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            self._outbox.refuse(request.call, error)
+        else:
+            self._execute(request, opened)
+
+    def _opened(self, request: ImportSession, path: Path) -> StateFile:
+        """The file with the request's session, all of which has been checked. Raises `InvalidRequest`."""
+        file = StateFile(path)
+        with ExitStack() as undo:
+            undo.callback(file.close)
+            file.check(self._fingerprint, self._identity)
+            self._engine.states.check(file)
+            file.verify()
+            if file.document != request.document:
+                raise InvalidRequest("the file has another session than the request")
+            undo.pop_all()
+        return file
+
+    def _told(self, request: Request[T], work: Callable[[], T]) -> None:
+        """Answer with what `work` comes to."""
+        try:
+            value = work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            self._outbox.refuse(request.call, error)
+        else:
+            self._outbox.answer(request, value)
+
     def _ask(self, request: Request[T]) -> None:
         """Have a command carried out that shows nothing of what sessions are, and answer."""
         if isinstance(request, ReleaseMemory | ResumeMemory | UpdateWeights):
@@ -174,12 +244,13 @@ class Service:
 
     def _move_memory(self, request: ReleaseMemory | ResumeMemory | UpdateWeights) -> None:
         """Give memory back or allocate it again, or replace the weights, and answer. Weights are read beside the
-        engine's thread."""
+        engine's thread, in the lane for files, where no session is exported meanwhile."""
 
         def answer() -> None:
             try:
                 match request:
                     case ReleaseMemory():
+                        _ = self._identity  # of the weights that there are now
                         self._loop.call(lambda _: self._dispatcher.execute(request)).result()
                     case ResumeMemory():
                         self._resume_memory(request)
@@ -192,24 +263,31 @@ class Service:
             gc.collect()
             give_back()
 
-        self._weights.put(0, answer)
+        self._lanes.files.put(0, answer)
 
     def _resume_memory(self, request: ResumeMemory) -> None:
         released = self._loop.call(lambda engine: engine.released).result()
-        wanted = "weights" in request.parts and "weights" in released
-        weights = self._model.executor.load(None) if wanted else None
-        self._put(weights, lambda engine: engine.restore_memory(request.parts, weights))
+        if "weights" not in request.parts or "weights" not in released:
+            self._put(None, lambda engine: engine.restore_memory(request.parts))
+            return
+        weights = self._model.executor.load(None)
+        found = self._model.state_fingerprint()  # somebody may have written other weights in their place
+        changed = found if found != self._identity else None
+        self._put(weights, lambda engine: engine.restore_memory(request.parts, weights, changed))
+        self._identity = found
 
     def _update_weights(self, request: UpdateWeights) -> None:
-        path = request.path
         try:
-            weights = self._model.executor.load(path)
-        except (ModelError, ConfigError) as error:
+            weights = self._model.executor.load(request.path)
+            model = self._model.with_weights(request.path)
+            identity = model.state_fingerprint()
+        except (ModelError, ConfigError, OSError) as error:
             raise InvalidRequest(
-                f"the weights at {path!r} cannot be used: {error}; allowed: a whole model of the same shape",
+                f"the weights at {request.path!r} cannot be used: {error}; allowed: a whole model of the same shape",
                 param="model_path",
             ) from error
-        self._put(weights, lambda engine: engine.update_weights(weights, abort=request.abort))
+        self._put(weights, lambda engine: engine.update_weights(weights, identity, abort=request.abort))
+        self._model, self._identity = model, identity
 
     def _put(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:
         """Have the engine use what was read; if it does not, nobody does. Raises `Overloaded` if there is no memory."""
@@ -254,6 +332,10 @@ class Service:
     def _fingerprint(self) -> str:
         return self._model.fingerprint
 
+    @cached_property
+    def _identity(self) -> str:
+        return self._model.state_fingerprint()
+
     # -- answers
 
     def _reply(self, request: Request[T], done: Future[T]) -> None:
@@ -272,6 +354,9 @@ class Service:
                 last = records[-1]
                 size = last.start + len(last.input_tokens) + len(last.output_tokens) - first.start
                 self._later(request, size, lambda: self._texts.of_page(value))
+            case FoundTurn(turn=KeptTurn() as turn):
+                size = len(turn.output.tokens)
+                self._later(request, size, lambda: FoundTurn(turn=self._texts.of_kept(turn)))
             case SessionDocument():
                 self._later(request, value.tokens, lambda: value.signed(self._fingerprint))
             case _:
@@ -279,17 +364,8 @@ class Service:
 
     def _later(self, request: Request[T], size: int, work: Callable[[], T]) -> None:
         """Answer with what `work` on `size` tokens comes to; nobody else waits for that."""
-
-        def answer() -> None:
-            try:
-                value = work()
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-                self._outbox.refuse(request.call, error)
-            else:
-                self._outbox.answer(request, value)
-
         self._outbox.announce(request.call)
-        self._lanes.of(size).put(size, answer)
+        self._lanes.of(size).put(size, partial(self._told, request, work))
 
     def publish(self, call: int, news: Delta | TenutoError) -> None:
         """A turn has gone on, or nothing more comes of it. In the engine's thread."""
@@ -306,10 +382,26 @@ class Service:
 
     def _stopped(self, stopped: Stopped) -> None:
         self._flush()
-        self._engine.end()
+        self._leave()
         self._model.executor.close()
         self._masks.close()
         self._outbox.stopped(stopped)
+
+    def _leave(self) -> None:
+        """The engine has stopped. If its sessions outlive it, so does their memory, as far as there is a disk tier."""
+        outlived = self._writer is not None
+        if outlived and self._engine.broken is None:
+            try:
+                self._engine.save()
+                self._log_snapshot("memory of sessions saved")
+            except Exception:
+                log.exception("the memory of sessions could not be saved; it will be computed again")
+        self._engine.end(keep=outlived)
+
+    def _log_snapshot(self, event: str) -> None:
+        snapshots = self._engine.snapshots
+        if snapshots is not None and any(snapshots.counts.values()):
+            log.info(event, extra={"outcomes": dict(snapshots.counts)})
 
     def _describe_model(self, engine: Engine) -> ModelView:
         model, pools = self._model, engine.memory.pools

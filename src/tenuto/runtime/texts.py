@@ -10,7 +10,7 @@ import msgspec
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.turns import Delta
-from tenuto.base.views import RecordPage, Ticket
+from tenuto.base.views import KeptTurn, RecordPage, Ticket
 from tenuto.text.tokenizer import Tokenizer
 
 
@@ -39,6 +39,11 @@ class Texts:
             for each in page.records
         ]
         return msgspec.structs.replace(page, records=records)
+
+    def of_kept(self, turn: KeptTurn) -> KeptTurn:
+        """With the texts that its answers had."""
+        ticket = self.of_ticket(turn.ticket) if turn.ticket.prompt else turn.ticket
+        return msgspec.structs.replace(turn, ticket=ticket, output=self.of_delta(turn.output))
 
     def of_delta(self, delta: Delta) -> Delta:
         """With what the tokens of its log-probabilities say."""

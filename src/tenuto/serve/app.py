@@ -123,7 +123,8 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         started, headers = time.perf_counter(), Headers(scope=scope)
-        exchange = _Exchange(receive, send, _request_id(headers), self._edge)
+        to_disk = scope["path"] == native_sessions.IMPORT_STATE
+        exchange = _Exchange(receive, send, _request_id(headers), self._edge, to_disk=to_disk)
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
             try:
                 await self._answer(scope, headers, exchange)
@@ -164,23 +165,27 @@ class _Exchange:
     settings allow; the application's answer is then not sent.
     """
 
-    def __init__(self, receive: Receive, send: Send, request_id: str, edge: Edge) -> None:
+    def __init__(self, receive: Receive, send: Send, request_id: str, edge: Edge, *, to_disk: bool) -> None:
+        """`to_disk`: the body is not kept in memory."""
         self.request_id = request_id
         self.status = 0
         self.excess: TenutoError | None = None
         self._receive = receive
         self._send = send
         self._edge = edge
+        self._to_disk = to_disk
         self._received = 0
         self._complete = False  # the whole body has arrived
         self._began = asyncio.get_running_loop().time()
 
     def expect(self, length: int) -> None:
         """Check a body of `length` bytes. Raises `TooLarge`, and `Overloaded` if all bodies together have too many."""
-        limit, together = self._edge.settings.max_body_bytes, self._edge.settings.max_bodies_bytes
+        settings = self._edge.settings
+        limit = settings.max_state_bytes if self._to_disk else settings.max_body_bytes
+        together = settings.max_state_bytes if self._to_disk else settings.max_bodies_bytes
         if length > limit:
             self.excess = TooLarge(f"the body has more than {limit} bytes, the most allowed")
-        elif self._edge.body_bytes > together:
+        elif (self._edge.spooled_bytes if self._to_disk else self._edge.body_bytes) > together:
             self.excess = Overloaded(
                 f"the bodies of all requests have {together} bytes, the most allowed; try again later"
             )
@@ -189,15 +194,21 @@ class _Exchange:
 
     def forget(self) -> None:
         """The request is over, and its body is freed."""
-        self._edge.body_bytes -= self._received
+        self._count(-self._received)
         self._received = 0
+
+    def _count(self, size: int) -> None:
+        if self._to_disk:
+            self._edge.spooled_bytes += size
+        else:
+            self._edge.body_bytes += size
 
     async def receive(self) -> Message:
         message = await (self._receive() if self._complete else self._receive_body())
         self._complete = not message.get("more_body", False)
         size = len(message.get("body", b""))
         self._received += size
-        self._edge.body_bytes += size
+        self._count(size)
         self.expect(self._received)
         return message
 

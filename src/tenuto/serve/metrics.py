@@ -182,6 +182,8 @@ def _totals(stats: Stats) -> Iterator[Metric]:
     yield _counter("restored_sessions", "Sessions brought back from a tier", [((), stats.restored)])
     yield _counter("moved_units", "Units copied, by where to", _by_name(stats.tier_moves), "tier")
     yield _counter("tier_failures", "Copies, writes and reads that failed", _by_name(stats.tier_failures), "cause")
+    text = "Sessions whose memory was left on disk for the next process, or found there, by what came of it"
+    yield _counter("snapshots", text, _by_name(stats.snapshots), "outcome")
     yield _counter("steps", "Steps", [((), stats.steps)])
     yield _counter("failed_steps", "Steps that the device did not finish", [((), events["step failed"])])
     yield _counter("preemptions", "Running turns that had to yield", [((), events["preempt"])])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
-import sys
-from contextlib import suppress
 from typing import Any, Self
 
 import msgspec
@@ -15,25 +12,26 @@ import structlog
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.frames import FrameReader, frame
 from tenuto.base.link import Link
-from tenuto.base.messages import AnyReply, Refusal, Request, Stopped, WorkerSettings, error_of
+from tenuto.base.messages import AnyReply, Refusal, Request, Stopped, error_of
 from tenuto.base.views import ModelView
+from tenuto.serve.engine_process import EngineProcess
 
 log = structlog.get_logger("tenuto.server")
 
 EXIT_SECONDS = 5.0
-"""How long an engine process may take to exit, once its socket is closed, before it is killed."""
+"""How long an engine process may take to exit, once its socket is closed, before it is killed,
+besides what it may take to write memory to disk."""
 
 
 class ProcessLink(Link, asyncio.Protocol):
-    """A `Link` to a child process over a pair of sockets: when either side ends, the other notices at once. Made by
-    `open`."""
+    """A `Link` to an engine process over its pair of sockets. Made by `open`."""
 
-    model: ModelView  # set by `open`, as are the next two
-    _child: asyncio.subprocess.Process
+    model: ModelView  # set by `open`, as is the next
     _transport: asyncio.Transport
 
-    def __init__(self) -> None:
+    def __init__(self, engine: EngineProcess) -> None:
         super().__init__()
+        self._engine = engine
         self._frames = FrameReader()
         self._decoder = msgspec.msgpack.Decoder(AnyReply)
         self._encoder = msgspec.msgpack.Encoder()
@@ -41,16 +39,12 @@ class ProcessLink(Link, asyncio.Protocol):
         self._buried: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, settings: WorkerSettings) -> Self:
-        """Start the process and wait until its model is loaded. Raises `ModelError`, `ConfigError`, `EngineStopped`."""
-        ours, theirs = socket.socketpair()
-        link = cls()
-        with theirs:
-            link._child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tenuto.runtime.worker", str(theirs.fileno()), pass_fds=[theirs.fileno()]
-            )
-        link._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
-        link._transport.write(frame(msgspec.msgpack.encode(settings)))
+    async def open(cls, engine: EngineProcess) -> Self:
+        """Take over the connection of a process, and wait until its model is loaded. Raises `ModelError`,
+        `ConfigError`, `EngineStopped`."""
+        link = cls(engine)
+        loop = asyncio.get_running_loop()
+        link._transport, _ = await loop.create_unix_connection(lambda: link, sock=engine.connection)
         try:
             link.model = await link._ready
         except BaseException:
@@ -61,7 +55,7 @@ class ProcessLink(Link, asyncio.Protocol):
     @property
     def pid(self) -> int:
         """The child's process id."""
-        return self._child.pid
+        return self._engine.pid
 
     async def close(self) -> None:
         """Close the socket, which makes the child exit, and wait until it has."""
@@ -97,13 +91,12 @@ class ProcessLink(Link, asyncio.Protocol):
 
     async def _bury(self) -> None:
         """Wait until the child has exited, and tell everyone why."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._child.wait(), EXIT_SECONDS)
-        if self._child.returncode is None:
-            with suppress(ProcessLookupError):
-                self._child.kill()
-            await self._child.wait()
-        status = self._child.returncode or 0
+        ended = asyncio.ensure_future(asyncio.to_thread(self._engine.wait))
+        saving = self._engine.snapshot_seconds if self._ready.done() else 0
+        await asyncio.wait({ended}, timeout=EXIT_SECONDS + saving)
+        if not ended.done():
+            self._engine.kill()
+        status = await ended
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
         stopped = Stopped(reason=f"the engine process {how}")
         if self.stopped is None:

@@ -1,4 +1,4 @@
-"""Runs the server: an engine process, an HTTP server, and an orderly shutdown."""
+"""Runs the server: a link to the engine process, an HTTP server, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import uvicorn
 
 from tenuto.base.errors import ConfigError, EngineStopped, ModelError
 from tenuto.base.link import Link
-from tenuto.base.messages import WorkerSettings
 from tenuto.base.views import ModelView
 from tenuto.serve.app import build_app
+from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tenuto.serve.protocol import BoundedProtocol, ConnectionLimits
@@ -65,14 +65,14 @@ def _connections(wanted: int) -> int:
 
 
 async def serve(
-    worker: WorkerSettings, settings: ServeSettings, ready: Callable[[ModelView, str], None] = lambda *_: None
+    engine: EngineProcess, settings: ServeSettings, ready: Callable[[ModelView, str], None] = lambda *_: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `ready` is called with the model and the address once requests are accepted.
-    Raises `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends by itself, after answering open
-    requests."""
+    """Serve what `engine` computes until SIGTERM or SIGINT. `ready` is called with the model and the address once
+    requests are accepted. Raises `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends by itself, after
+    answering open requests."""
     with listen(settings) as listening:
         try:
-            link = await ProcessLink.open(worker)
+            link = await ProcessLink.open(engine)
         except EngineStopped as error:
             raise ModelError(f"{error} before its model was loaded") from error
         try:

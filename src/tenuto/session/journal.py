@@ -21,7 +21,7 @@ from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session
 from tenuto.text.chat import Conversation
 
-_FORMAT = 1
+_FORMAT = 2
 _APPLICATION = 0x54454E55
 """In the file's header, so that no other program's file is taken for a journal: TENU."""
 _LOCK_SECONDS = 5.0
@@ -31,7 +31,7 @@ _SCHEMA = """
 CREATE TABLE model (fingerprint TEXT NOT NULL);
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, policy BLOB NOT NULL, system TEXT,
-    version INTEGER NOT NULL, UNIQUE (tenant, name)
+    version INTEGER NOT NULL, used REAL, UNIQUE (tenant, name)
 );
 CREATE TABLE pieces (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
 CREATE TABLE history (
@@ -43,9 +43,22 @@ CREATE TABLE records (
     session INTEGER NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, input_end INTEGER NOT NULL,
     end INTEGER NOT NULL, conversation BLOB, cut INTEGER NOT NULL, PRIMARY KEY (session, number)
 ) WITHOUT ROWID;
+CREATE TABLE results (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL, key TEXT NOT NULL, turn BLOB NOT NULL, UNIQUE (session, key)
+);
 """
+_MIGRATIONS = {
+    1: """
+ALTER TABLE sessions ADD COLUMN used REAL;
+CREATE TABLE results (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL, key TEXT NOT NULL, turn BLOB NOT NULL, UNIQUE (session, key)
+);
+"""
+}
+"""By format: what makes the next one of it."""
 # `history`: tokens [position, position + length) of a session are the first `length` of the piece. `tokens`: int32,
-# little-endian. `policy` and `conversation`: JSON. `records`: numbered from 1.
+# little-endian. `policy` and `conversation`: JSON. `records`: numbered from 1. `used`: when a change was last written,
+# seconds since the epoch. `results`: MessagePack, see `KeptTurns`; numbered in the order of their commits.
 
 
 class Journal:
@@ -79,22 +92,29 @@ class Journal:
         fresh = not self._db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
         if application != _APPLICATION and not fresh:
             raise ConfigError(f"the journal {self.path} cannot be used: it is a database of another program")
-        if found != _FORMAT and not fresh:
-            raise ConfigError(f"the journal {self.path} is of format {found}; supported: {_FORMAT}")
+        if not 1 <= found <= _FORMAT and not fresh:
+            raise ConfigError(f"the journal {self.path} is of format {found}; supported: 1 to {_FORMAT}")
         for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
             self._db.execute(f"PRAGMA {setting}")
         with self._transaction():
             if fresh:
-                for statement in filter(str.strip, _SCHEMA.split(";")):
-                    self._db.execute(statement)
+                self._execute(_SCHEMA)
                 self._db.execute("INSERT INTO model VALUES (?)", (fingerprint,))
                 self._db.execute(f"PRAGMA user_version = {_FORMAT}")
                 self._db.execute(f"PRAGMA application_id = {_APPLICATION}")
             (owner,) = self._db.execute("SELECT fingerprint FROM model").fetchone()
+            if owner == fingerprint and not fresh:
+                for older in range(found, _FORMAT):
+                    self._execute(_MIGRATIONS[older])
+                self._db.execute(f"PRAGMA user_version = {_FORMAT}")
         if owner != fingerprint:
             raise ConfigError(
                 f"the journal {self.path} is of a model whose tokens mean something else; give this one another path"
             )
+
+    def _execute(self, statements: str) -> None:
+        for statement in filter(str.strip, statements.split(";")):
+            self._db.execute(statement)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -115,12 +135,20 @@ class Journal:
     def sessions(self) -> Iterator[SavedSession]:
         """All open sessions, in the order in which they were opened. Raises `ConfigError` if the file is damaged."""
         try:
-            rows = self._db.execute("SELECT id, tenant, name, policy, system, version FROM sessions ORDER BY id")
-            for number, _, name, policy, system, version in rows.fetchall():
+            rows = self._db.execute("SELECT id, name, policy, system, version, used FROM sessions ORDER BY id")
+            for number, name, policy, system, version, used in rows.fetchall():
                 tokens = self._tokens(number)
                 records = tuple(self._records(number))
+                results = self._db.execute("SELECT key, turn FROM results WHERE session = ? ORDER BY number", (number,))
                 yield SavedSession(
-                    name, msgspec.json.decode(policy, type=Policy), system, version, tuple(tokens), records
+                    name,
+                    msgspec.json.decode(policy, type=Policy),
+                    system,
+                    version,
+                    tuple(tokens),
+                    records,
+                    tuple(results.fetchall()),
+                    used,
                 )
         except (sqlite3.Error, ValueError, msgspec.MsgspecError, InvalidRequest) as error:
             raise ConfigError(f"the journal {self.path} is damaged: {error}") from error
@@ -159,15 +187,16 @@ class Journal:
     def _write(self, change: Change) -> None:
         session = change.session
         if change.kind == "open":
-            values = (*session.key, msgspec.json.encode(session.policy), session.system)
+            values = (*session.key, msgspec.json.encode(session.policy), session.system, change.used)
             self._db.execute(
-                "INSERT INTO sessions (tenant, name, policy, system, version) VALUES (?, ?, ?, ?, 0)", values
+                "INSERT INTO sessions (tenant, name, policy, system, version, used) VALUES (?, ?, ?, ?, 0, ?)", values
             )
             return
         number = self._number(session.key)
         if change.kind == "close":
             self._cut(number, 0)
             self._db.execute("DELETE FROM records WHERE session = ?", (number,))
+            self._db.execute("DELETE FROM results WHERE session = ?", (number,))
             self._db.execute("DELETE FROM sessions WHERE id = ?", (number,))
             return
         if change.parent is not None:
@@ -176,7 +205,16 @@ class Journal:
             self._cut(number, change.kept)
         self._append(number, change.kept, change.tokens)
         self._replace_records(number, change.turns, change.records)
-        self._db.execute("UPDATE sessions SET version = ? WHERE id = ?", (change.version, number))
+        self._keep_result(number, change)
+        self._db.execute(
+            "UPDATE sessions SET version = ?, used = ? WHERE id = ?", (change.version, change.used, number)
+        )
+
+    def _keep_result(self, session: int, change: Change) -> None:
+        for key in change.forgotten:
+            self._db.execute("DELETE FROM results WHERE session = ? AND key = ?", (session, key))
+        if change.result is not None:
+            self._db.execute("INSERT INTO results (session, key, turn) VALUES (?, ?, ?)", (session, *change.result))
 
     def _number(self, key: SessionKey) -> int:
         (number,) = self._db.execute("SELECT id FROM sessions WHERE tenant = ? AND name = ?", key).fetchone()

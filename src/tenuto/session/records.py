@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
 import msgspec
@@ -29,7 +29,8 @@ class TurnRecord:
 @dataclass(frozen=True, slots=True)
 class SavedSession:
     """All that a session is, except for its memory, which can be computed again. Plain data: a session is rebuilt from
-    it, in the same engine or in another, and goes on in the same way."""
+    it, in the same engine or in another, and goes on in the same way. `results`: see `KeptTurns`. `used`: when it was
+    last known to be used, in seconds since the epoch."""
 
     session: str
     policy: Policy
@@ -37,6 +38,8 @@ class SavedSession:
     version: int
     tokens: tuple[int, ...]
     records: tuple[TurnRecord, ...]
+    results: tuple[tuple[str, bytes], ...] = ()
+    used: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequest` if the records do not cover the tokens."""

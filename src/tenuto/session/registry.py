@@ -23,12 +23,21 @@ UNREACHABLE = frozenset({".", ".."})
 """Clients take these for parts of a path and leave them out of URLs, so no session may be called that."""
 
 
+REST_SHARE = 0.5
+"""The part of its TTL after which an idle session is to leave the device, if it can be brought back."""
+GRACE_SECONDS = 60.0
+"""How long a session that is restored stays at least, unless its TTL is shorter: so long may a restart take."""
+
+
 @dataclass(slots=True)
 class TenantUse:
-    """What one tenant has: open sessions, and committed tokens in them."""
+    """What one tenant has: open sessions, and in them committed tokens, units that they keep on the device, and bytes
+    in a journal. What sessions share counts for each."""
 
     sessions: int = 0
     tokens: int = 0
+    units: int = 0
+    journal_bytes: int = 0
 
 
 class Registry:
@@ -45,6 +54,7 @@ class Registry:
         self._use: dict[str, TenantUse] = {}  # by tenant; those without sessions are not there
         self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; too early if there was a turn since
         self._watched: dict[SessionKey, int] = {}  # session -> its live entry
+        self._resting: list[Session] = []  # since they were last taken
         self._entries = count(1)
 
     def __len__(self) -> int:
@@ -112,6 +122,17 @@ class Registry:
         use = self._use[session.policy.tenant]
         use.tokens += len(session.history) - session.counted
         session.counted = len(session.history)
+        bytes_now = session.journal_bytes
+        use.journal_bytes += bytes_now - session.counted_bytes
+        session.counted_bytes = bytes_now
+
+    def note_units(self, session: Session) -> None:
+        """The session may keep more or less on the device than before."""
+        use = self._use.get(session.policy.tenant)
+        if use is not None and session.key in self._sessions:
+            units = session.memory.kept_units
+            use.units += units - session.counted_units
+            session.counted_units = units
 
     def close(self, session: Session, *, keep: bool = False) -> None:
         """Forget it. With `keep` its memory stays, as a prefix of other sequences. It must have no open turn."""
@@ -126,6 +147,7 @@ class Registry:
         tenant = session.policy.tenant
         use = self._use[tenant]
         use.sessions, use.tokens = use.sessions - 1, use.tokens - session.counted
+        use.units, use.journal_bytes = use.units - session.counted_units, use.journal_bytes - session.counted_bytes
         if not use.sessions:
             del self._use[tenant]
 
@@ -146,8 +168,23 @@ class Registry:
         """The session is idle from `last_turn_end` on: note when it would expire."""
         if session.policy.ttl is not None and session.key not in self._watched:
             entry = self._watched[session.key] = next(self._entries)
-            heapq.heappush(self._expiries, (session.last_turn_end + session.policy.ttl, entry, session.key))
+            part = 1.0 if session.rests else REST_SHARE
+            heapq.heappush(self._expiries, (session.last_turn_end + part * session.policy.ttl, entry, session.key))
             self._forget_dead_expiries()
+
+    def age(self, session: Session, idle: float) -> None:
+        """A session that was just restored has been idle for so many seconds."""
+        if session.policy.ttl is not None:
+            idle = min(idle, max(0.0, session.policy.ttl - GRACE_SECONDS))
+        session.last_turn_end = self._clock.now() - max(0.0, idle)
+        self._watched.pop(session.key, None)
+        self.watch(session)
+
+    def take_resting(self) -> list[Session]:
+        """Sessions, since the last call, that will expire if they stay idle as long as they were when `expired` found
+        them."""
+        resting, self._resting = self._resting, []
+        return resting
 
     def _forget_dead_expiries(self) -> None:
         """Keep entries of closed sessions from becoming many more than there are open ones."""
@@ -171,8 +208,11 @@ class Registry:
             ttl = session.policy.ttl
             if ttl is not None and session.last_turn_end + ttl <= now:
                 found[key] = session
-            else:
-                self.watch(session)
+                continue
+            if ttl is not None and not session.rests and session.last_turn_end + REST_SHARE * ttl <= now:
+                session.rests = True
+                self._resting.append(session)
+            self.watch(session)
         return list(found.values())
 
     def holders(self) -> Iterator[Holder]:

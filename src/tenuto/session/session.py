@@ -10,14 +10,20 @@ from tenuto.base.checks import whole
 from tenuto.base.errors import IllegalTransition, SessionBusy, SessionClosed
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.turns import EndReason, TurnResult, TurnState, Usage
+from tenuto.base.turns import Delta, EndReason, TurnResult, TurnState, Usage
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.session.records import SavedSession, TurnRecord, cut_records
+from tenuto.session.results import KeptTurns, Once
 from tenuto.session.turn import TRANSITIONS, Rank
 from tenuto.text.chat import Conversation
 from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
+
+SESSION_BYTES = 512
+"""About what a journal has of a session without turns."""
+RECORD_BYTES = 192
+"""About what a journal has of a turn, besides its tokens."""
 
 
 class Session:
@@ -46,7 +52,11 @@ class Session:
         self.version = 0  # raised by every commit and rewind
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
-        self.counted = 0  # tokens counted for its tenant; written by the registry
+        self.rests = False  # has been idle for a good part of its TTL; written by the registry
+        self.counted = 0  # tokens counted for its tenant; written by the registry, as the next two
+        self.counted_units = 0
+        self.counted_bytes = 0
+        self.results = KeptTurns()
         self.origin: Session | None = None  # whose memory its own last began with; written by `Sharing`
 
     def __repr__(self) -> str:
@@ -71,6 +81,14 @@ class Session:
     def cut(self) -> bool:
         """Whether the history ends inside the last turn's input because it was cut there."""
         return bool(self.records) and self.records[-1].cut
+
+    @property
+    def journal_bytes(self) -> int:
+        """About how much a journal has of it, as if it shared nothing."""
+        if not self.policy.lasting:
+            return 0
+        fixed = SESSION_BYTES + len((self.system or "").encode())
+        return fixed + 4 * len(self.history) + RECORD_BYTES * len(self.records) + self.results.size
 
     @property
     def has_running_turn(self) -> bool:
@@ -132,19 +150,28 @@ class Session:
 
     def saved(self) -> SavedSession:
         """The session as of its last commit."""
-        return SavedSession(self.id, self.policy, self.system, self.version, tuple(self.history), tuple(self.records))
+        return SavedSession(
+            self.id,
+            self.policy,
+            self.system,
+            self.version,
+            tuple(self.history),
+            tuple(self.records),
+            results=self.results.all(),
+        )
 
     def restore(self, saved: SavedSession) -> None:
         """Fill this fresh session with what was saved."""
         self.history.extend(saved.tokens)
         self.records = list(saved.records)
         self.version = saved.version
+        self.results = KeptTurns(saved.results)
         self.memory.lost = "restored"
 
     def turn_ended(self, now: float) -> None:
         """The open turn has committed or aborted."""
         self.turn = None
-        self.last_turn_end = now
+        self.last_turn_end, self.rests = now, False
         if self.memory.computed > self._last():  # it began with memory of its input that was found elsewhere
             self.memory.truncate(self._last())
 
@@ -231,6 +258,7 @@ class Turn:
         self.output_logprobs: list[TokenLogprob] = []  # one an output token if asked for
         self.input_scores: list[TokenLogprob] = []  # of the leading input tokens that something precedes, if asked for
         self.result: TurnResult | None = None
+        self.once: Once | None = None  # its idempotency key; set where it is submitted
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.state.value}>"
@@ -377,3 +405,15 @@ class Turn:
             reason, committed, session.version, kept, usage, self.max_new_tokens, session.context_left, self.stop
         )
         return self.result
+
+    def said(self, kept: int) -> Delta:
+        """What its client has been told, or will be, of its output, if that ends after `kept` tokens."""
+        text = self.text.text(kept) if self.text is not None else ""
+        return Delta(
+            tuple(self.output[:kept]),
+            text,
+            min(self.delivered, kept),
+            None,
+            tuple(self.output_logprobs[:kept]),
+            self.input_logprobs,
+        )

@@ -39,6 +39,7 @@ class TextStream:
         self._delivered = 0  # characters
         self._delivered_tokens = 0
         self._pieces: list[str] = []  # delivered, not yet taken
+        self._kept: list[tuple[int, str]] | None = None  # all that was delivered, after how many tokens, if asked for
 
     def push(self, token: int) -> bool:
         """Take the next output token; True if a stop is now complete, and whatever follows is no text."""
@@ -59,6 +60,14 @@ class TextStream:
     def delivered_tokens(self) -> int:
         """Leading output tokens whose text has been delivered whole. They never end inside a character."""
         return self._delivered_tokens
+
+    def keep_text(self) -> None:
+        """From the beginning on, keep what is delivered for `text`."""
+        self._kept = []
+
+    def text(self, tokens: int) -> str:
+        """What was delivered of the first `tokens` tokens, if that was kept."""
+        return "".join(text for end, text in self._kept or () if end <= tokens)
 
     def take_text(self) -> str:
         """Text delivered since the last call."""
@@ -84,3 +93,5 @@ class TextStream:
         self._delivered += len(text)
         while self._ends and self._ends[0][0] <= self._delivered:
             self._delivered_tokens = self._ends.popleft()[1]
+        if text and self._kept is not None:
+            self._kept.append((self._delivered_tokens, text))

@@ -1,4 +1,5 @@
-// Choosing a token from logits. `kernels/sampling.py` does the same with PyTorch, and says what the options mean.
+// Choosing a token from logits. `kernels/torch_sampling.py` does the same with PyTorch, and
+// `kernels/sampling.py` says what the options mean.
 #pragma once
 
 #include <algorithm>

@@ -1,24 +1,24 @@
-"""Choosing tokens with the native kernels."""
+"""Choosing tokens with the native kernels, and how likely tokens are."""
 
 from __future__ import annotations
 
 from ctypes import byref
 
 import numpy as np
-import torch
 
+from tenuto.base.sampling import LEAST_LOGPROB
 from tenuto.kernels.native.library import Draws, Library, SamplingOptions
-from tenuto.kernels.sampling import Choice, Masks
+from tenuto.kernels.sampling import Choice, Longs, Masks, Singles
 
 _OPTIONS = np.dtype(SamplingOptions)
+_ROWS = 8
+"""Whose log-probabilities are computed together, so that what is made on the way stays small."""
 
 
-def sample(
-    library: Library, forward: int, logits: torch.Tensor, choice: Choice, masks: Masks | None = None
-) -> torch.Tensor:
-    """As `kernels.sampling.sample` after `mask`, in float32, by the threads of `forward`, an open forward pass of
+def sample(library: Library, forward: int, logits: Singles, choice: Choice, masks: Masks | None = None) -> Longs:
+    """As `kernels.torch_sampling.sample` after `mask`, in float32, by the threads of `forward`, an open forward pass of
     `library` whose vocabulary `logits` are for. With masks it changes the logits if they are contiguous."""
-    logits, tokens = logits.contiguous(), torch.empty(len(logits), dtype=torch.int32)
+    logits, tokens = np.ascontiguousarray(logits), np.empty(len(logits), np.int32)
     options = np.empty(len(logits), _OPTIONS)
     for name in _OPTIONS.names or ():
         options[name] = getattr(choice, name)
@@ -30,10 +30,37 @@ def sample(
     draws = Draws(
         len(logits),
         width,
-        logits.data_ptr(),
+        logits.ctypes.data,
         options.ctypes.data,
         bits.ctypes.data if bits is not None else None,
-        tokens.data_ptr(),
+        tokens.ctypes.data,
     )
     library.sample(forward, byref(draws))
-    return tokens.long()
+    return tokens.astype(np.int64)
+
+
+def logprobs(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+    """As `kernels.torch_sampling.logprobs`."""
+    pieces = [slice(first, first + _ROWS) for first in range(0, max(1, len(logits)), _ROWS)]
+    chosen, ids, top = zip(*(_logprobs(logits[piece], tokens[piece], most) for piece in pieces), strict=True)
+    return np.concatenate(chosen), np.concatenate(ids), np.concatenate(top)
+
+
+def _logprobs(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+    rows = np.arange(len(logits))[:, None]
+    with np.errstate(all="ignore"):  # logits may be anything
+        highest = logits.max(axis=1, keepdims=True)
+        total = highest + np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
+        chosen = _told(logits[rows, tokens[:, None]] - total)[:, 0]
+        if not most:
+            return chosen, np.zeros((len(logits), 0), np.int64), np.zeros((len(logits), 0), np.float32)
+        ranked = np.where(np.isnan(logits), np.inf, logits)  # as PyTorch ranks what is no number
+        first = max(0, logits.shape[1] - most)
+        likeliest = np.argpartition(ranked, first, axis=1)[:, first:]
+        order = np.argsort(-ranked[rows, likeliest], axis=1, kind="stable")
+        ids = np.take_along_axis(likeliest, order, axis=1)
+        return chosen, ids, _told(logits[rows, ids] - total)
+
+
+def _told(values: Singles) -> Singles:
+    return np.nan_to_num(values, nan=LEAST_LOGPROB).clip(LEAST_LOGPROB, 0.0)

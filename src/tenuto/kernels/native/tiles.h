@@ -1,5 +1,5 @@
 // Products by tiles (AMX), of bfloat16: quantized weights are unpacked first. For a few rows that takes longer than
-// reading them, and `form_for` leaves those to the other products. A tile of inputs is 16 rows, one of weights 16
+// it saves, and `form_for` leaves those to the other products. A tile of inputs is 16 rows, one of weights 16
 // outputs.
 namespace tiles {
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
 
 from tenuto.models.config import Attention, ModelConfig
 from tenuto.models.rope import Rope
@@ -76,7 +77,7 @@ def split_layer(name: str) -> tuple[str, str]:
 
 def plus_one(weight: StoredWeight) -> StoredWeight:
     """A norm's weight that is stored as its difference from 1, float32."""
-    return StoredWeight.of(weight.decode().float() + 1)
+    return StoredWeight.of(weight.decode() + np.float32(1), Kind.F32)
 
 
 def split(name: str, weight: StoredWeight, parts: Mapping[str, int]) -> Iterator[Named]:
@@ -86,12 +87,13 @@ def split(name: str, weight: StoredWeight, parts: Mapping[str, int]) -> Iterator
     if len(weight.shape) != 2 or weight.shape[0] != total:
         raise wrong_shape(name, weight.shape, (total, *weight.shape[1:2]))
     for part, count in parts.items():
-        yield part, weight.rows(first, first + count)
+        yield part, weight.select(slice(first, first + count))
         first += count
 
 
-def halves(name: str, weight: torch.Tensor, first: str, second: str) -> Iterator[Named]:
+def halves(name: str, weight: StoredWeight, first: str, second: str) -> Iterator[Named]:
     """A weight of [2 width, ...] as two: its rows above and below the middle, `name` followed by `first` and
     `second`."""
-    for part, tensor in zip((first, second), weight.chunk(2), strict=True):
-        yield name + part, StoredWeight.of(tensor)
+    middle = weight.shape[0] // 2
+    yield name + first, weight.select(slice(middle))
+    yield name + second, weight.select(slice(middle, None))

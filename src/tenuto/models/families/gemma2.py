@@ -62,7 +62,7 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
             window=size,
             cap=file.number("gemma2.attn_logit_softcapping", _SCORE_CAP),
         )
-        for kind, size in zip(KINDS, (window(file, "gemma2"), 0), strict=True)
+        for kind, size in zip(KINDS, (window(file, "gemma2", default=4096), 0), strict=True)
     }
     mlp = Mlp(file.integer("gemma2.feed_forward_length"), "gelu_tanh")
     return ModelConfig(

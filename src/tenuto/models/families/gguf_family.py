@@ -61,7 +61,7 @@ def unstacked_experts(_: ModelConfig, name: str, weight: StoredWeight) -> Iterat
         yield name, weight
         return
     before, after = name.split(".experts.", 1)
-    for i, expert in enumerate(weight.unstacked()):
+    for i, expert in enumerate(weight.each()):
         yield f"{before}.experts.{i}.{after}", expert
 
 
@@ -101,9 +101,10 @@ def attention(file: GgufFile, architecture: str, rope: Rope | None, **more: Any)
     return Attention(heads, kv_heads, size, rope, **(usual | more))
 
 
-def window(file: GgufFile, architecture: str) -> int:
-    """Tokens that one attends to, itself included; 0, all, also where the window is as long as any context."""
-    found: int = file.integer(f"{architecture}.attention.sliding_window", 0)
+def window(file: GgufFile, architecture: str, default: int = 0) -> int:
+    """Tokens that one attends to, itself included; 0, all, also where the window is as long as any context. `default`
+    is what files mean that do not say."""
+    found: int = file.integer(f"{architecture}.attention.sliding_window", default)
     return found if found < _longest(file, architecture) else 0
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-import torch
+import numpy as np
 
 from tenuto.base.errors import ModelError
 from tenuto.models.config import Attention, Experts, Layer, ModelConfig
 from tenuto.models.families.family import Family, Named, split_layer
 from tenuto.models.settings import Settings
-from tenuto.models.weights import BYTES, StoredWeight
+from tenuto.models.weights import BYTES, FLOATS, Bytes, StoredWeight, bfloat16_bits
 
 _KINDS = ("sliding_attention", "full_attention")
 _THETA = 150_000.0
-_FOURS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_FOURS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The values of 4 bits: a sign, two bits of exponent, one of mantissa."""
 _SCALE_BIAS = 127
+_BFLOAT16 = FLOATS["BF16"]
+_ALL = slice(None)
 
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
@@ -64,23 +66,36 @@ def _translate(_: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
         parts[part] = weight
         if len(parts) == 2:
             del waiting[whole]
-            yield from _experts(whole, mxfp4(whole, **parts))
+            _check_mxfp4(whole, **parts)
+            yield from _experts(whole, mxfp4, parts["blocks"], parts["scales"])
     if waiting:
         raise ModelError(f"the model's files have only blocks or only scales of {min(waiting)!r}; fetch them again")
 
 
-def mxfp4(name: str, blocks: StoredWeight, scales: StoredWeight) -> torch.Tensor:
-    """Weights of the OCP microscaling format MXFP4 as bfloat16, which has them exactly: [..., 32 * blocks].
-
-    `blocks` is uint8 [..., blocks, 16], two values a byte, the first in the low bits; `scales` uint8 [..., blocks], the
-    exponents of 2 that each block is multiplied by, plus 127. Raises `ModelError` if they do not fit each other.
-    """
+def _check_mxfp4(name: str, blocks: StoredWeight, scales: StoredWeight) -> None:
     if blocks.shape != (*scales.shape, 16) or {blocks.kind, scales.kind} != {BYTES}:
         raise ModelError(f"the blocks of {name!r} are of shape {list(blocks.shape)}, their scales {list(scales.shape)}")
-    fours, exponents = (weight.read().view(weight.shape) for weight in (blocks, scales))
-    values = torch.tensor(_FOURS, dtype=torch.bfloat16)
-    pairs = torch.stack((values[(fours & 15).int()], values[(fours >> 4).int()]), dim=-1)
-    return torch.ldexp(pairs.flatten(-2), (exponents.int() - _SCALE_BIAS)[..., None]).to(torch.bfloat16).flatten(-2)
+
+
+def mxfp4(blocks: StoredWeight, scales: StoredWeight, outputs: slice = _ALL) -> StoredWeight:
+    """Some outputs of a matrix in the OCP microscaling format MXFP4 as bfloat16, which has them exactly: [outputs, 32 *
+    blocks]. They are decoded when they are read.
+
+    `blocks` is uint8 [all outputs, blocks, 16], two values a byte, the first in the low bits; `scales` uint8 [all
+    outputs, blocks], the exponents of 2 that each block is multiplied by, plus 127.
+    """
+    blocks, scales = blocks.select(outputs), scales.select(outputs)
+    rows, count = scales.shape
+
+    def read() -> Bytes:
+        fours, exponents = (weight.read().reshape(weight.shape) for weight in (blocks, scales))
+        with np.errstate(over="ignore", invalid="ignore"):  # scales may be anything in a damaged file
+            factors = np.ldexp(np.float32(1), exponents.astype(np.int32) - _SCALE_BIAS)
+            pairs = np.stack((_FOURS[fours & 15], _FOURS[fours >> 4]), axis=-1)
+            values = pairs.reshape(rows, count, 32) * factors[..., None]
+        return bfloat16_bits(values.reshape(rows, -1)).view(np.uint8)
+
+    return StoredWeight(_BFLOAT16, (rows, 32 * count), read)
 
 
 def _translate_one(name: str, weight: StoredWeight) -> Iterator[Named]:
@@ -88,23 +103,33 @@ def _translate_one(name: str, weight: StoredWeight) -> Iterator[Named]:
     if part.startswith("mlp.router."):
         yield f"{layer}mlp.gate.{part.removeprefix('mlp.router.')}", weight
     elif part in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
-        yield from _experts(name, weight.decode().mT)
+        yield from _experts(name, _transposed, weight)
     elif part in ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"):
-        yield from _experts(name.removesuffix("_bias"), weight.decode(), "bias")
+        yield from _experts(name.removesuffix("_bias"), StoredWeight.select, weight, kind="bias")
     else:
         yield name, weight
 
 
-def _experts(name: str, tensor: torch.Tensor, kind: str = "weight") -> Iterator[Named]:
-    """The weights or biases of all experts, [experts, outputs, ...], one by one; the outputs of gates and projections
-    up alternate."""
+def _transposed(weight: StoredWeight, outputs: slice) -> StoredWeight:
+    """Some outputs of [inputs, outputs], as [outputs, inputs]."""
+    inputs, count = weight.shape[0], len(range(*outputs.indices(weight.shape[1])))
+    return StoredWeight(
+        weight.kind,
+        (count, inputs),
+        lambda: StoredWeight.of(weight.elements().T[outputs], weight.kind).read(),
+    )
+
+
+def _experts(
+    name: str, outputs_of: Callable[..., StoredWeight], *stored: StoredWeight, kind: str = "weight"
+) -> Iterator[Named]:
+    """The weights or biases of all experts, one by one; the outputs of gates and projections up alternate.
+    `outputs_of` makes some outputs, a slice, of what the tensors `stored` have of one expert."""
     prefix, _, part = name.rpartition(".")
-    for i, expert in enumerate(tensor):
-        if part == "gate_up_proj":
-            yield f"{prefix}.{i}.gate_proj.{kind}", StoredWeight.of(expert[0::2])
-            yield f"{prefix}.{i}.up_proj.{kind}", StoredWeight.of(expert[1::2])
-        else:
-            yield f"{prefix}.{i}.{part}.{kind}", StoredWeight.of(expert)
+    parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)} if part == "gate_up_proj" else {part: _ALL}
+    for i, expert in enumerate(zip(*(weight.each() for weight in stored), strict=True)):
+        for own, outputs in parts.items():
+            yield f"{prefix}.{i}.{own}.{kind}", outputs_of(*expert, outputs)
 
 
 FAMILY = Family("gpt-oss", ("GptOssForCausalLM",), _read, _translate, quantized=("mxfp4",))

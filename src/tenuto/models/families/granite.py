@@ -60,17 +60,17 @@ def translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[
     shared = "mlp." if isinstance(config.layers[0].feed_forward, Mlp) else "mlp.shared_expert."
     match part:
         case "shared_mlp.input_linear.weight":
-            yield from halves(layer + shared, weight.decode(), *_PROJECTIONS)
+            yield from halves(layer + shared, weight, *_PROJECTIONS)
         case "shared_mlp.output_linear.weight":
             yield f"{layer}{shared}down_proj.weight", weight
         case "block_sparse_moe.router.layer.weight":
             yield f"{layer}mlp.gate.weight", weight
         case "block_sparse_moe.input_linear.weight":
-            for i, expert in enumerate(weight.decode()):
+            for i, expert in enumerate(weight.each()):
                 yield from halves(f"{layer}mlp.experts.{i}.", expert, *_PROJECTIONS)
         case "block_sparse_moe.output_linear.weight":
-            for i, expert in enumerate(weight.decode()):
-                yield f"{layer}mlp.experts.{i}.down_proj.weight", StoredWeight.of(expert)
+            for i, expert in enumerate(weight.each()):
+                yield f"{layer}mlp.experts.{i}.down_proj.weight", expert
         case _:
             yield name, weight
 

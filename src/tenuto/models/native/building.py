@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
-
-import torch
 
 from tenuto.kernels.native import library
 from tenuto.kernels.native.library import Matrix, Op, OpKind
@@ -81,4 +80,4 @@ def group_of(group: LayerGroup) -> library.Group:
     if isinstance(shape, PageShape):
         return library.Group(layers=layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, window=shape.window)
     (convolved, kept), recurrent = (part.shape for part in shape.parts)
-    return library.Group(layers=layers, kept=kept, convolved=convolved, recurrent=torch.Size(recurrent).numel())
+    return library.Group(layers=layers, kept=kept, convolved=convolved, recurrent=math.prod(recurrent))

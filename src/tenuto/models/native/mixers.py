@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from tenuto.kernels.native import library
 from tenuto.kernels.native.library import Matrix, Op, OpKind
 from tenuto.kernels.native.pack import LANES
 from tenuto.models.config import Attention, GatedDelta, Mamba2, Mixer
 from tenuto.models.native.building import Building, op
+from tenuto.models.weights import Floats
 
 
 def mixer(b: Building, shape: Mixer, layer: int, name: str, *, apart: bool) -> list[Op]:
@@ -72,7 +74,7 @@ def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> li
         epsilon=b.config.norm_eps,
         weights=_convolution(b, part, m.convolved, m.kernel, _scales(m)),
         bias=panels.vector(f"{part}conv1d.bias", m.convolved) if m.conv_bias else None,
-        rates=panels.floats(-panels.tensor(f"{part}A_log", m.heads).exp()),
+        rates=panels.floats(_rates(panels.tensor(f"{part}A_log", m.heads))),
         step_bias=panels.vector(f"{part}dt_bias", m.heads),
         skip=panels.vector(f"{part}D", m.heads),
         norm=panels.vector(f"{part}norm.weight", m.channels) if m.normed else None,
@@ -116,9 +118,9 @@ def _gated_delta(b: Building, d: GatedDelta, layer: int, name: str, *, apart: bo
         step_scale=1.0,
         epsilon=b.config.norm_eps,
         weights=_convolution(b, part, d.convolved, d.kernel),
-        rates=panels.floats(-panels.tensor(f"{part}A_log", d.value_heads).exp()),
+        rates=panels.floats(_rates(panels.tensor(f"{part}A_log", d.value_heads))),
         step_bias=panels.vector(f"{part}dt_bias", d.value_heads),
-        norm=panels.floats(panels.tensor(f"{part}norm.weight", d.value_dim).repeat(d.value_heads)),
+        norm=panels.floats(np.tile(panels.tensor(f"{part}norm.weight", d.value_dim), d.value_heads)),
     )
     return _recurrent(b, OpKind.DELTA, shape, [first, second], out, name, b.add(out, apart=apart))
 
@@ -143,19 +145,24 @@ def _recurrent(
     ]
 
 
-def _convolution(b: Building, part: str, channels: int, kernel: int, scales: torch.Tensor | None = None) -> int:
+def _convolution(b: Building, part: str, channels: int, kernel: int, scales: Floats | None = None) -> int:
     """The address of a convolution's weights, [kernel][channels], times `scales`, [channels], of its inputs."""
     weights = b.panels.tensor(f"{part}conv1d.weight", channels, 1, kernel)[:, 0].T
-    return b.panels.floats((weights if scales is None else weights * scales).contiguous())
+    return b.panels.floats(weights if scales is None else weights * scales)
 
 
-def _scales(m: Mamba2) -> torch.Tensor:
+def _scales(m: Mamba2) -> Floats:
     """What each channel of the convolution's inputs is multiplied by."""
-    return torch.cat([torch.full((n,), scale) for n, scale in zip(m.convolved_parts, m.input_scales, strict=True)])
+    return np.repeat(np.array(m.input_scales, np.float32), m.convolved_parts)
 
 
-def _by_part(heads: int, sizes: list[int]) -> torch.Tensor:
+def _rates(logarithms: Floats) -> Floats:
+    """How fast states decay, to the nearest float32."""
+    return -np.exp(logarithms, dtype=np.float64).astype(np.float32)
+
+
+def _by_part(heads: int, sizes: list[int]) -> npt.NDArray[np.int64]:
     """Where outputs are that each of `heads` heads has one after the other, in parts of `sizes`: those of the first
     part of all heads, then those of the second, and so on."""
-    whole = torch.arange(heads * sum(sizes)).view(heads, -1)
-    return torch.cat([part.flatten() for part in torch.split(whole, sizes, dim=1)])
+    whole = np.arange(heads * sum(sizes)).reshape(heads, -1)
+    return np.concatenate([part.ravel() for part in np.split(whole, np.cumsum(sizes)[:-1], axis=1)])

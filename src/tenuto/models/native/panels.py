@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
-import torch
 from gguf import GGMLQuantizationType as Kind
 
 from tenuto.base.errors import ModelError
 from tenuto.kernels.native.blocks import FORMATS
 from tenuto.kernels.native.library import Matrix, PanelKind
 from tenuto.kernels.native.pack import LANES, Arena, pack_floats, pack_quantized
-from tenuto.models.weights import StoredWeight, without_place, wrong_shape
+from tenuto.models.weights import Floats, Longs, StoredWeight, without_place, wrong_shape
 
 _PANELS = {Kind.F32: PanelKind.FLOAT32, Kind.F16: PanelKind.FLOAT16, Kind.BF16: PanelKind.PAIRS}
-_DTYPES = {
-    PanelKind.FLOAT32: (torch.float32, torch.uint32),
-    PanelKind.FLOAT16: (torch.float16, torch.uint16),
-    PanelKind.PAIRS: (torch.bfloat16, torch.uint16),
-}
-"""The elements of a panel, and what has their bits."""
+_KINDS = {panels: kind for kind, panels in _PANELS.items()}
 _AT_ONCE = 2**20  # weights that are decoded at once
-_AS_STORED: Mapping[str, torch.Tensor] = MappingProxyType({})
+_AS_STORED: Mapping[str, Longs] = MappingProxyType({})
 
 
 def same_input(first: Matrix, second: Matrix) -> bool:
     """Whether an input made for one is right for the other: both are quantized, or of the same floats."""
-    return first.kind == second.kind or not {first.kind, second.kind} & _DTYPES.keys()
+    return first.kind == second.kind or not {first.kind, second.kind} & _KINDS.keys()
 
 
 class Panels:
@@ -56,13 +49,13 @@ class Panels:
         """The address of a vector of floats."""
         return self.floats(self.tensor(name, length))
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int) -> Floats:
         """A tensor of floats, to be changed before it goes where the kernels read it."""
-        return self._take(name, shape).decode().float()
+        return self._take(name, shape).decode()
 
-    def floats(self, values: torch.Tensor) -> int:
-        """The address of the values of a tensor of floats."""
-        return self._arena.floats(values.reshape(-1).numpy())
+    def floats(self, values: Floats) -> int:
+        """The address of a copy of the values."""
+        return self._arena.floats(values.reshape(-1))
 
     def matrices(
         self,
@@ -70,7 +63,7 @@ class Panels:
         inputs: int,
         *,
         bias: bool = False,
-        order: Mapping[str, torch.Tensor] = _AS_STORED,
+        order: Mapping[str, Longs] = _AS_STORED,
     ) -> list[Matrix]:
         """Matrices that are multiplied with the same input, so that all are quantized or all are of the same floats:
         `outputs` of each by its name, without `.weight`. With `bias` each has one. `order`, int64 [outputs], says in
@@ -94,12 +87,10 @@ class Panels:
 
     def _matrix(self, stored: StoredWeight, kind: PanelKind | None) -> Matrix:
         if kind is None:
-            return pack_quantized(stored.read().numpy(), stored.kind, self._arena)
-        dtype, bits = _DTYPES[kind]
+            return pack_quantized(stored.read(), stored.kind, self._arena)
         outputs, inputs = stored.shape
         step = max(1, _AT_ONCE // (LANES * inputs)) * LANES
-        pieces = (piece.to(dtype) for piece in stored.decode_rows(step))
-        return pack_floats((piece.view(bits).numpy() for piece in pieces), outputs, inputs, kind, self._arena)
+        return pack_floats(stored.words(_KINDS[kind], step), outputs, inputs, kind, self._arena)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         if name not in self._weights:
@@ -110,5 +101,5 @@ class Panels:
         return stored
 
 
-def _ordered(stored: StoredWeight, order: torch.Tensor | None) -> StoredWeight:
-    return stored if order is None else replace(stored, read=lambda: stored.read()[order])
+def _ordered(stored: StoredWeight, order: Longs | None) -> StoredWeight:
+    return stored if order is None else stored.select(order)

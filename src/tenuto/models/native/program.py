@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from tenuto.base.errors import ModelError
+from tenuto.kernels.elements import Element
 from tenuto.kernels.native import library
 from tenuto.kernels.native.library import Op, OpKind
 from tenuto.kernels.native.pack import LANES
@@ -36,7 +35,8 @@ class NativeProgram:
         if reason is not None:
             raise ModelError(f"the native kernels cannot run this model: {reason}")
         self.config = config
-        groups = layer_groups(config, torch.bfloat16, convolutions=torch.float32)
+        self.plain = plain
+        groups = layer_groups(config, Element.BFLOAT16, convolutions=Element.FLOAT32)
         self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
         self._panels = Panels(weights, plain=plain)
         self._building = Building(config, self._panels, groups)

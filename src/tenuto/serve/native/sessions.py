@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Query, Response
+from fastapi import Request as HttpRequest
 
 from tenuto.base.document import SessionDocument
 from tenuto.base.messages import (
@@ -36,11 +38,13 @@ from tenuto.serve.native.schemas import (
     SessionList,
     version_of,
 )
+from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_of, spool, spooled, streamed
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+IMPORT_STATE = "/v1/sessions/import/state"
 
 
 @router.post("", status_code=201, responses=REFUSALS)
@@ -90,6 +94,35 @@ async def import_session(
     request = ImportSession(session=new_id or document.id, policy=policy, document=document, limits=tenant.limits)
     response.headers["location"] = f"/v1/sessions/{request.session}"
     return await shown(edge, tenant, request, response)
+
+
+@router.post(IMPORT_STATE.removeprefix(router.prefix), status_code=201, responses=REFUSALS, openapi_extra=STATE_BODY)
+async def import_state(
+    edge: EdgeOf,
+    tenant: Caller,
+    request: HttpRequest,
+    response: Response,
+    new_id: Annotated[Id | None, Query(alias="id", description="In place of the file's.")] = None,
+) -> Session:
+    """Open a session that was exported with its state, so that its next turn computes nothing again. A file of another
+    model, of other weights, of another format or with any change is refused."""
+    async with spooled(request) as path:
+        document = await asyncio.to_thread(document_of, path)
+        policy = replace(document.policy(tenant.name), ttl=edge.settings.ttl(document.ttl, named=True))
+        opening = ImportSession(
+            session=new_id or document.id, policy=policy, document=document, limits=tenant.limits, state=str(path)
+        )
+        response.headers["location"] = f"/v1/sessions/{opening.session}"
+        return await shown(edge, tenant, opening, response)
+
+
+@router.get("/{session_id}/export/state", response_class=Response, responses=REFUSALS | STATE_ANSWER)
+async def export_state(edge: EdgeOf, tenant: Caller, session_id: SessionId) -> Response:
+    """The session as a file, with its state, as far as it is in memory or a tier. Refused while a turn is open. The
+    file is in the safetensors format."""
+    with spool() as path:
+        await edge.link.call(ExportSession(tenant=tenant.name, session=session_id, state=str(path)))
+        return streamed(path)
 
 
 @router.get("/{session_id}/export", response_model=SessionFile, responses=REFUSALS)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, NotFound, TenutoError
+from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, NotFound, SessionBusy, TenutoError
 from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.tools import NO_TOOLS
@@ -170,6 +170,8 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
         opened = await _open(edge, tenant, session)
         try:
             samples.turns = [await edge.start(tenant, start, request_key=key)]
+        except SessionBusy:  # it is there for whoever was faster
+            raise
         except TenutoError:
             if opened and edge.turns.queues.open_turn((tenant.name, session)) is None:
                 with suppress(TenutoError):

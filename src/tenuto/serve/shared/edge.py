@@ -61,7 +61,8 @@ class Edge:
         self.started = time.time()  # seconds since the epoch
         self.draining = False  # set once, by `drain`
         self.hurried = False  # `drain` does not wait for turns
-        self.body_bytes = 0  # of all open requests; written by whoever reads the bodies
+        self.body_bytes = 0  # of all open requests; written by whoever reads the bodies, as is the next
+        self.spooled_bytes = 0  # likewise, of bodies that are kept in files
         self._background = Background()
         self.spawn = self._background.spawn
 

@@ -12,6 +12,8 @@ from tenuto.base.errors import KeyReused, TenutoError
 from tenuto.base.messages import StartTurn
 from tenuto.serve.shared.live_turn import LiveTurn
 
+REUSED = "this idempotency key was used with another request; allowed: the same one, or a new key"
+
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
@@ -61,9 +63,7 @@ class IdempotencyKeys:
                     await turn.finished()  # then the key is free, unless the turn was committed after all
                 continue
             if digest != key.digest:
-                raise KeyReused(
-                    "this idempotency key was used with another request; allowed: the same one, or a new key"
-                )
+                raise KeyReused(REUSED)
             return turn
         return None
 
@@ -72,6 +72,10 @@ class IdempotencyKeys:
         scope = _Scope(turn.tenant, turn.request.session, key.key)
         self._turns[scope] = turn, key.digest
         self._scopes[turn.id] = scope
+
+    def rename(self, turn_id: str, new: str) -> None:
+        """A turn that has a key gets another id."""
+        self._scopes[new] = self._scopes.pop(turn_id)
 
     def release(self, turn: LiveTurn) -> None:
         """Free the turn's key, if it has one."""

@@ -143,7 +143,8 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=200,
         description="While the first request with this key runs, others attach to its turn; once it has committed,"
-        " they get its result. After an abort the key is free. With another body it is refused with 422.",
+        " they get its result, also from the next server with the same journal; a session keeps its last 32. After an"
+        " abort the key is free. With another body it is refused with 422.",
     ),
 ]
 
@@ -154,8 +155,10 @@ class Error(BaseModel):
     error: dict[str, Any]
 
 
+_AS_ERROR = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error, "description": text}
+    # For every `model` of every route FastAPI makes a validator, so only one of them is given as such.
+    status: {"description": text} | ({"model": Error} if status == 400 else _AS_ERROR)
     for status, text in {
         400: "Malformed, or too long for the context",
         401: "No valid key",

@@ -144,9 +144,10 @@ class ServeSettings:
     """How the server listens, and what clients may ask of it.
 
     `served_name`: what clients call the model, `None` for its own name. `max_body_bytes`: per request,
-    `max_bodies_bytes`: of all open requests together. `max_turns`: open turns of all tenants. `max_connections`: open
-    connections. `header_seconds`: until a request's headers are complete; `body_seconds`: until its body is, plus one
-    second for every `BODY_BYTES_A_SECOND` received. `keep_alive_seconds`: between two requests of a connection.
+    `max_bodies_bytes`: of all open requests together. `max_state_bytes`: of sessions that are imported with their
+    state, one or all together; they go to temporary files. `max_turns`: open turns of all tenants. `max_connections`:
+    open connections. `header_seconds`: until a request's headers are complete; `body_seconds`: until its body is, plus
+    one second for every `BODY_BYTES_A_SECOND` received. `keep_alive_seconds`: between two requests of a connection.
     `session_ttl`: of sessions opened without a TTL, in seconds, `None` for never; a fork or trim inherits the TTL of
     its source. `drain_seconds`: how long turns may continue after SIGTERM before they are aborted. `unread_seconds`:
     how long a client may read nothing of its answer before it counts as gone. `public_metrics`: `/metrics` needs no
@@ -159,6 +160,7 @@ class ServeSettings:
     served_name: str | None = None
     max_body_bytes: int = 32 * 2**20
     max_bodies_bytes: int = 2**30
+    max_state_bytes: int = 2**34
     max_turns: int = 2048
     max_connections: int = 4096
     header_seconds: float = 10.0

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-from tenuto.base.errors import IllegalTransition, NotFound, TenutoError
+import msgspec
+
+from tenuto.base.errors import IllegalTransition, KeyReused, NotFound, TenutoError
 from tenuto.base.link import Link, TurnNews
-from tenuto.base.messages import AbortTurn, CloseSession, StartTurn, Withdraw
+from tenuto.base.messages import AbortTurn, CloseSession, FindTurn, StartTurn, Withdraw
 from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import SessionKey
-from tenuto.serve.shared.idempotency import IdempotencyKeys, RequestKey
+from tenuto.serve.shared.idempotency import REUSED, IdempotencyKeys, RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.retention import EndedTurns
 from tenuto.serve.shared.session_queue import SessionQueues
@@ -67,6 +69,8 @@ class Turns:
         already; without `queue`, raise `SessionBusy`. `continues`: the turn goes on even when nobody reads it.
         `request_key`: if it was used before, return the earlier turn. `check` may raise to refuse a new turn.
         """
+        if request_key is not None and request.session is not None:
+            request = msgspec.structs.replace(request, once=(request_key.key, request_key.digest))
         turn = LiveTurn(request, continues=continues)
         if request_key is not None and (known := await self._keys.find(request, request_key)) is not None:
             return await self._attach(known)
@@ -100,6 +104,8 @@ class Turns:
     async def _start(self, turn: LiveTurn, *, queue: bool, max_queued: int | None) -> None:
         request = turn.request
         try:
+            if request.once is not None and await self._found(turn, request.once):
+                return
             if request.key is not None:
                 request = await self.queues.begin(turn, request.key, queue=queue, max_queued=max_queued)
             await self._link.start(request, lambda news: self._deliver(turn, news))
@@ -110,6 +116,25 @@ class Turns:
             turn.fail(TenutoError("the server failed; its log says why"))
             self._end(turn)
             raise
+
+    async def _found(self, turn: LiveTurn, once: tuple[str, bytes]) -> bool:
+        """Whether the turn was committed long ago, or before the server was started: then it has ended in the same way.
+        Raises `KeyReused` if its request was a different one."""
+        key, digest = once
+        asked = FindTurn(tenant=turn.tenant, session=turn.request.session or "", once=key)
+        found = (await self._link.call(asked)).turn
+        if found is None:
+            return False
+        if found.digest != digest:
+            raise KeyReused(REUSED)
+        if found.name not in self._turns:
+            self._keys.rename(turn.id, found.name)
+            self._turns[found.name] = self._turns.pop(turn.id)
+            turn.id = found.name
+        turn.deliver(found.ticket)
+        turn.deliver(found.output)
+        self._end(turn)
+        return True
 
     # -- news and ends
 

@@ -1,0 +1,139 @@
+"""The state of one session on its way out of an engine, and into one."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+from tenuto.base.errors import InvalidRequest, InvariantError
+from tenuto.base.plan import Bytes, Copier, CopyFailed
+from tenuto.base.state_file import CopiedState, StateFile
+from tenuto.engine.parking import Parking
+from tenuto.memory.memory import Memory
+from tenuto.memory.pool import HolderKind, Lease
+from tenuto.memory.session_memory import SessionMemory
+from tenuto.sched.batch import Batch
+from tenuto.sched.pressure import Pressure
+from tenuto.session.session import Session
+
+
+class SessionStates:
+    """Copies the state of sessions without open turns. `counts`: imported sessions, by what came of their state:
+    "imported", or "no room", "copy failed", and then it is computed from the tokens."""
+
+    holder_kind: ClassVar[HolderKind] = "copy"
+    holder_name = "an imported session"
+
+    def __init__(
+        self,
+        memory: Memory,
+        copier: Copier,
+        parking: Parking | None,
+        pressure: Pressure,
+        batch: Batch,
+        note: Callable[[Session], None],
+    ) -> None:
+        """`note` is told of sessions that have more memory than before."""
+        self._memory = memory
+        self._copier = copier
+        self._parking = parking
+        self._pressure = pressure
+        self._batch = batch
+        self._note = note
+        self.counts: Counter[str] = Counter()
+
+    def leases(self) -> list[Lease]:
+        """Nothing between steps: copies are made at once."""
+        return []
+
+    @property
+    def unit_bytes(self) -> list[int]:
+        """The size of a unit of each group."""
+        return [self._copier.unit_bytes(group) for group in range(len(self._memory.groups))]
+
+    def of(self, session: Session) -> CopiedState:
+        """What there is of the session's state, a copy. Raises `SessionBusy` while a turn is open."""
+        session.require_idle("export the state of")
+        parked = self._parking.state(session) if self._parking is not None else None
+        memory = session.memory
+        if memory.computed and (parked is None or parked.position < memory.computed):
+            try:
+                kept = memory.kept()
+                groups = [self._read(group, array("i", each.units)) for group, each in enumerate(kept)]
+            except CopyFailed as error:
+                raise InvalidRequest(f"the session's state cannot be copied: {error}; export it without") from error
+            return CopiedState(memory.computed, groups)
+        return parked or CopiedState(0, [[] for _ in self._memory.groups])
+
+    def _read(self, group: int, units: array[int]) -> list[Bytes]:
+        return list(self._copier.read_units(group, np.array(units, np.int32)))
+
+    def check(self, file: StateFile) -> None:
+        """Raises `InvalidRequest` unless the state has the form of this engine's memory."""
+        header = file.header
+        if (header.page_size, header.unit_bytes) != (self._memory.page_size, self.unit_bytes):
+            raise InvalidRequest(
+                f"the session's state is in pages of {header.page_size} tokens and units of {header.unit_bytes} bytes; "
+                f"allowed: pages of {self._memory.page_size} and units of {self.unit_bytes}"
+            )
+        most = max(0, file.document.tokens - 1)
+        wanted = self._counts(header.position) if 0 < header.position <= most else [0] * len(header.units)
+        if not 0 <= header.position <= most or header.units != wanted:
+            raise InvalidRequest(
+                f"the session's state is of {header.position} tokens in {header.units} units; allowed: at most {most} "
+                f"tokens, in {wanted} units"
+            )
+
+    def _counts(self, position: int) -> list[int]:
+        tables = SessionMemory(self._memory, self.holder_name).tables
+        return [table.kept_units(position) for table in tables]
+
+    def put(self, session: Session, file: StateFile) -> None:
+        """Give a session that was just restored the state in a file, which was checked: on the device if there is room
+        when idle sessions yield, else where they are parked. It is computed again if there is room nowhere."""
+        if not file.header.position:
+            return
+        if session.memory.computed:
+            raise InvariantError(f"{session!r} has memory that its imported state would replace")
+        try:
+            self.counts["imported" if self._put(session, file) else "no room"] += 1
+        except (CopyFailed, InvalidRequest):  # the file can be read no longer
+            self.counts["copy failed"] += 1
+
+    def _put(self, session: Session, file: StateFile) -> bool:
+        """False if there is no room."""
+        leases = self._room(np.array(file.header.units, np.int64))
+        if leases is None:
+            return self._parking is not None and self._parking.hold(session, file.state())
+        try:
+            for group, lease in enumerate(leases):
+                self._fill(group, lease, file)
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            raise
+        session.memory.receive(file.header.position, leases)
+        self._note(session)
+        return True
+
+    def _room(self, needed: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Lease] | None:
+        """Units of each group, if there is room beside running turns."""
+        running = list(self._batch.running())
+        if (needed > self._pressure.room_beside(running)).any():
+            return None
+        self._pressure.relieve(lambda: needed, running, ())
+        if (needed > self._memory.free()).any():
+            return None
+        leases = [pool.acquire(n, self) for pool, n in zip(self._memory.pools, needed.tolist(), strict=True)]
+        return [lease for lease in leases if lease is not None]
+
+    def _fill(self, group: int, lease: Lease, file: StateFile) -> None:
+        first = 0
+        for piece in file.pieces(group):
+            units = np.array(lease.units[first : first + len(piece)], np.int32)
+            self._copier.write_units(group, units, list(piece))
+            first += len(piece)

@@ -1,0 +1,87 @@
+"""From one process to the next: the memory of open sessions is left on disk, and taken over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from tenuto.base.clock import Clock
+from tenuto.engine.parking import Parking
+from tenuto.memory.snapshots import SavedMemory, SnapshotUnusable
+from tenuto.memory.unit_files import DiskFailed
+from tenuto.session.session import Session
+
+INDEX_SECONDS = 2.0
+"""What has been saved is written down so often: whoever ends the process meanwhile does not undo it."""
+
+
+class Snapshots:
+    """Writes down at the end where the memory of sessions is, and finds it at the start. Nobody trusts what is found:
+    tokens are compared with the session's history, units with their checksums, and what does not verify is computed
+    again.
+
+    `counts`: sessions, by what came of them: "saved", "not saved" (no room, a failure, or no time), "restored",
+    "partly" (the history goes on otherwise from some point), "stale", "missing"; and of whole snapshots "damaged",
+    "foreign", "unreadable" and "unwritten".
+    """
+
+    def __init__(self, parking: Parking, clock: Clock) -> None:
+        self._parking = parking
+        self._clock = clock
+        self.counts: Counter[str] = Counter()
+
+    def save(self, sessions: Iterable[Session], seconds: float) -> None:
+        """Move the memory of sessions without open turns to disk, the last used first, for at most so many seconds,
+        and write down where it is."""
+        began = noted = self._clock.now()
+        saved: list[tuple[Session, int]] = []
+        for session in sorted(sessions, key=lambda session: session.last_turn_end, reverse=True):
+            position = self._parking.save(session, late=self._clock.now() > began + seconds)
+            if position:
+                saved.append((session, position))
+            elif session.memory.computed or self._parking.has(session):
+                self.counts["not saved"] += 1
+            if self._clock.now() > noted + INDEX_SECONDS:
+                self._parking.write_index(saved)
+                noted = self._clock.now()
+        if self._parking.write_index(saved):
+            self.counts["saved"] += len(saved)
+        else:
+            self.counts["unwritten"] += 1
+
+    def recover(self, sessions: Iterable[Session]) -> None:
+        """Park sessions, which have no memory, with what was saved of them. What nobody wants is removed."""
+        try:
+            found = self._parking.tiers.read_index()
+        except SnapshotUnusable as error:
+            self.counts[error.cause] += 1
+            found = None
+        except DiskFailed:
+            self.counts["unreadable"] += 1
+            found = None
+        saved = {(each.tenant, each.session): each for each in found.sessions} if found is not None else {}
+        wanted = [
+            (session, of, position)
+            for session in sessions
+            if (of := saved.get(session.key)) is not None and (position := self._position(session, of))
+        ]
+        there: list[tuple[Session, int]] = []
+        for session, of, parked in self._parking.take_over(found, wanted):
+            outcome = "missing" if parked is None else "restored" if 4 * parked == len(of.tokens) else "partly"
+            self.counts[outcome] += 1
+            if parked is None:
+                session.memory.lost = "parked"
+            else:
+                there.append((session, parked))
+        if self._parking.tiers.has_disk and not self._parking.write_index(there):  # without tokens of closed sessions
+            self.counts["unwritten"] += 1
+
+    def _position(self, session: Session, saved: SavedMemory) -> int:
+        """How much of the saved memory is of the session's history and can be resumed."""
+        tokens, history = saved.history, session.history
+        most = min(len(tokens), max(0, len(history) - 1))
+        same = most if tokens[:most] == history[:most] else next(i for i in range(most) if tokens[i] != history[i])
+        position = same if same == len(tokens) or not self._parking.needs_whole else 0
+        if not position:
+            self.counts["stale"] += 1
+        return position

@@ -1,0 +1,66 @@
+"""What there is of sequences off the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tenuto.base.plan import Bytes
+from tenuto.memory.unit_files import UnitFile
+
+Place = tuple[int, int]
+"""A unit of a pool and its generation, see `Pool.generation`."""
+ELSEWHERE: Place = 0, -1
+"""Not on the device."""
+
+
+@dataclass(eq=False, slots=True)
+class StoredUnit:
+    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. The first `used` token slots of
+    a page are of value. `place`: where the same is on the device, as long as that is leased and of the same generation.
+
+    Invariant: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it.
+    """
+
+    group: int
+    used: int
+    size: int
+    data: Bytes | None
+    place: Place
+    references: int = 0
+    file: UnitFile | None = None
+    row: int = -1
+
+
+@dataclass(eq=False, slots=True)
+class Parked:
+    """The memory of the first `position` tokens of a sequence, off the device: for each group the units, in order."""
+
+    position: int
+    units: list[list[StoredUnit]]
+
+    def __iter__(self) -> Iterator[StoredUnit]:
+        return (unit for group in self.units for unit in group)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(unit.size for group in self.units for unit in group)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether some of it has to be read from disk."""
+        return any(unit.file is not None for group in self.units for unit in group)
+
+    @property
+    def in_host(self) -> bool:
+        """Whether some of it is in host memory."""
+        return any(unit.data is not None for group in self.units for unit in group)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptUnits:
+    """What a session keeps of one group: `units`, of whose last one the first `used` slots are of value."""
+
+    units: Sequence[int]
+    used: int

@@ -1,0 +1,17 @@
+"""Weights as tensors of PyTorch, for the blocks that compute with it."""
+
+from __future__ import annotations
+
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from tenuto.models.weights import StoredWeight
+
+_DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+
+
+def tensor_of(weight: StoredWeight) -> torch.Tensor:
+    """In the stored element type, or as float32 if that is quantized. Raises `ModelError` as `dequantize`."""
+    if weight.kind in _DTYPES:
+        return torch.from_numpy(weight.read().reshape(-1)).view(_DTYPES[weight.kind]).view(weight.shape)
+    return torch.from_numpy(weight.decode())

@@ -1,0 +1,251 @@
+"""An engine that ends leaves the memory of its sessions on disk, and the next one goes on with it: whatever does not
+verify is computed again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.base.groups import Kind
+from tenuto.engine.snapshots import Snapshots
+from tenuto.memory.unit_files import INDEX, SUFFIX, UnitFiles
+from tenuto.session.records import SavedSession
+from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.present import present
+
+BUDGET = 10**7
+
+
+def begin(tier: Path, mix: tuple[Kind, ...] = (FULL,), *, identity: str = "a model", **options: Any) -> Stage:
+    disk = UnitFiles(tier, options.pop("budget", BUDGET), identity)
+    return Stage(mix, **{"units": 300, "token_budget": 24, "disk": disk, "identity": identity, **options})
+
+
+def end(stage: Stage) -> list[SavedSession]:
+    """A graceful end; what a journal would have."""
+    saved = [session.saved() for session in stage.engine.sessions if session.policy.lasting]
+    stage.engine.save()
+    stage.engine.audit()
+    stage.engine.end(keep=True)
+    return saved
+
+
+def begin_again(tier: Path, saved: list[SavedSession], mix: tuple[Kind, ...] = (FULL,), **options: Any) -> Stage:
+    stage = begin(tier, mix, **options)
+    for session in saved:
+        stage.engine.restore(session)
+    stage.engine.recover()
+    stage.engine.audit()
+    return stage
+
+
+def snapshots(stage: Stage) -> Snapshots:
+    return present(stage.engine.snapshots)
+
+
+def outcomes(stage: Stage) -> dict[str, int]:
+    return dict(snapshots(stage).counts)
+
+
+def goes_on(stage: Stage, name: str, *tokens: int) -> int:
+    """The session says what it should; how many tokens were cached."""
+    history = list(stage.engine.sessions.get(name).history)
+    turn = stage.say(name, tokens, 3)
+    stage.play()
+    stage.engine.audit()
+    assert list(turn.output) == continuation([*history, *tokens], 3)
+    return present(turn.result).usage.cached
+
+
+@every_mix
+@every_overlap
+def test_sessions_come_back_with_their_state(mix, overlap: int, tmp_path: Path) -> None:
+    stage = begin(tmp_path, mix, overlap=overlap, units=60 if FULL in mix else 24)
+    for number in range(8):  # more than fit: some are parked already
+        stage.told("x" * (number + 1), 60)
+    stage.engine.fork("x", child="fork", position=40)
+    stage.told("fleeting", 20, hidden=True)
+    stage.reach("mid-decode", "xx")  # rolled back
+    stage.say("xxx", [5], 2)  # waits
+    saved = end(stage)
+    for again in range(2):  # the state of the first engine, then that of the second
+        stage = begin_again(tmp_path, saved, mix, overlap=overlap, units=60 if FULL in mix else 24)
+        assert outcomes(stage)["restored"] >= 8
+        for session in saved:
+            length = len(session.tokens)
+            cached = goes_on(stage, session.session, 7, again)
+            assert cached == length - 1 or (session.session == "fork" and mix != (FULL,))
+        assert not present(stage.engine.parking).recomputed
+        saved = end(stage)
+
+
+def test_what_sessions_share_is_written_once(tmp_path: Path) -> None:
+    stage = begin(tmp_path)
+    stage.told("parent", 160)
+    for name in "abcdef":
+        stage.engine.fork("parent", child=name)
+    held = stage.engine.memory.pools[0].leased
+    end(stage)
+    stage = begin(tmp_path)
+    index = present(present(stage.engine.parking).tiers.read_index())
+    places = {(run.file, run.row + i) for each in index.sessions for run in each.groups[0] for i in range(run.count)}
+    assert len(index.sessions) == 7
+    assert len(places) == held
+
+
+@every_mix
+def test_a_history_that_went_on_or_back_is_served_as_far_as_it_is_the_same(mix, tmp_path: Path) -> None:
+    stage = begin(tmp_path, mix)
+    for name in ("on", "back", "other", "gone"):
+        stage.told(name, 50)
+    saved = {each.session: each for each in end(stage)}
+    later = Stage(mix)
+    for each in saved.values():
+        later.engine.restore(each)
+    later.say("on", [1, 2, 3], 4)
+    later.play()
+    later.engine.rewind("back", position=33)
+    later.engine.rewind("other", position=30)
+    later.say("other", count_from(9, 30), 4)
+    later.play()
+    later.engine.close("gone")
+    stage = begin_again(tmp_path, [session.saved() for session in later.engine.sessions], mix)
+    assert goes_on(stage, "on", 8) == 55
+    assert goes_on(stage, "back", 8) == (32 if mix == (FULL,) else 0)
+    assert goes_on(stage, "other", 8) == (30 if mix == (FULL,) else 0)
+    kind = "partly" if mix == (FULL,) else "stale"
+    assert outcomes(stage) == {"restored": 1, kind: 2}
+    stage.engine.close("on")
+    stage.engine.close("back")
+    stage.engine.close("other")
+    assert present(stage.engine.parking).tiers.disk_used == 0
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+
+
+def spoil(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@every_mix
+@pytest.mark.parametrize(("harm", "cause"), [("damaged", "checksum"), ("cut", "read"), ("of another model", "foreign")])
+def test_a_file_that_does_not_verify_costs_only_time(mix, harm: str, cause: str, tmp_path: Path) -> None:
+    saved = two_sessions(tmp_path, mix)
+    for path in tmp_path.glob(f"*{SUFFIX}"):
+        if harm == "damaged":
+            spoil(path, -5)
+        elif harm == "cut":
+            path.write_bytes(path.read_bytes()[:-7])
+        else:
+            path.write_bytes(path.read_bytes().replace(b'"identity":"a model"', b'"identity":"another"'))
+    stage = begin_again(tmp_path, saved, mix)
+    assert [goes_on(stage, each.session, 7) for each in saved] == [0, 0]
+    assert present(stage.engine.parking).tiers.failures == Counter({cause: 2})
+    assert stage.engine.lifecycle.recomputed["parked"] == 110
+
+
+@pytest.mark.parametrize(
+    ("harm", "outcome"),
+    [
+        ("no files", "missing"),
+        ("damaged", "damaged"),
+        ("cut", "damaged"),
+        ("another model", "foreign"),
+        ("other pages", "foreign"),
+    ],
+)
+def test_an_index_that_does_not_verify_costs_only_time(harm: str, outcome: str, tmp_path: Path) -> None:
+    saved, other = two_sessions(tmp_path), dict[str, Any]()
+    if harm == "no files":
+        for path in tmp_path.glob(f"*{SUFFIX}"):
+            path.unlink()
+    elif harm == "damaged":
+        spoil(tmp_path / INDEX, 40)
+    elif harm == "cut":
+        (tmp_path / INDEX).write_bytes((tmp_path / INDEX).read_bytes()[:-9])
+    else:
+        other = {"identity": "another model"} if harm == "another model" else {"page_size": 8}
+    stage = begin_again(tmp_path, saved, **other)
+    assert [goes_on(stage, each.session, 7) for each in saved] == [0, 0]
+    assert outcomes(stage)[outcome] > 0
+    assert present(stage.engine.parking).tiers.disk_used == 0
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+
+
+def two_sessions(tier: Path, mix: tuple[Kind, ...] = (FULL,)) -> list[SavedSession]:
+    stage = begin(tier, mix)
+    stage.told("a", 50)
+    stage.told("bb", 50)
+    return end(stage)
+
+
+def test_an_engine_that_was_killed_leaves_nothing_that_misleads(tmp_path: Path) -> None:
+    saved = two_sessions(tmp_path)
+    second = begin_again(tmp_path, saved)
+    goes_on(second, "a", 1)
+    second.engine.close("bb")
+    second.told("ccc", 90)
+    present(second.engine.parking).save(second.engine.sessions.get("ccc"), late=False)
+    journaled = [session.saved() for session in second.engine.sessions]
+    second.engine.end(keep=True)  # as kill -9: nothing is written down
+    third = begin_again(tmp_path, [*journaled, saved[1]])
+    assert goes_on(third, "a", 2) == 55  # of the first engine's snapshot
+    assert goes_on(third, "ccc", 2) == 0
+    assert goes_on(third, "bb", 2) == 0  # its file is gone
+    assert outcomes(third) == {"restored": 1, "missing": 1}
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+
+
+def test_a_snapshot_ends_in_time_with_those_used_last(tmp_path: Path) -> None:
+    stage = begin(tmp_path, snapshot_seconds=2.0)
+    for name in ("a", "bb", "ccc", "dddd"):
+        stage.told(name, 40)
+        stage.clock.advance(1.0)
+    disk = present(stage.engine.parking).tiers._disk
+    assert isinstance(disk, UnitFiles)
+    slowly = disk.write
+
+    def write_slowly(units: Any) -> Any:
+        stage.clock.advance(1.5)
+        return slowly(units)
+
+    disk.write = write_slowly  # type: ignore[method-assign]
+    saved = end(stage)
+    assert outcomes(stage) == {"saved": 2, "not saved": 2}
+    stage = begin_again(tmp_path, saved)
+    assert [goes_on(stage, name, 1) for name in ("a", "bb", "ccc", "dddd")] == [0, 0, 45, 45]
+
+
+@pytest.mark.parametrize("harm", ["full", "unwritten", "unreadable"])
+def test_a_disk_that_fails_a_snapshot_costs_only_time(harm: str, tmp_path: Path) -> None:
+    stage = begin(tmp_path, budget=500 if harm == "full" else BUDGET)
+    stage.told("a", 60)
+    if harm == "unwritten":
+        (tmp_path / INDEX).mkdir()
+    saved = end(stage)
+    if harm == "unreadable":
+        (tmp_path / INDEX).unlink()
+        (tmp_path / INDEX).mkdir()
+    again = begin_again(tmp_path, saved)
+    assert goes_on(again, "a", 1) == 0
+    if harm == "full":
+        assert outcomes(stage) == {"not saved": 1, "saved": 0}
+    else:
+        assert outcomes(stage if harm == "unwritten" else again)[harm] == 1
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+
+
+def test_state_is_restored_only_where_it_was(tmp_path: Path) -> None:
+    """A fork at a position that cannot be resumed has nothing of its parent's."""
+    stage = begin(tmp_path, (STATE,))
+    stage.told("s", 40)
+    saved = end(stage)
+    stage = begin_again(tmp_path, saved, (STATE,))
+    stage.engine.fork("s", position=20, child="part")
+    stage.engine.fork("s", child="whole")
+    assert goes_on(stage, "part", 1) == 0
+    assert goes_on(stage, "whole", 1) == 45
