@@ -159,6 +159,19 @@ def test_between_rollouts_memory_is_released_weights_are_replaced_and_turns_wait
     assert list(turn.output) == before + said_with(weights, [*history, 7, *before], 9 - len(before))
 
 
+def test_what_is_parked_is_not_used_if_the_weights_that_are_resumed_are_others() -> None:
+    stage = Stage(host_tier=2**20)
+    history = list(stage.told().history)
+    stage.engine.release_memory(PARTS)
+    weights = stage.executor.load("written in their place")
+    stage.engine.restore_memory(PARTS, weights, "another")
+    turn = stage.say("s", [7], 4)
+    stage.play()
+    assert turn.result is not None
+    assert turn.result.usage.cached == 0
+    assert list(turn.output) == said_with(weights, [*history, 7], 4)
+
+
 def test_weights_are_not_replaced_while_they_are_released() -> None:
     stage = Stage()
     stage.engine.release_memory(["weights"])

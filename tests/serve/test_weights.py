@@ -121,6 +121,24 @@ def test_state_that_was_exported_belongs_to_the_weights_that_computed_it(http: h
     assert imported(old).status_code == 201
 
 
+def test_weights_that_were_written_in_place_of_the_released_ones_are_noticed(
+    http: httpx.Client, others: Path, tmp_path: Path
+) -> None:
+    expected = said(http, opened(http), " and a list of")
+    copy = shutil.copytree(others, tmp_path / "weights")
+    asked(http, "/update_weights_from_disk", model_path=str(copy))
+    session = opened(http)
+    asked(http, "/pause_generation", mode="retract")
+    asked(http, "/release_memory_occupation")
+    shutil.copy(MODEL / "model.safetensors", copy)
+    asked(http, "/resume_memory_occupation")
+    asked(http, "/continue_generation")
+    body = {"input": " and", "max_new_tokens": 1, "stream": False}
+    assert asked(http, f"/v1/sessions/{session}/turns", **body)["usage"]["cached_tokens"] == 0
+    assert said(http, opened(http), " and a list of") == expected
+    asked(http, "/update_weights_from_disk", model_path=str(MODEL))
+
+
 def test_weights_that_are_damaged_or_of_another_shape_change_nothing(
     http: httpx.Client, others: Path, tmp_path: Path
 ) -> None:
