@@ -62,7 +62,9 @@ STORIES: dict[str, str] = {
     "engine/test_running_prefixes.py::test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it",
     "call tenuto.memory.turn_memory child.checkpoints.refer_to(self.checkpoints, position)": "tests/engine/"
     "test_running_prefixes.py::test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it",
-    "call tenuto.engine.engine self._executor.release(wanted)": "tests/engine/test_memory_release.py::"
+    "call tenuto.engine.engine self._occupation.release(parts)": "tests/engine/test_memory_release.py::"
+    "test_memory_is_released_only_while_nothing_runs",
+    "call tenuto.engine.occupation self._executor.release(wanted)": "tests/engine/test_memory_release.py::"
     "test_memory_is_released_only_while_nothing_runs",
     "call tenuto.sched.admission self._share(turn)": "tests/engine/test_prefixes.py::"
     "test_two_requests_with_a_common_prompt_compute_it_once",

@@ -9,20 +9,18 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from tenuto.base.checks import MAX_COUNT, shown
+from tenuto.base.checks import MAX_COUNT
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
     ConfigError,
     IllegalTransition,
     InvalidRequest,
-    InvariantError,
-    MemoryReleased,
     SessionBusy,
     TenutoError,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.plan import PARTS, Executor, Part, Weights
+from tenuto.base.plan import Executor, Part, Weights
 from tenuto.base.state_file import CopiedState, StateFile
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
@@ -31,6 +29,7 @@ from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.occupation import Occupation
 from tenuto.engine.parking import Parking
 from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
@@ -95,7 +94,6 @@ class Engine:
         self.config = config
         self.vocab_size = vocab_size
         self._clock = clock
-        self._executor = executor
         self.memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
         executor.prepare(units, config.max_running)
         self.sessions = Registry(self.memory, clock, random, config.context_length, config.max_sessions)
@@ -143,11 +141,12 @@ class Engine:
             self.suspects,
             masks or MasksAtOnce(),
         )
+        self._occupation = Occupation(
+            executor, self.memory, self.sessions, self.batch, self.lifecycle, self._flights, self.drop
+        )
         self._numbers = count(1)
         self.auditor = Auditor(self.memory, self.sessions, (self._admission,), self.batch, config.audit_every)
         self.paused = False  # nothing is planned; written by `pause` and `resume`
-        self.released: frozenset[Part] = frozenset()  # what the system has back; without it nothing is planned
-        self.weights_read = 0  # how often other weights have taken the place of those before
         self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`
         self.transitions = self.lifecycle.transitions
@@ -406,7 +405,7 @@ class Engine:
         turn. `once`: its idempotency key. An open draft becomes this turn, and what it has computed of `tokens` is
         kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
         checked, params = self._read(tokens), params or TurnParams()
-        self._require_memory()
+        self._occupation.require_memory()
         session = self.sessions.get(session_id, tenant)
         session.require_open()
         draft = session.turn if session.turn is not None and session.turn.drafting else None
@@ -440,7 +439,7 @@ class Engine:
     ) -> Turn:
         """Open a turn that generates the last turn's output again. The old output stays until this turn commits.
         `constraint`: as of `submit`."""
-        self._require_memory()
+        self._occupation.require_memory()
         session = self.sessions.get(session_id, tenant)
         session.require_idle("regenerate in")
         params = params or TurnParams()
@@ -470,7 +469,7 @@ class Engine:
         """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
         token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
         checked = self._read(tokens)
-        self._require_memory()
+        self._occupation.require_memory()
         session = self.sessions.get(session_id, tenant)
         session.require_open()
         turn = session.turn
@@ -521,12 +520,10 @@ class Engine:
 
     # -- giving memory back
 
-    def _require_memory(self) -> None:
-        if self.released:
-            raise MemoryReleased(
-                f"the memory of {' and '.join(sorted(self.released))} is released; allowed until it is resumed: what "
-                "needs no turn"
-            )
+    @property
+    def released(self) -> frozenset[Part]:
+        """What the system has back; without it nothing is planned."""
+        return self._occupation.released
 
     @guarded
     def release_memory(self, parts: Collection[Part]) -> None:
@@ -537,11 +534,7 @@ class Engine:
             raise IllegalTransition(
                 "turns run or wait; memory can be released while generation is paused, or none does"
             )
-        wanted = frozenset(_part(part) for part in parts) - self.released
-        if wanted:
-            self._vacate(park=True)
-            self._executor.release(wanted)
-            self.released |= wanted
+        self._occupation.release(parts)
 
     @guarded
     def restore_memory(
@@ -551,15 +544,7 @@ class Engine:
         were. Turns go on once nothing is released. `identity`: as of the engine, if the weights have turned out to be
         others than those that were released; then nothing that is parked is used again. Raises `ConfigError`, having
         changed nothing, if there is no memory."""
-        wanted = frozenset(_part(part) for part in parts) & self.released
-        if ("weights" in wanted) != (weights is not None):
-            raise IllegalTransition("the weights were released or resumed meanwhile; try again")
-        if wanted:
-            self._executor.restore(wanted, weights)
-            self.released -= wanted
-            if identity is not None:
-                self._vacate(park=False)
-                self._identify(identity)
+        self._occupation.restore(parts, weights, identity)
 
     @guarded
     def update_weights(self, weights: Weights, identity: str = "", *, abort: bool = False) -> None:
@@ -567,39 +552,7 @@ class Engine:
         again: every session drops to its tokens, and what is parked is forgotten. Submitted turns go on from their
         tokens, or with `abort` end. Raises `IllegalTransition` if the weights are released, and `ConfigError`, having
         replaced nothing, if there is no memory."""
-        if "weights" in self.released:
-            raise IllegalTransition("the weights are released; resume them before they are replaced")
-        for session in list(self.sessions) if abort else ():
-            if session.turn is not None and not session.turn.drafting:
-                self.lifecycle.abort(session.turn, EndReason.ABORT)
-        self._vacate(park=False)
-        self._executor.restore((), weights)
-        self._identify(identity)
-
-    def _identify(self, identity: str) -> None:
-        self.weights_read += 1
-        if self.parking is not None:
-            self.parking.tiers.become(identity)
-
-    def _vacate(self, *, park: bool) -> None:
-        """Have no unit in use, and no step in flight; running turns queue again. What sessions had is parked, where
-        there is room, or nothing of it is kept."""
-        for turn in list(self.batch.running()):
-            self.lifecycle.preempt(turn)
-        if not park:
-            self.drop()
-        for session in [*self.sessions, *self.sessions.prefixes]:
-            while session.memory.computed or session.memory.turn is not None:
-                self.lifecycle.drop(session)
-        while len(self._flights):
-            flight, result = self._flights.collect()
-            if result is not None and not self._flights.is_void(flight):
-                self._flights.settle(flight, result)
-            elif result is None and not self._flights.is_void(flight):
-                self._flights.retry(flight)
-        for pool in self.memory.pools:
-            if pool.free != pool.capacity:
-                raise InvariantError(f"{pool.name}: {pool.capacity - pool.free} units are in use, and nobody has them")
+        self._occupation.update(weights, identity, abort=abort)
 
     # -- from one process to the next
 
@@ -645,11 +598,3 @@ class Engine:
     def counted_work(self) -> tuple[int, int, int]:
         """Units touched, rows considered and turns settled, ever: what a step's cost is made of."""
         return self.memory.touched, self._planner.rows_considered, self._settler.turns_settled
-
-
-def _part(part: object) -> Part:
-    """Raises `InvalidRequest`."""
-    for known in PARTS:
-        if part == known:
-            return known
-    raise InvalidRequest(f"a tag is {shown(part)}; allowed: {' and '.join(PARTS)}", param="tags")

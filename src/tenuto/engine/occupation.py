@@ -1,0 +1,110 @@
+"""Memory that the system gets back for a while, and weights that others replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from tenuto.base.checks import shown
+from tenuto.base.errors import IllegalTransition, InvalidRequest, InvariantError, MemoryReleased
+from tenuto.base.plan import PARTS, Executor, Part, Weights
+from tenuto.base.turns import EndReason
+from tenuto.engine.flights import Flights
+from tenuto.engine.lifecycle import Lifecycle
+from tenuto.memory.memory import Memory
+from tenuto.sched.batch import Batch
+from tenuto.session.registry import Registry
+
+
+class Occupation:
+    """What of the model's memory is allocated. `released`: what the system has back."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        memory: Memory,
+        sessions: Registry,
+        batch: Batch,
+        lifecycle: Lifecycle,
+        flights: Flights,
+        forget: Callable[[], object],
+    ) -> None:
+        """`forget` drops every session without a running turn to its tokens, and what is parked of it."""
+        self._executor = executor
+        self._memory = memory
+        self._sessions = sessions
+        self._batch = batch
+        self._lifecycle = lifecycle
+        self._flights = flights
+        self._forget = forget
+        self.released: frozenset[Part] = frozenset()
+
+    def require_memory(self) -> None:
+        """Raises `MemoryReleased` while turns cannot run."""
+        if self.released:
+            raise MemoryReleased(
+                f"the memory of {' and '.join(sorted(self.released))} is released; allowed until it is resumed: what "
+                "needs no turn"
+            )
+
+    def release(self, parts: Collection[Part]) -> None:
+        """See `Engine.release_memory`."""
+        wanted = frozenset(_part(part) for part in parts) - self.released
+        if wanted:
+            self._vacate(park=True)
+            self._executor.release(wanted)
+            self.released |= wanted
+
+    def restore(self, parts: Collection[Part], weights: Weights | None, identity: str | None) -> None:
+        """See `Engine.restore_memory`."""
+        wanted = frozenset(_part(part) for part in parts) & self.released
+        if ("weights" in wanted) != (weights is not None):
+            raise IllegalTransition("the weights were released or resumed meanwhile; try again")
+        if wanted:
+            self._executor.restore(wanted, weights)
+            self.released -= wanted
+            if identity is not None:
+                self._vacate(park=False)
+                self._identify(identity)
+
+    def update(self, weights: Weights, identity: str, *, abort: bool) -> None:
+        """See `Engine.update_weights`."""
+        if "weights" in self.released:
+            raise IllegalTransition("the weights are released; resume them before they are replaced")
+        for session in list(self._sessions) if abort else ():
+            if session.turn is not None and not session.turn.drafting:
+                self._lifecycle.abort(session.turn, EndReason.ABORT)
+        self._vacate(park=False)
+        self._executor.restore((), weights)
+        self._identify(identity)
+
+    def _identify(self, identity: str) -> None:
+        if self._lifecycle.parking is not None:
+            self._lifecycle.parking.tiers.become(identity)
+
+    def _vacate(self, *, park: bool) -> None:
+        """Have no unit in use, and no step in flight; running turns queue again. What sessions had is parked, where
+        there is room, or nothing of it is kept."""
+        for turn in list(self._batch.running()):
+            self._lifecycle.preempt(turn)
+        if not park:
+            self._forget()
+        for session in [*self._sessions, *self._sessions.prefixes]:
+            while session.memory.computed or session.memory.turn is not None:
+                self._lifecycle.drop(session)
+        while len(self._flights):
+            flight, result = self._flights.collect()
+            if result is not None and not self._flights.is_void(flight):
+                self._flights.settle(flight, result)
+            elif result is None and not self._flights.is_void(flight):
+                self._flights.retry(flight)
+        for pool in self._memory.pools:
+            if pool.free != pool.capacity:
+                raise InvariantError(f"{pool.name}: {pool.capacity - pool.free} units are in use, and nobody has them")
+
+
+def _part(part: object) -> Part:
+    """Raises `InvalidRequest`."""
+    for known in PARTS:
+        if part == known:
+            return known
+    raise InvalidRequest(f"a tag is {shown(part)}; allowed: {' and '.join(PARTS)}", param="tags")
