@@ -151,6 +151,7 @@ def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
         "get /metrics": 200,
         "post /v1/sessions/import": 400,
         "post /v1/sessions/import/state": 415,
+        "post /update_weights_from_disk": 400,
         **dict.fromkeys(of_turns, 404),
     }
     known |= dict.fromkeys(("get /v1/responses/{response_id}", "delete /v1/responses/{response_id}"), 400)
