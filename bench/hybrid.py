@@ -8,8 +8,8 @@ machine. If others use it too, threads that wait for each other blur that: `task
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,10 +186,13 @@ def at_rest(engine: Engine, session: str) -> None:
 
 def main() -> None:
     """Print both."""
+    parser = argparse.ArgumentParser(prog="python -m bench.hybrid", description=__doc__)
+    parser.add_argument("model", nargs="?", help="such as tests/hybrid/model; by default the witness takes the turns")
+    arguments = parser.parse_args()
     together, singly = reservations()
     print(f"state slots for {PASS} turns, us: in one call {together.shown()}, in {PASS} {singly.shown()}")
     print(f"one call takes {together.median / singly.median:.2f} of the time\n")
-    executor = executor_of(sys.argv[1] if len(sys.argv) > 1 else None)
+    executor = executor_of(arguments.model)
     conversation(executor)
     executor.close()
 
