@@ -8,12 +8,13 @@ import os
 import secrets
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from tenuto.base.errors import ConfigError
@@ -24,6 +25,11 @@ VERSION = "1"
 SUFFIX = ".units"
 INDEX = "sessions.index"
 LOCK = "tenuto.lock"
+READERS = 2
+"""Threads that read and check."""
+PIECE = 2**22
+"""Bytes that one of them reads at once."""
+_LENGTH = 8
 
 
 class DiskFailed(Exception):
@@ -107,6 +113,7 @@ class UnitFiles:
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"the disk tier {directory} is in use by another process") from error
+        self._readers = ThreadPoolExecutor(READERS, "tenuto-disk")
 
     def become(self, identity: str) -> None:
         """See `Disk.become`."""
@@ -136,22 +143,42 @@ class UnitFiles:
         """See `Disk.read`."""
         path = self._directory / file.name
         try:
-            with safe_open(path, framework="numpy") as opened:
-                metadata = opened.metadata() or {}
+            with path.open("rb", buffering=0) as opened:
+                header, begin = _header(opened)
+                metadata = header["__metadata__"]
                 if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
                     raise DiskFailed("read", f"{path} is of another format or version")
                 if metadata.get("identity") != self._identity:
                     raise DiskFailed("foreign", f"{path} has units of another model")
                 sums = json.loads(metadata["checksums"])
-                found = {
-                    group: _checked(opened.get_tensor(f"group {group}"), wanted, sums[f"group {group}"])
+                return {
+                    group: self._units(opened.fileno(), begin, header[f"group {group}"], wanted, sums[f"group {group}"])
                     for group, wanted in rows.items()
                 }
-        except (OSError, SafetensorError, KeyError, ValueError, IndexError) as error:
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise DiskFailed("read", f"{path} could not be read: {error}") from error
-        if any(units is None for units in found.values()):
-            raise DiskFailed("checksum", f"{path} is damaged")
-        return {group: units for group, units in found.items() if units is not None}
+
+    def _units(
+        self, file: int, begin: int, tensor: dict[str, Any], rows: Sequence[int], sums: Sequence[int]
+    ) -> list[Bytes]:
+        """The units numbered `rows` of a tensor, uint8 [units, bytes]. Some are read while others are compared with
+        their checksums. Raises `DiskFailed` if one is damaged."""
+        size = int(tensor["shape"][1])
+        start = begin + int(tensor["data_offsets"][0])
+        units = np.empty((len(rows), size), np.uint8)
+
+        def take(first: int) -> bool:
+            """Read the units from the `first` on of `PIECE` bytes, or one; False if one is damaged."""
+            piece = slice(first, first + step)
+            for unit, row in zip(units[piece], rows[piece], strict=True):
+                if not 0 <= row < len(sums) or os.preadv(file, [unit.data], start + row * size) < size:
+                    raise ValueError(f"it has no unit {row}")
+            return all(zlib.crc32(unit) == sums[row] for unit, row in zip(units[piece], rows[piece], strict=True))
+
+        step = max(1, PIECE // max(1, size))
+        if not all(self._readers.map(take, range(0, len(rows), step))):
+            raise DiskFailed("checksum", "a file of units is damaged")
+        return list(units)
 
     def remove(self, file: UnitFile) -> None:
         """See `Disk.remove`."""
@@ -195,11 +222,13 @@ class UnitFiles:
         """See `Disk.close`."""
         if not keep:
             self._remove([*self.files(), INDEX])
+        self._readers.shutdown()
         os.close(self._lock)
 
 
-def _checked(units: Bytes, rows: Sequence[int], sums: Sequence[int]) -> list[Bytes] | None:
-    """The units numbered `rows`, unless one of them is damaged."""
-    found = [units[row] for row in rows]
-    sound = all(zlib.crc32(unit) == sums[row] for unit, row in zip(found, rows, strict=True))
-    return found if sound else None
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its tensors begin. Raises `ValueError`."""
+    length = int.from_bytes(file.read(_LENGTH), "little")
+    if length > os.fstat(file.fileno()).st_size - _LENGTH:
+        raise ValueError("its header is truncated")
+    return json.loads(file.read(length)), _LENGTH + length
