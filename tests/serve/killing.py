@@ -224,7 +224,8 @@ class Killer:
     def _snapshot(self) -> frozenset[tuple[str, int]]:
         """Changes whenever a file of the disk tier is begun or ends."""
         with suppress(FileNotFoundError):
-            return frozenset((entry.name, entry.stat().st_size) for entry in os.scandir(self._tier))
+            with os.scandir(self._tier) as entries:
+                return frozenset((entry.name, entry.stat().st_size) for entry in entries)
         return frozenset()
 
     def _state(self) -> tuple[int, int] | None:
