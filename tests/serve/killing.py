@@ -223,9 +223,8 @@ class Killer:
 
     def _snapshot(self) -> frozenset[tuple[str, int]]:
         """Changes whenever a file of the disk tier is begun or ends."""
-        with suppress(FileNotFoundError):
-            with os.scandir(self._tier) as entries:
-                return frozenset((entry.name, entry.stat().st_size) for entry in entries)
+        with suppress(FileNotFoundError), os.scandir(self._tier) as entries:
+            return frozenset((entry.name, entry.stat().st_size) for entry in entries)
         return frozenset()
 
     def _state(self) -> tuple[int, int] | None:
