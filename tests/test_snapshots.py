@@ -9,6 +9,7 @@ import pytest
 
 import tenuto
 from tenuto.base.errors import InvalidRequest
+from tests.exec.kernels import needs_variant
 
 HYBRID = str(Path(__file__).parent / "hybrid" / "model")
 """Full attention, a sliding window and recurrent state."""
@@ -50,6 +51,7 @@ def test_a_model_goes_on_with_state_that_another_engine_has_left_or_exported(ker
         engine.audit()
 
 
+@needs_variant
 def test_state_of_other_weights_or_kernels_is_refused(tmp_path: Path) -> None:
     with tenuto.Engine(HYBRID, kernels="torch") as engine:
         session = engine.session("s")

@@ -6,6 +6,7 @@ from tenuto.kernels.native.build import VARIANTS, Machine
 
 HERE = Machine.this()
 any_variant = bool(HERE.compiler and HERE.variants())
+needs_variant = pytest.mark.skipif(not any_variant, reason="there are no native kernels here")
 every_variant = pytest.mark.parametrize(
     "variant",
     [

@@ -22,7 +22,7 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import VARIANTS, Machine
 from tenuto.models.store import resolve
 from tests.exec.driver import Driver, logits_of
-from tests.exec.kernels import HERE, every_variant
+from tests.exec.kernels import HERE, every_variant, needs_variant
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
 
 MODEL = tiny_llama(head_dim=32, max_position_embeddings=1024)
@@ -200,6 +200,7 @@ def test_pages_copied_out_and_in_again_elsewhere_hold_the_same(path: Path, page_
     other.close()
 
 
+@needs_variant
 def test_one_thread_computes_what_two_do(path: Path) -> None:
     executor = native(path)
     forward = executor.forward
@@ -223,6 +224,7 @@ def test_no_more_threads_compute_than_the_control_group_pays_for(tmp_path: Path)
         assert usable_cores(quota) == expected
 
 
+@needs_variant
 def test_a_step_that_had_no_memory_is_followed_by_one_that_works(path: Path) -> None:
     """Once, room that could not be had counted as there, and the next step was a crash."""
     script = f"""
@@ -302,6 +304,7 @@ def test_a_model_the_kernels_cannot_run_is_run_by_pytorch(tmp_path: Path) -> Non
     executor.close()
 
 
+@needs_variant
 def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path: Path) -> None:
     model = tiny_llama(tie_word_embeddings=False)
     path = save_hf(tmp_path, model)

@@ -29,7 +29,7 @@ from tenuto.models.config import ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
-from tests.exec.kernels import any_variant, every_variant
+from tests.exec.kernels import every_variant, needs_variant
 from tests.exec.mixed_driver import MixedDriver
 from tests.models.tiny_dense import (
     LONG_ROPE,
@@ -297,7 +297,7 @@ def test_native_kernels_compute_what_pytorch_computes(stage: Stage, rounded: tor
     executor.close()
 
 
-@pytest.mark.skipif(not any_variant, reason="there are no native kernels here")
+@needs_variant
 def test_natively_mixed_batches_give_each_row_the_logits_of_its_text_alone_in_every_bit(stage: Stage) -> None:
     executor = native(stage, "auto", dtype="bfloat16")
     alone = MixedDriver(executor, rows=4, units=220)
@@ -307,7 +307,7 @@ def test_natively_mixed_batches_give_each_row_the_logits_of_its_text_alone_in_ev
     executor.close()
 
 
-@pytest.mark.skipif(not any_variant, reason="there are no native kernels here")
+@needs_variant
 def test_the_native_spec_is_what_the_memory_takes_to_the_byte(stage: Stage) -> None:
     """Pages have room for whole blocks of 16 tokens, in bfloat16; states are float32."""
     executor = native(stage, "auto")

@@ -25,7 +25,7 @@ from tenuto.models.gguf import SUPPORTED, GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
 from tenuto.models.weights import dequantize
-from tests.exec.kernels import HERE, any_variant
+from tests.exec.kernels import HERE, needs_variant
 from tests.exec.mixed_driver import MixedDriver
 from tests.models.quantize import quantize
 from tests.models.tiny import LINEAR, LLAMA3, YARN, save_gguf, save_hf, tiny_llama
@@ -150,7 +150,7 @@ def test_files_of_every_family_hold_the_same_model_as_directories(architecture: 
     assert_same_model(save_dense_gguf(tmp_path / "m.gguf", model, architecture), tmp_path)
 
 
-@pytest.mark.skipif(not any_variant, reason="there are no native kernels here")
+@needs_variant
 @pytest.mark.parametrize("architecture", ["phi3", "qwen3moe"])
 def test_parts_of_quantized_tensors_are_computed_natively_as_in_pytorch(architecture: str, tmp_path: Path) -> None:
     """Fused projections are taken apart, and experts stored as one, without decoding them; routers stay float32."""

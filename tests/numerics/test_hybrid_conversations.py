@@ -26,7 +26,7 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
-from tests.exec.kernels import any_variant
+from tests.exec.kernels import needs_variant
 from tests.exec.mixed_driver import MixedDriver
 from tests.exec.spoil import spoil
 from tests.models.tiny_hybrids import (
@@ -145,7 +145,7 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
     assert_all_compared(comparison, running, close=CLOSE)
 
 
-@pytest.mark.skipif(not any_variant, reason="there are no native kernels here")
+@needs_variant
 @pytest.mark.parametrize("make", [*(make for make, _ in FAMILIES), tiny_falcon_h1, tiny_nemotron_h])
 def test_overlapped_steps_of_native_kernels_sample_what_they_sample_from_scratch(
     tmp_path: Path, make: Callable[[], PreTrainedModel]
