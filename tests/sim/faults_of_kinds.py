@@ -1,0 +1,61 @@
+"""Faults of state slots and of windows, planted as those of `faults` are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tenuto.base.plan import StateMoves
+from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.sliding import SlidingTable
+from tenuto.memory.state import StateGroup
+from tenuto.memory.turn_memory import TurnMemory
+from tests.sim.faults import replaced
+
+
+def rows_read_each_others_state_slots() -> Any:
+    """The slots that a step reads are in another order than its rows."""
+
+    def make(original: Any) -> Any:
+        def advance(self: StateGroup, rows: Any, starts: Any, grown: Any, moves: Any) -> None:
+            original(self, rows, starts, grown, moves)
+            made = moves.states[-1]
+            moves.states[-1] = StateMoves(made.reads[::-1].copy(), made.writes)
+
+        return advance
+
+    return replaced(StateGroup, "advance", make)
+
+
+def pages_of_the_sessions_window_are_released_before_the_turn_commits() -> Any:
+    """The turn has passed them, but its session stands there until it commits."""
+
+    def make(original: Any) -> Any:
+        def slide(self: SlidingTable, computed: int) -> None:
+            original(self, computed)
+            if self.released and self._source is not None and len(self._source):
+                self._source.drop_front(1)
+
+        return slide
+
+    return replaced(SlidingTable, "slide", make)
+
+
+def a_checkpoints_state_is_past_its_position() -> Any:
+    """It says that it stands a token before what its slot has seen."""
+
+    def make(original: Any) -> Any:
+        def checkpoint(self: TurnMemory, position: int) -> Checkpoint:
+            made: Checkpoint = original(self, position)
+            made.position = max(1, position - 1)
+            return made
+
+        return checkpoint
+
+    return replaced(TurnMemory, "checkpoint", make)
+
+
+FAULTS_OF_KINDS = (
+    rows_read_each_others_state_slots,
+    pages_of_the_sessions_window_are_released_before_the_turn_commits,
+    a_checkpoints_state_is_past_its_position,
+)
