@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,19 +122,24 @@ def test_what_host_memory_cannot_hold_goes_to_files(mix, part: float, disk: Unit
 
 
 @every_mix
-@pytest.mark.parametrize("harm", ["damaged", "cut", "gone", "other version"])
+@pytest.mark.parametrize("harm", ["damaged", "cut", "gone", "other version", "larger units"])
 def test_files_that_cannot_be_trusted_cost_only_time(mix, harm: str, disk: UnitFiles, tmp_path: Path) -> None:
     stage = make(mix, units=units_of(mix), host_tier=0, disk=disk)
     names = crowd(stage)
     for path in (tmp_path / "tier").glob(f"*{SUFFIX}"):
         if harm == "damaged":
-            content = bytearray(path.read_bytes())
-            content[-5] ^= 1
-            path.write_bytes(content)
+            changed = bytearray(path.read_bytes())
+            changed[-5] ^= 1
+            path.write_bytes(changed)
         elif harm == "cut":
             path.write_bytes(path.read_bytes()[:-7])
         elif harm == "gone":
             path.unlink()
+        elif harm == "larger units":  # no memory is taken for what the header says and the file has not
+            content = path.read_bytes()
+            end = 8 + int.from_bytes(content[:8], "little")
+            header = re.sub(rb'(?<="shape":\[)(\d+),\d+', rb"\1,9" + b"0" * 15, content[8:end])
+            path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
         else:
             path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
     for name in names:

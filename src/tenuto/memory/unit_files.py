@@ -155,7 +155,7 @@ class UnitFiles:
                     group: self._units(opened.fileno(), begin, header[f"group {group}"], wanted, sums[f"group {group}"])
                     for group, wanted in rows.items()
                 }
-        except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise DiskFailed("read", f"{path} could not be read: {error}") from error
 
     def _units(
@@ -165,6 +165,8 @@ class UnitFiles:
         their checksums. Raises `DiskFailed` if one is damaged."""
         size = int(tensor["shape"][1])
         start = begin + int(tensor["data_offsets"][0])
+        if start + (max(rows, default=-1) + 1) * size > os.fstat(file).st_size:
+            raise ValueError("it ends before the units that it should have")
         units = np.empty((len(rows), size), np.uint8)
 
         def take(first: int) -> bool:
