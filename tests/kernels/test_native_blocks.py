@@ -98,7 +98,7 @@ PROBE = """
 #include "matrix.h"
 extern "C" void unpack_all(const Matrix *w, uint8_t *out) {
   for (int p = 0, blocks = w->inputs / BLOCK; p < w->panels; p++)
-    tiles::unpack(*w, w->data + p * w->stride, blocks, 0, blocks, out + (int64_t)p * blocks * 1024, w->data);
+    tiles::unpack(*w, w->data + p * w->stride, blocks, 0, blocks, out + (int64_t)p * blocks * 1024);
 }
 """
 

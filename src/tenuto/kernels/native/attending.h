@@ -80,30 +80,29 @@ public:
     const int values = first + pages_.cache.kv_heads, all = values + pages_.cache.kv_heads;
     const Input from = work_.a(op.first);
     member.uneven.find(from, 0, work_.tokens());
-    for (int head; (head = work_.team.take(member.number, all)) >= 0;) {
+    work_.share(all, work_.tokens(), member, [&](int head, int begin, int end) {
       const Matrix &w = head < first ? op.first : head < values ? op.second : op.third;
       const int own = head < first ? head : head < values ? head - first : head - values;
-      const float *products = member.products.as<float>();
-      Work::multiply(w, own * panels, panels, from, 0, work_.tokens(), member, [&](int begin, int end) {
-        for (int token = begin; token < end; token++) {
-          alignas(64) float vector[1024];
-          for (int p = 0; p < panels; p++) {
-            f32x16 v = load<f32x16>(products + ((int64_t)p * (end - begin) + token - begin) * LANES);
-            store(vector + p * LANES, v + bias_of(w, own * panels + p));
-          }
-          if (head >= values)
-            keep(a, token, own, vector, true);
-          else if (head >= first)
-            rotate(a, a.key_norm, token, vector), keep(a, token, own, vector, false);
-          else if (!a.gated)
-            ask(a, token, own, vector);
-          else if (own % 2 == 0)
-            ask(a, token, own / 2, vector);
-          else
-            memcpy(work_.gates(token) + own / 2 * dim(), vector, sizeof(float) * dim());
+      float *const products = member.products.as<float>();
+      product(w, own * panels, panels, from, member.uneven, begin, end, products, member.buffer.as<uint8_t>());
+      for (int token = begin; token < end; token++) {
+        alignas(64) float vector[1024];
+        for (int p = 0; p < panels; p++) {
+          f32x16 v = load<f32x16>(products + ((int64_t)p * (end - begin) + token - begin) * LANES);
+          store(vector + p * LANES, v + bias_of(w, own * panels + p));
         }
-      });
-    }
+        if (head >= values)
+          keep(a, token, own, vector, true);
+        else if (head >= first)
+          rotate(a, a.key_norm, token, vector), keep(a, token, own, vector, false);
+        else if (!a.gated)
+          ask(a, token, own, vector);
+        else if (own % 2 == 0)
+          ask(a, token, own / 2, vector);
+        else
+          memcpy(work_.gates(token) + own / 2 * dim(), vector, sizeof(float) * dim());
+      }
+    });
   }
 
   void attend(const TenutoOp &op, Member &member) {

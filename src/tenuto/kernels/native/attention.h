@@ -95,40 +95,49 @@ static __attribute__((noinline)) void keep_within(float cap, float *scores, int 
   }
 }
 
-// The blocks of one head of one sequence, and the token slots of each that are in use.
+// Neighbouring blocks of one sequence, whose scores are taken together: where they are, and the tokens in each.
+struct Chunk {
+  int count;
+  const uint16_t *at[CHUNK];
+  int first[CHUNK], end[CHUNK];
+
+  // `scores`, of the slots of block i, with those that a row does not see set to minus infinity.
+  f32x16 masked(f32x16 scores, int i, const QueryRow &row) const {
+    const int before = first[i], seen = std::min(row.end, end[i]) - before;
+    if (seen < LANES)
+      scores = select(lane_numbers() < seen, scores, splat(-INFINITY));
+    return row.first > before ? select(lane_numbers() < row.first - before, splat(-INFINITY), scores) : scores;
+  }
+};
+
+// The blocks of one head of one sequence.
 struct Blocks {
   const Cache &cache;
   int layer, head;
   const int32_t *pages;
   int count; // of the sequence's
 
+  // Blocks `from` up to `to`, at most to where chunks end: always at the same blocks, also if the first of them have
+  // left the window.
+  Chunk chunk(int from, int to) const {
+    Chunk chunk = {std::min(to, from / CHUNK * CHUNK + CHUNK) - from};
+    int page = from / cache.blocks, index = from % cache.blocks;
+    for (int i = 0; i < chunk.count; i++) {
+      chunk.at[i] = cache.block(layer, pages[page], head, index);
+      chunk.first[i] = page * cache.page_size + index * LANES;
+      chunk.end[i] = page * cache.page_size + std::min(cache.page_size, (index + 1) * LANES);
+      if (++index == cache.blocks)
+        page++, index = 0;
+    }
+    return chunk;
+  }
   const uint16_t *at(int i) const { return cache.block(layer, pages[i / cache.blocks], head, i % cache.blocks); }
-  int first(int i) const { return i / cache.blocks * cache.page_size + i % cache.blocks * LANES; }
-  int end(int i) const {
-    return i / cache.blocks * cache.page_size + std::min(cache.page_size, (i % cache.blocks + 1) * LANES);
-  }
-  // `scores`, of the slots of block i, with those that a row does not see set to minus infinity.
-  f32x16 masked(f32x16 scores, int i, const QueryRow &row) const {
-    const int before = first(i), seen = std::min(row.end, end(i)) - before;
-    scores = select(lane_numbers() < seen, scores, splat(-INFINITY));
-    return row.first > before ? select(lane_numbers() < row.first - before, splat(-INFINITY), scores) : scores;
-  }
-  // Ask for a block early.
-  void prefetch(int i) const {
-    const char *block = (const char *)at(i);
-    for (int64_t b = 0; b < 2 * cache.block_values(); b += 64)
-      __builtin_prefetch(block + b);
-  }
 };
 
 INLINE void begin(const QueryRow &row, int dim) {
   *row.result = {-INFINITY, 0.0f};
   memset(weighted(row.result), 0, sizeof(float) * dim);
 }
-
-// Where the blocks whose scores are taken together with those of block `i` end: always at the same blocks, also if the
-// first of them have left the window.
-INLINE int chunk_end(int i, int to) { return std::min(to, i / CHUNK * CHUNK + CHUNK); }
 
 // ROWS query rows attend to blocks `from` up to `to` of one sequence's cache, a head of it.
 template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, Scoring scoring) {
@@ -138,9 +147,10 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
   for (int r = 0; r < ROWS; r++)
     begin(rows[r], dim);
   for (int start = from, count; start < to; start += count) {
-    count = chunk_end(start, to) - start;
+    const Chunk chunk = blocks.chunk(start, to);
+    count = chunk.count;
     for (int i = 0; i < count; i++) {
-      const uint16_t *block = blocks.at(start + i);
+      const uint16_t *block = chunk.at[i];
       const uint16_t *values = block + LANES * dim, *next = blocks.at(std::min(start + i + AHEAD, blocks.count - 1));
       f32x16 even[ROWS] = {}, odd[ROWS] = {};
       for (int j = 0; j < dim / 2; j += 2) {
@@ -157,7 +167,7 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
       }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        store(&scores[r][i * LANES], blocks.masked((even[r] + odd[r]) * scoring.scale, start + i, rows[r]));
+        store(&scores[r][i * LANES], chunk.masked((even[r] + odd[r]) * scoring.scale, i, rows[r]));
     }
     for (int r = 0; r < ROWS && scoring.cap != 0.0f; r++)
       keep_within(scoring.cap, scores[r], count, 1);
@@ -173,7 +183,7 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
           for (int v = 0; v < WIDTH; v++)
             acc[r][v] = load<f32x16>(weighted(rows[r].result) + d + v * LANES) * shrink[r];
         for (int i = 0; i < count; i++) {
-          const uint16_t *values = blocks.at(start + i) + LANES * dim + 2 * d;
+          const uint16_t *values = chunk.at[i] + LANES * dim + 2 * d;
           for (int pair = 0; pair < LANES / 2; pair++, values += 2 * dim) {
             Pairs both[WIDTH];
             for (int v = 0; v < WIDTH; v++)

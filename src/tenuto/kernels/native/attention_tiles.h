@@ -1,13 +1,57 @@
 // Attention by tiles (AMX): up to 16 query rows together.
 namespace tiles {
 
+constexpr int TILES_AHEAD = 2; // blocks that are asked for before they are needed
+
+// Ask for a block of a sequence, for the second cache: more lines can be on their way there than to the first.
+INLINE void prefetch(const Blocks &blocks, int i) {
+  const char *block = (const char *)blocks.at(i);
+  for (int64_t b = 0; b < 2 * blocks.cache.block_values(); b += 64)
+    __builtin_prefetch(block + b, 0, 2);
+}
+
+// Turn the scores of up to 16 rows with the blocks of a chunk, [block][16 rows][16 slots], into shares, and bring what
+// the rows have attended to so far up to date, as `weigh` does. `shrink`: what their weighted values so far are to be
+// multiplied with.
+INLINE void weigh_rows(float (*scores)[LANES][LANES], Half (*shares)[LANES][LANES], const Chunk &chunk,
+                       const QueryRow *rows, int count, Scoring scoring, float *shrink) {
+  alignas(64) float before[LANES] = {}, highest[LANES] = {}, base[LANES];
+  for (int r = 0; r < count; r++) {
+    f32x16 top = splat(before[r] = rows[r].result->highest);
+    for (int i = 0; i < chunk.count; i++) {
+      const f32x16 score = chunk.masked(load<f32x16>(scores[i][r]) * scoring.scale, i, rows[r]);
+      store(scores[i][r], score);
+      top = max16(top, score);
+    }
+    if (scoring.cap != 0.0f) {
+      keep_within(scoring.cap, scores[0][r], chunk.count, LANES);
+      top = splat(before[r]);
+      for (int i = 0; i < chunk.count; i++)
+        top = max16(top, load<f32x16>(scores[i][r]));
+    }
+    highest[r] = highest16(top);
+  }
+  // A row that has seen nothing yet has nothing to shrink, and 0 stands in for its highest score.
+  const f32x16 highs = load<f32x16>(highest), bases = select(highs == -INFINITY, f32x16{}, highs);
+  store(base, bases);
+  store(shrink, exp_nonpositive(load<f32x16>(before) - bases));
+  for (int r = 0; r < count; r++) {
+    f32x16 sum = {};
+    for (int i = 0; i < chunk.count; i++) {
+      const f32x16 share = exp_nonpositive(load<f32x16>(scores[i][r]) - base[r]);
+      sum += share;
+      store_halves(shares[i][r], share);
+    }
+    *rows[r].result = {highest[r], rows[r].result->sum * shrink[r] + sum16(sum)};
+  }
+}
+
 // As `::attend`, for head dimensions that are multiples of 32.
 static void attend(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, Scoring scoring) {
   const int dim = blocks.cache.head_dim;
   alignas(64) Half queries[LANES * 1024]; // [dim / 32][16][32]
-  alignas(64) float scores[CHUNK][LANES][LANES], values[4][LANES][LANES];
+  alignas(64) float scores[CHUNK][LANES][LANES], values[4][LANES][LANES], shrink[LANES];
   alignas(64) Half shares[CHUNK][LANES][LANES];
-  float shrink[LANES];
   for (int r = 0; r < count; r++) {
     begin(rows[r], dim);
     for (int d = 0; d < dim; d += BLOCK)
@@ -15,27 +59,22 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
   }
   configure(ATTENTION, count);
   for (int start = from, now; start < to; start += now) {
-    now = chunk_end(start, to) - start;
+    const Chunk chunk = blocks.chunk(start, to);
+    now = chunk.count;
     for (int i = 0; i < now; i++) {
-      const uint16_t *block = blocks.at(start + i);
-      if (start + i + 1 < to)
-        blocks.prefetch(start + i + 1);
+      if (start + i + TILES_AHEAD < blocks.count)
+        prefetch(blocks, start + i + TILES_AHEAD);
       written();
       _tile_zero(0);
       for (int d = 0; d < dim; d += BLOCK) {
         _tile_loadd(4, queries + d * LANES, 64);
-        _tile_loadd(6, block + d * LANES, 64);
+        _tile_loadd(6, chunk.at[i] + d * LANES, 64);
         _tile_dpbf16ps(0, 4, 6);
       }
       _tile_stored(0, scores[i], 64);
     }
-    for (int r = 0; r < count; r++) {
-      for (int i = 0; i < now; i++)
-        store(scores[i][r], blocks.masked(load<f32x16>(scores[i][r]) * scoring.scale, start + i, rows[r]));
-      if (scoring.cap != 0.0f)
-        keep_within(scoring.cap, scores[0][r], now, LANES);
-      shrink[r] = weigh(scores[0][r], shares[0][r], now, LANES, *rows[r].result);
-    }
+    written();
+    weigh_rows(scores, shares, chunk, rows, count, scoring, shrink);
     for (int d = 0; d < dim; d += 4 * LANES) {
       const bool all = dim - d >= 4 * LANES; // else two tiles of 16
       written();
@@ -44,7 +83,7 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
       _tile_zero(2);
       _tile_zero(3);
       for (int i = 0; i < now; i++) {
-        const uint16_t *block = blocks.at(start + i) + LANES * dim + 2 * d;
+        const uint16_t *block = chunk.at[i] + LANES * dim + 2 * d;
         _tile_loadd(5, shares[i], 32);
         _tile_loadd(7, block, dim * 4);
         _tile_dpbf16ps(0, 5, 7);
@@ -63,6 +102,7 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
         _tile_stored(2, values[2], 64);
         _tile_stored(3, values[3], 64);
       }
+      written();
       for (int r = 0; r < count; r++) {
         float *to_row = weighted(rows[r].result) + d;
         for (int v = 0; v < (all ? 4 : 2); v++)

@@ -74,7 +74,29 @@ static void post(Work &work, const TenutoOp &op, Member &member) {
   }
 }
 
+#if TENUTO_AMX
+// `add` by tiles that begin with what the products are added to; false if that is not all there is to do.
+static bool add_tiles(Work &work, const TenutoOp &op, Member &member) {
+  constexpr int PANELS = 2; // at once
+  const Matrix &w = op.first;
+  const Input from = work.b(w);
+  if (from.form != Form::HALVES || op.second.panels || w.bias || op.column >= 0 || op.scale != 1.0f)
+    return false;
+  work.share((w.panels + PANELS - 1) / PANELS, work.tokens(), member, [&](int task, int first, int last) {
+    const int panel = task * PANELS;
+    tiles::product(w, panel, std::min(PANELS, w.panels - panel), from, first, last,
+                   {work.target(op, first) + panel * LANES, work.widths.hidden, LANES}, true,
+                   member.buffer.as<uint8_t>());
+  });
+  return true;
+}
+#endif
+
 static void add(Work &work, const TenutoOp &op, Member &member) {
+#if TENUTO_AMX
+  if (add_tiles(work, op, member))
+    return;
+#endif
   const float *values = member.products.as<float>();
   work.share(op.first, op.second, 2, work.b(op.first), work.tokens(), member,
              [&](const Matrix &w, int panel, int count, int first, int last) {
@@ -121,8 +143,9 @@ INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const Te
 static void gated(Work &work, const TenutoOp &op, Member &member) {
   const Input from = work.a(op.first), to = work.b(op.first.outputs, op.reader);
   member.uneven.find(from, 0, work.tokens());
-  for (int block; (block = work.team.take(member.number, to.blocks)) >= 0;)
-    gate_block(op.first, op.second, block, op, from, to, 0, work.tokens(), member);
+  work.share(to.blocks, work.tokens(), member, [&](int block, int first, int last) {
+    gate_block(op.first, op.second, block, op, from, to, first, last, member);
+  });
 }
 
 static void project(Work &work, const TenutoOp &op, Member &member) {

@@ -398,7 +398,7 @@ static void product(const Matrix &w, int panel, int count, const Input &x, const
                     int last, float *out, uint8_t *buffer) {
 #if TENUTO_AMX
   if (x.form == Form::HALVES) {
-    tiles::product(w, panel, count, x, first, last, out, buffer);
+    tiles::product(w, panel, count, x, first, last, {out, LANES, (int64_t)(last - first) * LANES}, false, buffer);
     return;
   }
 #endif

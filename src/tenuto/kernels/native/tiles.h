@@ -48,17 +48,17 @@ INLINE __m512i rounded_pair(__m512 first, __m512 second) {
   return _mm512_ternarylogic_epi32(_mm512_add_epi32(_mm512_castps_si512(second), half), high, low, 0xEA); // a & b | c
 }
 
-// Unpack blocks `from` up to `to` of a quantized panel to bfloat16, in the layout of PAIRS, and prefetch as many from
-// `next` on. A quant becomes the float 1 + q / 128 (or 256) by putting its bits into a mantissa; scale and minimum are
-// changed to fit.
-template <int KIND>
-static void unpack_panel(const uint8_t *panel, int blocks, int from, int to, uint8_t *out, const uint8_t *next) {
+// Unpack blocks `from` up to `to` of a quantized panel to bfloat16, in the layout of PAIRS, and prefetch as many of
+// what follows. A quant becomes the float 1 + q / 128 (or 256) by putting its bits into a mantissa; scale and minimum
+// are changed to fit.
+template <int KIND> static void unpack_panel(const uint8_t *panel, int blocks, int from, int to, uint8_t *out) {
   constexpr float unit = of_nibbles(KIND) ? 128.0f : 256.0f;
   const uint8_t *behind = panel + (int64_t)blocks * block_bytes(KIND);
+  const uint8_t *ahead = panel + PREFETCHED + (int64_t)from * (block_bytes(KIND) + 64);
   const __m512i one = _mm512_set1_epi32(0x3F800000);
   for (int b = from; b < to; b++, out += 1024) {
-    for (int i = 0; i < block_bytes(KIND); i += 64, next += 64)
-      __builtin_prefetch(next);
+    for (int i = 0; i < block_bytes(KIND) + 64; i += 64, ahead += 64)
+      __builtin_prefetch(ahead, 0, 2);
     __m512 scale, minimum;
     const __m512i mask = _mm512_set1_epi32(of_nibbles(KIND) ? 0x000F0000 : 0x007F8000);
     auto value = [&](__m512i bits) __attribute__((always_inline)) {
@@ -88,47 +88,28 @@ static void unpack_panel(const uint8_t *panel, int blocks, int from, int to, uin
 }
 
 // The same with a panel of FLOAT16.
-static void unpack_halves(const uint8_t *panel, int from, int to, uint8_t *out, const uint8_t *next) {
-  for (const uint8_t *p = panel + from * 1024; p < panel + to * 1024; p += 64, out += 64, next += 64) {
-    __builtin_prefetch(next);
+static void unpack_halves(const uint8_t *panel, int from, int to, uint8_t *out) {
+  for (const uint8_t *p = panel + from * 1024; p < panel + to * 1024; p += 64, out += 64) {
+    __builtin_prefetch(p + PREFETCHED, 0, 2);
     _mm512_store_si512(out, rounded_pair((__m512)half_to_float(p), (__m512)half_to_float(p + 32)));
   }
 }
 
 // Where blocks `from` up to `to` of a panel are as PAIRS: in `out`, unless they are stored so.
-static const uint8_t *unpack(const Matrix &w, const uint8_t *panel, int blocks, int from, int to, uint8_t *out,
-                             const uint8_t *next) {
+static const uint8_t *unpack(const Matrix &w, const uint8_t *panel, int blocks, int from, int to, uint8_t *out) {
   if (w.kind == PAIRS)
     return panel + (int64_t)from * 1024;
   by_kind(w.kind, [&](auto kind) {
     if constexpr (kind == FLOAT16)
-      unpack_halves(panel, from, to, out, next);
+      unpack_halves(panel, from, to, out);
     else if constexpr (kind != PAIRS && kind != FLOAT32)
-      unpack_panel<decltype(kind)::value>(panel, blocks, from, to, out, next);
+      unpack_panel<decltype(kind)::value>(panel, blocks, from, to, out);
   });
   return out;
 }
 
-// Add the products of up to two tiles of the input, blocks `from` up to `to`, and two panels, unpacked from there on,
-// to tiles 0 to 3.
-INLINE void multiply(const uint8_t *a, const uint8_t *b, const Input &x, int tile, bool two, int from, int to) {
-  const Half *first = x.halves + (int64_t)tile * x.blocks * LANES * BLOCK,
-             *second = first + (int64_t)x.blocks * LANES * BLOCK;
-  written();
-  for (int k = from; k < to; k++, a += 1024, b += 1024) {
-    _tile_loadd(4, first + (int64_t)k * LANES * BLOCK, 64);
-    _tile_loadd(6, a, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    if (two) {
-      _tile_loadd(5, second + (int64_t)k * LANES * BLOCK, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  written();
-}
+// Tiles 0 to 3 are the products of two tiles of the input, one after the other, and the panels `a` and `b`.
+enum Tile { FIRST_A = 0, FIRST_B = 1, SECOND_A = 2, SECOND_B = 3 };
 
 INLINE void clear() {
   _tile_zero(0);
@@ -137,49 +118,130 @@ INLINE void clear() {
   _tile_zero(3);
 }
 
-// Tiles 0 to 3 are the products of `rows` rows and two panels, of which `panels` are wanted, `step` floats apart.
-INLINE void put(float *out, int64_t step, int rows, int panels) {
-  alignas(64) float whole[2][2 * LANES * LANES];
-  _tile_stored(0, whole[0], 64);
-  _tile_stored(1, whole[1], 64);
-  if (rows > LANES) {
-    _tile_stored(2, whole[0] + LANES * LANES, 64);
-    _tile_stored(3, whole[1] + LANES * LANES, 64);
+// Add to them blocks `from` up to `to`; `a` and `b` are unpacked from there on. With many rows, those are not to push
+// the panels out of the first cache.
+template <bool MANY>
+INLINE void multiply(const uint8_t *a, const uint8_t *b, const Input &x, int tile, bool two, int from, int to) {
+  const Half *first = x.halves + (int64_t)tile * x.blocks * LANES * BLOCK,
+             *second = first + (int64_t)x.blocks * LANES * BLOCK;
+  written();
+  for (int k = from; k < to; k++, a += 1024, b += 1024) {
+    if (MANY)
+      _tile_stream_loadd(4, first + (int64_t)k * LANES * BLOCK, 64);
+    else
+      _tile_loadd(4, first + (int64_t)k * LANES * BLOCK, 64);
+    _tile_loadd(6, a, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if (two) {
+      if (MANY)
+        _tile_stream_loadd(5, second + (int64_t)k * LANES * BLOCK, 64);
+      else
+        _tile_loadd(5, second + (int64_t)k * LANES * BLOCK, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
   }
-  for (int p = 0; p < panels; p++)
-    memcpy(out + p * step, whole[p], (size_t)rows * LANES * 4);
+  written();
 }
 
-// As `product`. For a few rows panels are unpacked piece by piece, so that the pieces stay in the first cache; for more
-// as a whole, once for all rows.
-static void product(const Matrix &w, int panel, int count, const Input &x, int first, int last, float *out,
-                    uint8_t *buffer) {
-  constexpr int PIECE = 8; // blocks
-  const int64_t bytes = block_bytes(w.kind);
-  configure(HALVES);
-  const int blocks = x.blocks, piece = last - first <= 2 * LANES ? std::min(PIECE, blocks) : blocks;
-  const int64_t step = (int64_t)(last - first) * LANES;
-  uint8_t *const other = buffer + (int64_t)piece * 1024;
-  for (int i = 0; i < count; i += 2, out += 2 * step) {
-    const int panels = std::min(2, count - i);
-    const uint8_t *a = w.data + (panel + i) * w.stride, *b = panels > 1 ? a + w.stride : a;
-    for (int row = first; row < last;) {
-      const int rows = std::min(2 * LANES, last - row);
-      clear();
-      const uint8_t *pair[2];
-      for (int from = 0; from < blocks; from += piece) {
-        const int to = std::min(blocks, from + piece);
-        if (row == first) {
-          pair[0] = unpack(w, a, blocks, from, to, buffer, b + from * bytes);
-          pair[1] = b == a
-                        ? pair[0]
-                        : unpack(w, b, blocks, from, to, other, (to < blocks ? a : b + w.stride) + to % blocks * bytes);
-        }
-        multiply(pair[0], pair[1], x, row / LANES, rows > LANES, from, to);
+template <int TILE> INLINE void load_tile(const float *from, int64_t step) {
+  if constexpr (TILE == FIRST_A)
+    _tile_loadd(0, from, 4 * step);
+  else if constexpr (TILE == FIRST_B)
+    _tile_loadd(1, from, 4 * step);
+  else if constexpr (TILE == SECOND_A)
+    _tile_loadd(2, from, 4 * step);
+  else
+    _tile_loadd(3, from, 4 * step);
+}
+template <int TILE> INLINE void store_tile(float *to, int64_t step) {
+  if constexpr (TILE == FIRST_A)
+    _tile_stored(0, to, 4 * step);
+  else if constexpr (TILE == FIRST_B)
+    _tile_stored(1, to, 4 * step);
+  else if constexpr (TILE == SECOND_A)
+    _tile_stored(2, to, 4 * step);
+  else
+    _tile_stored(3, to, 4 * step);
+}
+
+// Where products go: of row r and the nth of the panels, 16 floats at data + r * row + n * panel.
+struct Target {
+  float *data;
+  int64_t row, panel;
+};
+
+// The products of `rows` rows, if it is not more than 16, that `TILE` holds.
+template <int TILE> INLINE void put(float *out, int64_t step, int rows) {
+  if (rows >= LANES)
+    return store_tile<TILE>(out, step);
+  alignas(64) float whole[LANES * LANES];
+  store_tile<TILE>(whole, LANES);
+  for (int r = 0; r < rows; r++)
+    memcpy(out + r * step, whole + r * LANES, 4 * LANES);
+}
+template <int TILE> INLINE void take(const float *out, int64_t step, int rows) {
+  if (rows >= LANES)
+    return load_tile<TILE>(out, step);
+  alignas(64) float whole[LANES * LANES] = {};
+  for (int r = 0; r < rows; r++)
+    memcpy(whole + r * LANES, out + r * step, 4 * LANES);
+  written();
+  load_tile<TILE>(whole, LANES);
+}
+
+// Up to two panels from `panel` on, as `::product`, piece by piece, so that what is unpacked stays in the first cache.
+// Unless there are `MANY` rows, all are computed together. They may be `added` to what is there.
+template <bool MANY>
+static void two_panels(const Matrix &w, int panel, bool both, const Input &x, int first, int last, const Target &target,
+                       bool added, uint8_t *buffer) {
+  const int blocks = x.blocks, most = MANY ? 20 : 8, pieces = (blocks + most - 1) / most;
+  const int piece = (blocks + pieces - 1) / pieces;
+  const uint8_t *a = w.data + panel * w.stride, *b = a + w.stride;
+  const int64_t step = target.row;
+  for (int from = 0; from < blocks; from += piece) {
+    const int to = std::min(blocks, from + piece);
+    const uint8_t *piece_a = unpack(w, a, blocks, from, to, buffer);
+    const uint8_t *piece_b = both ? unpack(w, b, blocks, from, to, buffer + piece * 1024) : piece_a;
+    for (int row = first; row < last; row += 2 * LANES) {
+      const int rows = last - row, behind = rows - LANES;
+      float *const to_a = target.data + (row - first) * step, *const to_b = to_a + target.panel;
+      if (from == 0 && !added) {
+        clear();
+      } else if (from == 0 || MANY) {
+        take<FIRST_A>(to_a, step, rows);
+        if (both)
+          take<FIRST_B>(to_b, step, rows);
+        if (behind > 0)
+          take<SECOND_A>(to_a + LANES * step, step, behind);
+        if (behind > 0 && both)
+          take<SECOND_B>(to_b + LANES * step, step, behind);
       }
-      put(out + (int64_t)(row - first) * LANES, step, rows, panels);
-      row += rows;
+      multiply<MANY>(piece_a, piece_b, x, row / LANES, behind > 0, from, to);
+      if (to < blocks && !MANY)
+        continue;
+      put<FIRST_A>(to_a, step, rows);
+      if (both)
+        put<FIRST_B>(to_b, step, rows);
+      if (behind > 0)
+        put<SECOND_A>(to_a + LANES * step, step, behind);
+      if (behind > 0 && both)
+        put<SECOND_B>(to_b + LANES * step, step, behind);
     }
+  }
+}
+
+// As `::product`, to `target`, or added to what is there.
+static void product(const Matrix &w, int panel, int count, const Input &x, int first, int last, Target target,
+                    bool added, uint8_t *buffer) {
+  configure(HALVES);
+  for (int i = 0; i < count; i += 2, target.data += 2 * target.panel) {
+    if (last - first > 2 * LANES)
+      two_panels<true>(w, panel + i, count - i > 1, x, first, last, target, added, buffer);
+    else
+      two_panels<false>(w, panel + i, count - i > 1, x, first, last, target, added, buffer);
   }
 }
 

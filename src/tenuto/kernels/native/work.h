@@ -109,17 +109,28 @@ public:
   // Cosines and then sines of the token's angles.
   float *rotation(int token, int rope) const { return at(rotation_, token, widths.rotation) + rotations_[rope]; }
 
+  // Share out `tasks` for each run of `ROWS_AT_ONCE` of the rows: `use(task, first, last)`. All tasks of a run come
+  // before those of the next, so that a thread stays with rows that its core's caches hold.
+  template <class Use> void share(int tasks, int rows, Member &member, Use use) {
+    const int runs = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    for (int i; (i = team.take(member.number, runs * tasks)) >= 0;) {
+      const int first = i / tasks * ROWS_AT_ONCE;
+      use(i % tasks, first, std::min(rows, first + ROWS_AT_ONCE));
+    }
+  }
   // Share out the panels of `w`, `at_once` together, and then those of `also` if there are any; `use(w, panel, count,
   // first, last)` finds the products in `member.products`.
   template <class Use>
   void share(const Matrix &w, const Matrix &also, int at_once, const Input &x, int rows, Member &member, Use use) {
-    const int own = tasks(w, at_once), all = own + tasks(also, at_once);
+    const int own = tasks(w, at_once);
     member.uneven.find(x, 0, rows);
-    for (int task; (task = team.take(member.number, all)) >= 0;) {
+    share(own + tasks(also, at_once), rows, member, [&](int task, int first, int last) {
       const Matrix &of = task < own ? w : also;
       const int panel = (task < own ? task : task - own) * at_once, count = std::min(at_once, of.panels - panel);
-      multiply(of, panel, count, x, 0, rows, member, [&](int first, int last) { use(of, panel, count, first, last); });
-    }
+      product(of, panel, count, x, member.uneven, first, last, member.products.as<float>(),
+              member.buffer.as<uint8_t>());
+      use(of, panel, count, first, last);
+    });
   }
   // Multiply rows `from` up to `to`, `from` a multiple of 16, some at once; the member knows their uneven blocks.
   // `use(first, last)` as above.
