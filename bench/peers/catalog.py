@@ -121,9 +121,14 @@ def _vllm_environment(setting: Setting) -> dict[str, str]:
     }
 
 
-def _openvino(setting: Setting, _: Shape) -> list[str]:
-    arguments = [str(setting.gguf), str(setting.threads), str(CACHE_GIB)]
-    return [str(setting.peers / "openvino/venv/bin/python"), str(INSIDE / "openvino_pipeline.py"), *arguments]
+def _openvino(kept_as: str) -> Command:
+    """`kept_as`: OpenVINO's name for the type of keys and values."""
+
+    def command(setting: Setting, _: Shape) -> list[str]:
+        arguments = [str(setting.gguf), str(setting.threads), str(CACHE_GIB), kept_as]
+        return [str(setting.peers / "openvino/venv/bin/python"), str(INSIDE / "openvino_pipeline.py"), *arguments]
+
+    return command
 
 
 _LLAMA_API = Server(LlamaConversation, "resend", "/health")
@@ -169,8 +174,14 @@ PEERS = (
     Peer("tenuto-inside", "Tenuto, in process", _tenuto_inside),
     Peer(
         "openvino-inside",
-        "OpenVINO GenAI, in process",
-        _openvino,
+        "OpenVINO GenAI, in process, 16-bit KV",
+        _openvino("bf16"),
+        home="openvino",
+    ),
+    Peer(
+        "openvino-inside-8",
+        "OpenVINO GenAI, in process, 8-bit KV (its default)",
+        _openvino("u8"),
         home="openvino",
     ),
 )

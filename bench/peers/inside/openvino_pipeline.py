@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: `python openvino_pipeline.py GGUF THREADS CACHE_GB`. See the package for what it reads and writes."""
+"""`python openvino_pipeline.py GGUF THREADS CACHE_GB KV_TYPE`. What it reads and writes: see the package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Turn:
 class Pipeline:
     """A pipeline that reuses the state of prefixes it has seen, as a server would run it."""
 
-    def __init__(self, model: str, threads: int, cache_gb: int) -> None:
+    def __init__(self, model: str, threads: int, cache_gb: int, kept_as: str) -> None:
         import openvino  # noqa: PLC0415 - after standard output was put out of the way of what it prints
         import openvino_genai  # noqa: PLC0415
 
@@ -45,7 +45,7 @@ class Pipeline:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = cache_gb
         scheduler.enable_prefix_caching = True
-        properties = {"INFERENCE_NUM_THREADS": threads}
+        properties = {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": kept_as}
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._requests = 0
 
@@ -95,7 +95,7 @@ def main() -> None:
     """Answer until standard input ends."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # what libraries print is no answer
-        pipeline = Pipeline(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+        pipeline = Pipeline(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
         print(pipeline.version, file=answers, flush=True)
         for line in sys.stdin:
             asked = json.loads(line)
