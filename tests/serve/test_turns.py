@@ -26,6 +26,7 @@ def play(story: Callable[[Turns, LocalLink], Awaitable[None]]) -> None:
         assert turns.open.total() == turns.queues.waiting.total() == 0
         assert not turns.queues._open
         assert not turns.queues._queues
+        assert not turns.queues._arriving
         await link.close()
 
     asyncio.run(whole())
@@ -113,6 +114,23 @@ def test_whoever_repeats_a_request_reads_its_turn_also_when_the_first_has_gone()
         await blocking.finished()
         turn = await second
         assert (await turn.finished()).committed
+
+    play(story)
+
+
+def test_turns_with_keys_are_not_overtaken_while_they_are_looked_up() -> None:
+    async def story(turns: Turns, link: LocalLink) -> None:
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
+        first = await turns.start(one_shot(2, "s"), request_key=RequestKey("known", b""))
+        await first.finished()
+        turns._keys.release(first)  # as if it had ended long ago
+        keys = [RequestKey("new", b""), None, RequestKey("known", b""), None, RequestKey("newer", b""), None]
+        asked = [asyncio.ensure_future(turns.start(one_shot(2, "s"), queue=True, request_key=key)) for key in keys]
+        versions = []
+        for turn in await asyncio.gather(*asked):
+            result = await turn.finished()
+            versions.append(result.version)
+        assert versions == [2, 3, 1, 4, 5, 6]
 
     play(story)
 

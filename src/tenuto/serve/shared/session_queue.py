@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -29,13 +29,15 @@ class SessionQueues:
     """The open and waiting turns of all sessions.
 
     Invariant: a session's turn in `_open` was accepted by the engine, or is being offered to it. Those in `_queues`
-    wait for its end; a session for which nobody waits has no queue.
+    wait for its end; a session for which nobody waits has no queue. `_arriving` has one event for each turn that has
+    come and is in neither, in the order in which they came.
     """
 
     def __init__(self) -> None:
         self.waiting = Counter[str]()  # turns, by tenant
         self._open: dict[SessionKey, LiveTurn] = {}
         self._queues: dict[SessionKey, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}
+        self._arriving: dict[SessionKey, list[asyncio.Event]] = {}
         self._input_bytes = 0  # of the waiting turns
         self._closing = Counter[SessionKey]()  # sessions being closed, whose turns may not begin, and how often
 
@@ -47,18 +49,38 @@ class SessionQueues:
         """Turns that wait for the session, in the order in which they will begin."""
         return [turn for turn, _ in self._queues.get(session, ())]
 
-    async def begin(
-        self, turn: LiveTurn, session: SessionKey, *, queue: bool, max_queued: int | None = None
-    ) -> StartTurn:
-        """Make `turn` the session's open turn, at once or, with `queue`, when those before it have ended, until
-        `leave`. Returns its request, with what is left of its deadlines.
+    @contextmanager
+    def arriving(self, session: SessionKey) -> Iterator[Callable[[], Awaitable[None]]]:
+        """While a turn is not yet in the queue. What is yielded waits until all turns that came before it are, or have
+        left."""
+        arriving = self._arriving.setdefault(session, [])
+        before, own = tuple(arriving), asyncio.Event()
+        arriving.append(own)
 
-        Raises `SessionBusy` without `queue`, `LimitReached` if `max_queued` turns of its tenant wait, `Overloaded`,
-        `DeadlinePassed`, and any error given to `refuse` while it waits.
+        async def wait() -> None:
+            for other in before:
+                await other.wait()
+
+        try:
+            yield wait
+        finally:
+            own.set()
+            arriving.remove(own)
+            if not arriving:
+                del self._arriving[session]
+
+    def begin(
+        self, turn: LiveTurn, session: SessionKey, *, queue: bool, max_queued: int | None = None
+    ) -> Awaitable[StartTurn]:
+        """Make `turn` the session's open turn, at once or, with `queue`, when those before it have ended, until
+        `leave`. What is returned, and must be awaited, comes to its request, with what is left of its deadlines.
+
+        Raises `SessionBusy` without `queue`, `LimitReached` if `max_queued` turns of its tenant wait, and `Overloaded`.
+        Awaiting raises `DeadlinePassed`, and any error given to `refuse` while it waits.
         """
         if session not in self._open and session not in self._queues:
             self._open[session] = turn
-            return turn.request
+            return _at_once(turn.request)
         if not queue:
             raise SessionBusy("the session has an open turn; allowed: wait for its end, abort it, or if_busy: queue")
         size = self._check_room(turn, session, max_queued)
@@ -66,6 +88,9 @@ class SessionQueues:
         self._queues.setdefault(session, deque()).append((turn, ready))
         self.waiting[turn.tenant] += 1
         self._input_bytes += size
+        return self._wait(turn, ready, size)
+
+    async def _wait(self, turn: LiveTurn, ready: asyncio.Future[None], size: int) -> StartTurn:
         try:
             params = await _until_deadline(ready, turn.request.params)
         finally:
@@ -130,6 +155,10 @@ class SessionQueues:
                 ready.set_result(None)
         if not queue:
             self._queues.pop(session, None)
+
+
+async def _at_once(request: StartTurn) -> StartTurn:
+    return request
 
 
 async def _until_deadline(ready: asyncio.Future[None], params: TurnParams) -> TurnParams:

@@ -102,12 +102,12 @@ class Turns:
         return turn
 
     async def _start(self, turn: LiveTurn, *, queue: bool, max_queued: int | None) -> None:
-        request = turn.request
+        request: StartTurn | None = turn.request
         try:
-            if request.once is not None and await self._found(turn, request.once):
+            if turn.request.key is not None:
+                request = await self._begin(turn, turn.request.key, queue=queue, max_queued=max_queued)
+            if request is None:
                 return
-            if request.key is not None:
-                request = await self.queues.begin(turn, request.key, queue=queue, max_queued=max_queued)
             await self._link.start(request, lambda news: self._deliver(turn, news))
         except TenutoError as error:
             turn.fail(error)
@@ -116,6 +116,19 @@ class Turns:
             turn.fail(TenutoError("the server failed; its log says why"))
             self._end(turn)
             raise
+
+    async def _begin(
+        self, turn: LiveTurn, session: SessionKey, *, queue: bool, max_queued: int | None
+    ) -> StartTurn | None:
+        """Wait until the turn may begin in its session: its request, see `SessionQueues.begin`. `None` if it was
+        committed before; while that is looked up, later turns of the session do not overtake it."""
+        once = turn.request.once
+        with self.queues.arriving(session) as all_before:
+            if once is not None and await self._found(turn, once):
+                return None
+            await all_before()
+            begun = self.queues.begin(turn, session, queue=queue, max_queued=max_queued)
+        return await begun
 
     async def _found(self, turn: LiveTurn, once: tuple[str, bytes]) -> bool:
         """Whether the turn was committed long ago, or before the server was started: then it has ended in the same way.
