@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
-from tenuto.base.errors import LimitReached, NotFound, SessionClosed
+from tenuto.base.errors import KeyReused, LimitReached, NotFound, ResultNotKept, SessionClosed
 from tenuto.base.messages import GetSession, OpenSession, StartTurn, Withdraw, WorkerSettings
 from tenuto.base.options import Policy, TurnParams
 from tenuto.serve.shared import retention
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.turns import Turns
+from tenuto.session import results
 from tests.runtime.local import LocalLink
 
 
@@ -131,6 +133,30 @@ def test_turns_with_keys_are_not_overtaken_while_they_are_looked_up() -> None:
             result = await turn.finished()
             versions.append(result.version)
         assert versions == [2, 3, 1, 4, 5, 6]
+
+    play(story)
+
+
+def test_a_result_that_is_too_large_is_not_kept_and_its_turn_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "MAX_BYTES", 1000)
+
+    async def story(turns: Turns, link: LocalLink) -> None:
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
+        scored = msgspec.structs.replace(
+            one_shot(2, "s"), input=list(range(100)), params=TurnParams(max_new_tokens=2, input_logprobs=1)
+        )
+        for request, name in ((scored, "large"), (one_shot(2, "s"), "small")):
+            turn = await turns.start(request, request_key=RequestKey(name, b"digest"))
+            await turn.finished()
+            turns._keys.release(turn)  # as if it had ended long ago
+        with pytest.raises(ResultNotKept, match="committed, as version 1 of its session"):
+            await turns.start(scored, request_key=RequestKey("large", b"digest"))
+        with pytest.raises(KeyReused):
+            await turns.start(scored, request_key=RequestKey("large", b"other"))
+        again = await turns.start(one_shot(2, "s"), request_key=RequestKey("small", b"digest"))
+        assert (await again.finished()).version == 2
+        assert (await link.call(GetSession(tenant="t", session="s"))).version == 2
+        assert link._service._engine.sessions.get("s", "t").results.size < 1000
 
     play(story)
 

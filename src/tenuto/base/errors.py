@@ -154,6 +154,13 @@ class KeyReused(TenutoError):
     status = 422
 
 
+class ResultNotKept(TenutoError):
+    """The turn of a repeated request was committed, but what its answer was is too large to have been kept."""
+
+    code = "result_not_kept"
+    status = 410
+
+
 class Unsupported(TenutoError):
     """A known part of an interface that is not implemented here."""
 

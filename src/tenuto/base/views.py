@@ -155,13 +155,15 @@ class Ticket(View, frozen=True, kw_only=True):
 
 class KeptTurn(View, frozen=True, kw_only=True):
     """A committed turn that was started with an idempotency key, for repeated requests: what they are answered.
-    `digest`: of the request. `name`: of the turn, see `messages.StartTurn`."""
+    `digest`: of the request. `name`: of the turn, see `messages.StartTurn`. `omitted`: the bytes that all of it would
+    take, if those are too many to be kept; then `output` has only the turn's result, and `ticket` no prompt."""
 
     key: str
     digest: bytes
     name: str
     ticket: Ticket
     output: Delta
+    omitted: int = 0
 
 
 class FoundTurn(View, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ from tenuto.base.views import KeptTurn, Ticket
 MAX_RESULTS = 32
 """Kept of each session: those that were committed last."""
 MAX_BYTES = 2**20
-"""Kept of each session, unless there is only one."""
+"""Kept of each session. A turn of which there is more, as log-probabilities of a long input may be, is kept without its
+output."""
 
 
 class KeptTurns:
@@ -67,8 +68,19 @@ class Once:
         self._ticket = ticket
 
     def kept(self, output: Delta, result: TurnResult) -> bytes:
-        """The committed turn, encoded."""
-        assert self._ticket is not None
+        """The committed turn, encoded in at most `MAX_BYTES`."""
+        ticket = self._ticket
+        assert ticket is not None
         whole = msgspec.structs.replace(output, result=result)
-        kept = KeptTurn(key=self.key, digest=self._digest, name=self.name, ticket=self._ticket, output=whole)
-        return msgspec.msgpack.encode(kept)
+        kept = KeptTurn(key=self.key, digest=self._digest, name=self.name, ticket=ticket, output=whole)
+        encoded = msgspec.msgpack.encode(kept)
+        if len(encoded) <= MAX_BYTES:
+            return encoded
+        return msgspec.msgpack.encode(
+            msgspec.structs.replace(
+                kept,
+                ticket=msgspec.structs.replace(ticket, prompt=[]),
+                output=Delta(result=result),
+                omitted=len(encoded),
+            )
+        )

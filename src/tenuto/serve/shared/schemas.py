@@ -143,8 +143,9 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=200,
         description="While the first request with this key runs, others attach to its turn; once it has committed,"
-        " they get its result, also from the next server with the same journal; a session keeps its last 32. After an"
-        " abort the key is free. With another body it is refused with 422.",
+        " they get its result, also from the next server with the same journal; a session keeps its last 32, of 1 MiB"
+        " together. A turn whose result alone takes more is not run again, but a repeated request may be refused with"
+        " 410. After an abort the key is free. With another body it is refused with 422.",
     ),
 ]
 

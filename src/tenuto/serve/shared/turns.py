@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
-from tenuto.base.errors import IllegalTransition, KeyReused, NotFound, TenutoError
+from tenuto.base.errors import IllegalTransition, KeyReused, NotFound, ResultNotKept, TenutoError
 from tenuto.base.link import Link, TurnNews
 from tenuto.base.messages import AbortTurn, CloseSession, FindTurn, StartTurn, Withdraw
 from tenuto.base.turns import Delta, Keep
@@ -132,7 +132,7 @@ class Turns:
 
     async def _found(self, turn: LiveTurn, once: tuple[str, bytes]) -> bool:
         """Whether the turn was committed long ago, or before the server was started: then it has ended in the same way.
-        Raises `KeyReused` if its request was a different one."""
+        Raises `KeyReused` if its request was a different one, and `ResultNotKept`."""
         key, digest = once
         asked = FindTurn(tenant=turn.tenant, session=turn.request.session or "", once=key)
         found = (await self._link.call(asked)).turn
@@ -140,6 +140,12 @@ class Turns:
             return False
         if found.digest != digest:
             raise KeyReused(REUSED)
+        if found.omitted:
+            version = found.output.result.version if found.output.result is not None else 0
+            raise ResultNotKept(
+                f"the turn of this idempotency key was committed, as version {version} of its session, but its answer "
+                f"took {found.omitted} bytes and was not kept; allowed: read its tokens among the session's turns"
+            )
         if found.name not in self._turns:
             self._keys.rename(turn.id, found.name)
             self._turns[found.name] = self._turns.pop(turn.id)
