@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tenuto.base.config import Limits
-from tenuto.base.errors import InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
+from tenuto.base.errors import AlreadyExists, InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
 from tenuto.base.messages import (
     AbortTurn,
     CloseSession,
@@ -131,6 +131,31 @@ def test_idle_sessions_of_a_tenant_leave_the_device_when_it_keeps_too_much_there
     engine.close("second")
     assert use.units == 0
     assert other.state is SessionState.OPEN
+    engine.audit()
+
+
+def test_no_session_leaves_the_device_for_a_command_that_is_refused(talk: Talk) -> None:
+    (first,), engine = list(talk.engine.sessions), talk.engine
+    second = engine.open("second")
+    talk.begin(second, "words and words", 5)
+    talk.play()
+    computed = first.memory.computed, second.memory.computed
+    assert min(computed) > 0
+    limits = Limits(units=engine.sessions.use("").units)
+    refused: list[tuple[type[TenutoError], Request[Any]]] = [
+        (AlreadyExists, OpenSession(session="second", policy=Policy(), limits=limits)),
+        (InvalidRequest, Fork(tenant="", session="second", child="third", turn=9, limits=limits)),
+        (InvalidRequest, StartTurn(kind="regenerate", tenant="", limits=limits)),
+        (LimitReached, OpenSession(session="third", policy=Policy(), limits=Limits(units=0))),
+    ]
+    for error, command in refused:
+        with pytest.raises(error):
+            execute(talk, command)
+        assert (first.memory.computed, second.memory.computed) == computed, command
+    talk.dispatcher.basis(StartTurn(kind="turn", tenant="", session="second", limits=limits))
+    assert (first.memory.computed, second.memory.computed) == computed
+    execute(talk, Fork(tenant="", session="second", child="third", limits=limits))
+    assert (first.memory.computed, second.memory.computed) == (0, computed[1])
     engine.audit()
 
 

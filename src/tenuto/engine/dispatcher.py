@@ -70,21 +70,22 @@ class Dispatcher:
     def execute(self, command: Request[T], prepared: Prepared | None = None) -> T:
         """The answer. Besides what a command is refused for, raises `Outdated` if its input was prepared against a
         basis that has changed."""
-        self.check(command)
+        leaving = self.check(command)
         answer: T = self._execute(command, prepared)
+        self._engine.leave_device(leaving)
         return answer
 
-    def check(self, command: Request[Any]) -> None:
-        """What a command is refused for whatever its input is. Raises `NotFound`, `VersionMismatch` if the session has
-        changed since the version that the command names, and `LimitReached` if the tenant may not have more."""
+    def check(self, command: Request[Any]) -> list[Session]:
+        """What a command is refused for whatever its input is; changes nothing. Returns the idle sessions that leave
+        the device if it is carried out. Raises `NotFound`, `VersionMismatch` if the session has changed since the
+        version that the command names, and `LimitReached` if the tenant may not have more."""
         if isinstance(command, Versioned) and command.session is not None:
             session = self._session(command.tenant, command.session)
             if command.version is not None and session.version != command.version:
                 raise VersionMismatch(f"session {session.id} has version {session.version}, not {command.version}")
-        if isinstance(command, Limited):
-            self._check_limits(command)
+        return self._check_limits(command) if isinstance(command, Limited) else []
 
-    def _check_limits(self, command: Limited) -> None:
+    def _check_limits(self, command: Limited) -> list[Session]:
         use, limits = self._engine.sessions.use(command.tenant), command.limits
         opens = isinstance(command, OpenSession | ImportSession | Fork | Trim)
         if opens and limits.sessions is not None and use.sessions >= limits.sessions:
@@ -95,25 +96,27 @@ class Dispatcher:
             raise LimitReached(
                 f"sessions hold {use.tokens} tokens{more}; allowed: {limits.tokens}; close or rewind some first"
             )
-
-        self._check_more(command, use)
+        leaving = self._check_more(command, use)
         if isinstance(command, StartTurn | Draft | Fork | Trim) and command.session is not None:
             self._check_session(self._session(command.tenant, command.session), limits)
+        return leaving
 
-    def _check_more(self, command: Limited, use: TenantUse) -> None:
+    def _check_more(self, command: Limited, use: TenantUse) -> list[Session]:
         limits = command.limits
         if limits.journal_bytes is not None and use.journal_bytes >= limits.journal_bytes:
             raise LimitReached(
                 f"sessions have {use.journal_bytes} bytes in the journal; allowed: {limits.journal_bytes}; close or "
                 "rewind some first"
             )
-        if limits.units is not None and use.units >= limits.units:
-            spared = getattr(command, "session", None)
-            if self._engine.yield_units(command.tenant, limits.units, spared) >= limits.units:
-                raise LimitReached(
-                    f"sessions keep {use.units} units of memory; allowed: {limits.units}; wait for turns to end, or "
-                    "close or rewind some"
-                )
+        if limits.units is None or use.units < limits.units:
+            return []
+        leaving, kept = self._engine.over(command.tenant, limits.units, getattr(command, "session", None))
+        if kept >= limits.units:
+            raise LimitReached(
+                f"sessions keep {kept} units of memory that cannot yield now; allowed: {limits.units}; wait for turns "
+                "to end, or close or rewind some"
+            )
+        return leaving
 
     def _check_session(self, session: Session, limits: Limits) -> None:
         units, size = self._engine.units_of(session), session.journal_bytes

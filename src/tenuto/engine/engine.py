@@ -374,17 +374,24 @@ class Engine:
         return sum(session_units(group, spec.page_size, computed) for group in spec.groups) if computed else 0
 
     @guarded
-    def yield_units(self, tenant: str, most: int, spared: str | None = None) -> int:
-        """Have idle sessions of a tenant leave the device, those used longest ago first and never `spared`, until its
-        sessions keep fewer than `most` units. How many they keep then."""
-        use = self.sessions.use(tenant)
+    def over(self, tenant: str, most: int, spared: str | None = None) -> tuple[list[Session], int]:
+        """Which idle sessions of a tenant would have to leave the device for its sessions to keep fewer than `most`
+        units there: those used longest ago, and never `spared`; and how many units they would keep then."""
+        kept, leaving = self.sessions.use(tenant).units, list[Session]()
         idle = [s for s in self.sessions if s.policy.tenant == tenant and s.turn is None and s.id != spared]
         for session in sorted(idle, key=lambda session: session.last_turn_end):
-            if use.units < most:
+            if kept < most:
                 break
             if session.memory.computed:
+                leaving.append(session)
+                kept -= session.counted_units
+        return leaving, kept
+
+    def leave_device(self, sessions: Iterable[Session]) -> None:
+        """Have these leave the device, unless they are in use by now."""
+        for session in sessions:
+            if session.turn is None and session.memory.computed:
                 self.lifecycle.drop(session)
-        return use.units
 
     # -- turns
 
