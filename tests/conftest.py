@@ -1,5 +1,7 @@
 """Fixtures that tests of several packages share."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def smollm2_path() -> Path:
     """The default model's file, in the user's cache; fetched by the first test that needs it."""
     return pull_default(cache_dir())
+
+
+@pytest.fixture
+def no_umask() -> Iterator[None]:
+    """Files and directories get the modes that they are created with, also those of processes that are started."""
+    before = os.umask(0)
+    yield
+    os.umask(before)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.cli.test_cli import TENUTO, Terminal
+from tests.private import open_to_others
 from tests.serve.server import Server, serving
 
 
@@ -91,6 +92,7 @@ def test_fork_prints_an_id_that_the_next_command_takes(witness: Server, http: ht
     assert len(json.loads(sessions(witness, "ls", "--json").stdout)) == 2
 
 
+@pytest.mark.usefixtures("no_umask")
 def test_a_session_goes_through_a_file_or_a_pipe(witness: Server, http: httpx.Client, tmp_path: Path) -> None:
     file = str(tmp_path / "one.json")
     assert sessions(witness, "export", "one", file).stdout == ""
@@ -110,6 +112,7 @@ def test_a_session_goes_through_a_file_or_a_pipe(witness: Server, http: httpx.Cl
     assert sessions(witness, "import", "-", stdin="{").stderr.startswith("tenuto: - is not an exported session: ")
     state = str(tmp_path / "state")
     assert sessions(witness, "export", "--state", "copy", state).stdout == ""
+    assert not [*open_to_others(tmp_path)]
     again = json.loads(sessions(witness, "import", state, "--id", "again", "--json").stdout)
     assert (again["tokens"], again["computed"]) == (120, 0)  # as the copy, which has not had a turn
     Path(state).write_bytes(Path(state).read_bytes()[:-1])

@@ -8,6 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tenuto.memory.unit_files import INDEX
+from tests.private import open_to_others
 from tests.serve.killing import kill_often
 from tests.serve.server import Server, serving
 
@@ -17,6 +19,7 @@ def test_what_was_acknowledged_survives_kills_at_random_moments(tmp_path: Path) 
     assert known.operations > 0
 
 
+@pytest.mark.usefixtures("no_umask")
 def test_a_conversation_goes_on_after_the_server_was_stopped_as_if_it_had_not_been(tmp_path: Path) -> None:
     def say(server: Server, text: str) -> str:
         body = {"input": [{"role": "user", "content": text}], "max_new_tokens": 8, "stream": False}
@@ -42,7 +45,11 @@ def test_a_conversation_goes_on_after_the_server_was_stopped_as_if_it_had_not_be
             parts.append(say(server, text))
             assert metric(server, "tenuto_restored_sessions_total") == (number > 0)
             assert not metric(server, 'tenuto_recomputed_tokens_total{reason="restored"}')
+            assert {"journal", "journal-wal"} <= {path.name for path in tmp_path.iterdir()}
+            assert not [*open_to_others(tmp_path)]
             assert server.stop() == 0
+        assert not [*open_to_others(tmp_path)]
+        assert {path.name for path in (tmp_path / "tier").iterdir()} > {INDEX}
     assert parts == whole
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from tenuto.base.document import SessionDocument, read_document
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.plan import Bytes
+from tenuto.base.private import open_private
 
 FORMAT = "tenuto-session-state-1"
 _MAX_HEADER = 2**26
@@ -82,11 +83,11 @@ def write_state_file(
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path`, which takes its place at the end of the block; if the block raises, it is removed. Raises
-    `InvalidRequest` if it cannot be written."""
+    """A file beside `path`, which only this user can read, and which takes its place at the end of the block; if the
+    block raises, it is removed. Raises `InvalidRequest` if it cannot be written."""
     partly = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with partly.open("wb") as file:
+        with open_private(partly) as file:
             yield file
         partly.replace(path)
     except BaseException as error:

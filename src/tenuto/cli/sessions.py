@@ -135,6 +135,8 @@ def export(
     """Write a session to a file, for import by a server of the same model, and with --state of the same weights."""
     import msgspec  # noqa: PLC0415 - help is fast
 
+    from tenuto.base.private import open_private  # noqa: PLC0415
+
     if state:
         _export_state(session_id, file, url, api_key)
         return
@@ -143,7 +145,8 @@ def export(
         if file == "-":
             sys.stdout.buffer.write(content)
         else:
-            Path(file).write_bytes(content)
+            with open_private(Path(file)) as opened:
+                opened.write(content)
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be written: {error.strerror}") from error
 

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Bytes
+from tenuto.base.private import create_private, make_private_directory, open_private
 
 FORMAT = "tenuto units"
 VERSION = "1"
@@ -104,7 +105,7 @@ class UnitFiles:
         self._identity = identity
         self._used = 0
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private_directory(directory)
             self._lock = os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         except OSError as error:
             raise ConfigError(f"the disk tier {directory} cannot be used: {error}") from error
@@ -128,6 +129,7 @@ class UnitFiles:
         tensors = {f"group {group}": np.stack(list(rows)) for group, rows in units.items() if rows}
         sums = {name: [zlib.crc32(row) for row in rows] for name, rows in tensors.items()}
         try:
+            create_private(path)  # not every version of safetensors does
             save_file(
                 tensors,
                 path,
@@ -192,7 +194,8 @@ class UnitFiles:
         path = self._directory / INDEX
         new = path.with_suffix(".new")
         try:
-            new.write_bytes(content)
+            with open_private(new) as file:
+                file.write(content)
             new.replace(path)
         except OSError as error:
             raise DiskFailed("write", f"{path} could not be written: {error}") from error

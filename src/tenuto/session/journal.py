@@ -8,13 +8,14 @@ from __future__ import annotations
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from tenuto.base.errors import ConfigError, InvalidRequest
 from tenuto.base.options import Policy
+from tenuto.base.private import create_private
 from tenuto.base.views import SessionKey
 from tenuto.session.changes import Change
 from tenuto.session.records import SavedSession, TurnRecord
@@ -73,6 +74,8 @@ class Journal:
         is damaged, of a later format, or of a model whose tokens mean something else."""
         self.path = path
         try:
+            with suppress(OSError):  # SQLite says what is wrong; its other files get the mode of this one
+                create_private(path)
             self._db = sqlite3.connect(path, _LOCK_SECONDS, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
             raise ConfigError(f"the journal {path} cannot be used: {error}") from error
