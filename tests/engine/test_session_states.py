@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tenuto.base.document import SessionDocument
-from tenuto.base.errors import InvalidRequest, SessionBusy
+from tenuto.base.errors import InvalidRequest, InvariantError, SessionBusy
 from tenuto.base.state_file import CopiedState, StateFile, is_state_file, replacing, write_state_file
 from tenuto.memory.unit_files import UnitFiles
 from tenuto.session.records import SavedSession
@@ -110,6 +110,16 @@ def test_copies_that_fail_cost_only_time(tmp_path: Path) -> None:
     here.executor._copy_fails = lambda: True
     with pytest.raises(InvalidRequest, match="cannot be copied"):
         here.engine.state("s")
+
+
+def test_a_group_that_does_not_lease_what_is_free_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = exported(told((FULL, STATE)), "s", tmp_path / "file")
+    there = Stage((FULL, STATE))
+    monkeypatch.setattr(there.engine.memory.pools[0], "acquire", lambda *_: None)
+    with pytest.raises(InvariantError, match="full0 has 300 free units, and does not lease 14"):
+        imported(there, path)
 
 
 def test_a_session_with_an_open_turn_is_refused() -> None:

@@ -128,8 +128,13 @@ class SessionStates:
         self._pressure.relieve(lambda: needed, running, ())
         if (needed > self._memory.free()).any():
             return None
-        leases = [pool.acquire(n, self) for pool, n in zip(self._memory.pools, needed.tolist(), strict=True)]
-        return [lease for lease in leases if lease is not None]
+        leases: list[Lease] = []
+        for pool, count in zip(self._memory.pools, needed.tolist(), strict=True):
+            lease = pool.acquire(count, self)
+            if lease is None:  # the state of a group would go to the one before it
+                raise InvariantError(f"{pool.name} has {pool.free} free units, and does not lease {count}")
+            leases.append(lease)
+        return leases
 
     def _fill(self, group: int, lease: Lease, file: StateFile) -> None:
         first = 0
