@@ -16,9 +16,11 @@ from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
 from tenuto.memory.full import FullTable
+from tenuto.memory.moves import Carrier
 from tenuto.memory.unit_files import Disk
 from tenuto.session.session import Session, Turn
 from tenuto.text.masks import Masks
+from tests.carriers import AtOnce
 from tests.clock import ManualClock
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
@@ -72,6 +74,7 @@ class Stage:
         recount: bool = True,
         masks: Masks | None = None,
         disk: Disk | None = None,
+        carrier: Carrier | None = None,
         identity: str = "",
         **config: Any,
     ) -> None:
@@ -99,6 +102,7 @@ class Stage:
             proposer=_Guesser(guess) if guess is not None else None,
             masks=masks,
             disk=disk,
+            carrier=carrier or AtOnce(),
             identity=identity,
         )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tenuto.base.errors import StepFailed
-from tenuto.base.plan import Plan, StepResult
+from tenuto.base.plan import Bytes, Ints, Plan, StepResult
 from tenuto.exec.witness import WitnessExecutor
 from tests.sim import internals
 from tests.sim.naive import VOCAB
@@ -34,6 +35,7 @@ class CheckedExecutor(WitnessExecutor):
         self.members[plan.step] = world.planned(plan)
         self.tokens += int(plan.counts.sum())
         super().submit(plan)
+        world.copies.go_on()
         world.watch.submitted(self.members[plan.step])
 
     def sequences(self, plan: Plan) -> list[int]:
@@ -46,6 +48,7 @@ class CheckedExecutor(WitnessExecutor):
             for group, units in enumerate(internals.touched_by(self, plan)):
                 if wrong := units.intersection(internals.reusable(world.engine, group)):
                     world.found("limbo", f"group {group}: {sorted(wrong)} are free and the step in flight names them")
+        world.copies.go_on()
         try:
             result = super().collect()
         except StepFailed:
@@ -53,6 +56,16 @@ class CheckedExecutor(WitnessExecutor):
             raise
         world.landed(self.collecting, failed=False)
         return result
+
+    def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
+        world = self._world
+        if wrong := set(units.tolist()).intersection(internals.reusable(world.engine, group)):
+            world.found("copies", f"group {group}: {sorted(wrong)} are free, and a copy writes them")
+        if world.looking:
+            self._needed, size = world.needed(), self._slots_of(group)
+            slots = (units.astype(np.int64)[:, None] * size + np.arange(size)).ravel()
+            self._check(group, slots, "a copy from host memory")
+        super().write_units(group, units, data)
 
     def _compute(self, plan: Plan) -> StepResult:
         self._needed = self._world.needed() if self._world.looking else None

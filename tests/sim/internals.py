@@ -122,6 +122,10 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
             event.freed = tuple(b - a for a, b in zip(before, self._unused(), strict=True))
             log.events.append(event)
 
+        def _park(self, session: Session) -> None:
+            super()._park(session)
+            log.events.append(Event("park", None, session, None, "expiring"))
+
         def start(self, turn: Turn, *more: Any) -> None:
             state = turn.state
             if len(log.events) > MAX_EVENTS:
@@ -332,8 +336,20 @@ def has_suspects(engine: Engine) -> bool:
 
 
 def waits_in_its_row(engine: Engine, turn: Turn) -> bool:
-    """Whether a running turn waits for what another computes."""
-    return engine.lifecycle.sharing is not None and engine.lifecycle.sharing.waits(turn)
+    """Whether a running turn waits for what another computes, or for copies."""
+    return turn.session.memory.arriving or (
+        engine.lifecycle.sharing is not None and engine.lifecycle.sharing.waits(turn)
+    )
+
+
+def is_parked(engine: Engine, session: Session) -> bool:
+    """Whether something of the session is in a tier."""
+    return engine.parking is not None and engine.parking.has(session)
+
+
+def copying(engine: Engine) -> bool:
+    """Whether copies to the device are under way."""
+    return engine.lifecycle.copying
 
 
 def in_flight(engine: Engine) -> bool:

@@ -109,9 +109,12 @@ class MirroredWorld(World):
         reached = child.memory.computed
         found = session.memory.computed > max(0, len(session.history) - 1)  # elsewhere, of the waiting turn's input
         if self._full_only or (at >= len(session.history) and not found):
-            wanted = min(session.memory.computed, max(0, at - 1))
+            wanted = min(session.memory.computed, max(0, at - 1)) if not session.memory.arriving else 0
             if reached != wanted:
                 self.found("shared", f"a fork at {at} shares {reached} tokens of {session.memory.computed}")
+        whole = internals.is_parked(self.engine, session) and at >= len(session.history) > 1
+        if whole and not internals.is_parked(self.engine, child):
+            self.found("shared", f"a fork at {at} of a session that is parked is not")
         mine, its = [p for p in held if p < reached], internals.positions_kept(child)[:-1]
         if its != mine:
             self.found("shared", f"a fork has checkpoints at {its}, its parent below at {mine}")
@@ -275,7 +278,7 @@ class MirroredWorld(World):
             naive.turn.redraft(tokens, self.clock.now())
         return turn
 
-    def abort(self, sid: str, keep: Keep) -> None:  # noqa: C901 - one rule after the other
+    def abort(self, sid: str, keep: Keep) -> None:  # noqa: C901, PLR0912 - one rule after the other
         naive, session = self.naive[sid], self.session_of(sid)
         turn, memory = session.turn, session.memory
         reasons = {"illegal_transition"} if turn is None else set()
@@ -284,6 +287,7 @@ class MirroredWorld(World):
         before, held = memory.computed, internals.positions_kept(session)
         memory_of_turn, reached = memory.turn is not None, memory.turn.computed if memory.turn is not None else 0
         own = [*internals.spaced_checkpoints(session), memory.turn.start if memory.turn is not None else 0]
+        arriving, parked = memory.arriving, internals.is_parked(self.engine, session)
         if turn is not None and not reasons:
             self.asked[turn.number] = keep
         if (
@@ -298,7 +302,10 @@ class MirroredWorld(World):
             return
         kept, committed = memory.computed, turn.result is not None and turn.result.committed
         last = max(0, len(session.history) - 1)
-        if not committed:
+        if arriving:
+            if kept or (not committed and internals.is_parked(self.engine, session) != parked):
+                self.found("kept memory", f"the end of a turn whose memory was arriving left {kept} tokens of it")
+        elif not committed:
             if before > last:  # more was found elsewhere, of the input
                 self._check_cut(session, before, held, last, "an abort")
             elif kept != before:

@@ -86,6 +86,8 @@ class SlotChecker:
             sid, memory = session.id, session.memory
             if session.version != naive[sid].version:
                 continue  # a turn with nothing to compute has committed within this step
+            if memory.arriving:
+                continue  # nobody reads it before it is there
             stamp = (session, internals.stamp(session))
             part = self._parts.get(sid)
             if part is None or changed or part.stamp != stamp:

@@ -57,7 +57,7 @@ class Watch:
 
     def yielded(self, session: Session) -> bool:
         """Whether the session's own memory has been taken from it."""
-        return any(event.session is session and event.kind == "drop" for event in self._world.log.events)
+        return any(event.session is session and event.kind in ("drop", "park") for event in self._world.log.events)
 
     # -- around a step
 
@@ -129,6 +129,8 @@ class Watch:
             return  # who is singled out for failed steps yields itself if it lacks room
         if world.engine.memory.cache.evicted != self._evicted:
             return  # somebody may have yielded so that a checkpoint could be evicted
+        if internals.copying(world.engine):
+            return  # what yielded may come free only when copies end
         if world.config.overlap and len(world.engine.batch) == world.config.running:  # for a row: it could not pause
             victims = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
         growing = (

@@ -21,6 +21,7 @@ from tenuto.text.stream import TextStream
 from tests.clock import ManualClock
 from tests.sim import internals
 from tests.sim.checked import CheckedExecutor
+from tests.sim.copies import SlowCopies
 from tests.sim.disk import FaultyDisk
 from tests.sim.found import Found
 from tests.sim.naive import EOS, VOCAB, Letters, NaiveSession, NaiveTurn
@@ -69,6 +70,7 @@ class World:
     def _begin(self) -> None:
         """A new engine, and what knows of it."""
         config = self.config
+        self.copies = SlowCopies(self._faults)
         self.executor: CheckedExecutor = CheckedExecutor(
             self,
             fail=lambda: self.step_fails(self.executor.collecting),
@@ -87,6 +89,7 @@ class World:
             text=partial(TextStream, Letters()) if config.text else None,  # type: ignore[arg-type]
             proposer=self if config.lookahead else None,
             disk=self.disk,
+            carrier=self.copies,
         )
         self.engines += 1
         self._slots = SlotChecker(config.page_size, len(config.groups), *([1] if config.prefixes else []))
@@ -175,6 +178,7 @@ class World:
         expiring = {sid for sid, naive in self.naive.items() if naive.expires(now)}
         self.looking = self._chance.random() < self.config.look
         self.watch.before()
+        self.copies.go_on()
         report = self.engine.step()
         self.steps += 1
         for turn in report.progressed:

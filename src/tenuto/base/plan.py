@@ -160,8 +160,8 @@ class CopyFailed(Exception):
 
 
 class Copier(Protocol):
-    """Copies units between the device and host memory, at once. Nothing that a step in flight writes is read, and
-    nothing that it touches is written."""
+    """Copies units between the device and host memory. Nothing that a step in flight writes is read, and nothing that
+    it touches is written."""
 
     def unit_bytes(self, group: int) -> int:
         """The size of a unit of `group`."""
@@ -172,7 +172,9 @@ class Copier(Protocol):
         ...
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
-        """Fill `units` with what `read_units` gave, each uint8 [bytes a unit]. Raises `CopyFailed`."""
+        """Fill `units` with what `read_units` gave, each uint8 [bytes a unit]. Any thread may call it, while steps are
+        computed and other units written; when it returns, steps submitted from then on read what was written. Raises
+        `CopyFailed`."""
         ...
 
 

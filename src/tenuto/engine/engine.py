@@ -6,10 +6,8 @@ from array import array
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
 from random import Random
 
-from tenuto.base.checks import MAX_COUNT
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
@@ -30,13 +28,13 @@ from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.occupation import Occupation
-from tenuto.engine.parking import Parking
+from tenuto.engine.parking import parking_of
 from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
 from tenuto.memory.memory import Memory, session_units
+from tenuto.memory.moves import Carrier, CopyThreads
 from tenuto.memory.shape import Shape
-from tenuto.memory.tiers import Tiers
-from tenuto.memory.unit_files import Disk, UnitFiles
+from tenuto.memory.unit_files import Disk
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Planner, Proposer
@@ -85,9 +83,11 @@ class Engine:
         proposer: Proposer | None = None,
         masks: Masks | None = None,
         disk: Disk | None = None,
+        carrier: Carrier | None = None,
         identity: str = "",
     ) -> None:
-        """`disk` replaces the files that `config.disk_tier` asks for. `identity`: of what is in units of memory; what
+        """`disk` replaces the files that `config.disk_tier` asks for, `carrier` the threads that copy what is parked to
+        the device. `identity`: of what is in units of memory; what
         another engine has left on disk is used if it is the same. Raises `ConfigError`."""
         if config.lookahead and proposer is None:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
@@ -102,7 +102,7 @@ class Engine:
         shares = Shares(dict(config.tenant_weights))
         self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
         self.prefixes = PrefixIndex(self.memory.page_size) if config.prefix_cache else None
-        self.parking = self._tiers(executor, disk, identity)
+        self.parking = parking_of(config, self.memory, executor, disk, carrier or CopyThreads(), clock.now, identity)
         self.snapshots = Snapshots(self.parking, clock) if self.parking is not None else None
         self.lifecycle = Lifecycle(
             self.memory,
@@ -152,17 +152,6 @@ class Engine:
         self.transitions = self.lifecycle.transitions
         self.totals = self.lifecycle.totals
 
-    def _tiers(self, executor: Executor, disk: Disk | None, identity: str) -> Parking | None:
-        """Where the memory of idle sessions goes, if there is more than the device."""
-        config = self.config
-        if disk is None and config.disk_tier:
-            disk = UnitFiles(Path(config.disk_tier).expanduser(), config.disk_tier_size or MAX_COUNT, identity)
-        if disk is None and not config.host_tier:
-            return None
-        memory = self.memory
-        tiers = Tiers(memory.pools, executor, config.host_tier, disk, memory.page_size, self._clock.now, identity)
-        return Parking(memory, tiers)
-
     # -- the loop
 
     @guarded
@@ -206,7 +195,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do but watch the clock."""
-        return not len(self.batch) and not len(self._queue) and not len(self._flights)
+        waiting = len(self.batch) or len(self._queue) or len(self._flights)
+        return not waiting and not self.lifecycle.copying
+
+    def on_copied(self, told: Callable[[], None]) -> None:
+        """Have `told` called, in any thread, when a copy to the device has ended that a turn may wait for."""
+        if self.parking is not None:
+            self.parking.tiers.moves.wake = told
 
     # -- sessions
 

@@ -68,7 +68,7 @@ class Flights:
             if len(proposal.rows):
                 return self._planner.apply(proposal)
             stuck = proposal.lacking.turn if proposal.lacking is not None and self._suspects else None
-            if self._flights or not pressure.unstick(stuck):
+            if self._flights or self._lifecycle.copying or not pressure.unstick(stuck):
                 break
         return None
 

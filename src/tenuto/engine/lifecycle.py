@@ -152,7 +152,7 @@ class Lifecycle:
             turn.started = True
         if self.parking is not None:
             self.parking.restore(turn, slots)
-        if is_computed(turn):  # it needs no units
+        if is_computed(turn) and not self._awaits(turn):  # it needs no units
             for lease in slots:
                 lease.release(unused=True)
             if not turn.drafting:
@@ -160,14 +160,31 @@ class Lifecycle:
                 self.commit(turn, EndReason.APPENDED)
             return
         self.batch.add(turn, slots)
+        if self.parking is not None and self.parking.awaits(turn):
+            self.parking.begun(turn)
+            self.batch.held.add(self.batch.row_of(turn))
+        else:
+            self._goes_on(turn)
+        self.pressure.note(turn.session)
+
+    def _goes_on(self, turn: Turn) -> None:
+        """A turn in a row has all that its session had: it runs now, or when others have computed what it shares."""
         if self.sharing is not None:
             self.sharing.started(turn)
         if not (turn.drafting or self._waits(turn)):
             self._first_run(turn)
-        self.pressure.note(turn.session)
 
     def _waits(self, turn: Turn) -> bool:
         return self.sharing is not None and self.sharing.waits(turn)
+
+    def _awaits(self, turn: Turn) -> bool:
+        """Whether the turn waits for its session's memory to arrive."""
+        return self.parking is not None and self.parking.awaits(turn)
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies to the device are under way, which will set units free or have turns go on."""
+        return self.parking is not None and len(self.parking.tiers.moves) > 0
 
     def _first_run(self, turn: Turn) -> None:
         """A submitted turn begins to compute: note what it found in memory, once."""
@@ -185,12 +202,16 @@ class Lifecycle:
             self.recomputed["no checkpoint" if memory.computed >= wanted else memory.lost] += missing
 
     def _leave_row(self, turn: Turn) -> None:
-        """Take the turn out of the batch. To be called before its memory is detached."""
+        """Take the turn out of the batch. To be called before its memory is detached. If it waits for memory to arrive,
+        nothing of that is kept: the session stays parked."""
         memory = turn.session.memory.turn
         if memory is not None and memory.row >= 0:
             if self.sharing is not None:
                 self.sharing.left(turn)
             self.batch.remove(turn, memory.row)
+            if self.parking is not None and self.parking.awaits(turn):
+                memory.abort()
+                self.parking.give_up(turn)
 
     def preempt(self, turn: Turn, why: str = "preempted") -> None:
         """Release what a turn has acquired: of a running turn, or of a draft or waiting turn that has memory."""
@@ -236,7 +257,10 @@ class Lifecycle:
 
     def pause(self, turn: Turn) -> None:
         """Free the row of a running turn or a draft for another turn. A draft keeps its memory, a running turn keeps
-        what is settled of it."""
+        what is settled of it. One whose memory is still arriving gives that up."""
+        if self._awaits(turn):
+            self._queue_again(turn, "paused")
+            return
         if turn.drafting:
             self.rest(turn)
             self._queue.push(turn)
@@ -290,12 +314,36 @@ class Lifecycle:
             self.sharing.share(turn)
 
     def join(self) -> None:
-        """Have turns that waited in their rows for what others compute go on with it."""
+        """Have turns that waited in their rows go on: with what has been copied, and with what others compute."""
+        for turn, arrived in self.parking.arrivals() if self.parking is not None else ():
+            if arrived:
+                self._arrived(turn)
+            else:
+                self._queue_again(turn, "restore failed")
         for turn, found in self.sharing.ready() if self.sharing is not None else ():
             if found is not None:
                 self._begin_again(turn, found)
             if turn.running and not self._waits(turn):
                 self._first_run(turn)
+
+    def _queue_again(self, turn: Turn, why: str) -> None:
+        """A turn that waits for memory to arrive leaves its row without."""
+        if not turn.drafting:
+            self.preempt(turn, why)
+            return
+        self._leave_row(turn)
+        self._queue.push(turn)
+        self.pressure.note(turn.session)
+
+    def _arrived(self, turn: Turn) -> None:
+        """The session's memory is there: the turn goes on in its row, if it has anything to compute."""
+        self.batch.held.discard(self.batch.row_of(turn))
+        self._goes_on(turn)
+        if is_computed(turn):
+            if turn.drafting:
+                self.rest(turn)
+            else:
+                self.commit(turn, EndReason.APPENDED)
 
     def _begin_again(self, turn: Turn, found: Found) -> None:
         """A turn in a row, which has not begun, begins with what was found."""
@@ -330,7 +378,9 @@ class Lifecycle:
         common = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         self._queue.remove(turn)
         memory = turn.session.memory.turn
-        if memory is not None:
+        if self._awaits(turn):
+            self._leave_row(turn)
+        elif memory is not None:
             kept = min(turn.base_length + common, max(0, turn.base_length + len(new) - 1))
             position = memory.cut_to(kept, in_flight=True)
             turn.failed_end = min(turn.failed_end, position + 1)

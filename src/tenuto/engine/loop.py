@@ -62,6 +62,7 @@ class EngineLoop:
         self._opened: list[Turn] = []  # subscribed to by the command being carried out
         self.stopped: Stopped | None = None  # set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
+        engine.on_copied(self.wake)
         self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
         self._thread.start()
 
@@ -91,7 +92,8 @@ class EngineLoop:
         self._opened.append(turn)
 
     def wake(self) -> None:
-        """Tell the loop that more changes are durable, or can be made durable again. Any thread may call it."""
+        """Tell the loop that more changes are durable, or can be made durable again, or that a copy has ended. Any
+        thread may call it."""
         with suppress(EngineStopped):
             self.call(lambda _: None)
 

@@ -97,6 +97,12 @@ class Occupation:
                 self._flights.settle(flight, result)
             elif result is None and not self._flights.is_void(flight):
                 self._flights.retry(flight)
+        self._require_empty()
+
+    def _require_empty(self) -> None:
+        """Raises `InvariantError` if somebody has a unit, once copies that nobody waits for have ended."""
+        if self._lifecycle.parking is not None:
+            self._lifecycle.parking.finish()
         for pool in self._memory.pools:
             if pool.free != pool.capacity:
                 raise InvariantError(f"{pool.name}: {pool.capacity - pool.free} units are in use, and nobody has them")

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from tenuto.base.plan import Bytes
+from tenuto.base.checks import MAX_COUNT
+from tenuto.base.config import EngineConfig
+from tenuto.base.plan import Copier
 from tenuto.base.state_file import CopiedState
 from tenuto.memory.memory import Memory
+from tenuto.memory.moves import Carrier, Move
 from tenuto.memory.parked import Parked
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
 from tenuto.memory.snapshots import SavedMemory, Snapshot
 from tenuto.memory.tiers import Tiers
+from tenuto.memory.unit_files import Disk, UnitFiles
 from tenuto.sched.batch import is_computed, start_target
 from tenuto.session.session import Session, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The memory of the turn's session, of `position` tokens, is there when all `moves` have ended."""
+
+    turn: Turn
+    position: int
+    moves: Sequence[Move]
 
 
 class Parking:
@@ -34,6 +49,7 @@ class Parking:
     def __init__(self, memory: Memory, tiers: Tiers) -> None:
         self._memory = memory
         self._sessions: dict[Session, Parked] = {}
+        self._arriving: dict[Session, Arrival] = {}  # those whose open turns wait in their rows for it
         self.tiers = tiers
         self._planned: tuple[Turn | None, int] = None, 0
         self.parked = 0  # sessions, ever
@@ -42,7 +58,7 @@ class Parking:
         self.recomputed: Counter[str] = Counter()  # sessions that had been parked and are computed again, by cause
 
     def leases(self) -> list[Lease]:
-        """Nothing between steps: copies are made at once."""
+        """Nothing between steps: what is restored goes to the session at once, before it has arrived."""
         return []
 
     def __len__(self) -> int:
@@ -193,40 +209,77 @@ class Parking:
         return lacking
 
     def restore(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """Bring back the session's memory, in what was acquired for the turn to start with, `slots`, and in free units.
-        If that fails, it is computed again."""
+        """Begin to bring back the session's memory, in what was acquired for the turn to start with, `slots`, and in
+        free units. The session has it at once, but if the turn `awaits` it, nothing is in it before `arrivals` says
+        so."""
         planned, position = self._planned
         self._planned = None, 0
         if planned is not turn or not position or is_computed(turn):  # it may have found more elsewhere since
             return
         session, parked = turn.session, self._sessions[turn.session]
         self.tiers.use(parked)
-        counts = self._counts(session, position)
-        data = self.tiers.fetch(parked, counts)
-        if data is None:
-            self._failed(session, "unreadable")
-            return
         leases: list[Lease] = []
-        for group, count in enumerate(counts):
+        for group, count in enumerate(self._counts(session, position)):
             lease = self._acquire(parked, group, count, slots)
-            if lease is not None:
-                leases.append(lease)
-            if lease is None or not self._fill(group, lease, data[group]):
+            if lease is None:
                 for taken in leases:
                     taken.release()
-                self._failed(session, "no room" if lease is None else "copy failed")
+                self._failed(session, "no room")
                 return
-        for group, lease in enumerate(leases):
-            self.tiers.landed(parked, group, lease.units)
+            leases.append(lease)
+        arrival = Arrival(turn, position, self.tiers.bring_back(parked, leases))
         session.memory.drop()
         session.memory.receive(position, leases)
-        self.restored += 1
-        self.restored_tokens += position
+        if arrival.moves:
+            self._arriving[session] = arrival
+        else:
+            self._count(arrival)
 
-    def _fill(self, group: int, lease: Lease, data: list[Bytes | None]) -> bool:
-        """Write what is not on the device. False if that failed."""
-        filled = [(unit, copy) for unit, copy in zip(lease.units, data, strict=True) if copy is not None]
-        return self.tiers.write(group, [unit for unit, _ in filled], [copy for _, copy in filled])
+    def awaits(self, turn: Turn) -> bool:
+        """Whether the turn is to wait, since its session's memory is arriving."""
+        return turn.session in self._arriving
+
+    def begun(self, turn: Turn) -> None:
+        """The turn that waits has begun on its session's memory: nobody else may, until that has arrived."""
+        turn.session.memory.arriving = True
+
+    def arrivals(self) -> list[tuple[Turn, bool]]:
+        """The turns whose sessions' memory was arriving and has arrived since the last call, or, `False`, has failed
+        to: that has to be given up, to be computed again."""
+        if not self._arriving and not self.tiers.moves:
+            return []
+        self.tiers.take_moved()
+        done = [each for each in self._arriving.values() if not any(move in self.tiers.moves for move in each.moves)]
+        return [(each.turn, self._take_in(each)) for each in done]
+
+    def _take_in(self, arrival: Arrival) -> bool:
+        session = arrival.turn.session
+        failures = [move.failure for move in arrival.moves if not move.usable]
+        if failures:
+            self._failed(session, "copy failed" if failures[0] == "copy" else "unreadable")
+            return False
+        del self._arriving[session]
+        session.memory.arriving = False
+        self._count(arrival)
+        return True
+
+    def finish(self) -> None:
+        """Wait for copies under way; no turn waits for them."""
+        self.tiers.moves.wait()
+        self.tiers.take_moved()
+
+    def _count(self, arrival: Arrival) -> None:
+        self.restored += 1
+        self.restored_tokens += arrival.position
+
+    def give_up(self, turn: Turn) -> None:
+        """A turn that waits has left its row and released its memory: the session has none. What is parked stays."""
+        session = turn.session
+        for move in self._arriving.pop(session).moves:
+            self.tiers.moves.give_up(move)
+        session.memory.arriving = False
+        session.memory.drop()
+        session.memory.lost = "parked"
 
     def _acquire(self, parked: Parked, group: int, count: int, slots: tuple[Lease, ...]) -> Lease | None:
         """A lease on `count` units: those that the device still has, and fresh ones."""
@@ -253,3 +306,21 @@ class Parking:
     def audit(self) -> None:
         """Raises `InvariantError`."""
         self.tiers.audit()
+
+
+def parking_of(
+    config: EngineConfig,
+    memory: Memory,
+    copier: Copier,
+    disk: Disk | None,
+    carrier: Carrier,
+    timer: Callable[[], float],
+    identity: str,
+) -> Parking | None:
+    """Where the memory of idle sessions goes, if there is more than the device. Raises `ConfigError`."""
+    if disk is None and config.disk_tier:
+        disk = UnitFiles(Path(config.disk_tier).expanduser(), config.disk_tier_size or MAX_COUNT, identity)
+    if disk is None and not config.host_tier:
+        return None
+    tiers = Tiers(memory.pools, copier, config.host_tier, disk, memory.page_size, timer, carrier, identity)
+    return Parking(memory, tiers)

@@ -172,19 +172,11 @@ class ModelExecutor:
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         """See `Copier.read_units`. Steps in flight are waited for."""
-        return self._copied(lambda: self.forward.read_units(group, units))
+        return _copied(lambda: self._worker.submit(self.forward.read_units, group, units).result())
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
-        """See `Copier.write_units`. Steps in flight are waited for."""
-        self._copied(lambda: self.forward.write_units(group, units, data))
-
-    def _copied(self, copy: Callable[[], T]) -> T:
-        try:
-            return self._worker.submit(copy).result()
-        except (NotImplementedError, RecursionError):
-            raise
-        except (RuntimeError, MemoryError) as error:  # as of steps
-            raise CopyFailed(f"{type(error).__name__}: {error}") from error
+        """See `Copier.write_units`. Steps go on meanwhile."""
+        _copied(lambda: self.forward.write_units(group, units, data))
 
     def logits(self, plan: Plan) -> Singles:
         """Carry out `plan` but sample nothing: float32 [sum(plan.samples), vocab]. For tests and measurements, with no
@@ -260,6 +252,16 @@ class ModelExecutor:
     def _score(self, logits: Logits, scores: InputScores) -> Logprobs:
         """How likely the targets of `scores` were by their logits, one each."""
         return _logprobs(np.arange(len(logits)), logits, scores.targets.astype(np.int64), scores.top)
+
+
+def _copied(copy: Callable[[], T]) -> T:
+    """What `copy` returns. Raises `CopyFailed`."""
+    try:
+        return copy()
+    except (NotImplementedError, RecursionError):
+        raise
+    except (RuntimeError, MemoryError) as error:  # as of steps
+        raise CopyFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _masks(given: Sequence[TokenMasks]) -> Masks | None:

@@ -26,6 +26,7 @@ class CommittedMemory:
         self.holder_kind: HolderKind = "session"  # or "prefix", once the session is closed
         self.holder_name = name
         self.computed = 0
+        self.arriving = False  # copies of it are under way: only its open turn waits for them; written by `Parking`
         self.lost = ""  # why less than the history is in memory; written by whoever takes it
         self.tables = [group.table(self) for group in memory.groups]
         self.checkpoints = Checkpoints(memory.cache)
@@ -41,11 +42,11 @@ class CommittedMemory:
     def replayed(self, target: int) -> int:
         """Tokens in memory below `target` that are not below a resumable position: to be computed again, once it is cut
         or forked there. Changes nothing."""
-        return min(self.computed, target) - self.resumable(target)
+        return min(self.computed, target) - self.resumable(target) if not self.arriving else 0
 
     def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
         """The same, with the checkpoint that covers it."""
-        target = min(target, self.computed)
+        target = min(target, self.computed) if not self.arriving else 0
         if not self.memory.needs_checkpoints or target == 0:
             return target, None
         at_or_after = self.checkpoints.from_on(target)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tenuto.base.plan import Bytes
+from tenuto.memory.moves import Move
 from tenuto.memory.unit_files import UnitFile
 
 Place = tuple[int, int]
@@ -17,9 +18,11 @@ ELSEWHERE: Place = 0, -1
 @dataclass(eq=False, slots=True)
 class StoredUnit:
     """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. The first `used` token slots of
-    a page are of value. `place`: where the same is on the device, as long as that is leased and of the same generation.
+    a page are of value. `place`: where the same is on the device, as long as that is leased and of the same generation;
+    with a `move`, where it will be when that has arrived.
 
-    Invariant: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it.
+    Invariant: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it and
+    the moves that bring it.
     """
 
     group: int
@@ -30,6 +33,7 @@ class StoredUnit:
     references: int = 0
     file: UnitFile | None = None
     row: int = -1
+    move: Move | None = None
 
 
 @dataclass(eq=False, slots=True)

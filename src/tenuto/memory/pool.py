@@ -39,7 +39,8 @@ class Pool:
     """Units 0 .. `capacity` - 1 of one group, counted by the leases on them.
 
     Invariant: every unit is in exactly one of three places: on the free list (count 0), in limbo (count 0, released
-    while steps are in flight that may still touch it), or leased (count = number of leases that list it).
+    while steps are in flight that may still touch it, or a copy that may still write it), or leased (count = number of
+    leases that list it).
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -52,6 +53,8 @@ class Pool:
         self.generation = array("q", bytes(8 * capacity))
         self._free = list(range(capacity - 1, -1, -1))
         self._limbo: deque[list[int]] = deque()  # a list for each step in flight, of what was released since it began
+        self._written: set[int] = set()  # units that copies under way write
+        self._stranded: list[int] = []  # of those, the ones that nobody holds any more: a part of limbo
         self.leased = 0  # units with at least one lease, kept as leases come and go
         self.touched = 0  # unit counts ever changed: a measure of work
         self.cycle = 0  # audit cycles begun; written by `begin_cycle`
@@ -64,8 +67,8 @@ class Pool:
 
     @property
     def limbo(self) -> int:
-        """Units that become free when the steps in flight settle."""
-        return sum(map(len, self._limbo))
+        """Units that become free when the steps in flight settle, and the copies under way end."""
+        return sum(map(len, self._limbo)) + len(self._stranded)
 
     def acquire(self, count: int, holder: Holder) -> Lease | None:
         """A lease on `count` fresh units, or `None` if fewer are free now."""
@@ -84,6 +87,20 @@ class Pool:
     def step_settled(self) -> None:
         """The oldest step in flight has ended: what was released before the next one began can be used again."""
         self._free.extend(self._limbo.popleft())
+
+    def copy_begins(self, units: Iterable[int]) -> None:
+        """A copy writes these leased units from now on: whoever releases them, nobody else gets them until it ends."""
+        self._written.update(units)
+
+    def copy_ended(self, units: Iterable[int]) -> None:
+        """The copy that writes these units has ended. Those that were released meanwhile may be in the page tables of
+        steps in flight, and wait for these."""
+        ended = set(units)
+        self._written -= ended
+        left = [unit for unit in self._stranded if unit in ended]
+        if left:
+            self._stranded = [unit for unit in self._stranded if unit not in ended]
+            (self._limbo[-1] if self._limbo else self._free).extend(left)
 
     @contextmanager
     def reserve(self, count: int, holder: Holder) -> Iterator[Lease]:
@@ -104,7 +121,7 @@ class Pool:
 
     def unused(self) -> tuple[list[int], list[int]]:
         """Copies of the free list and of limbo, for the audit."""
-        return list(self._free), [unit for released in self._limbo for unit in released]
+        return list(self._free), [*(unit for released in self._limbo for unit in released), *self._stranded]
 
     def begin_cycle(self, count: Callable[[Lease], None]) -> None:
         """An audit begins: before a lease changes for the first time since, `count` is called with it, unless the lease
@@ -161,7 +178,7 @@ class Pool:
                     raise InvariantError(f"{self.name} unit {unit} is released but nobody holds it")
                 self.counts[unit] = left
                 if not left:
-                    gone.append(unit)
+                    (self._stranded if unit in self._written else gone).append(unit)
                     self.leased -= 1
             return
         index = np.frombuffer(units, dtype=np.int32)
@@ -171,6 +188,9 @@ class Pool:
         self._counts[index] = left_over
         ended = index[left_over == 0].tolist()
         self.leased -= len(ended)
+        if self._written:
+            self._stranded += [unit for unit in ended if unit in self._written]
+            ended = [unit for unit in ended if unit not in self._written]
         gone.extend(ended)
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
+from tenuto.memory.moves import Carrier, Move, Moves, Target
 from tenuto.memory.parked import ELSEWHERE, KeptUnits, Parked, StoredUnit
-from tenuto.memory.pool import Pool
+from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.rates import Rates
 from tenuto.memory.snapshots import Run, SavedMemory, Snapshot, decoded
 from tenuto.memory.unit_files import Disk, DiskFailed, UnitFile
@@ -33,6 +34,7 @@ class Tiers:
         disk: Disk | None,
         page_size: int,
         timer: Callable[[], float],
+        carrier: Carrier,
         identity: str = "",
     ) -> None:
         """`identity`: of what is in units; state is never taken over from a tier of another one."""
@@ -46,6 +48,8 @@ class Tiers:
         self._copies: dict[tuple[int, int], StoredUnit] = {}  # the last copy of each unit, by group and unit
         self._parked: dict[Parked, None] = {}
         self._in_host: OrderedDict[Parked, None] = OrderedDict()  # those not moved to disk, least recently used first
+        self.moves = Moves(pools, copier, disk, carrier, timer)
+        self._moving: dict[Move, list[StoredUnit]] = {}  # what each move under way brings
         self.host_used = 0
         self.disk_used = 0
         self.rates = Rates()
@@ -189,88 +193,77 @@ class Tiers:
         ]
 
     def _on_device(self, unit: StoredUnit) -> int | None:
-        """The unit of the pool that still has the same."""
+        """The unit of the pool that still has the same, or will have it when a move has arrived."""
         number, generation = unit.place
         pool = self._pools[unit.group]
-        return number if pool.counts[number] > 0 and pool.generation[number] == generation else None
+        there = pool.counts[number] > 0 and pool.generation[number] == generation
+        return number if there and (unit.move is None or unit.move.usable) else None
 
     def on_device(self, parked: Parked, group: int, count: int) -> list[int | None]:
-        """For each of the first `count` units of a group, the unit on the device that has the same, if there is one."""
+        """For each of the first `count` units of a group, the unit on the device that has the same, or will have it, if
+        there is one."""
         return [self._on_device(unit) for unit in parked.units[group][:count]]
 
-    def fetch(self, parked: Parked, counts: Sequence[int]) -> list[list[Bytes | None]] | None:
-        """The first `counts` units of each group, those read that are not on the device. `None`, having forgotten it,
-        if some could not be read."""
-        wanted = [
-            [unit if self._on_device(unit) is None else None for unit in stored[:n]]
-            for stored, n in zip(parked.units, counts, strict=True)
-        ]
-        read: dict[StoredUnit, Bytes] = {}
-        files: dict[UnitFile, list[StoredUnit]] = {}
-        for group in wanted:
-            for unit in group:
-                if unit is not None and unit.file is not None:
-                    files.setdefault(unit.file, []).append(unit)
-        began = self._timer()
-        for file, units in files.items():
-            by_group: dict[int, list[StoredUnit]] = {}
-            for unit in units:
-                by_group.setdefault(unit.group, []).append(unit)
-            try:
-                found = self._disk_read(file, by_group)
-            except DiskFailed as error:
-                self.failures[error.cause] += 1
-                self.forget(parked)
-                return None
-            for number, members in by_group.items():
-                read.update(zip(members, found[number], strict=True))
-        if read:
-            self.rates.note("disk", sum(data.nbytes for data in read.values()), self._timer() - began)
-        return [[None if unit is None else read.get(unit, unit.data) for unit in group] for group in wanted]
+    def bring_back(self, parked: Parked, leases: Sequence[Lease]) -> list[Move]:
+        """Have the first units of each group come to those of `leases`, where they are not yet: the moves to wait for.
+        What is on its way for somebody else is not moved again."""
+        moves: dict[Move, None] = {}
+        moving: list[StoredUnit] = []
+        targets: list[Target] = []
+        for group, lease in enumerate(leases):
+            for stored, unit in zip(parked.units[group], lease.units, strict=False):
+                if self._on_device(stored) is None:
+                    moving.append(stored)
+                    targets.append(Target(group, unit, stored.size, stored.data, stored.file, stored.row))
+                elif stored.move is not None:
+                    moves[stored.move] = None
+        if targets:
+            move = self.moves.begin(targets)
+            moves[move] = None
+            self._moving[move] = moving
+            for stored, target in zip(moving, targets, strict=True):
+                stored.place = target.unit, self._pools[stored.group].generation[target.unit]
+                stored.move = move
+                stored.references += 1
+                self._copies[stored.group, target.unit] = stored
+        for move in moves:
+            move.wanted += 1
+        return list(moves)
+
+    def take_moved(self) -> None:
+        """Note what has become of moves that have ended."""
+        for move in self.moves.take_ended():
+            if move.failure and not move.cancelled:
+                self.failures[move.failure] += 1
+            self.rates.note("disk", *move.read)
+            self.rates.note("host", *move.written)
+            for stored in self._moving.pop(move):
+                if stored.move is move:
+                    stored.move = None
+                    self._arrived(stored, usable=move.usable)
+                self._release(stored)
+
+    def _arrived(self, unit: StoredUnit, *, usable: bool) -> None:
+        if usable:
+            self.moved["device"] += 1
+            return
+        if self._copies.get((unit.group, unit.place[0])) is unit:
+            del self._copies[unit.group, unit.place[0]]
+        unit.place = ELSEWHERE
 
     def copies(self, parked: Parked) -> list[list[Bytes]] | None:
         """All its units, those read that are not in host memory. `None` if that failed."""
-        counts = [len(group) for group in parked.units]
-        found = self.fetch(parked, counts)
-        if found is None:
-            return None
-        copied: list[list[Bytes]] = []
-        for group, units in enumerate(found):
-            there = self.on_device(parked, group, counts[group])
-            missing = [unit for unit, data in zip(there, units, strict=True) if data is None and unit is not None]
-            try:
-                read = iter(self._copier.read_units(group, np.array(missing, np.int32)) if missing else ())
-            except CopyFailed:
-                self.failures["copy"] += 1
-                return None
-            copied.append([next(read) if data is None else data for data in units])
-        return copied
-
-    def _disk_read(self, file: UnitFile, by_group: dict[int, list[StoredUnit]]) -> dict[int, list[Bytes]]:
-        if self._disk is None:
-            raise InvariantError("units are on disk, and there is no disk")
-        return self._disk.read(file, {group: [unit.row for unit in units] for group, units in by_group.items()})
-
-    def write(self, group: int, units: Sequence[int], data: Sequence[Bytes]) -> bool:
-        """Write copies to units of the device. False if that failed."""
-        if not units:
-            return True
-        began = self._timer()
+        read: dict[StoredUnit, Bytes] = {}
         try:
-            self._copier.write_units(group, np.array(units, np.int32), data)
-        except CopyFailed:
-            self.failures["copy"] += 1
-            return False
-        self.rates.note("host", sum(each.nbytes for each in data), self._timer() - began)
-        self.moved["device"] += len(units)
-        return True
-
-    def landed(self, parked: Parked, group: int, units: Sequence[int]) -> None:
-        """The first units of a group are on the device now."""
-        pool = self._pools[group]
-        for stored, unit in zip(parked.units[group], units, strict=False):
-            stored.place = unit, pool.generation[unit]
-            self._copies[group, unit] = stored
+            for (group, file), units in _by_place(parked).items():
+                if file is not None and self._disk is not None:
+                    found = self._disk.read(file, {group: [unit.row for unit in units]})
+                    read.update(zip(units, found[group], strict=True))
+        except DiskFailed as error:
+            self.failures[error.cause] += 1
+            self.forget(parked)
+            return None
+        return [[unit.data if unit.data is not None else read[unit] for unit in group] for group in parked.units]
 
     # -- references
 
@@ -301,12 +294,13 @@ class Tiers:
     def _discard(self, parked: Parked) -> None:
         for group in parked.units:
             for unit in group:
-                unit.references -= 1
-                if not unit.references:
-                    self._end(unit)
+                self._release(unit)
         parked.units = [[] for _ in parked.units]
 
-    def _end(self, unit: StoredUnit) -> None:
+    def _release(self, unit: StoredUnit) -> None:
+        unit.references -= 1
+        if unit.references:
+            return
         if self._copies.get((unit.group, unit.place[0])) is unit:
             del self._copies[unit.group, unit.place[0]]
         if unit.data is not None:
@@ -322,6 +316,7 @@ class Tiers:
     def audit(self) -> None:
         """Recount references and bytes. Raises `InvariantError`."""
         found: Counter[StoredUnit] = Counter(u for parked in self._parked for group in parked.units for u in group)
+        found.update(unit for moving in self._moving.values() for unit in moving)
         host = sum(unit.size for unit in found if unit.data is not None)
         disk = sum(unit.size for unit in found if unit.file is not None)
         if any(unit.references != n or (unit.data is None) == (unit.file is None) for unit, n in found.items()):
@@ -423,9 +418,19 @@ class Tiers:
         return parked
 
     def close(self, *, keep: bool = False) -> None:
-        """Nothing is parked or brought back any more; see `Disk.close`."""
+        """Nothing is parked or brought back any more; see `Disk.close`. Moves under way are cancelled and waited
+        for."""
+        self.moves.close()
         if self._disk is not None:
             self._disk.close(keep=keep)
+
+
+def _by_place(parked: Parked) -> dict[tuple[int, UnitFile | None], list[StoredUnit]]:
+    """Its units by group and file; `None`: in host memory."""
+    places: dict[tuple[int, UnitFile | None], list[StoredUnit]] = {}
+    for unit in parked:
+        places.setdefault((unit.group, unit.file), []).append(unit)
+    return places
 
 
 def _runs(units: Sequence[StoredUnit], files: dict[UnitFile, int]) -> list[Run]:
