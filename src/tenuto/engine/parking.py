@@ -199,10 +199,13 @@ class Parking:
         tier = "disk" if parked.on_disk else "host"
         return position if self.tiers.rates.worth(tier, parked.size, position) else 0
 
-    def units(self, turn: Turn) -> Longs:
-        """Units of each group to acquire for what was just planned, int64 [groups]."""
+    def units(self, turn: Turn, *, alone: bool = False) -> Longs:
+        """Units of each group to acquire for what was just planned, int64 [groups]; `alone`: when nobody has any of
+        them on the device."""
         session, position = turn.session, self._planned[1]
         parked, counts = self._sessions[session], self._counts(session, position)
+        if alone:
+            return np.array(counts, np.int64)
         lacking = np.array(self.tiers.lacking(parked, counts), np.int64)
         for group, count in enumerate(counts):  # a last page that others have is copied before it is written
             lacking[group] += self.tiers.on_device(parked, group, count)[-1:] not in ([], [None])

@@ -27,8 +27,8 @@ class Restoring(Protocol):
         nowhere."""
         ...
 
-    def units(self, turn: Turn) -> Longs:
-        """Units of each group to acquire for that."""
+    def units(self, turn: Turn, *, alone: bool = False) -> Longs:
+        """Units of each group to acquire for that; `alone`: when nobody else has any of them in memory."""
         ...
 
 
@@ -129,7 +129,7 @@ class Admission:
         asked = turn.number, self._batch.departures, turn.session.memory.computed, self._passes // RECONSIDERED_AFTER
         if running and not turn.drafting and self._refused == asked:
             return False  # until a turn leaves its row, or a few steps later: windows and checkpoints are freed
-        need = self._need(turn)
+        need = self._need(turn, alone=True)  # those with whom it would share may be the ones who yield
         keeps = turn.session.memory.computed or turn.session.memory.turn is not None
         keeps = keeps or (self._restoring is not None and self._restoring.plan(turn))
         if keeps and (need > self._pressure.room_beside([turn])).any():
@@ -144,12 +144,12 @@ class Admission:
             self._pause(victims.pop(0))
         self._room_for = turn
         self._pressure.relieve(
-            lambda: need + self._pledged(turn, later=not turn.drafting),
+            lambda: self._need(turn) + self._pledged(turn, later=not turn.drafting),
             [turn, *kept],
             (victim for victim in victims if victim in self._batch),
             draft=turn.drafting,
         )
-        return bool((need + self._pledged(turn) <= memory.free()).all())
+        return bool((self._need(turn) + self._pledged(turn) <= memory.free()).all())
 
     def _fits_beside(self, turn: Turn, need: Longs, kept: list[Turn]) -> bool:
         """Whether there is room for `turn` once everybody but the turns `kept` has yielded; for a draft, once cached
@@ -198,11 +198,11 @@ class Admission:
         ends = np.minimum(rows.expected[order] + ahead, rows.limit[order])
         return memory.pledged(order, ends)
 
-    def _need(self, turn: Turn) -> Longs:
-        """An upper bound on the units to acquire for the tokens it knows, int64 [groups]."""
+    def _need(self, turn: Turn, *, alone: bool = False) -> Longs:
+        """An upper bound on the units to acquire for the tokens it knows, int64 [groups]; `alone`: see `Restoring`."""
         if is_computed(turn):
             return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))
         restored = self._restoring.plan(turn) if self._restoring is not None else 0
         need = turn.session.memory.need(start_target(turn), end, generates=turn.generating, restored=restored)
-        return need + self._restoring.units(turn) if self._restoring is not None and restored else need
+        return need + self._restoring.units(turn, alone=alone) if self._restoring is not None and restored else need

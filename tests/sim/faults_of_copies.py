@@ -1,0 +1,99 @@
+"""What can go wrong with copies to the device that are made while steps run, planted one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tenuto.engine.parking import Parking
+from tenuto.memory.moves import Move, Moves
+from tenuto.memory.parked import Parked
+from tenuto.memory.pool import Lease, Pool
+from tenuto.memory.tiers import Tiers
+from tenuto.session.session import Turn
+from tests.sim.faults import replaced
+
+
+def a_page_is_given_out_while_a_copy_writes_it() -> Any:
+    """The turn that the copy was for has been aborted, and its units go to others at once."""
+    return replaced(Pool, "copy_begins", lambda original: lambda self, units: None)
+
+
+def units_that_a_copy_wrote_are_never_given_back() -> Any:
+    """What was released while a copy wrote it stays where it is."""
+    return replaced(Pool, "copy_ended", lambda original: lambda self, units: None)
+
+
+def a_turn_starts_before_its_copies_have_arrived() -> Any:
+    """Its session has the units, and nobody asks what is in them."""
+
+    def make(original: Any) -> Any:
+        def bring_back(self: Tiers, parked: Parked, leases: Sequence[Lease]) -> list[Move]:
+            original(self, parked, leases)
+            return []
+
+        return bring_back
+
+    return replaced(Tiers, "bring_back", make)
+
+
+def what_is_on_its_way_for_another_is_not_waited_for() -> Any:
+    """Two sessions share units: the one whose turn starts later waits for what it moves itself."""
+
+    def make(original: Any) -> Any:
+        def bring_back(self: Tiers, parked: Parked, leases: Sequence[Lease]) -> list[Move]:
+            return [move for move in original(self, parked, leases) if move.wanted == 1]
+
+        return bring_back
+
+    return replaced(Tiers, "bring_back", make)
+
+
+def a_move_that_another_waits_for_is_cancelled() -> Any:
+    """The turn that it began for ends, and nobody asks who else waits."""
+
+    def make(original: Any) -> Any:
+        def give_up(self: Moves, move: Move) -> None:
+            move.wanted -= 1
+            move.cancelled = True
+            move.failure = ""
+
+        return give_up
+
+    return replaced(Moves, "give_up", make)
+
+
+def a_copy_that_failed_is_taken_for_what_was_parked() -> Any:
+    """Nobody asks how a move has ended."""
+    return replaced(Move, "usable", lambda original: property(lambda self: not self.cancelled))
+
+
+def a_session_keeps_what_has_not_arrived() -> Any:
+    """Its turn is aborted in the middle, and its memory is taken for whole."""
+
+    def make(original: Any) -> Any:
+        def give_up(self: Parking, turn: Turn) -> None:
+            for move in self._arriving.pop(turn.session).moves:
+                self.tiers.moves.give_up(move)
+            turn.session.memory.arriving = False
+
+        return give_up
+
+    return replaced(Parking, "give_up", make)
+
+
+def a_fork_takes_what_has_not_arrived() -> Any:
+    """A session's memory looks whole while it is arriving."""
+    return replaced(Parking, "begun", lambda original: lambda self, turn: None)
+
+
+FAULTS_OF_COPIES = (
+    a_page_is_given_out_while_a_copy_writes_it,
+    units_that_a_copy_wrote_are_never_given_back,
+    a_turn_starts_before_its_copies_have_arrived,
+    what_is_on_its_way_for_another_is_not_waited_for,
+    a_move_that_another_waits_for_is_cancelled,
+    a_copy_that_failed_is_taken_for_what_was_parked,
+    a_session_keeps_what_has_not_arrived,
+    a_fork_takes_what_has_not_arrived,
+)
