@@ -40,7 +40,12 @@ class RandomWorld(MirroredWorld):
         if config.prefixes:
             operations.append((self.op_repeat, 60))
         if config.tiers:
-            operations += [(self.op_park, 60), (self.op_come_back, 30), (self.op_restart, 5)]
+            operations += [
+                (self.op_park, 60),
+                (self.op_come_back, 30),
+                (self.op_come_back_together, 10),
+                (self.op_restart, 5),
+            ]
         if config.seed % 2:  # a calm world: memory is not taken away by hand
             operations = [(op, n) for op, n in operations if op not in (self.op_drop, self.op_preempt)]
         self._names = [operation for operation, _ in operations]
@@ -303,6 +308,13 @@ class RandomWorld(MirroredWorld):
         sid = self._pick(lambda s: s.turn is None and len(s.history) > 1 and s.memory.computed == 0)
         if sid is not None:
             self.submit(sid, self._tokens(), self._params(draft=True))
+
+    def op_come_back_together(self) -> None:
+        """A session that has lost its memory goes on, and so does a fork of it."""
+        sid = self._pick(lambda s: s.turn is None and len(s.history) > 1 and s.memory.computed == 0)
+        if sid is not None and (child := self.fork(sid)) is not None:
+            for each in (sid, child):
+                self.submit(each, self._tokens(), self._params(draft=True))
 
     def op_restart(self) -> None:
         """The engine ends, in order or not, and its sessions go on in another one."""

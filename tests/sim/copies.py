@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from tenuto.memory.moves import Move
 from tests.carriers import ByHand
 
 PIECE = 200
@@ -11,16 +12,28 @@ PIECE = 200
 
 
 class SlowCopies(ByHand):
-    """A `Carrier` whose moves advance while steps are computed, and between them, by chance."""
+    """A `Carrier` whose moves advance while steps are computed, and between them, by chance. A move that is cancelled
+    still copies a piece, which had begun."""
 
     def __init__(self, chance: Random) -> None:
         super().__init__(PIECE)
         self._chance = chance
+        self._stopped: set[Move] = set()
 
     def go_on(self) -> None:
         """A little time passes."""
         for move in list(self.moves):
             while self._chance.random() < 0.5:
-                if not move.advance():
+                if not self._advance(move):
                     self.moves.remove(move)
+                    self._stopped.discard(move)
                     break
+
+    def _advance(self, move: Move) -> bool:
+        if not move.cancelled or move in self._stopped:
+            return move.advance()
+        self._stopped.add(move)
+        move.cancelled = False
+        going_on = move.advance()
+        move.cancelled = True
+        return going_on

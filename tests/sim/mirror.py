@@ -112,9 +112,8 @@ class MirroredWorld(World):
             wanted = min(session.memory.computed, max(0, at - 1)) if not session.memory.arriving else 0
             if reached != wanted:
                 self.found("shared", f"a fork at {at} shares {reached} tokens of {session.memory.computed}")
-        whole = internals.is_parked(self.engine, session) and at >= len(session.history) > 1
-        if whole and not internals.is_parked(self.engine, child):
-            self.found("shared", f"a fork at {at} of a session that is parked is not")
+        if session.memory.arriving and at >= len(session.history) and not internals.is_parked(self.engine, child):
+            self.found("shared", f"a fork at {at} of a session whose memory is arriving is not parked")
         mine, its = [p for p in held if p < reached], internals.positions_kept(child)[:-1]
         if its != mine:
             self.found("shared", f"a fork has checkpoints at {its}, its parent below at {mine}")

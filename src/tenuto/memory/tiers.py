@@ -237,16 +237,16 @@ class Tiers:
                 self.failures[move.failure] += 1
             self.rates.note("disk", *move.read)
             self.rates.note("host", *move.written)
+            self.moved["device"] += len(move.targets) if move.usable else 0
             for stored in self._moving.pop(move):
                 if stored.move is move:
                     stored.move = None
-                    self._arrived(stored, usable=move.usable)
+                    if not move.usable:
+                        self._not_there(stored)
                 self._release(stored)
 
-    def _arrived(self, unit: StoredUnit, *, usable: bool) -> None:
-        if usable:
-            self.moved["device"] += 1
-            return
+    def _not_there(self, unit: StoredUnit) -> None:
+        """What was on its way to the device will not arrive."""
         if self._copies.get((unit.group, unit.place[0])) is unit:
             del self._copies[unit.group, unit.place[0]]
         unit.place = ELSEWHERE

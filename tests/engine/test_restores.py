@@ -1,0 +1,412 @@
+"""Parked memory comes back while other turns' steps run: nobody waits for a copy but the turn that needs it, and no
+unit is given out that a copy may still write."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tenuto.base.clock import SystemClock
+from tenuto.base.config import EngineConfig
+from tenuto.base.errors import InvariantError
+from tenuto.base.groups import Kind
+from tenuto.base.options import TurnParams
+from tenuto.base.plan import Bytes
+from tenuto.base.turns import EndReason, TurnState
+from tenuto.engine.engine import Engine
+from tenuto.engine.loop import EngineLoop
+from tenuto.engine.parking import Parking
+from tenuto.memory.unit_files import SUFFIX, UnitFile, UnitFiles
+from tenuto.session.session import Turn
+from tests.carriers import ByHand
+from tests.engine.stage import (
+    FULL,
+    PAGE,
+    VOCABULARY,
+    Recorder,
+    Stage,
+    continuation,
+    count_from,
+    every_mix,
+    every_overlap,
+)
+from tests.present import present
+
+HISTORY = 66
+"""Tokens of a session that was told 60."""
+
+
+class Slow:
+    """A stage whose copies advance by hand, one page or state at a time, with a session "s" that is parked."""
+
+    def __init__(self, mix: tuple[Kind, ...] = (FULL,), **options: Any) -> None:
+        self.copies = ByHand(piece=1)
+        given = {"units": 120, "token_budget": 24, "host_tier": 10**6, "carrier": self.copies, **options}
+        self.stage = Stage(mix, **given)
+        self.engine = self.stage.engine
+        self.stage.told("s", 60)
+        self.park("s")
+
+    @property
+    def parking(self) -> Parking:
+        return present(self.engine.parking)
+
+    def park(self, name: str) -> None:
+        self.engine.lifecycle.drop(self.engine.sessions.get(name))
+        assert self.parking.has(self.engine.sessions.get(name))
+
+    def come_back(self, name: str = "s", output: int = 3, **params: Any) -> Turn:
+        """A turn of a parked session that waits for its copies."""
+        turn = self.stage.say(name, [5, 6], output, **params)
+        self.stage.until(lambda: turn.running)
+        assert turn.session.memory.arriving
+        return turn
+
+    def ends(self, turn: Turn, history: Sequence[int]) -> int:
+        """The turn says what it should; how many tokens were cached."""
+        while not self.engine.idle:
+            self.copies.finish()
+            self.stage.step()
+        self.engine.audit()
+        assert list(turn.output) == continuation([*history, 5, 6], len(turn.output))
+        assert turn.output
+        return present(turn.result).usage.cached
+
+    def free(self) -> list[int]:
+        return [pool.free for pool in self.engine.memory.pools]
+
+    def limbo(self) -> list[int]:
+        return [pool.limbo for pool in self.engine.memory.pools]
+
+
+@every_mix
+@every_overlap
+def test_other_turns_run_to_their_ends_while_a_session_comes_back(mix, overlap: int) -> None:
+    slow = Slow(mix, overlap=overlap)
+    history = list(slow.engine.sessions.get("s").history)
+    turn = slow.come_back()
+    steps = len(slow.stage.executor.plans)
+    for name in ("a", "bb", "ccc"):
+        slow.stage.open(name)
+        other = slow.stage.say(name, count_from(7, 30), 12)
+        slow.stage.until(lambda other=other: other.state.ended)
+        assert list(other.output) == continuation(count_from(7, 30), 12)
+    assert len(slow.stage.executor.plans) - steps >= 3 * 12
+    assert (turn.state, list(turn.output), slow.parking.restored) == (TurnState.RUNNING, [], 0)
+    slow.engine.audit()
+    assert slow.ends(turn, history) == HISTORY - 1
+    assert slow.parking.restored == 1
+
+
+@every_mix
+@pytest.mark.parametrize("end", ["abort", "barge-in", "deadline", "close", "preempt", "pause"])
+def test_a_turn_that_ends_while_its_session_comes_back_leaves_that_parked(mix, end: str) -> None:
+    slow = Slow(mix)
+    empty, history = slow.free(), list(slow.engine.sessions.get("s").history)
+    turn = slow.come_back(timeout=30.0)
+    session = turn.session
+    taken = [a - b for a, b in zip(empty, slow.free(), strict=True)]
+    slow.copies.advance()
+    if end == "abort":
+        slow.engine.abort("s")
+    elif end == "barge-in":
+        slow.engine.abort("s", "all")
+        history += [5, 6]
+    elif end == "deadline":
+        slow.stage.clock.advance(31.0)
+        slow.engine.lifecycle.expire()
+    elif end == "close":
+        slow.engine.close("s")
+    elif end == "preempt":
+        slow.engine.lifecycle.preempt(turn)
+    else:
+        slow.engine.lifecycle.pause(turn)
+    assert list(session.history) == history
+    assert session.memory.computed == 0
+    assert sum(slow.limbo()) > 0, "what a copy may still write is nobody's to take"
+    assert all(a + b >= c for a, b, c in zip(slow.free(), slow.limbo(), empty, strict=True))
+    slow.engine.audit()
+    slow.copies.finish()
+    if end in ("preempt", "pause"):
+        assert turn.preempted
+        slow.stage.until(lambda: turn.running)
+        assert slow.ends(turn, history) == HISTORY - 1
+        return
+    slow.stage.play()
+    slow.engine.audit()
+    assert slow.free() == empty
+    assert any(taken)
+    assert present(turn.result).reason is (EndReason.DEADLINE if end == "deadline" else EndReason.ABORT)
+    if end == "close":
+        assert slow.parking.tiers.host_used == 0
+        return
+    turn = slow.come_back()
+    assert slow.ends(turn, history) == HISTORY - 1  # its state is still there, also of a longer history
+
+
+@every_mix
+def test_units_that_a_copy_may_still_write_are_not_given_out(mix) -> None:
+    slow = Slow(mix)
+    turn = slow.come_back()
+    units = [sorted(pool._written) for pool in slow.engine.memory.pools]
+    assert all(units)
+    slow.engine.abort("s")
+    for pool, written in zip(slow.engine.memory.pools, units, strict=True):
+        rest = present(pool.acquire(pool.free, slow.parking))
+        assert not set(written).intersection(rest.units)
+        rest.release(unused=True)
+    slow.copies.finish()
+    slow.stage.step()
+    assert slow.limbo() == [0] * len(mix)
+    assert turn.result is not None
+
+
+@every_mix
+def test_two_sessions_that_share_what_comes_back_move_it_once(mix) -> None:
+    slow = Slow(mix)
+    history = list(slow.engine.sessions.get("s").history)
+    slow.engine.fork("s", child="fork")
+    turn, forked = slow.come_back("s"), slow.come_back("fork")
+    units, *more = (len(move.targets) for move in slow.copies.moves)
+    assert sum(more) <= (FULL in mix)  # a last page, which the other goes on to fill
+    slow.engine.abort("s")
+    slow.engine.audit()
+    assert slow.ends(forked, history) == HISTORY - 1  # the move goes on for the one that still waits
+    assert present(turn.result).committed is False
+    assert slow.parking.tiers.moved["device"] == units + sum(more)
+
+
+@every_mix
+def test_a_fork_of_a_session_that_is_coming_back_is_parked_like_it(mix) -> None:
+    slow = Slow(mix)
+    history = list(slow.engine.sessions.get("s").history)
+    turn = slow.come_back()
+    child = slow.engine.fork("s", child="fork")
+    assert (child.memory.computed, slow.parking.has(child)) == (0, True)
+    forked = slow.come_back("fork")
+    assert slow.ends(turn, history) == slow.ends(forked, history) == HISTORY - 1
+
+
+@every_mix
+@pytest.mark.parametrize("drafting", [False, True], ids=["submitted", "draft"])
+def test_a_copy_that_fails_in_the_middle_costs_only_time(mix, drafting: bool) -> None:
+    slow = Slow(mix)
+    history = list(slow.engine.sessions.get("s").history)
+    if drafting:
+        turn = slow.engine.draft("s", [5, 6])
+        slow.stage.step()
+        assert turn.session.memory.arriving
+    else:
+        turn = slow.come_back()
+    slow.copies.advance(int(len(slow.copies.moves[0].targets) > 1))
+    slow.stage.executor._copy_fails = lambda: True
+    slow.copies.finish()
+    slow.stage.executor._copy_fails = lambda: False
+    slow.stage.step()
+    slow.engine.audit()
+    assert slow.parking.recomputed == {"copy failed": 1}
+    if drafting:
+        turn = slow.engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
+    assert slow.ends(turn, history) <= HISTORY + 1
+    assert slow.parking.restored == 0
+
+
+def test_a_draft_that_changes_while_its_session_comes_back_is_computed_as_it_is() -> None:
+    slow = Slow()
+    history = list(slow.engine.sessions.get("s").history)
+    slow.engine.draft("s", [9, 9, 9])
+    slow.stage.step()
+    slow.copies.advance()
+    slow.engine.draft("s", [5, 6, 7])
+    slow.stage.step()
+    slow.engine.audit()
+    turn = slow.engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
+    assert slow.ends(turn, history) >= HISTORY - 1
+
+
+def test_an_empty_turn_of_a_parked_session_commits_when_that_is_there() -> None:
+    slow = Slow()
+    turn = slow.stage.append("s", [])
+    slow.stage.until(lambda: turn.running)
+    slow.copies.finish()
+    slow.stage.play()
+    assert present(turn.result).reason is EndReason.APPENDED
+    assert slow.engine.sessions.get("s").memory.computed == HISTORY - 1
+    slow.engine.audit()
+
+
+def test_memory_is_released_once_copies_have_ended() -> None:
+    slow = Slow()
+    history = list(slow.engine.sessions.get("s").history)
+    turn = slow.come_back()
+    slow.engine.pause()
+    slow.engine.release_memory(["kv_cache"])
+    assert not slow.copies.moves
+    assert slow.free() == [120]
+    slow.engine.restore_memory(["kv_cache"])
+    slow.engine.resume()
+    slow.stage.until(lambda: turn.running)
+    assert slow.ends(turn, history) == HISTORY - 1
+
+
+def test_a_bug_in_a_copy_stops_the_engine() -> None:
+    slow = Slow()
+    slow.come_back()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    slow.stage.executor.write_units = fail  # type: ignore[method-assign]
+    slow.copies.finish()
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        slow.stage.step()
+
+
+# -- with threads
+
+
+class Gate(UnitFiles):
+    """A disk that reads nothing while it is shut."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, 10**7)
+        self.open = threading.Event()
+        self.reading = threading.Event()
+
+    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Bytes]]:
+        self.reading.set()
+        assert self.open.wait(60)
+        return super().read(file, rows)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    disk = Gate(tmp_path)
+    disk.open.set()
+    yield disk
+    disk.open.set()
+
+
+def threaded(disk: Gate) -> Engine:
+    """An engine with threads of its own, and a session "s" whose memory is on disk."""
+    executor = Recorder(PAGE, Stage((FULL,)).executor.spec.groups, VOCABULARY)
+    config = EngineConfig(context_length=200, max_running=4, token_budget=24, prefix_cache=False)
+    engine = Engine(
+        executor, (120,), config, vocab_size=VOCABULARY, eos_ids=(), clock=SystemClock(), random=Random(0), disk=disk
+    )
+    engine.open("s")
+    engine.submit("s", count_from(1, 60), TurnParams(max_new_tokens=6))
+    while not engine.idle:
+        engine.step()
+    engine.lifecycle.drop(engine.sessions.get("s"))
+    return engine
+
+
+def test_while_the_disk_is_read_streams_go_on_and_then_the_turn_does(gate: Gate) -> None:
+    engine = threaded(gate)
+    history = list(engine.sessions.get("s").history)
+    gate.open.clear()
+    loop = EngineLoop(engine)
+    said: dict[str, list[int]] = {"s": [], "other": []}
+    ended = {name: threading.Event() for name in said}
+
+    def submit(name: str, tokens: Sequence[int], output: int) -> None:
+        def begin(engine: Engine) -> None:
+            turn = engine.submit(name, tokens, TurnParams(max_new_tokens=output))
+
+            def told(delta: Any) -> None:
+                said[name].extend(delta.tokens)
+                if delta.result is not None:
+                    ended[name].set()
+
+            loop.subscribe(turn, told)
+
+        loop.execute(begin).result(60)
+
+    try:
+        submit("s", [5, 6], 3)
+        assert gate.reading.wait(60)
+        loop.execute(lambda engine: engine.open("other")).result(60)
+        submit("other", count_from(9, 20), 40)
+        assert ended["other"].wait(60)
+        assert said == {"s": [], "other": continuation(count_from(9, 20), 40)}
+        gate.open.set()
+        assert ended["s"].wait(60)
+        assert said["s"] == continuation([*history, 5, 6], 3)
+    finally:
+        gate.open.set()
+        loop.close()
+        engine.end()
+    assert present(engine.parking).restored == 1
+
+
+def test_an_engine_that_ends_waits_for_its_copies(gate: Gate) -> None:
+    engine = threaded(gate)
+    gate.open.clear()
+    engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
+    engine.step()
+    assert gate.reading.wait(60)
+    ended = threading.Event()
+
+    def end() -> None:
+        engine.end(keep=True)
+        ended.set()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert not ended.is_set()
+    gate.open.set()
+    thread.join(60)
+    assert ended.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tenuto-copies")]
+
+
+def test_a_damaged_file_is_noticed_by_the_thread_that_reads_it(gate: Gate, tmp_path: Path) -> None:
+    engine = threaded(gate)
+    history = list(engine.sessions.get("s").history)
+    for path in tmp_path.glob(f"*{SUFFIX}"):
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    turn = engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
+    while not engine.idle:
+        engine.step()
+        parking = present(engine.parking)
+        for move in list(parking.tiers.moves._under_way):
+            move.ended.wait(60)
+    assert list(turn.output) == continuation([*history, 5, 6], 3)
+    assert parking.recomputed == {"unreadable": 1}
+    assert parking.tiers.failures == {"checksum": 1}
+    engine.end()
+
+
+# -- the pool
+
+
+def test_a_pool_keeps_what_is_written_apart_until_the_copy_has_ended() -> None:
+    pool = Stage((FULL,), units=60).engine.memory.pools[0]
+    holder = Stage((FULL,)).engine._admission
+    lease = present(pool.acquire(3, holder))
+    first, second, third = lease.units
+    pool.copy_begins([first, second])
+    lease.release()
+    assert (pool.free, pool.limbo, pool.leased) == (58, 2, 0)
+    pool.check_totals()
+    assert sorted(pool.unused()[1]) == sorted([first, second])
+    with pytest.raises(InvariantError, match="nobody holds"):
+        pool.share(array("i", [first]), holder)
+    pool.step_submitted()
+    pool.copy_ended([first, second])
+    assert (pool.free, pool.limbo) == (58, 2), "a step in flight may have it in its tables"
+    pool.step_settled()
+    assert (pool.free, pool.limbo) == (60, 0)
+    many = present(pool.acquire(40, holder))
+    pool.copy_begins([third])
+    many.release()
+    assert pool.limbo == (1 if third in pool._stranded else 0)
