@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -95,7 +96,7 @@ def test_other_turns_run_to_their_ends_while_a_session_comes_back(mix, overlap: 
     for name in ("a", "bb", "ccc"):
         slow.stage.open(name)
         other = slow.stage.say(name, count_from(7, 30), 12)
-        slow.stage.until(lambda other=other: other.state.ended)
+        slow.stage.until(partial(getattr, other, "result"))
         assert list(other.output) == continuation(count_from(7, 30), 12)
     assert len(slow.stage.executor.plans) - steps >= 3 * 12
     assert (turn.state, list(turn.output), slow.parking.restored) == (TurnState.RUNNING, [], 0)
@@ -262,7 +263,7 @@ def test_a_bug_in_a_copy_stops_the_engine() -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    slow.stage.executor.write_units = fail  # type: ignore[method-assign]
+    slow.stage.executor.write_units = fail  # type: ignore[method-assign, assignment]
     slow.copies.finish()
     with pytest.raises(ZeroDivisionError, match="a bug"):
         slow.stage.step()
