@@ -3,7 +3,8 @@
 
 For each length a session is told a text, its state is put where it is to be, and a turn of a few tokens is timed up to
 its first output token. Beside them is how fast the same bytes are copied from memory to memory, and how fast they are
-read from a file that the system has not cached.
+read from a file that the system has not cached. At the end such a session comes back beside streams of others: the
+longest gap between two of their tokens until its first, and what it usually is.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -26,6 +29,7 @@ from tenuto.memory.unit_files import SUFFIX
 from tenuto.runtime.models import Model, build_engine, load_model
 
 LENGTHS = (2048, 4096, 8000)
+STREAMS = 3
 NEW_TOKENS = 16
 MEMORY = 1 << 30
 ROUNDS = 3
@@ -52,13 +56,52 @@ def next_turn(engine: Engine, name: str, draw: random.Random) -> float:
     tokens = [draw.randrange(1000, 20000) for _ in range(NEW_TOKENS)]
     began = time.perf_counter()
     turn = engine.submit(name, tokens, TurnParams(max_new_tokens=1, ignore_eos=True))
-    while not turn.output:
-        engine.step()
+    until(engine, lambda: bool(turn.output))
     seconds = time.perf_counter() - began
-    while not engine.idle:
-        engine.step()
+    until(engine, lambda: engine.idle)
     engine.rewind(name, position=length)
     return seconds
+
+
+def until(engine: Engine, condition: Callable[[], bool]) -> None:
+    """Step as long as there is something to compute, and wait for copies where there is not."""
+    copied = threading.Event()
+    engine.on_copied(copied.set)
+    while not condition():
+        copied.clear()
+        if not engine.step().worked and len(engine.batch):
+            copied.wait(0.01)
+
+
+def gaps(engine: Engine, name: str, draw: random.Random, before: Callable[[], None]) -> tuple[float, float, float]:
+    """Seconds between two tokens of streams, usually and at most while a session comes back beside them, and until its
+    first token."""
+    before()
+    length = len(engine.sessions.get(name).history)
+    streams = []
+    for number in range(STREAMS):
+        engine.open(f"stream {number}")
+        tokens = [draw.randrange(1000, 20000) for _ in range(64)]
+        streams.append(engine.submit(f"stream {number}", tokens, TurnParams(max_new_tokens=4000, ignore_eos=True)))
+    until(engine, lambda: all(len(turn.output) > 2 for turn in streams))
+    usual = [_seconds_of_a_step(engine) for _ in range(20)]
+    turn = engine.submit(name, [draw.randrange(1000, 20000)], TurnParams(max_new_tokens=1, ignore_eos=True))
+    beside: list[float] = []
+    while not turn.output:
+        beside.append(_seconds_of_a_step(engine))
+    for number in range(STREAMS):
+        engine.close(f"stream {number}")
+    until(engine, lambda: engine.idle)
+    engine.rewind(name, position=length)
+    return median(usual), max(beside), sum(beside)
+
+
+def _seconds_of_a_step(engine: Engine) -> float:
+    """Of one that gives every stream a token."""
+    began = time.perf_counter()
+    while not engine.step().progressed:
+        pass
+    return time.perf_counter() - began
 
 
 def timed(engine: Engine, name: str, draw: random.Random, before: Callable[[], None], count: int = ROUNDS) -> float:
@@ -146,6 +189,12 @@ def report(host: Engine, disk: Engine, length: int, draw: random.Random, directo
         f"{length:>7} {on_device:>8.3f} {in_host:>8.3f} {on_disk:>8.3f} {computed:>11.3f}   "
         f"host {rates[0] / 1e9:.1f} ({memcpy(size) / 1e9:.1f}), disk {rates[1] / 1e9:.1f} ({plain / 1e9:.1f})"
     )
+    if length == max(LENGTHS):
+        print(f"{STREAMS} streams beside a turn on {length} tokens, ms: between their tokens, at most, until its first")
+        for place, engine in (("device", host), ("host", host), ("disk", disk)):
+            before = partial(leave, engine) if place != "device" else lambda: None
+            usual, longest, first = (1000 * seconds for seconds in gaps(engine, "s", draw, before))
+            print(f"  {place:<6} {usual:>8.1f} {longest:>8.1f} {first:>8.1f}")
     for engine in (host, disk):
         engine.close("s")
 

@@ -56,7 +56,6 @@ def a_move_that_another_waits_for_is_cancelled() -> Any:
         def give_up(self: Moves, move: Move) -> None:
             move.wanted -= 1
             move.cancelled = True
-            move.failure = ""
 
         return give_up
 

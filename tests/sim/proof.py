@@ -36,6 +36,8 @@ JUSTIFIED: dict[str, str] = {
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""
 STORIES: dict[str, str] = {
+    "fault a_move_that_another_waits_for_is_cancelled": "tests/engine/test_restores.py::"
+    "test_two_sessions_that_share_what_comes_back_move_it_once",
     "call tenuto.session.session self.memory.truncate(self._last())": "tests/engine/test_prefixes.py::"
     "test_an_aborted_turn_leaves_its_session_as_it_was",
     "slip memory.checkpoint_cache: self._evict(heads[0])  ->  self._evict(heads[-1])": "tests/memory/test_thinning.py::"
