@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tenuto.base.plan import Bytes, Ints, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.exec.host_copies import copies_for
 from tenuto.kernels.paged import PagedAttention, PagedKV
 from tenuto.kernels.recurrent import StateSlots, pieces
 from tenuto.models.groups import LayerGroup, PageShape, StateShape
@@ -80,6 +81,7 @@ class Memories:
         self, groups: Sequence[LayerGroup], units: Sequence[int], rows: int, page_size: int, device: torch.device
     ) -> None:
         self._device = device
+        self.copies = copies_for(device)
         self._places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         self.pages: dict[int, PageMemory] = {}  # by number of the group
         self.states: dict[int, StateMemory] = {}  # likewise
@@ -98,19 +100,19 @@ class Memories:
         """See `Copier.read_units`."""
         places = indices(units, self._device)
         taken = [tensor.index_select(at, places).movedim(at, 0).contiguous() for tensor, at in self._parts(group)]
-        parts = [part.view(len(units), -1).view(torch.uint8).cpu().numpy() for part in taken]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        parts = [part.view(len(units), -1).view(torch.uint8) for part in taken]
+        return self.copies.to_host(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
         """See `Copier.write_units`."""
-        places, begin, rows = indices(units, self._device), 0, np.stack(list(data))
-        for tensor, at in self._parts(group):
-            shape = tensor.movedim(at, 0)[0].shape
-            size = shape.numel() * tensor.element_size()
-            part = torch.from_numpy(np.ascontiguousarray(rows[:, begin : begin + size]))
-            values = part.to(self._device).view(tensor.dtype).view(len(units), *shape).movedim(0, at)
-            tensor.index_copy_(at, places, values)
-            begin += size
+        with self.copies.beside():
+            places, begin, rows = indices(units, self._device), 0, self.copies.to_device(data)
+            for tensor, at in self._parts(group):
+                shape = tensor.movedim(at, 0)[0].shape
+                size = shape.numel() * tensor.element_size()
+                part = rows[:, begin : begin + size].contiguous()
+                tensor.index_copy_(at, places, part.view(tensor.dtype).view(len(units), *shape).movedim(0, at))
+                begin += size
 
     def _parts(self, group: int) -> list[tuple[torch.Tensor, int]]:
         return self.pages[group].parts if group in self.pages else self.states[group].parts
