@@ -256,6 +256,16 @@ def test_memory_is_released_once_copies_have_ended() -> None:
     assert slow.ends(turn, history) == HISTORY - 1
 
 
+def test_copies_that_nobody_waits_for_hold_up_no_release() -> None:
+    slow = Slow()
+    slow.come_back()
+    slow.engine.abort("s")
+    assert not slow.engine.idle
+    slow.engine.release_memory(["kv_cache"])
+    assert slow.engine.idle
+    assert slow.free() == [120]
+
+
 def test_a_bug_in_a_copy_stops_the_engine() -> None:
     slow = Slow()
     slow.come_back()

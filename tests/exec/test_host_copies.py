@@ -19,14 +19,14 @@ from tenuto.models.groups import LayerGroup, PageShape
 CPU = torch.device("cpu")
 
 
-class Stream:
+class FakeStream:
     """Tells `log` what is asked of it."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log = log
         self.name = name
 
-    def record_event(self) -> Stream:
+    def record_event(self) -> FakeStream:
         return self
 
     def synchronize(self) -> None:
@@ -39,16 +39,16 @@ class Cuda:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def Stream(self, device: torch.device) -> Stream:  # noqa: N802 - as PyTorch calls it
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802 - as PyTorch calls it
         assert device == CPU
-        return Stream(self.log, "its own stream")
+        return FakeStream(self.log, "its own stream")
 
-    def current_stream(self, device: torch.device) -> Stream:
+    def current_stream(self, device: torch.device) -> FakeStream:
         assert device == CPU
-        return Stream(self.log, "the steps' stream")
+        return FakeStream(self.log, "the steps' stream")
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: FakeStream) -> Iterator[None]:
         self.log.append(f"on {stream.name}")
         yield
         self.log.append(f"off {stream.name}")

@@ -195,8 +195,12 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do but watch the clock."""
-        waiting = len(self.batch) or len(self._queue) or len(self._flights)
-        return not waiting and not self.lifecycle.copying
+        return not self._has_turns and not self.lifecycle.copying
+
+    @property
+    def _has_turns(self) -> bool:
+        """Whether turns run or wait, or steps are in flight."""
+        return bool(len(self.batch) or len(self._queue) or len(self._flights))
 
     def on_copied(self, told: Callable[[], None]) -> None:
         """Have `told` called, in any thread, when a copy to the device has ended that a turn may wait for."""
@@ -532,7 +536,7 @@ class Engine:
         """Give memory back to the system until `restore_memory`. Every session drops to its tokens, or is parked, and
         turns are refused; those of a paused engine wait. Raises `IllegalTransition` unless the engine is paused or
         idle."""
-        if not (self.paused or self.idle):
+        if self._has_turns and not self.paused:
             raise IllegalTransition(
                 "turns run or wait; memory can be released while generation is paused, or none does"
             )
