@@ -28,6 +28,7 @@ JUSTIFIED: dict[str, str] = {
     "a_resting_draft_is_never_evictable": "it has its place since it got its row; the note makes it the latest there",
     "limbo_of_the_second_step_is_merged": "nothing is released between its submission and the end of the first",
     "memory.pool: gone = self._limbo[-1] if": "as above: what is released finds one step in flight",
+    "engine.parking taken.release()": "admission has counted the units, so nothing that was taken is given back",
     "memory.turn_memory: if live > began:": "the source's position can be resumed anyway",
     "memory.rows: self.mark[row] = FAR": "a row gets its mark when it is taken",
     "sched.batch: self._sampling.pop(row, None)": "the next turn of the row that samples brings its own options",
