@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.memory.moves import Move
+from tenuto.memory.moves import Job
 
 
 class AtOnce:
@@ -10,10 +10,10 @@ class AtOnce:
 
     piece = 2**24
 
-    def carry(self, move: Move) -> None:
+    def carry(self, move: Job) -> None:
         move.carry()
 
-    def wait(self, move: Move) -> None:
+    def wait(self, move: Job) -> None:
         """It has ended."""
 
     def close(self) -> None:
@@ -25,9 +25,9 @@ class ByHand:
 
     def __init__(self, piece: int = 2**24) -> None:
         self.piece = piece
-        self.moves: list[Move] = []  # that have not ended
+        self.moves: list[Job] = []  # that have not ended
 
-    def carry(self, move: Move) -> None:
+    def carry(self, move: Job) -> None:
         self.moves.append(move)
 
     def advance(self, pieces: int = 1) -> None:
@@ -41,7 +41,7 @@ class ByHand:
         while self.moves:
             self.advance()
 
-    def wait(self, move: Move) -> None:
+    def wait(self, move: Job) -> None:
         while move in self.moves:
             self.advance()
 

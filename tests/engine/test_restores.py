@@ -29,6 +29,7 @@ from tests.carriers import ByHand
 from tests.engine.stage import (
     FULL,
     PAGE,
+    STATE,
     VOCABULARY,
     Recorder,
     Stage,
@@ -174,7 +175,7 @@ def test_two_sessions_that_share_what_comes_back_move_it_once(mix) -> None:
     history = list(slow.engine.sessions.get("s").history)
     slow.engine.fork("s", child="fork")
     turn, forked = slow.come_back("s"), slow.come_back("fork")
-    units, *more = (len(move.targets) for move in slow.copies.moves)
+    units, *more = (len(move.targets) for move in slow.parking.tiers.moves._under_way)
     assert sum(more) <= (FULL in mix)  # a last page, which the other goes on to fill
     slow.engine.abort("s")
     slow.engine.audit()
@@ -205,7 +206,7 @@ def test_a_copy_that_fails_in_the_middle_costs_only_time(mix, drafting: bool) ->
         assert turn.session.memory.arriving
     else:
         turn = slow.come_back()
-    slow.copies.advance(int(len(slow.copies.moves[0].targets) > 1))
+    slow.copies.advance(int(mix != (STATE,)))
     slow.stage.executor._copy_fails = lambda: True
     slow.copies.finish()
     slow.stage.executor._copy_fails = lambda: False
@@ -279,6 +280,69 @@ def test_a_bug_in_a_copy_stops_the_engine() -> None:
         slow.stage.step()
 
 
+# -- what leaves host memory for disk
+
+
+@every_mix
+def test_steps_go_on_while_a_session_is_written_to_disk(mix, tmp_path: Path) -> None:
+    disk = UnitFiles(tmp_path, 10**7)
+    slow = Slow(mix, host_tier=0, disk=disk)
+    tiers, history = slow.parking.tiers, list(slow.engine.sessions.get("s").history)
+    assert (len(tiers.writes), tiers.disk_used, tiers.moved["disk"]) == (1, 0, 0)
+    slow.stage.told("other", 20)
+    slow.engine.audit()
+    slow.parking.audit()
+    assert tiers.host_used > 0
+    slow.copies.finish()
+    slow.stage.step()
+    slow.parking.audit()
+    assert (len(tiers.writes), tiers.host_used) == (0, 0)
+    assert tiers.disk_used > 0
+    assert slow.ends(slow.come_back(), history) == HISTORY - 1
+    slow.engine.end()
+
+
+@every_mix
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_session_comes_back_while_it_is_being_written(mix, fails: bool, tmp_path: Path) -> None:
+    disk = UnitFiles(tmp_path, 10 if fails else 10**7)
+    slow = Slow(mix, host_tier=0, disk=disk)
+    history = list(slow.engine.sessions.get("s").history)
+    turn = slow.come_back()
+    assert slow.ends(turn, history) == HISTORY - 1
+    tiers = slow.parking.tiers
+    slow.parking.audit()
+    assert tiers.failures == ({"full": 1} if fails else {})
+    assert (tiers.host_used, len(list(tmp_path.glob(f"*{SUFFIX}")))) == (0, not fails)
+    slow.engine.close("s")
+    assert (tiers.disk_used, len(tiers), len(list(tmp_path.glob(f"*{SUFFIX}")))) == (0, 0, 0)
+    slow.engine.end()
+
+
+def test_a_session_that_is_closed_while_it_is_being_written_leaves_no_file(tmp_path: Path) -> None:
+    slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
+    slow.engine.close("s")
+    slow.copies.finish()
+    slow.stage.step()
+    slow.parking.audit()
+    tiers = slow.parking.tiers
+    assert (tiers.host_used, tiers.disk_used, list(tmp_path.glob(f"*{SUFFIX}"))) == (0, 0, [])
+    slow.engine.end()
+
+
+def test_no_more_is_on_its_way_to_disk_than_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
+    tiers = slow.parking.tiers
+    monkeypatch.setattr("tenuto.memory.tiers.MAX_LEAVING", tiers.host_used + 10)
+    slow.stage.told("other", 20)
+    assert len(tiers.writes) == 1
+    slow.engine.lifecycle.drop(slow.engine.sessions.get("other"))
+    assert len(tiers.writes) == 1  # the first has been waited for
+    assert tiers.disk_used > 0
+    slow.parking.audit()
+    slow.engine.end()
+
+
 # -- with threads
 
 
@@ -316,6 +380,7 @@ def threaded(disk: Gate) -> Engine:
     while not engine.idle:
         engine.step()
     engine.lifecycle.drop(engine.sessions.get("s"))
+    present(engine.parking).finish()
     return engine
 
 

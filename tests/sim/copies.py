@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tenuto.memory.moves import Move
+from tenuto.memory.moves import Job
 from tests.carriers import ByHand
 
 PIECE = 200
@@ -18,7 +18,7 @@ class SlowCopies(ByHand):
     def __init__(self, chance: Random) -> None:
         super().__init__(PIECE)
         self._chance = chance
-        self._stopped: set[Move] = set()
+        self._stopped: set[Job] = set()
 
     def go_on(self) -> None:
         """A little time passes."""
@@ -29,7 +29,7 @@ class SlowCopies(ByHand):
                     self._stopped.discard(move)
                     break
 
-    def _advance(self, move: Move) -> bool:
+    def _advance(self, move: Job) -> bool:
         if not move.cancelled or move in self._stopped:
             return move.advance()
         self._stopped.add(move)

@@ -249,6 +249,8 @@ class Parking:
     def arrivals(self) -> list[tuple[Turn, bool]]:
         """The turns whose sessions' memory was arriving and has arrived since the last call, or, `False`, has failed
         to: that has to be given up, to be computed again."""
+        if self.tiers.writes:
+            self.tiers.take_written()
         if not self._arriving and not self.tiers.moves:
             return []
         self.tiers.take_moved()
@@ -270,6 +272,8 @@ class Parking:
         """Wait for copies under way; no turn waits for them."""
         self.tiers.moves.wait()
         self.tiers.take_moved()
+        self.tiers.writes.wait()
+        self.tiers.take_written()
 
     def _count(self, arrival: Arrival) -> None:
         self.restored += 1

@@ -1,13 +1,13 @@
-"""Copies of units on their way to the device, which other threads carry while steps run."""
+"""Copies of units on their way to the device, or to disk, which other threads carry while steps run."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -32,11 +32,70 @@ class Target:
     row: int
 
 
-class Move:
-    """Fills units of the device with copies of them, piece by piece, in the thread that calls `advance`.
+class Job:
+    """Something to be copied, piece by piece, in the thread that calls `advance`.
 
-    `wanted` and `cancelled` are written by the engine's thread; all else by the thread that carries it, before `ended`
-    is set. `failure`: the cause, if it failed; then nothing of it may be used. `read` and `written`: bytes and seconds.
+    `cancelled` is written by the engine's thread; all else by the thread that carries it, before `ended` is set.
+    `failure`: the cause, if it failed; then nothing of it may be used.
+    """
+
+    def __init__(self, told: Callable[[Job], None]) -> None:
+        """`told` is called with it when it has ended, in the thread that carries it."""
+        self._told = told
+        self.cancelled = False  # nobody wants it any more
+        self.failure = ""
+        self.error: BaseException | None = None  # a bug of ours
+        self.ended = threading.Event()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the copies are what they should be, or may still become that."""
+        return not (self.cancelled or self.failure)
+
+    def carry(self) -> None:
+        """Go on to the end."""
+        while self.advance():
+            pass
+
+    def advance(self) -> bool:
+        """Copy the next piece. False if there was none left, and what it copies may be touched by others."""
+        if not self.cancelled:
+            try:
+                if self._copy_next():
+                    return True
+            except DiskFailed as error:
+                self.failure = error.cause
+            except CopyFailed:
+                self.failure = "copy"
+            except BaseException as error:  # noqa: BLE001 - the engine's thread raises it
+                self.failure, self.error = "bug", error
+        self.ended.set()
+        self._told(self)
+        return False
+
+    def _copy_next(self) -> bool:
+        """Copy a piece; False if there is none left. Raises `DiskFailed` or `CopyFailed`."""
+        raise NotImplementedError
+
+
+class Write(Job):
+    """Writes units, by group, to a new file of the disk: `file`, once it has ended."""
+
+    def __init__(self, units: Mapping[int, Sequence[Bytes]], disk: Disk, told: Callable[[Job], None]) -> None:
+        super().__init__(told)
+        self._units = units
+        self._disk = disk
+        self.file: UnitFile | None = None
+
+    def _copy_next(self) -> bool:
+        self.file = self._disk.write(self._units)
+        return False
+
+
+class Move(Job):
+    """Fills units of the device with copies of them.
+
+    `wanted` is written by the engine's thread. `read` and `written`: bytes and seconds.
     """
 
     def __init__(
@@ -46,54 +105,23 @@ class Move:
         disk: Disk | None,
         timer: Callable[[], float],
         piece: int,
-        told: Callable[[Move], None],
+        told: Callable[[Job], None],
     ) -> None:
-        """`piece`: bytes that are copied at once, or one unit. `told` is called with it when it has ended, in the
-        thread that carries it."""
+        """`piece`: bytes that are copied at once, or one unit."""
+        super().__init__(told)
         self.targets = targets
         self._copier = copier
         self._disk = disk
         self._timer = timer
-        self._told = told
         self._pieces = _pieces(targets, piece)
         self.wanted = 0  # how many sessions wait for it
-        self.cancelled = False  # nobody does any more
-        self.failure = ""
-        self.error: BaseException | None = None  # a bug of ours
         self.read = 0, 0.0
         self.written = 0, 0.0
-        self.ended = threading.Event()
 
-    @property
-    def usable(self) -> bool:
-        """Whether the units are what they should be, or may still become that."""
-        return not (self.cancelled or self.failure)
-
-    def carry(self) -> None:
-        """Go on to the end."""
-        while self.advance():
-            pass
-
-    def advance(self) -> bool:
-        """Copy the next piece. False if that was the last, and what it has filled may be touched by others."""
-        piece = next(self._pieces, None) if not self.cancelled else None
-        if piece is not None:
-            try:
-                self._copy(piece)
-            except DiskFailed as error:
-                self.failure = error.cause
-            except CopyFailed:
-                self.failure = "copy"
-            except BaseException as error:  # noqa: BLE001 - the engine's thread raises it
-                self.failure, self.error = "bug", error
-            if not self.failure:
-                return True
-        self.ended.set()
-        self._told(self)
-        return False
-
-    def _copy(self, piece: Sequence[Target]) -> None:
-        """Raises `DiskFailed` or `CopyFailed`."""
+    def _copy_next(self) -> bool:
+        piece = next(self._pieces, None)
+        if piece is None:
+            return False
         file, began = piece[0].file, self._timer()
         if file is not None:
             data = self._read(file, piece)
@@ -105,6 +133,7 @@ class Move:
         self._copier.write_units(piece[0].group, np.array([target.unit for target in piece], np.int32), data)
         size = sum(each.nbytes for each in data)
         self.written = self.written[0] + size, self.written[1] + self._timer() - began
+        return True
 
     def _read(self, file: UnitFile, piece: Sequence[Target]) -> list[Bytes]:
         if self._disk is None:
@@ -127,22 +156,22 @@ def _pieces(targets: Iterable[Target], most: int) -> Iterator[list[Target]]:
 
 
 class Carrier(Protocol):
-    """Has moves advance until they end. `piece`: bytes that are copied at once: what a move that is cancelled may still
+    """Has jobs advance until they end. `piece`: bytes that a move copies at once: what one that is cancelled may still
     copy."""
 
     @property
     def piece(self) -> int: ...
 
-    def carry(self, move: Move) -> None:
+    def carry(self, job: Job) -> None:
         """Begin, and return."""
         ...
 
-    def wait(self, move: Move) -> None:
-        """Return when a move that it carries has ended."""
+    def wait(self, job: Job) -> None:
+        """Return when a job that it carries has ended."""
         ...
 
     def close(self) -> None:
-        """Nothing is carried any more; all moves have ended."""
+        """Nothing is carried any more; all jobs have ended."""
         ...
 
 
@@ -152,86 +181,109 @@ class CopyThreads:
     piece = 2**24
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(THREADS, "tenuto-copies")
+        self._movers = ThreadPoolExecutor(THREADS, "tenuto-copies")
+        self._writer = ThreadPoolExecutor(1, "tenuto-writes")  # so that no turn waits for what leaves
 
-    def carry(self, move: Move) -> None:
+    def carry(self, job: Job) -> None:
         """See `Carrier.carry`."""
-        self._threads.submit(move.carry)
+        (self._writer if isinstance(job, Write) else self._movers).submit(job.carry)
 
-    def wait(self, move: Move) -> None:
+    def wait(self, job: Job) -> None:
         """See `Carrier.wait`."""
-        move.ended.wait()
+        job.ended.wait()
 
     def close(self) -> None:
         """See `Carrier.close`."""
-        self._threads.shutdown()
+        self._movers.shutdown()
+        self._writer.shutdown()
 
 
-class Moves:
+J = TypeVar("J", bound=Job)
+
+
+class Jobs(Generic[J]):
+    """Jobs of one kind that are under way, as the engine's thread knows them."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._ended: SimpleQueue[J] = SimpleQueue()
+        self._under_way: dict[J, None] = {}
+        self.wake: Callable[[], None] = lambda: None  # called when one has ended, in any thread; written by the loop
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def __contains__(self, job: J) -> bool:
+        return job in self._under_way
+
+    def carry(self, job: J) -> None:
+        """Have it begin."""
+        self._under_way[job] = None
+        self._carrier.carry(job)
+
+    def tell(self, job: J) -> None:
+        """It has ended. Any thread may call this."""
+        self._ended.put(job)
+        self.wake()
+
+    def take_ended(self) -> list[J]:
+        """Those that have ended since the last call. Raises what was raised in their threads if that is a bug."""
+        ended: list[J] = []
+        while True:
+            try:
+                job = self._ended.get_nowait()
+            except Empty:
+                return ended
+            del self._under_way[job]
+            if job.error is not None:
+                raise job.error
+            ended.append(job)
+
+    def wait(self) -> None:
+        """Return when all have ended."""
+        for job in self._under_way:
+            self._carrier.wait(job)
+
+    def cancel(self) -> None:
+        """Have all end early."""
+        for job in self._under_way:
+            job.cancelled = True
+
+
+class Moves(Jobs[Move]):
     """The moves under way. The units that one fills belong to it until `take_ended` has returned it, whoever else holds
     them or held them."""
 
     def __init__(
         self, pools: Sequence[Pool], copier: Copier, disk: Disk | None, carrier: Carrier, timer: Callable[[], float]
     ) -> None:
+        super().__init__(carrier)
         self._pools = pools
         self._copier = copier
         self._disk = disk
-        self._carrier = carrier
         self._timer = timer
-        self._ended: SimpleQueue[Move] = SimpleQueue()
-        self._under_way: dict[Move, None] = {}
-        self.wake: Callable[[], None] = lambda: None  # called when one has ended, in any thread; written by the loop
-
-    def __len__(self) -> int:
-        return len(self._under_way)
-
-    def __contains__(self, move: Move) -> bool:
-        return move in self._under_way
 
     def begin(self, targets: Sequence[Target]) -> Move:
         """Have leased units filled."""
-        move = Move(targets, self._copier, self._disk, self._timer, self._carrier.piece, self._tell)
+        tell = cast("Callable[[Job], None]", self.tell)
+        move = Move(targets, self._copier, self._disk, self._timer, self._carrier.piece, tell)
         for group, units in _by_group(targets).items():
             self._pools[group].copy_begins(units)
-        self._under_way[move] = None
-        self._carrier.carry(move)
+        self.carry(move)
         return move
 
-    def _tell(self, move: Move) -> None:
-        self._ended.put(move)
-        self.wake()
-
     def take_ended(self) -> list[Move]:
-        """Those that have ended since the last call. Raises what was raised in their threads if that is a bug."""
-        ended: list[Move] = []
-        while True:
-            try:
-                move = self._ended.get_nowait()
-            except Empty:
-                return ended
-            del self._under_way[move]
+        """See `Jobs.take_ended`. Their units are the pools' again."""
+        ended = super().take_ended()
+        for move in ended:
             for group, units in _by_group(move.targets).items():
                 self._pools[group].copy_ended(units)
-            if move.error is not None:
-                raise move.error
-            ended.append(move)
+        return ended
 
     def give_up(self, move: Move) -> None:
         """One that waited for the move does not any more. If it was the last, the move ends with the piece at hand."""
         move.wanted -= 1
         move.cancelled = not move.wanted
-
-    def wait(self) -> None:
-        """Return when all have ended."""
-        for move in self._under_way:
-            self._carrier.wait(move)
-
-    def close(self) -> None:
-        """Nothing is moved any more."""
-        for move in self._under_way:
-            move.cancelled = True
-        self._carrier.close()
 
 
 def _by_group(targets: Iterable[Target]) -> dict[int, list[int]]:

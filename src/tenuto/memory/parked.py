@@ -22,7 +22,7 @@ class StoredUnit:
     with a `move`, where it will be when that has arrived.
 
     Invariant: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it and
-    the moves that bring it.
+    the moves and writes that have it.
     """
 
     group: int
@@ -34,6 +34,7 @@ class StoredUnit:
     file: UnitFile | None = None
     row: int = -1
     move: Move | None = None
+    leaving: bool = False  # it is being written to disk
 
 
 @dataclass(eq=False, slots=True)

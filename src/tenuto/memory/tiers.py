@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from operator import attrgetter
+from typing import cast
 
 import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
-from tenuto.memory.moves import Carrier, Move, Moves, Target
+from tenuto.memory.moves import Carrier, Job, Jobs, Move, Moves, Target, Write
 from tenuto.memory.parked import ELSEWHERE, KeptUnits, Parked, StoredUnit
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.rates import Rates
 from tenuto.memory.snapshots import Run, SavedMemory, Snapshot, decoded
 from tenuto.memory.unit_files import Disk, DiskFailed, UnitFile
+
+MAX_LEAVING = 2**29
+"""Bytes of host memory, or one session, that may be on their way to disk besides what host memory may hold; for what
+exceeds that a step waits."""
+_group_of = attrgetter("group")
 
 
 class Tiers:
@@ -23,7 +30,7 @@ class Tiers:
     for nowhere. A unit that several parked sequences share is kept, moved and restored once.
 
     Invariant: `host_used` is the size of all stored units with `data`, each of which belongs to some `Parked` of
-    `_in_host`.
+    `_in_host`, or is `leaving`.
     """
 
     def __init__(
@@ -50,6 +57,10 @@ class Tiers:
         self._in_host: OrderedDict[Parked, None] = OrderedDict()  # those not moved to disk, least recently used first
         self.moves = Moves(pools, copier, disk, carrier, timer)
         self._moving: dict[Move, list[StoredUnit]] = {}  # what each move under way brings
+        self.writes: Jobs[Write] = Jobs(carrier)
+        self._leaving: dict[Write, list[StoredUnit]] = {}  # what each write under way has, in its order
+        self._leaving_bytes = 0
+        self._carrier = carrier
         self.host_used = 0
         self.disk_used = 0
         self.rates = Rates()
@@ -149,39 +160,78 @@ class Tiers:
         return copy if copy is not None and current and copy.references and copy.used >= used else None
 
     def _fit(self) -> bool:
-        """Move the least recently used to disk, or nowhere, until host memory holds the rest. False if that failed."""
-        while self.host_used > self._host_bytes and self._in_host:
+        """Move the least recently used to disk, or nowhere, until host memory holds the rest, not counting what is on
+        its way to disk. False if that failed."""
+        while self._too_much and self._in_host:
             parked = next(iter(self._in_host))
-            if not self.rates.worth("disk", parked.size, parked.position) or not self.move_to_disk(parked):
+            if not self.rates.worth("disk", parked.size, parked.position) or not self._leave(parked):
                 self.forget(parked)
-        return self.host_used <= self._host_bytes
+        return not self._too_much
+
+    @property
+    def _too_much(self) -> bool:
+        return self.host_used - self._leaving_bytes > self._host_bytes
+
+    def _leave(self, parked: Parked) -> bool:
+        """Have what of it is in host memory written to disk. False if there is none. Waits, if more than `MAX_LEAVING`
+        bytes would be on their way."""
+        if self._disk is None:
+            return False
+        units = [unit for unit in parked if unit.data is not None and not unit.leaving]
+        size = sum(unit.size for unit in units)
+        if self._leaving_bytes and self._leaving_bytes + size > MAX_LEAVING:
+            self.writes.wait()
+            self.take_written()
+        self._in_host.pop(parked, None)
+        if not units:
+            return True
+        units.sort(key=lambda unit: unit.group)
+        data = {group: [u.data for u in same if u.data is not None] for group, same in groupby(units, _group_of)}
+        write = Write(data, self._disk, cast("Callable[[Job], None]", self.writes.tell))
+        self._leaving[write] = units
+        self._leaving_bytes += size
+        for unit in units:
+            unit.leaving = True
+            unit.references += 1
+        self.writes.carry(write)
+        self.take_written()
+        return True
+
+    def take_written(self) -> None:
+        """Note what has become of writes that have ended."""
+        for write in self.writes.take_ended():
+            units, file = self._leaving.pop(write), write.file
+            self._leaving_bytes -= sum(unit.size for unit in units)
+            for unit in units:
+                unit.leaving = False
+            if file is not None:
+                self._on_disk(units, file)
+            else:
+                self.failures[write.failure] += 1
+                lost = set(units)
+                for parked in [each for each in self._parked if each not in self._in_host]:
+                    if not lost.isdisjoint(parked):
+                        self.forget(parked)
+            for unit in units:
+                self._release(unit)
+
+    def _on_disk(self, units: Sequence[StoredUnit], file: UnitFile) -> None:
+        """The units, group by group, have been written to `file`."""
+        file.wanted = len(units)
+        for _, same in groupby(units, _group_of):
+            for row, unit in enumerate(same):
+                unit.data, unit.file, unit.row = None, file, row
+                self.host_used -= unit.size
+                self.disk_used += unit.size
+        self.moved["disk"] += len(units)
 
     def move_to_disk(self, parked: Parked) -> bool:
-        """Move to disk what of it is in host memory. False if that is not possible."""
-        if self._disk is None or not self._written(parked, self._disk):
+        """Move to disk, now, what of it is in host memory. False if that is not possible."""
+        if not self._leave(parked):
             return False
-        self._in_host.pop(parked, None)
-        return True
-
-    def _written(self, parked: Parked, disk: Disk) -> bool:
-        moving = [[unit for unit in group if unit.data is not None] for group in parked.units]
-        size = sum(unit.size for group in moving for unit in group)
-        if not size:
-            return True
-        data = {g: [u.data for u in group if u.data is not None] for g, group in enumerate(moving) if group}
-        try:
-            file = disk.write(data)
-        except DiskFailed as error:
-            self.failures[error.cause] += 1
-            return False
-        file.wanted = sum(map(len, moving))
-        for group in moving:
-            for row, unit in enumerate(group):
-                unit.data, unit.file, unit.row = None, file, row
-        self.host_used -= size
-        self.disk_used += size
-        self.moved["disk"] += file.wanted
-        return True
+        self.writes.wait()
+        self.take_written()
+        return parked in self._parked
 
     # -- bringing back
 
@@ -316,7 +366,8 @@ class Tiers:
     def audit(self) -> None:
         """Recount references and bytes. Raises `InvariantError`."""
         found: Counter[StoredUnit] = Counter(u for parked in self._parked for group in parked.units for u in group)
-        found.update(unit for moving in self._moving.values() for unit in moving)
+        for units in (*self._moving.values(), *self._leaving.values()):
+            found.update(units)
         host = sum(unit.size for unit in found if unit.data is not None)
         disk = sum(unit.size for unit in found if unit.file is not None)
         if any(unit.references != n or (unit.data is None) == (unit.file is None) for unit, n in found.items()):
@@ -420,7 +471,9 @@ class Tiers:
     def close(self, *, keep: bool = False) -> None:
         """Nothing is parked or brought back any more; see `Disk.close`. Moves under way are cancelled and waited
         for."""
-        self.moves.close()
+        self.moves.cancel()
+        self.writes.cancel()
+        self._carrier.close()
         if self._disk is not None:
             self._disk.close(keep=keep)
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import secrets
+import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +52,7 @@ class UnitFile:
 
 
 class Disk(Protocol):
-    """Where files of units are."""
+    """Where files of units are. Several threads may read and write at once."""
 
     def become(self, identity: str) -> None:
         """What is written from now on is of another `identity`; nothing older is read again."""
@@ -104,6 +105,7 @@ class UnitFiles:
         self._budget = budget
         self._identity = identity
         self._used = 0
+        self._counting = threading.Lock()  # of `_used`: one thread writes while another removes
         try:
             make_private_directory(directory)
             self._lock = os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -123,8 +125,10 @@ class UnitFiles:
     def write(self, units: Mapping[int, Sequence[Bytes]]) -> UnitFile:
         """See `Disk.write`."""
         size = sum(unit.nbytes for group in units.values() for unit in group)
-        if self._used + size > self._budget:
-            raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self._budget}")
+        with self._counting:
+            if self._used + size > self._budget:
+                raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self._budget}")
+            self._used += size
         path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
         tensors = {f"group {group}": np.stack(list(rows)) for group, rows in units.items() if rows}
         sums = {name: [zlib.crc32(row) for row in rows] for name, rows in tensors.items()}
@@ -137,8 +141,8 @@ class UnitFiles:
             )
         except (OSError, SafetensorError) as error:
             path.unlink(missing_ok=True)
+            self._gave_back(size)
             raise DiskFailed("write", f"{path} could not be written: {error}") from error
-        self._used += size
         return UnitFile(path.name, size, sum(map(len, tensors.values())))
 
     def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Bytes]]:
@@ -186,8 +190,12 @@ class UnitFiles:
 
     def remove(self, file: UnitFile) -> None:
         """See `Disk.remove`."""
-        self._used -= file.size
+        self._gave_back(file.size)
         (self._directory / file.name).unlink(missing_ok=True)
+
+    def _gave_back(self, size: int) -> None:
+        with self._counting:
+            self._used -= size
 
     def write_index(self, content: bytes) -> None:
         """See `Disk.write_index`. There is the old one or the new one, whole, whenever the process is killed."""
