@@ -57,19 +57,15 @@ class Ladder:
         self.said.append(token)
         return True
 
-    def allows(self, tokens: Sequence[int]) -> int:
-        count = 0
-        while count < len(tokens) and self.may(len(self.said) + count, tokens[count]):
-            count += 1
-        return count
-
     def fill(self, words: Words) -> None:
         if len(self.said) == self.broken:
             self.failure = "too complex"
         words[:] = allowed(self, len(self.said))
 
-    def rollback(self, tokens: int) -> None:
-        del self.said[len(self.said) - tokens :]
+    def copy(self) -> Ladder:
+        other = Ladder(self.base, self.offset, self.rungs, self.broken)
+        other.said, other.failure = self.said.copy(), self.failure
+        return other
 
 
 def allowed(ladder: Ladder, rung: int) -> Words:
@@ -249,6 +245,24 @@ def test_a_grammar_that_cannot_be_followed_rolls_back_its_turn_and_no_other(over
     stage.play()
     assert (present(turn.result).reason, list(session.history)) == (EndReason.GRAMMAR, history)
     assert list(other.output) == climbed(count_from(1, 20), Ladder(5, 0, 12), 12)
+
+
+@every_overlap
+@pytest.mark.parametrize("guesses", [0, 3])
+def test_what_is_sampled_where_nothing_may_come_is_not_committed_even_if_it_ends_a_turn(
+    overlap: int, guesses: int
+) -> None:
+    ladder, given = Ladder(5, 0, 12, broken=4), count_from(2, 20)
+    said = climbed(given, ladder, 4)
+    stop = continuation([*given, *said], 1)[0]
+    assert stop not in said
+    assert not ladder.may(4, stop)
+    stage = Stage(overlap=overlap, guess=lambda turn, limit: said[len(turn.output) :][:limit], lookahead=guesses)
+    stage.open()
+    params = TurnParams(max_new_tokens=12, grammar=ANY, stop_ids=(stop,))
+    turn = stage.engine.submit("s", given, params, None, Constraint(ladder, WORDS))
+    stage.play()
+    assert (list(turn.output), present(turn.result).reason) == ([*said, stop], EndReason.GRAMMAR)
 
 
 def test_a_step_computes_before_its_masks_are_known() -> None:

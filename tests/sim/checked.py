@@ -10,7 +10,7 @@ from tenuto.base.errors import StepFailed
 from tenuto.base.plan import Plan, StepResult
 from tenuto.exec.witness import WitnessExecutor
 from tests.sim import internals
-from tests.sim.naive import VOCAB
+from tests.sim.letters import VOCAB
 from tests.sim.slots import Needed
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class CheckedExecutor(WitnessExecutor):
                 if wrong := units.intersection(internals.reusable(world.engine, group)):
                     world.found("limbo", f"group {group}: {sorted(wrong)} are free and the step in flight names them")
         try:
+            world.masks.require(plan.masks)
             result = super().collect()
         except StepFailed:
             world.landed(self.collecting, failed=True)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from tests.sim.faults import FAULTS
+from tests.sim.faults_of_grammars import FAULTS_OF_GRAMMARS
 from tests.sim.faults_of_kinds import FAULTS_OF_KINDS
 from tests.sim.faults_of_schedule import FAULTS_OF_SCHEDULE
 from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
@@ -88,7 +89,7 @@ STORIES: dict[str, str] = {
 def everything() -> dict[str, Planted]:
     """Everything that can be planted, by name."""
     planted: dict[str, Planted] = {}
-    for fault in (*FAULTS, *FAULTS_OF_KINDS, *FAULTS_OF_SCHEDULE, *FAULTS_OF_SHARING):
+    for fault in (*FAULTS, *FAULTS_OF_GRAMMARS, *FAULTS_OF_KINDS, *FAULTS_OF_SCHEDULE, *FAULTS_OF_SHARING):
         planted[f"fault {fault.__name__}"] = fault
     for slip in SLIPS:
         planted[f"slip {slip}"] = slip

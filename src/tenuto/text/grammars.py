@@ -50,14 +50,11 @@ class GrammarMatcher:
     def consume(self, token: int) -> bool:
         return self._matcher.consume_token(token)
 
-    def allows(self, tokens: Sequence[int]) -> int:
-        return self._matcher.validate_tokens(list(tokens))
-
     def fill(self, words: Words) -> None:
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
-    def rollback(self, tokens: int) -> None:
-        self._matcher.rollback(tokens)
+    def copy(self) -> GrammarMatcher:
+        return GrammarMatcher(self._matcher.deep_copy())
 
 
 class GrammarCompiler:
