@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from random import Random
 
 import numpy as np
@@ -17,7 +18,7 @@ from tenuto.base.turns import EndReason, TurnState
 from tenuto.exec.witness import advance, history_hash, next_allowed
 from tenuto.session.session import Turn
 from tenuto.text.constraint import Constraint
-from tenuto.text.masks import MaskThreads
+from tenuto.text.masks import MaskRequest, MaskThreads
 from tests.engine.stage import (
     STATES,
     VOCABULARY,
@@ -290,6 +291,34 @@ def test_a_step_computes_before_its_masks_are_known() -> None:
     masks.close()
     assert unknown[0]
     assert list(turn.output) == climbed(count_from(1, 10), Ladder(5, 0, 6), 12)
+
+
+def test_every_mask_is_computed_once_though_threads_find_out_meanwhile_which_are_slow() -> None:
+    class Changing(Constraint):
+        """Found to be slow, or not any more, whenever somebody looks."""
+
+        looked = 0
+
+        @property
+        def slow(self) -> bool:
+            self.looked += 1
+            return self.looked % 2 == self.odd
+
+        @slow.setter
+        def slow(self, value: bool) -> None:
+            """What the threads say has been said already."""
+
+        odd = 0
+
+    masks = MaskThreads()
+    requests = []
+    for odd in (0, 1, 0, 1):
+        constraint = Changing(Ladder(5, 0, 8), WORDS)
+        constraint.odd, constraint.looked = odd, 0
+        requests.append(MaskRequest(constraint, (), Future()))
+    masks.ask(requests)
+    assert all(request.answer.result(20) is not None for request in requests)
+    masks.close()
 
 
 @every_overlap
