@@ -35,9 +35,11 @@ class ToolCall:
 
     @classmethod
     def of(cls, given: object) -> ToolCall:
-        """From a client's object. Raises `InvalidRequest`."""
+        """From a client's object, in which name and arguments may be those of its `function`, as others write it.
+        Raises `InvalidRequest`."""
         if isinstance(given, cls):
             return given
+        given = flat_call(given)
         if not isinstance(given, Mapping) or not {"name"} <= set(given) <= set(cls.__annotations__):
             raise InvalidRequest(f"a tool call is {shown(given)}; allowed: name, arguments and id", param="tool_calls")
         return cls(**given)
@@ -53,6 +55,15 @@ class ToolCall:
                 f"a tool call's arguments are {shown(arguments)}; allowed: a JSON object", param="tool_calls"
             )
         return arguments
+
+
+def flat_call(given: object) -> object:
+    """A call in the form `{"id": ..., "type": "function", "function": {...}}`, as others write it, as we do."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(function, Mapping) or given.get("type") != "function":
+        return given
+    rest = {key: value for key, value in given.items() if key not in ("function", "type", "index")}
+    return {**rest, **function}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from typing import cast
 
 import msgspec
 
+from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.checks import MAX_COUNT, items, shown, whole
 from tenuto.base.document import SessionDocument, read_document
-from tenuto.base.errors import InvalidRequest
+from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
     Audit,
@@ -32,9 +33,11 @@ from tenuto.base.messages import (
     StartTurn,
     Trim,
 )
-from tenuto.base.options import Policy, TurnOptions, turn_params
+from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
 from tenuto.base.state_file import StateFile
-from tenuto.base.turns import Input, Keep, Transcript, TurnKind, TurnResult, turn_input
+from tenuto.base.tool_use import ToolUse
+from tenuto.base.tools import NO_TOOLS
+from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input
 from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
 from tenuto.client.futures import Steps, chained
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
@@ -44,11 +47,25 @@ PAGE = 1000
 
 
 class TurnReader(Transcript):
-    """Collects the output of a running turn. Its user passes it the events and decides how to wait for them."""
+    """Collects the output of a running turn. Its user passes it the events and decides how to wait for them. `said`:
+    the answer read so far, taken apart if it was asked for with tools, and `latest`: what the last event added."""
 
     def __init__(self, running: RunningTurn) -> None:
         super().__init__()
         self.running = running
+        self.said, self.latest = Said(), Said()
+        self._answer: AnswerReader | None = None
+
+    def take(self, news: Delta | TenutoError) -> Delta:
+        """See `Transcript.take`."""
+        passed = super().take(news)
+        if self._answer is None and self.running.reading is not None:
+            self._answer = self.running.reading.reader(self.running.turn_id or "")
+        self.latest = self._answer.push(passed.text) if self._answer is not None else Said(passed.text)
+        if self._answer is not None and passed.result is not None:
+            self.latest.add(self._answer.finish())
+        self.said.add(self.latest)
+        return passed
 
     def abort(self, keep: Keep) -> Future[TurnResult]:
         """End the turn; see `TurnStream.abort` for `keep`. Raises `InvalidRequest`."""
@@ -101,10 +118,12 @@ class EngineCore:
         parsed = turn_input(given)
         if session is None and not parsed:
             raise InvalidRequest("the input is empty, and there is nothing to continue")
-        own = {name: value for name, value in options.items() if name not in self.transport.options}
-        params = turn_params(cast("TurnOptions", own))
-        request = StartTurn(kind=kind, tenant="", session=session, input=parsed, params=params)
-        return TurnReader(self.transport.start(request, options, deliver))
+        others = self.transport.options.union(TOOL_OPTIONS)
+        own = {name: value for name, value in options.items() if name not in others}
+        params, use = turn_params(cast("TurnOptions", own)), ToolUse.among(options)
+        told = use.told if use is not None else NO_TOOLS
+        request = StartTurn(kind=kind, tenant="", session=session, input=parsed, params=params, tools=told)
+        return TurnReader(self.transport.start(request, options, use, deliver))
 
     def context_length(self) -> Future[int]:
         def steps() -> Steps[int]:

@@ -9,7 +9,8 @@ from os import PathLike
 from queue import SimpleQueue
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
-from tenuto.base.options import Policy, TurnOptions
+from tenuto.base.answers import Said
+from tenuto.base.options import ChatOptions, Policy
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import TurnReader
@@ -75,7 +76,7 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         `session` raises."""
         return self.session_type(self, self._core.import_file(path, session_id).result())
 
-    def generate(self, input: Input, **options: Unpack[TurnOptions]) -> TurnStream:  # noqa: A002 - the natural name
+    def generate(self, input: Input, **options: Unpack[ChatOptions]) -> TurnStream:  # noqa: A002 - the natural name
         """Run one turn in a session of its own, which is closed when the turn ends."""
         return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
 
@@ -111,10 +112,16 @@ class TurnStream(TurnStreamBase, Closing):
         return self
 
     def __next__(self) -> str:
-        while (event := self._next()) is not None:
-            if event.text:
-                return event.text
+        while self._next() is not None:
+            if self._reader.latest.text:
+                return self._reader.latest.text
         raise StopIteration
+
+    def parts(self) -> Iterator[Said]:
+        """Iterate over the answer as it arrives, taken apart: text, reasoning and calls."""
+        while self._next() is not None:
+            if self._reader.latest:
+                yield self._reader.latest
 
     def tokens(self) -> Iterator[int]:
         """Iterate over output token ids as they arrive, instead of text."""
@@ -155,20 +162,20 @@ class Session(Closing, SessionBase):
         """The session's committed tokens."""
         return self._core.history().result()
 
-    def turn(self, input: Input = (), **options: Unpack[TurnOptions]) -> TurnStream:  # noqa: A002 - as above
+    def turn(self, input: Input = (), **options: Unpack[ChatOptions]) -> TurnStream:  # noqa: A002 - as above
         """Append `input` and generate; without input, continue from the history. Raises `SessionBusy`,
         `ContextExceeded`, `InvalidRequest`, `IllegalTransition` or `Overloaded`; then nothing has changed."""
         return self._start("turn", input, options)
 
-    def chat(self, text: str, **options: Unpack[TurnOptions]) -> TurnStream:
+    def chat(self, text: str, **options: Unpack[ChatOptions]) -> TurnStream:
         """Run a turn with one user message."""
         return self._start("turn", [{"role": "user", "content": text}], options)
 
-    def append(self, input: Input, **options: Unpack[TurnOptions]) -> TurnResult:  # noqa: A002 - as above
+    def append(self, input: Input, **options: Unpack[ChatOptions]) -> TurnResult:  # noqa: A002 - as above
         """Append `input`, compute it and commit it, without generating."""
         return self._start("append", input, options).result()
 
-    def regenerate(self, **options: Unpack[TurnOptions]) -> TurnStream:
+    def regenerate(self, **options: Unpack[ChatOptions]) -> TurnStream:
         """Generate the last turn's output again. The old output stays until this turn commits."""
         return self._start("regenerate", (), options)
 

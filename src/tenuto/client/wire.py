@@ -32,7 +32,8 @@ from tenuto.base.messages import (
     answer_of,
     error_of,
 )
-from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TurnParams
+from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TOOL_OPTIONS, TurnParams
+from tenuto.base.tool_use import ToolUse
 from tenuto.base.turns import EndReason, Message, TurnInput, TurnKind, TurnResult, Usage
 from tenuto.base.views import Record, RecordPage, SessionInfo, SessionPage
 from tenuto.client.transport import Options
@@ -152,7 +153,7 @@ def _message(message: Message) -> dict[str, Any]:
 def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str, Any]:
     """The given options that apply to this kind of turn, as a JSON body."""
     body: dict[str, Any] = {}
-    for name in options:
+    for name in options.keys() - TOOL_OPTIONS:
         if name in SERVER_OPTIONS:
             value: Any = options[name]
         else:
@@ -161,6 +162,15 @@ def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str,
             value = value.given()
         if value is not None and (kind != "append" or name in (*OF_PREFILL, "if_busy")):
             body[name] = dict(value) if name == "logit_bias" else value
+    return body
+
+
+def tools_body(kind: TurnKind, use: ToolUse) -> dict[str, Any]:
+    """The fields about tools that apply to this kind of turn."""
+    body: dict[str, Any] = {"tools": list(use.functions)}
+    if kind != "append":
+        body["tool_choice"] = {"name": use.only} if use.only else use.choice
+        body["parallel_tool_calls"] = use.parallel
     return body
 
 

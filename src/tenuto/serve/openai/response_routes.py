@@ -20,7 +20,6 @@ from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
-from tenuto.serve.shared.tool_calls import reader_of
 
 router = APIRouter(prefix="/v1/responses", tags=["openai"])
 
@@ -87,7 +86,7 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
             edge.spawn(_close(edge, tenant, name))  # which aborts its turn
 
     try:
-        reader = reader_of(edge.model.habits, [tool.name for tool in body.chosen], turn.request.params.grammar)
+        reader = body.tool_use.reading(edge.model.habits, turn.request.params.grammar).reader(turn.id)
         writer = ResponseWriter(edge, turn, reader, name, body.echoed(), keep)
         if body.stream:
             streams = True
@@ -109,7 +108,7 @@ async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, kept: KeptRespo
         session=name if stores or previous is not None else None,
         input=body.rendered(earlier["instructions"] if earlier is not None else None),
         params=body.params(edge.model.habits),
-        tools=body.told_tools(),
+        tools=body.tool_use.told,
         limits=tenant.limits,
     )
     if start.session is None:

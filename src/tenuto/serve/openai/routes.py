@@ -25,7 +25,6 @@ from tenuto.serve.shared.samples import Samples, close_all, start_all
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
-from tenuto.serve.shared.tool_calls import reader_of
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
@@ -115,9 +114,10 @@ async def chat(
 
 
 async def _chat_writers(edge: Edge, body: ChatBody, samples: Sequence[Samples]) -> list[Writer]:
-    names = [function.name for function in body.chosen]
     turns = [turn for answers in samples for turn in answers.turns]
-    readers = [reader_of(edge.model.habits, names, turn.request.params.grammar) for turn in turns]
+    grammars = [turn.request.params.grammar for turn in turns]
+    readings = [body.tool_use.reading(edge.model.habits, grammar) for grammar in grammars]
+    readers = [reading.reader(turn.id) for reading, turn in zip(readings, turns, strict=True)]
     return [ChatWriter(reader, logprobs=bool(body.logprobs)) for reader in readers]
 
 
@@ -138,7 +138,7 @@ def _start(edge: Edge, tenant: Tenant, body: Generation, turn_input: TurnInput) 
         session=body.session_id,
         input=turn_input,
         params=body.params(edge.model.habits),
-        tools=body.told_tools() if isinstance(body, ChatBody) else NO_TOOLS,
+        tools=body.tool_use.told if isinstance(body, ChatBody) else NO_TOOLS,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         limits=tenant.limits,
     )

@@ -334,7 +334,7 @@ class ChatBody(Generation, WithTools):
         return given
 
     def wanted_grammar(self, habits: ModelHabits) -> Grammar | None:
-        return self.calls_grammar(habits, super().wanted_grammar(habits))
+        return self.tool_use.grammar(habits, super().wanted_grammar(habits))
 
     def param(self, option: str | None) -> str | None:
         named = super().param(option)
@@ -346,7 +346,7 @@ class ChatBody(Generation, WithTools):
             raise InvalidRequest(
                 "top_logprobs without logprobs; allowed: only with logprobs true", param="top_logprobs"
             )
-        self.check_tools()
+        self.tool_use  # noqa: B018 - raises if its fields contradict each other
         if not self.messages and self.session_id is None:
             raise InvalidRequest("there are no messages; allowed: at least one, or a session_id", param="messages")
 

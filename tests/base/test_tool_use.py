@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
+from tenuto.base.tool_use import ToolUse, calls_grammar, shape_of
 from tenuto.base.tools import ModelHabits
-from tenuto.serve.shared.tool_calls import AnswerReader, Said, calls_grammar, reader_of, shape_of
 from tests.text.test_grammars import follows
 
 TAGS, JSON = ModelHabits("tags"), ModelHabits("json")
@@ -140,7 +141,8 @@ def test_a_model_that_thinks_does_so_before_it_follows_a_grammar(thinks: Any) ->
         assert follows(grammar, f"{opening}hm {{</think>\n\n{said}")
         assert follows(grammar, said) is (thinks == "tags")
         assert not follows(grammar, f"{opening}hm {{</think>\n\nno")
-        reader = reader_of(habits, list(functions), grammar)
+        use = ToolUse(tuple({"name": name} for name in functions))
+        reader = use.reading(habits, grammar).reader()
         whole = reader.push(f"{opening}hm {{</think>\n\n{said}")
         rest = reader.finish()
         assert told(Said(whole.text + rest.text, whole.reasoning, whole.calls + rest.calls)) == expected
@@ -150,5 +152,5 @@ def test_where_a_grammar_has_no_room_for_thoughts_there_are_none() -> None:
     habits = ModelHabits("tags", thinks="opened")
     grammar = Grammar("regex", "[0-9]+")
     assert shape_of(habits, grammar, {}, forced=False, parallel=False) == grammar
-    assert reader_of(habits, [], grammar).push("12").text == "12"
-    assert reader_of(habits, [], None).push("hm").reasoning == "hm"
+    assert ToolUse().reading(habits, grammar).reader().push("12").text == "12"
+    assert ToolUse().reading(habits, None).reader().push("hm").reasoning == "hm"
