@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +19,11 @@ from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
 from tenuto.base.tool_use import ToolUse, calls_grammar, shape_of
 from tenuto.base.tools import ModelHabits
-from tests.text.test_grammars import follows
+from tenuto.text.grammars import GrammarCompiler
+from tests.text.test_grammars import SIZE, TOKENS, follows
 
 TAGS, JSON = ModelHabits("tags"), ModelHabits("json")
-LLAMA = ModelHabits("json", "parameters")
+LLAMA, NAMED = ModelHabits("json", "parameters"), ModelHabits("named")
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -27,6 +32,7 @@ SCHEMA = {
 }
 FUNCTIONS = {"weather": SCHEMA, "stop": None}
 ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+TAGGED = '{"name": "stop", "arguments": {"x": "</tool_call>"}}'
 STOP = '{"name": "stop", "arguments": {}}'
 
 
@@ -53,6 +59,18 @@ CALLED = ("weather", {"city": "Rome"})
         (TAGS, f"Let me see.\n<tool_call>{ROME}</tool_call>", ("Let me see.", "", [CALLED])),
         (TAGS, f"<tool_call>{ROME}</tool_call>\n<tool_call>{STOP}</tool_call>\n", ("", "", [CALLED, ("stop", {})])),
         (TAGS, f"<tool_call>{ROME}", ("", "", [CALLED])),  # cut off, but whole
+        (
+            TAGS,
+            '<tool_call>{"name": "stop", "arguments": {"x": "</tool_call>"}}</tool_call> b',
+            ("b", "", [("stop", {"x": "</tool_call>"})]),
+        ),
+        (TAGS, '<tool_call>{"name": "</tool_call> b', ('<tool_call>{"name": "</tool_call> b', "", [])),
+        (NAMED, 'weather{"city": "Rome"}stop {}', ("", "", [CALLED, ("stop", {})])),
+        (NAMED, ' weatherabc123DEF{"city": "Rome"}', ("", "", [CALLED])),
+        (NAMED, "weather is fine", ("weather is fine", "", [])),
+        (NAMED, "weather", ("weather", "", [])),
+        (NAMED, 'weather{"city": "Ro', ('weather{"city": "Ro', "", [])),
+        (NAMED, "other{}", ("other{}", "", [])),
         (TAGS, "a <tool_call>nonsense</tool_call> b", ("a <tool_call>nonsense</tool_call> b", "", [])),
         (TAGS, '<tool_call>{"name": "other", "arguments": {}}</tool_call>', ...),
         (TAGS, "1 < 2 <tool", ("1 < 2 <tool", "", [])),
@@ -118,6 +136,92 @@ def test_what_a_grammar_of_calls_allows_is_read_as_calls(habits: ModelHabits, pa
     assert told(read(habits, [twice]))[2] == [CALLED, ("stop", {})]
     assert not follows(grammar, "no call")
     assert not follows(grammar, once.replace("city", "town"))
+
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", 'a "b" {c}', "</tool_call> [x]", "é\n\\"]},
+        "days": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "weather": {"type": "object", "properties": {"stop": {"type": "boolean"}}, "additionalProperties": False},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NESTED = {"weather": ARGUMENTS, "weathers": {"type": "object", "maxProperties": 0}, "weather.abc123def": ARGUMENTS}
+OPENS, CLOSES = sorted(TOKENS.control_id(text) or 0 for text in TOKENS.control_texts)
+FORMATS = {
+    "tags": ModelHabits("tags"),
+    "plain": ModelHabits("json"),
+    "llama": ModelHabits("json", "parameters"),
+    "mistral": ModelHabits("json", opens=OPENS, short_ids=True),
+    "granite": ModelHabits("json", opens=OPENS),
+    "phi": ModelHabits("json", opens=OPENS, closes=CLOSES),
+    "named": ModelHabits("named", opens=OPENS, before_arguments=CLOSES),
+    "named with ids": ModelHabits("named", opens=OPENS, before_id=OPENS, before_arguments=CLOSES),
+    "named without control tokens": ModelHabits("named"),
+}
+
+
+COMPILER = GrammarCompiler(TOKENS, SIZE, ())  # so that control tokens do not end answers by themselves
+
+
+def wander(grammar: Grammar, random: Random, begun: str) -> list[int]:
+    """Tokens of a text of the grammar, at random, that begins with `begun`."""
+    constraint, said = COMPILER.constraint(grammar), TOKENS.encode(begun)
+    for token in said:
+        assert not constraint.push(token)
+    while True:
+        masks = constraint.masks(())
+        assert masks is not None
+        bits = np.unpackbits(masks[0].view(np.uint8), count=SIZE + 1, bitorder="little")
+        may = np.flatnonzero(bits[:SIZE]).tolist()
+        if bits[SIZE] and (not may or random.random() < 0.5):
+            return said
+        said.append(random.choice(may))
+        complete = constraint.push(said[-1])
+        assert not constraint.failure
+        assert len(said) < 2000
+        if complete:
+            return said
+
+
+@pytest.mark.parametrize("habits", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("thinks", ["no", "tags"])
+def test_whatever_a_grammar_of_calls_can_say_is_read_as_the_same_calls_in_any_pieces(
+    habits: ModelHabits, thinks: Any
+) -> None:
+    random, several, own_ids = Random(5), 0, habits.short_ids or habits.before_id is not None
+    habits = replace(habits, thinks=thinks)
+    functions = tuple({"name": name, "parameters": schema} for name, schema in NESTED.items())
+    for _ in range(25):
+        only = random.choice(["", "", "weather"])
+        use = ToolUse(functions, "required", only, parallel=random.random() < 0.8)
+        grammar = use.grammar(habits, None)
+        assert grammar is not None
+        tokens = wander(grammar, random, "<think>hm {</think>\n" if thinks == "tags" else "")
+        assert (OPENS in tokens) is (habits.opens is not None)
+        text = TOKENS.decode(tokens)
+        reader, whole = use.reading(habits, grammar).reader("a"), Said()
+        cuts = sorted(random.sample(range(len(text)), min(len(text), random.choice((0, 1, 5, 40)))))
+        for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            whole.add(reader.push(text[start:stop]))
+        whole.add(reader.finish())
+        at_once = use.reading(habits, grammar).reader("a")
+        expected = at_once.push(text)
+        expected.add(at_once.finish())
+        assert (whole.text.strip(), expected.text) == ("", whole.text), text
+        assert whole == expected
+        assert 1 <= len(whole.calls) <= (99 if use.parallel and not only else 1)
+        several += len(whole.calls) > 1
+        for call in whole.calls:
+            assert only in ("", call.name)
+            jsonschema.validate(call.parsed(), NESTED[call.name])
+            assert not own_ids or call.id in text
+        said = text.rpartition("</think>")[2]
+        assert said.count(f'"{habits.arguments}": ') >= len(whole.calls) or habits.tools == "named"
+        assert len({call.id for call in whole.calls}) == len(whole.calls)
+    assert several > 0
 
 
 def test_calls_or_an_answer_in_another_shape() -> None:

@@ -66,9 +66,10 @@ def _compiler() -> GrammarCompiler:
 
 
 @cache
-def _beginning(grammar: Grammar) -> tuple[LLMatcher, Words]:
-    """A matcher that nobody moves, and that no compiler of the engine's knows."""
-    return GrammarCompiler(_Tokens(), VOCAB, (EOS,))._compile(grammar)  # type: ignore[arg-type]
+def _beginning(grammar: Grammar) -> tuple[LLMatcher, int]:
+    """A matcher of the library that nobody moves and no compiler of the engine's knows, and the words of a mask."""
+    matcher, first = GrammarCompiler(_Tokens(), VOCAB, (EOS,))._compile(grammar)  # type: ignore[arg-type]
+    return matcher._matcher, len(first)
 
 
 def constraint_of(params: TurnParams) -> Constraint | None:
@@ -81,9 +82,8 @@ class Follower:
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-        matcher, first = _beginning(grammar)
+        matcher, self._words = _beginning(grammar)
         self._matcher = matcher.deep_copy()
-        self._words = len(first)
 
     def copy(self) -> Follower:
         other = Follower(self._grammar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Iterable, Mapping
@@ -102,9 +103,8 @@ class AnswerReader:
             return self._think(said, ended=ended)
         if not self._names:
             return self._tell(said, len(self._rest))
-        if self._habits.tools == "tags":
-            return self._tags(said, ended=ended)
-        return self._json(said, ended=ended)
+        read = {"tags": self._tags, "named": self._named, "json": self._json}[self._habits.tools]
+        return read(said, ended=ended)
 
     def _begin(self, *, ended: bool) -> bool:
         """Find out whether the answer begins with a thought."""
@@ -141,6 +141,9 @@ class AnswerReader:
             until = len(self._rest) - _overlap(self._rest, OPEN_CALL)
             return self._tell(said, len(self._rest[:until].rstrip()))  # white space before a call is not told
         inside, closed, rest = after.partition(CLOSE_CALL)
+        while closed and _in_string(inside):  # the tag is part of an argument
+            more, closed, rest = rest.partition(CLOSE_CALL)
+            inside += CLOSE_CALL + more
         if not closed and not ended:
             return self._tell(said, len(before.rstrip()))
         calls = self._calls(inside)
@@ -162,6 +165,40 @@ class AnswerReader:
         if calls:
             self._rest = ""
         return self._tell(said, len(self._rest))
+
+    def _named(self, said: Said, *, ended: bool) -> bool:
+        """Calls from the beginning on, each a name, nine letters and digits or not, and arguments."""
+        begun = self._rest.lstrip()
+        head, brace, _ = begun.partition("{")
+        if self._started or not (brace or self._begins_name(head)) or (ended and not brace):
+            self._started = self._started or bool(begun)
+            return self._tell(said, len(self._rest)) if begun or ended else False
+        if not brace:
+            return False
+        name = self._name_of(head.rstrip())
+        try:
+            arguments, end = json.JSONDecoder().raw_decode(begun, len(head))
+        except (ValueError, RecursionError):
+            if name and not ended:
+                return False  # the rest of them is still to come
+            arguments, end = None, 0
+        call = self._call({"name": name, "arguments": arguments, "id": head.rstrip()[len(name) :]})
+        if call is None:
+            self._started = True
+            return self._tell(said, len(self._rest))
+        said.calls.append(call)
+        self._rest = begun[end:]
+        return bool(self._rest)
+
+    def _begins_name(self, head: str) -> bool:
+        """Whether a name of a function, and what may stand behind it, may begin like this."""
+        behind = [head.removeprefix(name) for name in self._names if head.startswith(name)]
+        return any(name.startswith(head) for name in self._names) or any(map(_BEHIND_NAME.fullmatch, behind))
+
+    def _name_of(self, head: str) -> str:
+        """The function's name in what stands before arguments; empty if it has none."""
+        found = [name for name in self._names if head == name or re.fullmatch(re.escape(name) + "[A-Za-z0-9]{9}", head)]
+        return max(found, key=len, default="")
 
     def _calls(self, text: str) -> list[ToolCall]:
         """The calls that a text is, if it is nothing else: objects, one after the other or in a list."""
@@ -187,11 +224,29 @@ class AnswerReader:
                 return None
         if not isinstance(arguments, Mapping):
             return None
-        return ToolCall(given["name"], json.dumps(arguments, ensure_ascii=False), self._next_id())
+        return ToolCall(given["name"], json.dumps(arguments, ensure_ascii=False), self._id_of(given.get("id")))
 
-    def _next_id(self) -> str:
+    def _id_of(self, given: Any) -> str:
+        """The id of the next call: the one that the model has written, if it writes them."""
         self._called += 1
-        return f"call_{blake2b(f'{self._answer} {self._called}'.encode(), digest_size=12).hexdigest()}"
+        if isinstance(given, str) and re.fullmatch("[A-Za-z0-9]{9}", given):
+            return given
+        made = blake2b(f"{self._answer} {self._called}".encode(), digest_size=12).hexdigest()
+        return made[:9] if self._habits.short_ids or self._habits.tools == "named" else f"call_{made}"
+
+
+_BEHIND_NAME = re.compile(r"[A-Za-z0-9]{0,9}\s*")
+
+
+def _in_string(text: str) -> bool:
+    """Whether JSON that begins like this goes on inside a string."""
+    try:
+        json.JSONDecoder().raw_decode(text.lstrip())
+    except RecursionError:
+        return False
+    except ValueError as error:
+        return "Unterminated string" in str(error)
+    return False
 
 
 def _overlap(text: str, tag: str) -> int:

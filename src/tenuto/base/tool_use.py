@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from tenuto.base.answers import CLOSE_CALL, CLOSE_THOUGHT, OPEN_CALL, OPEN_THOUGHT, Reading
 from tenuto.base.checks import check_unicode, items, shown
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
+from tenuto.base.grammar import WHITE_SPACE, Grammar, parsed
 from tenuto.base.options import TOOL_OPTIONS
 from tenuto.base.tools import MAX_TOOLS, ModelHabits, Tools
 
@@ -173,15 +173,19 @@ def calls_grammar(
     `answer` if that is given. Raises `InvalidRequest` if the answer's grammar cannot be part of another."""
     bodies = []
     for number, (name, schema) in enumerate(functions.items()):
-        head = json.dumps({"name": name}, ensure_ascii=False)[:-1] + f', "{habits.arguments}": '
         parameters = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
-        bodies.append(f"tool_{number}: {_quoted(head)} args_{number} {_quoted('}')}")
-        bodies.append(f"args_{number}: %json {json.dumps(parameters, ensure_ascii=False)}")
+        bodies.append(f"tool_{number}: {_call(habits, name, f'args_{number}')}")
+        bodies.append(f"args_{number}: {_json(parameters)}")
     one = " | ".join(f"tool_{number}" for number in range(len(functions)))
     if habits.tools == "tags":
         call = f"call: {_quoted(OPEN_CALL + chr(10))} body {_quoted(chr(10) + CLOSE_CALL)}"
         calls = 'calls: call ("\\n" call)*' if parallel else "calls: call"
         rules = [calls, call, f"body: {one}"]
+    elif habits.tools == "named":
+        rules = ["calls: body+" if parallel else "calls: body", f"body: {one}"]
+    elif habits.opens is not None:
+        more = ' (", " body)*' if parallel else ""
+        rules = [f'calls: {_control(habits.opens)} " "? "[" body{more} "]" {_control(habits.closes)}', f"body: {one}"]
     elif parallel:
         rules = ['calls: body | "[" body (", " body)* "]"', f"body: {one}"]
     else:
@@ -192,12 +196,43 @@ def calls_grammar(
     return Grammar("lark", "\n".join([*_thoughts(habits), said, *rules, *bodies]))
 
 
+def _call(habits: ModelHabits, name: str, arguments: str) -> str:
+    """A call of a function, whose arguments have a rule of this name."""
+    if habits.tools == "named":
+        made = [_control(habits.opens), _quoted(name)]
+        if habits.before_id is not None:
+            made += [_control(habits.before_id), CALL_ID]
+        return " ".join([*made, _control(habits.before_arguments), arguments])
+    head = json.dumps({"name": name}, ensure_ascii=False)[:-1] + f', "{habits.arguments}": '
+    own_id = [_quoted(', "id": "'), CALL_ID, _quoted('"')] if habits.short_ids else []
+    return " ".join([_quoted(head), arguments, *own_id, _quoted("}")])
+
+
+def _json(schema: Any) -> str:
+    """JSON by a schema. Raises `InvalidRequest` unless that is an object."""
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest("the JSON schema is not an object; allowed: an object, or true", param="grammar")
+    own = schema.get("x-guidance")
+    options = {"whitespace_pattern": WHITE_SPACE, **(own if isinstance(own, Mapping) else {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+
+
+CALL_ID = "/[A-Za-z0-9]{9}/"
+"""Of a call whose id the model writes."""
+
+
+def _control(token: int | None) -> str:
+    """A control token, if there is one."""
+    return f"<[{token}]>" if token is not None else ""
+
+
 def _part(grammar: Grammar) -> str:
     """A grammar as a part of a Lark rule."""
     if grammar.kind == "json_object":
-        return '%json {"type": "object"}'
+        return _json({"type": "object"})
     if grammar.kind == "json_schema":
-        return f"%json {grammar.source}"
+        schema = parsed(grammar.source)
+        return _json({} if schema is True else schema)
     if grammar.kind == "choice":
         return " | ".join(map(_quoted, grammar.choices()))
     raise InvalidRequest(f"tools with a {grammar.kind}; allowed with tools: JSON, or choices", param="tools")

@@ -116,16 +116,24 @@ class Tools:
 
 NO_TOOLS = Tools()
 
-ToolFormat = Literal["tags", "json"]
-"""How a model writes calls: objects between `<tool_call>` and `</tool_call>` (Hermes, Qwen), or an object or a list of
-objects that is the whole answer (Llama 3, Mistral behind its control token, and models that know of no tools)."""
+ToolFormat = Literal["tags", "json", "named"]
+"""How a model writes calls: objects between `<tool_call>` and `</tool_call>` (Hermes, Qwen); an object or a list of
+objects that is the whole answer (Llama 3; Mistral, Granite 3 and Phi-4 mini behind their control tokens; models that
+know of no tools); or names, each followed by its arguments (later ones of Mistral, with control tokens around them)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHabits:
     """How a model writes what is not text for its readers. `arguments`: the key of a call's arguments. `thinks`:
-    between `<think>` and `</think>`, `opened` if the template writes the first."""
+    between `<think>` and `</think>`, `opened` if the template writes the first. Control tokens, which have no text:
+    `opens` and `closes` stand around calls, `before_id` and `before_arguments` inside those with names. `short_ids`:
+    the ids of calls are nine letters and digits, which the model writes itself."""
 
     tools: ToolFormat = "json"
     arguments: str = "arguments"
     thinks: Literal["no", "tags", "opened"] = "no"
+    opens: int | None = None
+    closes: int | None = None
+    before_id: int | None = None
+    before_arguments: int | None = None
+    short_ids: bool = False

@@ -95,7 +95,7 @@ class ChatTemplate:
             self._tail(replace(answered, system=True), question, generate=True)
         except TenutoError as error:
             self._system_refusal = str(error)
-        self.habits = habits_of(source, prompt)
+        self.habits = habits_of(source, prompt, tokenizer.control_id)
         """How its model writes calls and thoughts."""
         first = next(tokenizer.split_markup(closer), None)
         self.end_of_turn = first if isinstance(first, int) else None

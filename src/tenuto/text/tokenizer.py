@@ -83,6 +83,10 @@ class Tokenizer:
         """How control token `token` is written in markup; "" for None and for tokens that are not control tokens."""
         return "" if token is None else self._control.get(token, "")
 
+    def control_id(self, text: str) -> int | None:
+        """The control token that is written like this in markup, if there is one."""
+        return self._control_ids.get(text)
+
     def before(self, last_token: int | None) -> Before:
         """What stands before a text that follows `last_token`, or with `None` nothing."""
         if last_token is None:

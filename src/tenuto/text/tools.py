@@ -19,11 +19,21 @@ INSTRUCTIONS = (
 Protect = Callable[[str], str]
 
 
-def habits_of(source: str, prompt: str) -> ModelHabits:
-    """What a chat template tells of how its model writes. `prompt`: what it writes to ask for an answer."""
-    thinks = "</think>" in source
+def habits_of(source: str, prompt: str, control: Callable[[str], int | None]) -> ModelHabits:
+    """What a chat template tells of how its model writes. `prompt`: what it writes to ask for an answer. `control`: the
+    control token that has this text, if there is one."""
+
+    def written(text: str) -> int | None:
+        return control(text) if text in source else None
+
+    thinks, mistral = "</think>" in source, written("[TOOL_CALLS]")
     return ModelHabits(
-        tools="tags" if "<tool_call>" in source else "json",
+        tools="tags" if "<tool_call>" in source else "named" if "[ARGS]" in source else "json",
+        opens=mistral if mistral is not None else written("<|tool_call|>"),
+        closes=written("<|/tool_call|>"),
+        before_id=written("[CALL_ID]"),
+        before_arguments=written("[ARGS]"),
+        short_ids="[TOOL_CALLS]" in source and "[ARGS]" not in source,
         arguments="parameters" if '"parameters": ' in source and "<tool_call>" not in source else "arguments",
         thinks="no" if not thinks else "opened" if prompt.rstrip().endswith("<think>") else "tags",
     )
