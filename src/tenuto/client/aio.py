@@ -90,6 +90,26 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
         """See `Client.audit`."""
         return await _answer(self._core.audit())
 
+    async def pause_generation(self, *, retract: bool = False) -> None:
+        """See `Client.pause_generation`."""
+        await _answer(self._core.pause(retract=retract))
+
+    async def continue_generation(self) -> None:
+        """See `Client.continue_generation`."""
+        await _answer(self._core.go_on())
+
+    async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """See `Client.release_memory_occupation`."""
+        await _answer(self._core.release_memory(tags))
+
+    async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """See `Client.resume_memory_occupation`."""
+        await _answer(self._core.resume_memory(tags))
+
+    async def update_weights_from_disk(self, model_path: str | PathLike[str], *, abort: bool = False) -> None:
+        """See `Client.update_weights_from_disk`."""
+        await _answer(self._core.update_weights(model_path, abort=abort))
+
     async def close(self) -> None:
         """See `Client.close`."""
         self._closer.detach()

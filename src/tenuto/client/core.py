@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 
 from tenuto.base.answers import AnswerReader, Said
-from tenuto.base.checks import MAX_COUNT, items, shown, whole
+from tenuto.base.checks import MAX_COUNT, flag, items, shown, whole
 from tenuto.base.document import SessionDocument, read_document
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.messages import (
@@ -28,12 +28,18 @@ from tenuto.base.messages import (
     ListSessions,
     ListTurns,
     OpenSession,
+    Pause,
+    ReleaseMemory,
     Request,
+    Resume,
+    ResumeMemory,
     Rewind,
     StartTurn,
     Trim,
+    UpdateWeights,
 )
 from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
+from tenuto.base.plan import PARTS, Part
 from tenuto.base.state_file import StateFile
 from tenuto.base.tool_use import ToolUse
 from tenuto.base.tools import NO_TOOLS
@@ -135,6 +141,21 @@ class EngineCore:
     def audit(self) -> Future[AuditReport]:
         return self.transport.call(Audit())
 
+    def pause(self, *, retract: bool) -> Future[None]:
+        return self.transport.call(Pause(release=flag("retract", retract)))
+
+    def go_on(self) -> Future[None]:
+        return self.transport.call(Resume())
+
+    def release_memory(self, tags: Sequence[str] | None) -> Future[None]:
+        return self.transport.call(ReleaseMemory(parts=_parts(tags)))
+
+    def resume_memory(self, tags: Sequence[str] | None) -> Future[None]:
+        return self.transport.call(ResumeMemory(parts=_parts(tags)))
+
+    def update_weights(self, path: str | PathLike[str], *, abort: bool) -> Future[None]:
+        return self.transport.call(UpdateWeights(path=str(path), abort=flag("abort", abort)))
+
     def sessions(self) -> Future[list[SessionInfo]]:
         def steps() -> Steps[list[SessionInfo]]:
             found: list[SessionInfo] = []
@@ -215,6 +236,17 @@ class SessionCore:
 
     def close(self, *, finish: bool) -> Future[None]:
         return self._call(CloseSession(tenant="", session=self.id, finish=finish))
+
+
+def _parts(tags: Sequence[str] | None) -> list[Part]:
+    """Parts of the model's memory, all if not given. Raises `InvalidRequest`."""
+    chosen = PARTS if tags is None else items("tags", tags, "a list of parts of memory")
+    for tag in chosen:
+        if tag not in PARTS:
+            raise InvalidRequest(f"tags has {shown(tag)}; allowed: {', '.join(PARTS)}", param="tags")
+    if not chosen:
+        raise InvalidRequest("tags are empty; allowed: at least one", param="tags")
+    return list(dict.fromkeys(chosen))
 
 
 def _count(name: str, value: int | None) -> int | None:

@@ -89,6 +89,31 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         require an admin key."""
         return self._core.audit().result()
 
+    def pause_generation(self, *, retract: bool = False) -> None:
+        """Take no more steps until `continue_generation`: open turns wait, and with `retract` give up what memory they
+        have acquired, to compute it again. New turns queue. As the next four: servers may require an admin key."""
+        self._core.pause(retract=retract).result()
+
+    def continue_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self._core.go_on().result()
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Give the memory of sessions (tag "kv_cache"), the weights ("weights") or both back to the system. Sessions
+        keep their tokens; turns are refused with `MemoryReleased` until all is resumed. Raises `IllegalTransition`
+        while turns run, unless generation is paused."""
+        self._core.release_memory(tags).result()
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate memory again, and read the weights again. What sessions need of their state is computed again."""
+        self._core.resume_memory(tags).result()
+
+    def update_weights_from_disk(self, model_path: str | PathLike[str], *, abort: bool = False) -> None:
+        """Compute with the weights of another model of the same shape from now on. Nothing that was computed with the
+        old ones is used again. Open turns go on from their tokens, or with `abort` end. Raises `InvalidRequest`, with
+        nothing changed, if the weights cannot be read or are of another shape."""
+        self._core.update_weights(model_path, abort=abort).result()
+
     def close(self) -> None:
         """Stop an engine in this process; on a server, close the sessions that this client opened without an id.
         Readers of open turns get `EngineStopped`."""

@@ -25,10 +25,15 @@ from tenuto.base.messages import (
     ListSessions,
     ListTurns,
     OpenSession,
+    Pause,
     Refusal,
+    ReleaseMemory,
     Request,
+    Resume,
+    ResumeMemory,
     Rewind,
     Trim,
+    UpdateWeights,
     answer_of,
     error_of,
 )
@@ -88,6 +93,13 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     Fork: lambda r: _of_session("POST", r, "/fork", {**_place(r), "id": r.child}),
     Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
     Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
+    Pause: lambda r: Exchange("POST", "/pause_generation", {"mode": "retract" if r.release else "in_place"}),
+    Resume: lambda _: Exchange("POST", "/continue_generation"),
+    ReleaseMemory: lambda r: Exchange("POST", "/release_memory_occupation", {"tags": r.parts}),
+    ResumeMemory: lambda r: Exchange("POST", "/resume_memory_occupation", {"tags": r.parts}),
+    UpdateWeights: lambda r: Exchange(
+        "POST", "/update_weights_from_disk", {"model_path": r.path, "abort_all_requests": r.abort}
+    ),
     CloseSession: lambda r: _of_session("DELETE", r, finish="true" if r.finish else "false"),
 }
 
@@ -110,7 +122,7 @@ def _answer(kind: type, body: Any) -> Any:
         return SessionPage(sessions=[session_info(view) for view in body["data"]], more=body["next"] is not None)
     if kind is RecordPage:
         return RecordPage(records=msgspec.convert(body["data"], list[Record]), more=body["next"] is not None)
-    return True if kind is bool else body
+    return {bool: True, type(None): None}.get(kind, body)
 
 
 def session_path(session_id: str) -> str:
