@@ -10,7 +10,15 @@ import pytest
 
 import tenuto
 from tenuto.base.errors import InvalidRequest, MemoryReleased
-from tests.serve.server import Server
+from tests.serve.server import Server, serving
+
+
+@pytest.fixture(scope="module")
+def witness() -> Iterator[Server]:
+    """A server of its own: its weights are replaced."""
+    with serving("--model", "witness", "--context-length", "512") as server:
+        yield server
+        server.audit()
 
 
 @pytest.fixture(params=["here", "server"])
