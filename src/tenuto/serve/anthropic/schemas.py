@@ -127,7 +127,9 @@ class Conversation(ForeignObject):
     ignored = frozenset(
         {"betas", "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "thinking"}
     )
-    not_supported = dict.fromkeys(("container", "mcp_servers", "context_management"), NOTHING)
+    not_supported = dict.fromkeys(
+        ("chat_template_kwargs", "container", "context_management", "kv_transfer_params", "mcp_servers"), NOTHING
+    )
 
     model: str = Field(description="As listed by `/v1/models`, or `default`.")
     messages: Messages[NewMessage] = Field(min_length=1)

@@ -92,12 +92,14 @@ class ResponseBody(ForeignObject):
 
     ignored = frozenset(
         {
+            "cache_salt",
             "include",
             "max_tool_calls",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "reasoning",
+            "request_id",
             "safety_identifier",
             "service_tier",
             "stream_options",
@@ -107,7 +109,25 @@ class ResponseBody(ForeignObject):
     )
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("background", "context_management", "conversation", "moderation", "prompt"), NOTHING),
+        "enable_response_messages": NOTHING,
+        "frequency_penalty": (None, 0),
+        "ignore_eos": NOTHING,
+        "include_stop_str_in_output": NOTHING,
+        "kv_transfer_params": NOTHING,
+        "logit_bias": NOTHING,
+        "min_p": (None, 0),
+        "mm_processor_kwargs": NOTHING,
+        "presence_penalty": (None, 0),
+        "previous_input_messages": NOTHING,
+        "priority": (None, 0),
+        "repetition_penalty": (None, 1),
+        "seed": (None,),
+        "skip_special_tokens": (None, True),
+        "stop": NOTHING,
+        "structured_outputs": NOTHING,
+        "top_k": (None, -1, 0),
         "top_logprobs": (None, 0),
+        "vllm_xargs": NOTHING,
     }
 
     model: str = Field(description="As listed by `/v1/models`, or `default`.")

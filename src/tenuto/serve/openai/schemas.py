@@ -41,23 +41,31 @@ IGNORED = frozenset(
         "prompt_cache_options",
         "cache_salt",
         "prompt_cache_retention",
+        "custom_labels",
+        "extra_key",
         "request_id",
         "rid",
         "safety_identifier",
         "separate_reasoning",
         "service_tier",
+        "spaces_between_special_tokens",
         "stream_reasoning",
         "user",
     }
 )
 """Fields that never change an answer here."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (None, False),
     "allowed_token_ids": NOTHING,
     "bad_words": NOTHING,
     "chat_template": (None, ""),
     "chat_template_kwargs": NOTHING,
+    "bootstrap_host": NOTHING,
+    "bootstrap_port": NOTHING,
+    "bootstrap_room": NOTHING,
     "custom_logit_processor": (None, ""),
+    "custom_params": NOTHING,
+    "data_parallel_rank": (None,),
+    "disagg_prefill_dp_rank": (None,),
     "documents": NOTHING,
     "early_stopping": NOTHING,
     "kv_transfer_params": NOTHING,
@@ -67,10 +75,18 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": NOTHING,
     "no_stop_trim": NOTHING,
     "prompt_logprobs": (None,),
+    "repetition_detection": NOTHING,
+    "return_cached_tokens_details": NOTHING,
     "return_hidden_states": NOTHING,
+    "return_meta_info": NOTHING,
+    "return_routed_experts": NOTHING,
     "return_token_ids": NOTHING,
     "return_tokens_as_token_ids": NOTHING,
+    "routed_dp_rank": (None,),
+    "session_params": NOTHING,
     "structural_tag": NOTHING,
+    "thinking_token_budget": (None,),
+    "truncation_side": (None, "right"),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": NOTHING,
     "vllm_xargs": NOTHING,
@@ -79,12 +95,14 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": NOTHING,
     "function_call": (None, "none"),
     "functions": NOTHING,
+    "guided_whitespace_pattern": (None,),
+    "include_reasoning": (None, True),
+    "media_io_kwargs": NOTHING,
     "modalities": (None, ["text"]),
     "moderation": NOTHING,
     "prediction": NOTHING,
     "reasoning_effort": (None, "none"),
     "skip_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True),
     "store": NOTHING,
     "suffix": (None,),
     "verbosity": (None,),
@@ -216,6 +234,12 @@ _FIELDS = {
 class CompletionBody(Generation):
     """A text to continue."""
 
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **NOT_SUPPORTED,
+        "add_special_tokens": (None, True),
+        "prompt_embeds": (None,),
+    }
+
     input_field = "prompt"
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of either.", examples=["Once upon a time"]
@@ -310,6 +334,12 @@ class ChatMessage(ForeignObject):
 
 class ChatBody(Generation, WithTools):
     """Messages to answer."""
+
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **NOT_SUPPORTED,
+        "add_special_tokens": (None, False),
+        "echo": NOTHING,
+    }
 
     input_field = "messages"
     messages: Messages[ChatMessage] = Field(description="With `session_id`, only the new ones.")
