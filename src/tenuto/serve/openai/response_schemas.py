@@ -152,10 +152,10 @@ class ResponseBody(ForeignObject):
         """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
         return tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
-    def rendered(self, instructed: str | None) -> list[Message]:
-        """The messages as the engine takes them. `instructed`: the instructions that the conversation goes on with."""
+    def rendered(self, *, instructed: bool = False) -> list[Message]:
+        """The messages as the engine takes them. `instructed`: the conversation has these instructions already."""
         messages = [Message("user", self.input)] if isinstance(self.input, str) else _rendered(self.input)
-        if not self.instructions or self.instructions == instructed:
+        if not self.instructions or instructed:
             return messages
         if messages and messages[0].role == "system":
             first = Message("system", f"{self.instructions}\n\n{messages[0].content}")
