@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -52,6 +53,10 @@ class Conversation:
         return [*({"role": role, "content": filler} for role in roles), {"role": self.role, "content": last}]
 
 
+class _Displaced(InvalidRequest):
+    """A template writes a message elsewhere than after those before it, or not at all."""
+
+
 class Rendered(NamedTuple):
     """Tokens to append to a history, and the conversation after them."""
 
@@ -65,8 +70,13 @@ class ChatTemplate:
     A session's history is never rendered again. New messages are rendered after a short stand-in for the conversation
     so far, and what the template writes after the stand-in's last content is the delta: it begins with whatever closes
     that message. So the tokens of all turns are those of rendering the whole conversation at once, provided that the
-    template writes before an assistant message what it writes to ask for one. With templates that do not, such as those
-    that remove earlier reasoning, the history stays as it was generated.
+    template writes an earlier turn as it wrote it when that was the last.
+
+    With templates that do not, the history stays as it was read and generated, and a turn adds what the template writes
+    after it: earlier reasoning is kept where the template would now remove it, a system message or tools stay in the
+    turn they came with where the template would move them to the last one, a date stays that of the day on which the
+    session began, and an answer that ended with the token for the last answer keeps that one. `rewrites` tells which of
+    these a model has. Messages that a template drops, or puts elsewhere than at the end, are refused.
 
     Control tokens in a message's content are plain text; only the template's own are control tokens.
     """
@@ -91,8 +101,11 @@ class ChatTemplate:
         except TenutoError as error:
             raise ModelError(f"the chat template cannot be rendered turn by turn: {error}") from None
         self._system_refusal: str | None = None
+        self._system_stays = True
         try:
             self._tail(replace(answered, system=True), question, generate=True)
+        except _Displaced:
+            self._system_stays = False
         except TenutoError as error:
             self._system_refusal = str(error)
         self.habits = habits_of(source, prompt, tokenizer.control_id)
@@ -102,6 +115,24 @@ class ChatTemplate:
         """The token that closes an assistant message, if the template closes it with a control token."""
         self.stop_ids = frozenset({*tokenizer.eos_ids, *([first] if isinstance(first, int) else [])})
         """The tokens that end an answer."""
+        followed = next(tokenizer.split_markup(self._tail(answered, question, generate=True)[0]), None)
+        self._closers = frozenset({first, followed}) if isinstance(followed, int) and first != followed else frozenset()
+        self.rewrites = self._rewrites()
+        """What the template would write otherwise of earlier turns, for people. Sessions keep it as it was."""
+
+    def _rewrites(self) -> tuple[str, ...]:
+        found = []
+        if self.habits.thinks != "no":
+            said = {"role": "assistant", "content": "<think>\nq1x\n</think>\n\ny"}
+            asked = {"role": "user", "content": "z"}
+            with suppress(TenutoError):
+                if "q1x" not in self._template.render([asked, said, asked], generate=True):
+                    found.append("removes the reasoning of earlier answers")
+        if not self._system_stays:
+            found.append("moves the system message to the last turn")
+        if self._closers:
+            found.append("closes the last answer with another token than earlier ones")
+        return tuple(found)
 
     def opening(
         self,
@@ -123,6 +154,7 @@ class ChatTemplate:
         if not self._template.knows_tools:
             messages, tools = without_tools(messages, tools, system=self._system_refusal is None), NO_TOOLS
             system = messages[0].role == "system"
+        system = system and self._system_stays
         later = Conversation(system=system, dialogue=False, role="system", tools=digest).then(messages, generate)
         guard = self._guard(messages, tools)
         told = protected(tools.parsed(), guard.protect)
@@ -156,7 +188,7 @@ class ChatTemplate:
             room = room._replace(spare=int(ended))
         before = self._markup.tokenizer.before(last_token)
         tokens = guard.encode(text if generate else self._unclosed(text, later), room, before)
-        if ended and tokens[:1] == [last_token]:
+        if ended and tokens and (tokens[0] == last_token or self._closers == {tokens[0], last_token}):
             del tokens[0]
         return Rendered(tokens, later)
 
@@ -170,10 +202,29 @@ class ChatTemplate:
         text = self._template.render(stand_in + _protected(messages, guard), generate)
         before, mark, tail = text.partition(guard.mark)
         if not mark or guard.mark in tail or guard.filler in tail:
-            raise InvalidRequest(f"the model's chat template moves or drops messages before a later {earlier.role} one")
+            raise _Displaced(f"the model's chat template moves or drops messages before a later {earlier.role} one")
         if self._markup.half_written(before, tail):
             raise InvalidRequest("the model's chat template leaves a control token half written beside a message")
+        self._check_places(stand_in, messages, guard)
         return tail, guard
+
+    def _check_places(self, stand_in: list[dict[str, Any]], messages: Sequence[Message], guard: Guard) -> None:
+        """Raises `_Displaced` if the template does not write each of `messages`, but for those of the assistant, after
+        the stand-in: what it writes of them elsewhere, the history would never have."""
+        probed = [
+            {**raw, "content": guard.probe} if raw["role"] != "assistant" else raw
+            for raw in _protected(messages, guard)
+        ]
+        expected = sum(raw["role"] != "assistant" for raw in probed)
+        if not expected:
+            return
+        _, _, tail = self._template.render([*stand_in, *probed], generate=True).partition(guard.mark)
+        if tail.count(guard.probe) < expected:
+            roles = sorted({raw["role"] for raw in probed} - {"assistant"})
+            raise _Displaced(
+                f"the model's chat template moves or drops messages ({' or '.join(roles)}) where they follow others; "
+                "allowed in a session: what it writes in its place"
+            )
 
     def _unclosed(self, text: str, conversation: Conversation) -> str:
         """`text` up to the end of its last message's content."""
