@@ -31,8 +31,8 @@ ROLES = ("system", "user", "assistant", "tool")
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message of a chat. An assistant's message may have `tool_calls`, and the `reasoning` before it; a tool's says
-    to which call it belongs, and of which function (`name`). Raises `InvalidRequest` on an unknown role or content that
-    is not text."""
+    to which call it belongs, and of which function (`name`). In others, `name` tells who speaks. Raises
+    `InvalidRequest` on an unknown role or content that is not text."""
 
     role: str
     content: str

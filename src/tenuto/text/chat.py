@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tenuto.base.errors import InvalidRequest, ModelError, TenutoError
 from tenuto.base.tools import NO_TOOLS, Tools
 from tenuto.base.turns import Message
+from tenuto.base.variables import NO_VARIABLES, Variables
 from tenuto.text.guard import Guard, Markup
 from tenuto.text.room import Room
 from tenuto.text.template import Template
@@ -140,6 +141,7 @@ class ChatTemplate:
         generate: bool = True,
         room: Room | None = None,
         tools: Tools = NO_TOOLS,
+        variables: Variables = NO_VARIABLES,
     ) -> Rendered:
         """The tokens of a session's first turn, complete as they are, which tell of `tools`. With `generate` they end
         where the assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no
@@ -156,10 +158,10 @@ class ChatTemplate:
             system = messages[0].role == "system"
         system = system and self._system_stays
         later = Conversation(system=system, dialogue=False, role="system", tools=digest).then(messages, generate)
-        guard = self._guard(messages, tools)
+        guard = self._guard(messages, tools, variables)
         told = protected(tools.parsed(), guard.protect)
-        text = self._template.render(_protected(messages, guard), generate, told)
-        return Rendered(guard.encode(text if generate else self._unclosed(text, later), room), later)
+        text = self._template.render(_protected(messages, guard), generate, told, _told(variables, guard))
+        return Rendered(guard.encode(text if generate else self._unclosed(text, later, variables), room), later)
 
     def delta(
         self,
@@ -169,9 +171,11 @@ class ChatTemplate:
         last_token: int,
         generate: bool = True,
         room: Room | None = None,
+        variables: Variables = NO_VARIABLES,
     ) -> Rendered:
         """The tokens that append `messages` to the history of `earlier`, which ends with `last_token`. They begin with
-        what closes the last message, except for an end-of-turn token that is already there.
+        what closes the last message, except for an end-of-turn token that is already there. `variables` are told for
+        this turn alone: what was written of earlier ones stays.
 
         Without messages, an unfinished answer is continued, which takes no tokens; after a finished one, or another
         role's message, the assistant is asked to speak. Raises `InvalidRequest` if the template does not allow these
@@ -183,32 +187,44 @@ class ChatTemplate:
         if not self._template.knows_tools:
             messages = without_tools(messages, NO_TOOLS, system=True)
         later = earlier.then(messages, generate)
-        text, guard = self._tail(earlier, messages, generate=generate)
+        text, guard = self._tail(earlier, messages, generate=generate, variables=variables)
         if room is not None:
             room = room._replace(spare=int(ended))
         before = self._markup.tokenizer.before(last_token)
-        tokens = guard.encode(text if generate else self._unclosed(text, later), room, before)
+        tokens = guard.encode(text if generate else self._unclosed(text, later, variables), room, before)
         if ended and tokens and (tokens[0] == last_token or self._closers == {tokens[0], last_token}):
             del tokens[0]
         return Rendered(tokens, later)
 
-    def _guard(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Guard:
-        return Guard(self._markup, [self._source, *texts_of(messages, tools)])
+    def _guard(
+        self, messages: Sequence[Message], tools: Tools = NO_TOOLS, variables: Variables = NO_VARIABLES
+    ) -> Guard:
+        return Guard(self._markup, [self._source, variables.source, *texts_of(messages, tools)])
 
-    def _tail(self, earlier: Conversation, messages: Sequence[Message], *, generate: bool) -> tuple[str, Guard]:
+    def _tail(
+        self,
+        earlier: Conversation,
+        messages: Sequence[Message],
+        *,
+        generate: bool,
+        variables: Variables = NO_VARIABLES,
+    ) -> tuple[str, Guard]:
         """What the template writes after the content of `earlier`'s last message."""
-        guard = self._guard(messages)
+        guard = self._guard(messages, variables=variables)
+        told = _told(variables, guard)
         stand_in = earlier.stand_in(guard.mark, guard.filler)
-        text = self._template.render(stand_in + _protected(messages, guard), generate)
+        text = self._template.render(stand_in + _protected(messages, guard), generate, variables=told)
         before, mark, tail = text.partition(guard.mark)
         if not mark or guard.mark in tail or guard.filler in tail:
             raise _Displaced(f"the model's chat template moves or drops messages before a later {earlier.role} one")
         if self._markup.half_written(before, tail):
             raise InvalidRequest("the model's chat template leaves a control token half written beside a message")
-        self._check_places(stand_in, messages, guard)
+        self._check_places(stand_in, messages, guard, told)
         return tail, guard
 
-    def _check_places(self, stand_in: list[dict[str, Any]], messages: Sequence[Message], guard: Guard) -> None:
+    def _check_places(
+        self, stand_in: list[dict[str, Any]], messages: Sequence[Message], guard: Guard, told: dict[str, Any]
+    ) -> None:
         """Raises `_Displaced` if the template does not write each of `messages`, but for those of the assistant, after
         the stand-in: what it writes of them elsewhere, the history would never have."""
         probed = [
@@ -218,7 +234,7 @@ class ChatTemplate:
         expected = sum(raw["role"] != "assistant" for raw in probed)
         if not expected:
             return
-        _, _, tail = self._template.render([*stand_in, *probed], generate=True).partition(guard.mark)
+        _, _, tail = self._template.render([*stand_in, *probed], generate=True, variables=told).partition(guard.mark)
         if tail.count(guard.probe) < expected:
             roles = sorted({raw["role"] for raw in probed} - {"assistant"})
             raise _Displaced(
@@ -226,12 +242,16 @@ class ChatTemplate:
                 "allowed in a session: what it writes in its place"
             )
 
-    def _unclosed(self, text: str, conversation: Conversation) -> str:
+    def _unclosed(self, text: str, conversation: Conversation, variables: Variables) -> str:
         """`text` up to the end of its last message's content."""
-        closer, _ = self._tail(conversation, [], generate=False)
+        closer, _ = self._tail(conversation, [], generate=False, variables=variables)
         if not text.endswith(closer):
             raise InvalidRequest(f"the model's chat template cannot append a {conversation.role} message by itself")
         return text.removesuffix(closer)
+
+
+def _told(variables: Variables, guard: Guard) -> dict[str, Any]:
+    return {name: protected(value, guard.protect) for name, value in variables.parsed().items()}
 
 
 def _protected(messages: Sequence[Message], guard: Guard) -> list[dict[str, Any]]:

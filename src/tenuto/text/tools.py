@@ -86,7 +86,7 @@ def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool) ->
 
 def _plain(message: Message) -> Message:
     if not message.tool_calls:
-        return Message(message.role, message.content)
+        return Message(message.role, message.content, name=message.name)
     calls = [{"name": call.name, "arguments": call.parsed()} for call in message.tool_calls]
     text = json.dumps(calls if len(calls) > 1 else calls[0], ensure_ascii=False)
     return Message(message.role, f"{message.content}\n{text}" if message.content else text)

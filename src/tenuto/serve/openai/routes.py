@@ -15,6 +15,7 @@ from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.tools import NO_TOOLS
 from tenuto.base.turns import TurnInput
+from tenuto.base.variables import NO_VARIABLES
 from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
@@ -139,6 +140,7 @@ def _start(edge: Edge, tenant: Tenant, body: Generation, turn_input: TurnInput) 
         input=turn_input,
         params=body.params(edge.model.habits),
         tools=body.tool_use.told if isinstance(body, ChatBody) else NO_TOOLS,
+        variables=body.variables() if isinstance(body, ChatBody) else NO_VARIABLES,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         limits=tenant.limits,
     )

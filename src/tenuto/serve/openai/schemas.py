@@ -14,6 +14,7 @@ from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_pa
 from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
 from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import Message
+from tenuto.base.variables import FIELD, Variables
 from tenuto.serve.openai.formats import Structured
 from tenuto.serve.openai.tools import NO_CALLS, Calls, WithTools
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
@@ -300,7 +301,11 @@ class ChatMessage(ForeignObject):
     role: str = Field(max_length=64, examples=["user"])
     content: str | Messages[Part] | None = Field(None, examples=["Hello!"])
     tool_calls: Calls | None = Field(None, description="Of an assistant's message.")
-    name: str | None = Field(None, max_length=256, description="Of a tool's message: the function.")
+    name: str | None = Field(
+        None,
+        max_length=256,
+        description="Of a tool's message: the function. Of others: who speaks, where the model's template writes it.",
+    )
     tool_call_id: str | None = Field(None, max_length=256, description="Of a tool's message: the call it answers.")
     reasoning_content: str | None = Field(None, description="What an assistant thought before its answer.")
 
@@ -319,7 +324,7 @@ class ChatMessage(ForeignObject):
             text,
             tuple(call.call() for call in self.tool_calls or ()),
             self.tool_call_id or "",
-            (self.name or "") if self.role == "tool" else "",
+            self.name or "",
             self.reasoning_content or "",
         )
 
@@ -342,11 +347,15 @@ class ChatBody(Generation, WithTools):
     }
 
     input_field = "messages"
+    not_supported: ClassVar = {name: harmless for name, harmless in NOT_SUPPORTED.items() if name != FIELD}
     messages: Messages[ChatMessage] = Field(description="With `session_id`, only the new ones.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="The same.")
     logprobs: bool | None = None
     top_logprobs: int | None = field_of("logprobs", "How many of the likeliest at every place.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, such as `enable_thinking`, for this turn."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -362,6 +371,10 @@ class ChatBody(Generation, WithTools):
                 f"messages have {parts} parts of content; allowed: at most {MAX_MESSAGES}", param="messages"
             )
         return given
+
+    def variables(self) -> Variables:
+        """What the chat template is told. Raises `InvalidRequest`."""
+        return Variables.of(self.chat_template_kwargs or {})
 
     def wanted_grammar(self, habits: ModelHabits) -> Grammar | None:
         return self.tool_use.grammar(habits, super().wanted_grammar(habits))
