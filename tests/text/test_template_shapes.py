@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.tools import NO_TOOLS, Tools
+from tenuto.base.tools import NO_TOOLS, ModelHabits, Tools
 from tenuto.base.turns import Message
 from tenuto.base.variables import Variables
 from tenuto.text.chat import ChatTemplate, Conversation
@@ -243,6 +243,15 @@ def test_variables_are_told_for_the_turn_they_come_with(small: Tokenizer) -> Non
     told, _ = chat.delta(conversation, [Message("user", "So?")], last_token=chat.end_of_turn, variables=quiet)
     assert small.decode(plain).endswith("assistant\n")
     assert told == [*plain, *small.encode("<think></think>")]
+
+
+def test_a_template_tells_whether_thoughts_are_switched(small: Tokenizer) -> None:
+    opened = SETTABLE.replace("'<think></think>'", "'</think>'").replace("assistant\\n", "assistant\\n<think>")
+    assert load(SETTABLE, small).habits == ModelHabits(thinks="tags")
+    habits = load(opened, small).habits
+    assert habits.thinks == "opened"
+    assert habits.told({"enable_thinking": False}).thinks == "tags"
+    assert habits.told({"enable_thinking": True, "other": False}) == habits
 
 
 def test_a_variable_that_spells_a_control_token_is_text(small: Tokenizer) -> None:

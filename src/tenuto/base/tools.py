@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tenuto.base.checks import check_unicode, shown
@@ -122,18 +122,30 @@ objects that is the whole answer (Llama 3; Mistral, Granite 3 and Phi-4 mini beh
 know of no tools); or names, each followed by its arguments (later ones of Mistral, with control tokens around them)."""
 
 
+Thinks = Literal["no", "tags", "opened"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelHabits:
     """How a model writes what is not text for its readers. `arguments`: the key of a call's arguments. `thinks`:
     between `<think>` and `</think>`, `opened` if the template writes the first. Control tokens, which have no text:
     `opens` and `closes` stand around calls, `before_id` and `before_arguments` inside those with names. `short_ids`:
-    the ids of calls are nine letters and digits, which the model writes itself."""
+    the ids of calls are nine letters and digits, which the model writes itself. `switches`: variables of the template,
+    their values and how it thinks with each, where that is otherwise."""
 
     tools: ToolFormat = "json"
     arguments: str = "arguments"
-    thinks: Literal["no", "tags", "opened"] = "no"
+    thinks: Thinks = "no"
     opens: int | None = None
     closes: int | None = None
     before_id: int | None = None
     before_arguments: int | None = None
     short_ids: bool = False
+    switches: tuple[tuple[str, bool, Thinks], ...] = ()
+
+    def told(self, variables: Mapping[str, Any]) -> ModelHabits:
+        """The habits where the template is told `variables`."""
+        for name, value, thinks in self.switches:
+            if variables.get(name) is value:
+                return replace(self, thinks=thinks)
+        return self

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from tenuto.base.errors import InvalidRequest, ModelError, TenutoError
-from tenuto.base.tools import NO_TOOLS, Tools
+from tenuto.base.tools import NO_TOOLS, Thinks, Tools
 from tenuto.base.turns import Message
 from tenuto.base.variables import NO_VARIABLES, Variables
 from tenuto.text.guard import Guard, Markup
 from tenuto.text.room import Room
 from tenuto.text.template import Template
 from tenuto.text.tokenizer import Tokenizer
-from tenuto.text.tools import for_template, habits_of, protected, texts_of, without_tools
+from tenuto.text.tools import for_template, habits_of, protected, texts_of, thinks_of, without_tools
+
+SWITCHES = ("enable_thinking", "thinking")
+"""What templates call the variable that turns thoughts on and off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,8 @@ class ChatTemplate:
             self._system_stays = False
         except TenutoError as error:
             self._system_refusal = str(error)
-        self.habits = habits_of(source, prompt, tokenizer.control_id)
+        habits = habits_of(source, prompt, tokenizer.control_id)
+        self.habits = replace(habits, switches=tuple(self._switches(asked, prompt)))
         """How its model writes calls and thoughts."""
         first = next(tokenizer.split_markup(closer), None)
         self.end_of_turn = first if isinstance(first, int) else None
@@ -120,6 +124,17 @@ class ChatTemplate:
         self._closers = frozenset({first, followed}) if isinstance(followed, int) and first != followed else frozenset()
         self.rewrites = self._rewrites()
         """What the template would write otherwise of earlier turns, for people. Sessions keep it as it was."""
+
+    def _switches(self, asked: Conversation, prompt: str) -> Iterator[tuple[str, bool, Thinks]]:
+        """The variables that change whether an answer begins with thoughts. `prompt` is asked with without them."""
+        usual = thinks_of(self._source, prompt)
+        for name in (name for name in SWITCHES if name in self._source):
+            for value in (False, True):
+                with suppress(TenutoError):
+                    variables = Variables.of({name: value})
+                    text, _ = self._tail(asked, [], generate=True, variables=variables)
+                    if (thinks := thinks_of(self._source, text)) != usual:
+                        yield name, value, thinks
 
     def _rewrites(self) -> tuple[str, ...]:
         found = []

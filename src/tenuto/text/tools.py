@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tenuto.base.tools import ModelHabits, ToolCall, Tools
+from tenuto.base.tools import ModelHabits, Thinks, ToolCall, Tools
 from tenuto.base.turns import Message
 
 INSTRUCTIONS = (
@@ -26,7 +26,7 @@ def habits_of(source: str, prompt: str, control: Callable[[str], int | None]) ->
     def written(text: str) -> int | None:
         return control(text) if text in source else None
 
-    thinks, mistral = "</think>" in source, written("[TOOL_CALLS]")
+    mistral = written("[TOOL_CALLS]")
     return ModelHabits(
         tools="tags" if "<tool_call>" in source else "named" if "[ARGS]" in source else "json",
         opens=mistral if mistral is not None else written("<|tool_call|>"),
@@ -35,8 +35,15 @@ def habits_of(source: str, prompt: str, control: Callable[[str], int | None]) ->
         before_arguments=written("[ARGS]"),
         short_ids="[TOOL_CALLS]" in source and "[ARGS]" not in source,
         arguments="parameters" if '"parameters": ' in source and "<tool_call>" not in source else "arguments",
-        thinks="no" if not thinks else "opened" if prompt.rstrip().endswith("<think>") else "tags",
+        thinks=thinks_of(source, prompt),
     )
+
+
+def thinks_of(source: str, prompt: str) -> Thinks:
+    """How a model thinks whose chat template writes `prompt` to ask for an answer."""
+    if "</think>" not in source:
+        return "no"
+    return "opened" if prompt.rstrip().endswith("<think>") else "tags"
 
 
 def for_template(message: Message, protect: Protect) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, NotFound, SessionBusy, TenutoError
 from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
-from tenuto.base.tools import NO_TOOLS
+from tenuto.base.tools import NO_TOOLS, ModelHabits
 from tenuto.base.turns import TurnInput
 from tenuto.base.variables import NO_VARIABLES
 from tenuto.serve.openai.answers import Choices, Writer
@@ -116,8 +116,9 @@ async def chat(
 
 async def _chat_writers(edge: Edge, body: ChatBody, samples: Sequence[Samples]) -> list[Writer]:
     turns = [turn for answers in samples for turn in answers.turns]
+    habits = _habits(edge, body)
     grammars = [turn.request.params.grammar for turn in turns]
-    readings = [body.tool_use.reading(edge.model.habits, grammar) for grammar in grammars]
+    readings = [body.tool_use.reading(habits, grammar) for grammar in grammars]
     readers = [reading.reader(turn.id) for reading, turn in zip(readings, turns, strict=True)]
     return [ChatWriter(reader, logprobs=bool(body.logprobs)) for reader in readers]
 
@@ -132,13 +133,18 @@ def _check(edge: Edge, body: Generation, prompts: int) -> None:
         raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MAX_CHOICES} answers in all")
 
 
+def _habits(edge: Edge, body: Generation) -> ModelHabits:
+    """How the model writes, as its template is told."""
+    return edge.model.habits.told(body.chat_template_kwargs or {}) if isinstance(body, ChatBody) else edge.model.habits
+
+
 def _start(edge: Edge, tenant: Tenant, body: Generation, turn_input: TurnInput) -> StartTurn:
     return StartTurn(
         kind="turn",
         tenant=tenant.name,
         session=body.session_id,
         input=turn_input,
-        params=body.params(edge.model.habits),
+        params=body.params(_habits(edge, body)),
         tools=body.tool_use.told if isinstance(body, ChatBody) else NO_TOOLS,
         variables=body.variables() if isinstance(body, ChatBody) else NO_VARIABLES,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
