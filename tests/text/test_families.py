@@ -76,7 +76,8 @@ def test_any_text_is_read_as_transformers_reads_it_and_comes_back(loaded: Loaded
 def test_markup_is_read_as_transformers_reads_it(loaded: Loaded, data: st.DataObject) -> None:
     """Control tokens beside texts, those that take white space with them, and those that text was put before."""
     control = st.sampled_from([*loaded.family.special, *loaded.family.plain])
-    text = "".join(data.draw(st.lists(texts | control | st.sampled_from([" ", "\n", " a"]), max_size=6)))
+    beside = st.sampled_from([" ", "\n", " a", "\x1f", "\x85", "\u3000"])
+    text = "".join(data.draw(st.lists(texts | control | beside, max_size=6)))
     expected = loaded.theirs.encode(text, add_special_tokens=False)
     for ours in loaded.ours:
         assert ours.encode(text, special=True, before=Before.NOTHING) == expected

@@ -150,6 +150,10 @@ class Tokenizer:
         return ids
 
 
+_BLANKS = r"[^\S\x1c-\x1f]*"
+"""White space as Unicode has it; Python counts four control characters more."""
+
+
 def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     """Matches control tokens in markup, the longest first. A token may be declared to include the white space on its
     left or right. The group that matched holds the token's own text."""
@@ -160,7 +164,7 @@ def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     alternatives = []
     for (left, right), texts in groups.items():
         either = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
-        alternatives.append((r"\s*" if left else "") + f"({either})" + (r"\s*" if right else ""))
+        alternatives.append((_BLANKS if left else "") + f"({either})" + (_BLANKS if right else ""))
     return re.compile("|".join(alternatives)) if alternatives else None
 
 
