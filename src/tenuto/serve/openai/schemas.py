@@ -341,13 +341,12 @@ class ChatBody(Generation, WithTools):
     """Messages to answer."""
 
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **NOT_SUPPORTED,
+        **{name: harmless for name, harmless in NOT_SUPPORTED.items() if name != FIELD},
         "add_special_tokens": (None, False),
         "echo": NOTHING,
     }
 
     input_field = "messages"
-    not_supported: ClassVar = {name: harmless for name, harmless in NOT_SUPPORTED.items() if name != FIELD}
     messages: Messages[ChatMessage] = Field(description="With `session_id`, only the new ones.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="The same.")
