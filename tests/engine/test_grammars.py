@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from random import Random
 
 import numpy as np
@@ -17,7 +18,7 @@ from tenuto.base.turns import EndReason, TurnState
 from tenuto.exec.witness import advance, history_hash, next_allowed
 from tenuto.session.session import Turn
 from tenuto.text.constraint import Constraint
-from tenuto.text.masks import MaskThreads
+from tenuto.text.masks import MaskRequest, MaskThreads
 from tests.engine.stage import (
     STATES,
     VOCABULARY,
@@ -57,19 +58,15 @@ class Ladder:
         self.said.append(token)
         return True
 
-    def allows(self, tokens: Sequence[int]) -> int:
-        count = 0
-        while count < len(tokens) and self.may(len(self.said) + count, tokens[count]):
-            count += 1
-        return count
-
     def fill(self, words: Words) -> None:
         if len(self.said) == self.broken:
             self.failure = "too complex"
         words[:] = allowed(self, len(self.said))
 
-    def rollback(self, tokens: int) -> None:
-        del self.said[len(self.said) - tokens :]
+    def copy(self) -> Ladder:
+        other = Ladder(self.base, self.offset, self.rungs, self.broken)
+        other.said, other.failure = self.said.copy(), self.failure
+        return other
 
 
 def allowed(ladder: Ladder, rung: int) -> Words:
@@ -251,6 +248,24 @@ def test_a_grammar_that_cannot_be_followed_rolls_back_its_turn_and_no_other(over
     assert list(other.output) == climbed(count_from(1, 20), Ladder(5, 0, 12), 12)
 
 
+@every_overlap
+@pytest.mark.parametrize("guesses", [0, 3])
+def test_what_is_sampled_where_nothing_may_come_is_not_committed_even_if_it_ends_a_turn(
+    overlap: int, guesses: int
+) -> None:
+    ladder, given = Ladder(5, 0, 12, broken=4), count_from(2, 20)
+    said = climbed(given, ladder, 4)
+    stop = continuation([*given, *said], 1)[0]
+    assert stop not in said
+    assert not ladder.may(4, stop)
+    stage = Stage(overlap=overlap, guess=lambda turn, limit: said[len(turn.output) :][:limit], lookahead=guesses)
+    stage.open()
+    params = TurnParams(max_new_tokens=12, grammar=ANY, stop_ids=(stop,))
+    turn = stage.engine.submit("s", given, params, None, Constraint(ladder, WORDS))
+    stage.play()
+    assert (list(turn.output), present(turn.result).reason) == ([*said, stop], EndReason.GRAMMAR)
+
+
 def test_a_step_computes_before_its_masks_are_known() -> None:
     """The executor is given the plan while the mask is still being computed."""
     known, masks = threading.Event(), MaskThreads()
@@ -276,6 +291,34 @@ def test_a_step_computes_before_its_masks_are_known() -> None:
     masks.close()
     assert unknown[0]
     assert list(turn.output) == climbed(count_from(1, 10), Ladder(5, 0, 6), 12)
+
+
+def test_every_mask_is_computed_once_though_threads_find_out_meanwhile_which_are_slow() -> None:
+    class Changing(Constraint):
+        """Found to be slow, or not any more, whenever somebody looks."""
+
+        looked = 0
+
+        @property
+        def slow(self) -> bool:
+            self.looked += 1
+            return self.looked % 2 == self.odd
+
+        @slow.setter
+        def slow(self, value: bool) -> None:
+            """What the threads say has been said already."""
+
+        odd = 0
+
+    masks = MaskThreads()
+    requests = []
+    for odd in (0, 1, 0, 1):
+        constraint = Changing(Ladder(5, 0, 8), WORDS)
+        constraint.odd, constraint.looked = odd, 0
+        requests.append(MaskRequest(constraint, (), Future()))
+    masks.ask(requests)
+    assert all(request.answer.result(20) is not None for request in requests)
+    masks.close()
 
 
 @every_overlap

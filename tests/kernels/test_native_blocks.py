@@ -103,6 +103,10 @@ extern "C" void unpack_all(const Matrix *w, uint8_t *out) {
 """
 
 
+LAST_PLACE = 2**-7 - 0.0028
+"""Weights are cut to bfloat16 after they have been made larger by 0.28 %, what cutting takes off on average."""
+
+
 @pytest.fixture(scope="module")
 def unpack_all(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
     """What unpacks panels for AMX's tiles; it runs without them."""
@@ -128,7 +132,10 @@ def test_what_tiles_are_given_are_the_panels_weights_as_bfloat16(unpack_all: Cal
     data, arena = encoded(kind), Arena()
     matrix = pack_quantized(data, kind, arena)
     found, exact = unpacked(unpack_all, matrix, arena), weights_of(matrix)
-    assert (np.abs(found - exact) <= np.abs(exact) * 2**-8 + np.abs(exact).max(axis=1, keepdims=True) * 2**-16).all()
+    least = np.abs(exact).max(axis=1, keepdims=True) * 2**-16
+    assert (np.abs(found - exact) <= np.abs(exact) * LAST_PLACE + least).all()
+    large = np.abs(exact) > least
+    assert abs((found[large] / exact[large]).mean() - 1) < 2e-4
 
 
 @needs_avx512
@@ -136,7 +143,8 @@ def test_so_are_those_of_float16(unpack_all: Callable[..., int]) -> None:
     values, arena = np.random.default_rng(1).standard_normal((OUTPUTS, INPUTS)).astype(np.float16), Arena()
     matrix = pack_floats([values.view(np.uint16)], OUTPUTS, INPUTS, PanelKind.FLOAT16, arena)
     found = unpacked(unpack_all, matrix, arena)
-    assert (np.abs(found - values) <= np.abs(values) * 2**-8).all()
+    assert (np.abs(found - values) <= np.abs(values) * LAST_PLACE).all()
+    assert abs((found / values).mean() - 1) < 2e-4
 
 
 def test_a_damaged_block_gives_some_weights_but_no_error() -> None:

@@ -1,6 +1,7 @@
 """Models are found, fetched whole or not at all, and every failure says what to do."""
 
 import hashlib
+import socket
 import subprocess
 import sys
 import zipfile
@@ -129,15 +130,15 @@ def test_a_name_is_resolved_to_files(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF")
     assert resolve(str(file), tmp_path) == ModelFiles("some", FileFormat.GGUF, file)
     assert resolve(str(directory), tmp_path) == ModelFiles("tiny", FileFormat.HUGGING_FACE, directory)
-    asked: list[str] = []
+    asked: list[tuple[str, str | None]] = []
 
-    def snapshot(repo: str) -> str:
-        asked.append(repo)
+    def snapshot(repo: str, revision: str | None, progress: store.Progress) -> str:
+        asked.append((repo, revision))
         return str(directory)
 
-    found = resolve("org/name", tmp_path, snapshot=snapshot)
-    assert found == ModelFiles("org/name", FileFormat.HUGGING_FACE, directory)
-    assert asked == ["org/name"]
+    for name in ("org/name", "org/name@v1.0", "org/name@refs/pr/1"):
+        assert resolve(name, tmp_path, snapshot=snapshot) == ModelFiles(name, FileFormat.HUGGING_FACE, directory)
+    assert asked == [("org/name", None), ("org/name", "v1.0"), ("org/name", "refs/pr/1")]
 
 
 def test_the_default_model_is_resolved_by_its_name(tmp_path: Path) -> None:
@@ -153,11 +154,62 @@ def test_a_name_that_means_nothing_lists_what_is_allowed(tmp_path: Path) -> None
 
 
 def test_a_hub_that_cannot_be_reached_is_a_typed_error(tmp_path: Path) -> None:
-    def offline(repo: str) -> str:
+    def offline(repo: str, revision: str | None, progress: store.Progress) -> str:
         raise ConnectionError("name resolution failed")
 
     with pytest.raises(ModelError, match=r"cannot fetch org/name.*name resolution failed.*local copy"):
         resolve("org/name", tmp_path, snapshot=offline)
+
+
+MAIN, OLD = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub's client with two revisions of org/name, laid out as it documents it, and no network: whoever
+    asks the hub finds that nobody listens."""
+    from huggingface_hub import constants  # noqa: PLC0415 - slow to import
+
+    repo = tmp_path / "hub" / "models--org--name"
+    for commit, ref in ((MAIN, "main"), (OLD, "v1.0")):
+        (repo / "refs").mkdir(parents=True, exist_ok=True)
+        (repo / "refs" / ref).write_text(commit)
+        (repo / "blobs").mkdir(exist_ok=True)
+        (repo / "blobs" / commit).write_text("{}")
+        snapshot = repo / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").symlink_to(Path("../../blobs") / commit)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(repo.parent))
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client asks several times
+    return repo / "snapshots"
+
+
+@pytest.mark.parametrize("offline", [False, True], ids=["no network", "HF_HUB_OFFLINE"])
+def test_a_model_in_the_hubs_cache_is_found_without_a_network(
+    hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    for name, commit in (("org/name", MAIN), ("org/name@v1.0", OLD), (f"org/name@{OLD}", OLD)):
+        found = resolve(name, tmp_path)
+        assert (found.name, found.path) == (name, hub_cache / commit)
+    why = "HF_HUB_OFFLINE is set" if offline else "the model hub cannot be reached"
+    for name in ("org/other", "org/name@v2", f"org/name@{'c' * 40}"):
+        with pytest.raises(ModelError, match=rf"{why}, and {name} is not.*'tenuto pull {name}'.*a local copy"):
+            resolve(name, tmp_path)
+
+
+def test_what_comes_from_the_hub_is_reported_once() -> None:
+    seen: list[tuple[int, int, str]] = []
+    bar = store._bar(lambda done, total, phase: seen.append((done, total, phase)))
+    received, written = (bar(total=10, unit="B", unit_scale=True) for _ in range(2))
+    for each in (received, written, received):
+        each.update(4)
+    with bar(total=2, desc="files") as files:
+        files.update(1)
+    assert seen == [(4, 10, "download"), (4, 10, "download"), (8, 10, "download")]
 
 
 def test_weights_are_told_apart_by_any_part_of_a_large_file_and_any_byte_of_a_small_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from tests.serve.server import Server
+from tests.serve.server import Server, serving
 
 SCHEMA = {
     "type": "object",
@@ -146,3 +147,19 @@ def test_what_cannot_be_done_is_refused_and_the_field_named(
 ) -> None:
     answer = httpx.post(f"{witness.url}/v1/responses", json={"model": "witness", "input": "hi", **options}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_response_can_be_gone_on_from_after_a_restart_with_a_journal(tmp_path: Path) -> None:
+    arguments = ("--model", "witness", "--context-length", "1024", "--journal", str(tmp_path / "journal"))
+    told: dict[str, Any] = {"instructions": "Be brief.", "max_output_tokens": 5, "temperature": 0}
+    with serving(*arguments) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        first = ask(client, **told)
+        before = ask(client, "more", previous_response_id=first.id, **told)
+    with serving(*arguments) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        again = ask(client, "more", previous_response_id=first.id, **told)
+        assert (again.output_text, again.usage.input_tokens) == (before.output_text, before.usage.input_tokens)
+        other = ask(client, "more", previous_response_id=first.id, **{**told, "instructions": "Be long."})
+        assert other.usage.input_tokens > again.usage.input_tokens
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(first.id)
+        server.audit()

@@ -36,6 +36,15 @@ def test_messages_become_the_tokens_of_their_prompt(http: httpx.Client) -> None:
     assert post(http, "/tokenize", messages=messages, tools=tools)["count"] > used
 
 
+def test_variables_of_the_template_are_accepted_but_not_what_the_request_tells(http: httpx.Client) -> None:
+    body = {"model": "witness", "messages": [{"role": "user", "content": "hi", "name": "Ann"}], "max_tokens": 1}
+    for path, given in (("/v1/chat/completions", body), ("/tokenize", {"messages": body["messages"]})):
+        post(http, path, **given, chat_template_kwargs={"enable_thinking": False})
+        refused = http.post(path, json={**given, "chat_template_kwargs": {"messages": []}})
+        assert refused.status_code == 400
+        assert "chat_template_kwargs have 'messages'" in refused.text
+
+
 def test_more_tokens_than_fit_a_context_are_counted(http: httpx.Client) -> None:
     assert post(http, "/tokenize", prompt="x" * 10_000)["count"] == 10_000
 

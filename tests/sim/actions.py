@@ -9,8 +9,10 @@ from tenuto.base.options import MAX_PRIORITY, Policy, TurnParams
 from tenuto.base.sampling import Sampling
 from tenuto.base.turns import TurnState
 from tenuto.session.session import Session, Turn
+from tests.sim.grammars import GRAMMARS
+from tests.sim.letters import VOCAB
 from tests.sim.mirror import MirroredWorld
-from tests.sim.naive import PREFILL, VOCAB
+from tests.sim.naive import PREFILL
 from tests.sim.setting import WorldConfig
 
 
@@ -113,6 +115,7 @@ class RandomWorld(MirroredWorld):
             min_new_tokens=least,
             logprobs=None if rng.random() < 0.8 else rng.choice((0, 1, 3)),
             input_logprobs=scored,
+            grammar=rng.choice(GRAMMARS) if self.config.grammars and rng.random() < 0.7 else None,
         )
 
     # -- operations

@@ -11,7 +11,7 @@ from tenuto.base.errors import StepFailed
 from tenuto.base.plan import Bytes, Ints, Plan, StepResult
 from tenuto.exec.witness import WitnessExecutor
 from tests.sim import internals
-from tests.sim.naive import VOCAB
+from tests.sim.letters import VOCAB
 from tests.sim.slots import Needed
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class CheckedExecutor(WitnessExecutor):
                     world.found("limbo", f"group {group}: {sorted(wrong)} are free and the step in flight names them")
         world.copies.go_on()
         try:
+            world.masks.require(plan.masks)
             result = super().collect()
         except StepFailed:
             world.landed(self.collecting, failed=True)

@@ -352,6 +352,12 @@ def copying(engine: Engine) -> bool:
     return engine.lifecycle.copying
 
 
+def slow_turns(engine: Engine) -> set[int]:
+    """Numbers of running turns that others need not wait for, as their masks take long."""
+    running = [turn for turn in engine.batch.turns.tolist() if turn is not None and turn.constraint is not None]
+    return {turn.number for turn in running if turn.constraint.slow}
+
+
 def in_flight(engine: Engine) -> bool:
     return len(engine._flights) > 0
 

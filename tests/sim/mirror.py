@@ -13,7 +13,9 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Keep, TurnState
 from tenuto.session.session import Session, Turn
 from tests.sim import internals
-from tests.sim.naive import PREFILL, VOCAB, NaiveSession, NaiveTurn
+from tests.sim.grammars import constraint_of
+from tests.sim.letters import VOCAB
+from tests.sim.naive import PREFILL, NaiveSession, NaiveTurn
 from tests.sim.world import World
 
 T = TypeVar("T")
@@ -212,7 +214,12 @@ class MirroredWorld(World):
             reasons |= self._busy(naive)
         elif params.input_logprobs is not None:
             reasons.add("invalid_request")
-        turn = self.attempt("submit", reasons, lambda: self.engine.submit(sid, given, params, **self.own(sid)), sid)
+        turn = self.attempt(
+            "submit",
+            reasons,
+            lambda: self.engine.submit(sid, given, params, constraint=constraint_of(params), **self.own(sid)),
+            sid,
+        )
         return self._opened(turn, sid, len(naive.tokens), given, params, params.max_new_tokens)
 
     def append(self, sid: str, tokens: Sequence[int]) -> Turn | None:
@@ -235,7 +242,12 @@ class MirroredWorld(World):
             reasons |= self._room(naive, base, (), params.max_new_tokens)
         if params.max_new_tokens == 0 or params.input_logprobs is not None:
             reasons.add("invalid_request")
-        turn = self.attempt("regenerate", reasons, lambda: self.engine.regenerate(sid, params, **self.own(sid)), sid)
+        turn = self.attempt(
+            "regenerate",
+            reasons,
+            lambda: self.engine.regenerate(sid, params, constraint_of(params), **self.own(sid)),
+            sid,
+        )
         turn = self._opened(turn, sid, base, (), params, params.max_new_tokens)
         if turn is not None:
             self.turns[turn.number].replaces = True

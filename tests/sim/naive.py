@@ -11,14 +11,12 @@ import numpy as np
 
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import LEAST_LOGPROB, Candidate, TokenLogprob
-from tenuto.exec.witness import START, advance, next_token, next_unmasked, seeded
+from tenuto.exec.witness import START, advance, next_allowed, next_token, next_unmasked, seeded
+from tests.sim.grammars import Follower
+from tests.sim.letters import EOS, TOKEN_BYTES, VOCAB
 
-VOCAB = 13
 PREFILL = TurnParams(max_new_tokens=0)
 """Input is appended, and nothing generated."""
-EOS = 0
-TOKEN_BYTES = (b"a", b"b", b"ab", b"c", b"\xc3", b"\xa9", b"", b"bca", b"\xe2\x82", b"\xac", b"cc", b" ", b"b\xc3")
-"""What each token stands for: letters that make up stop strings, nothing, and parts of characters."""
 
 
 class TokenRun:
@@ -132,6 +130,9 @@ class NaiveTurn:
         self.priority = session.policy.priority
         self.stops: frozenset[int] = frozenset()
         self.text: NaiveText | None = None
+        self.follower: Follower | None = None
+        self.complete = False  # its output is a text of its grammar, and nothing may follow
+        self.stuck = False  # its last token may not come in its grammar
         self.output: list[int] = []
         self.pieces: list[str] = []  # text it has delivered
         self.computed = 0  # tokens of it in plans given to the executor
@@ -157,6 +158,7 @@ class NaiveTurn:
         self.priority = params.priority if params.priority is not None else self.session.policy.priority
         self.stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else {EOS})
         self.text = NaiveText(params.stop, params.min_new_tokens) if text else None
+        self.follower = Follower(params.grammar) if params.grammar is not None else None
 
     @property
     def prompt(self) -> int:
@@ -176,18 +178,20 @@ class NaiveTurn:
     # -- what it says
 
     def said_at(self, position: int) -> int:
-        """The token that follows the first `position` tokens."""
+        """The token that follows the first `position` tokens: all there are, if it has a grammar."""
         state = seeded(self.sequence.hashes[position], self.params.sampling.seed)
-        masked = position - self.prompt < self.params.min_new_tokens
-        return next_unmasked(state, VOCAB, self.stops) if masked else next_token(state, VOCAB)
+        masked = self.stops if position - self.prompt < self.params.min_new_tokens else ()
+        if self.follower is not None:
+            return next_allowed(state, VOCAB, masked, self.follower.allowed())
+        return next_unmasked(state, VOCAB, masked)
 
     @property
     def finished(self) -> bool:
-        return len(self.output) >= self.most or self.stopped
+        return len(self.output) >= self.most or self.stopped or self.stuck
 
     @property
     def stopped(self) -> bool:
-        if self.output and self.output[-1] in self.stops:
+        if self.complete or (self.output and self.output[-1] in self.stops):
             return True
         return self.text is not None and self.text.found(self.output) is not None
 
@@ -203,16 +207,24 @@ class NaiveTurn:
                 return f"output {position} is {output[position]}, the history says {token}"
             self.output.append(token)
             self.sequence.extend((token,))
+            if self.follower is not None:
+                self.stuck = not self.follower.take(token)
+                self.complete = not self.stuck and self.follower.complete
         return None
 
     def guess(self, count: int) -> list[int]:
-        """The next `count` tokens."""
+        """The next `count` tokens, or fewer if its grammar ends before."""
         ahead = self.sequence.head(len(self.sequence))
-        guesses = []
+        follower = self.follower.copy() if self.follower is not None else None
+        guesses: list[int] = []
         for _ in range(count):
             state = seeded(ahead.hashes[-1], self.params.sampling.seed)
-            guesses.append(next_token(state, VOCAB))
+            guesses.append(
+                next_token(state, VOCAB) if follower is None else next_allowed(state, VOCAB, (), follower.allowed())
+            )
             ahead.extend(guesses[-1:])
+            if follower is not None and not follower.take(guesses[-1]):
+                break
         return guesses
 
     # -- what it reports

@@ -103,9 +103,12 @@ def _plant_and_look(job: Job) -> str:
     signal.signal(signal.SIGVTALRM, _give_up)
     if job.story is not None:
         return _tell_story(job.story)
-    from tests.sim.run import PREFIXED, any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
+    from tests.sim.run import GRAMMARS, PREFIXED, any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
 
-    steps, seeds = 0, chain(job.first, chain.from_iterable((seed, PREFIXED + seed) for seed in range(PREFIXED)))
+    steps, seeds = (
+        0,
+        chain(job.first, chain.from_iterable((seed, PREFIXED + seed, GRAMMARS + seed) for seed in range(PREFIXED))),
+    )
     while steps < job.most_steps:
         seed = next(seeds)
         signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_SECONDS, 1)

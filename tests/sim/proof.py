@@ -9,10 +9,12 @@ import argparse
 import json
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 
 from tests.sim.faults import FAULTS
 from tests.sim.faults_of_copies import FAULTS_OF_COPIES
+from tests.sim.faults_of_grammars import FAULTS_OF_GRAMMARS
 from tests.sim.faults_of_kinds import FAULTS_OF_KINDS
 from tests.sim.faults_of_schedule import FAULTS_OF_SCHEDULE
 from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
@@ -92,7 +94,8 @@ STORIES: dict[str, str] = {
 def everything() -> dict[str, Planted]:
     """Everything that can be planted, by name."""
     planted: dict[str, Planted] = {}
-    for fault in (*FAULTS, *FAULTS_OF_KINDS, *FAULTS_OF_SCHEDULE, *FAULTS_OF_SHARING, *FAULTS_OF_COPIES):
+    kinds = (FAULTS, FAULTS_OF_COPIES, FAULTS_OF_GRAMMARS, FAULTS_OF_KINDS, FAULTS_OF_SCHEDULE, FAULTS_OF_SHARING)
+    for fault in chain(*kinds):
         planted[f"fault {fault.__name__}"] = fault
     for slip in SLIPS:
         planted[f"slip {slip}"] = slip

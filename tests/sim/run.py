@@ -21,6 +21,9 @@ Cell = tuple[str, str]
 PREFIXED = 10**6
 """The first seed of worlds with a prefix cache."""
 
+GRAMMARS = 2 * 10**6
+"""The first seed of worlds whose turns have grammars."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -106,7 +109,9 @@ def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) ->
 
 def any_world(seed: int) -> WorldConfig:
     """A small random world or, every few seeds, a scenario; from `PREFIXED` on always the former, with a prefix cache,
-    and every other one with tiers."""
+    and every other one with tiers; from `GRAMMARS` on with grammars, and every third with a prefix cache too."""
+    if seed >= GRAMMARS:
+        return replace(small_world(seed, grammars=True), prefixes=seed % 3 == 0, tiers=seed % 6 == 0)
     if seed >= PREFIXED:
         return replace(small_world(seed), prefixes=True, tiers=seed % 2 == 0)
     return scenario_world(seed) if is_scenario(seed) else small_world(seed)

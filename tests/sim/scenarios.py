@@ -13,8 +13,9 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Plan
 from tenuto.base.sampling import Sampling
 from tenuto.memory.shape import Shape
+from tests.sim.letters import VOCAB
 from tests.sim.mirror import MirroredWorld
-from tests.sim.naive import VOCAB, NaiveTurn
+from tests.sim.naive import NaiveTurn
 from tests.sim.setting import MIXES, WorldConfig, engine_config, least_units
 from tests.sim.sharing import TENANTS, WEIGHTS, sharing
 from tests.sim.stories import (

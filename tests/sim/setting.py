@@ -49,6 +49,7 @@ class WorldConfig:
     story: str = ""  # of a scenario
     weights: tuple[tuple[str, float], ...] = ()  # of tenants
     tiers: bool = False  # sessions that yield go to host memory and disk; copies, writes and reads fail
+    grammars: bool = False  # most turns have one
     prefixes: bool = False  # memory of closed sessions is kept, and input begins alike
 
     @property
@@ -62,7 +63,7 @@ class WorldConfig:
         return self.pressure, "+".join(kind.value for kind in kinds)
 
 
-def small_world(seed: int) -> WorldConfig:
+def small_world(seed: int, *, grammars: bool = False) -> WorldConfig:
     """A world of up to 32 sessions, recounted and compared after every other step or so. Consecutive seeds go through
     all mixes, pressure levels and overlaps; every third is drawn from wider ranges."""
     rng = Random(seed)
@@ -82,7 +83,7 @@ def small_world(seed: int) -> WorldConfig:
             groups=tuple(groups),
             pressure=pressure,
             overlap=(seed // 7) % 2,
-            lookahead=rng.choice((0, 0, 3)),
+            lookahead=rng.choice((0, 3) if grammars else (0, 0, 3)),
             page_size=page_size,
             context=context,
             budget=running + rng.choice((1, 3, 8, 24, *((64, 150) if wide else ()))),
@@ -97,6 +98,7 @@ def small_world(seed: int) -> WorldConfig:
             recount_every=3,
             look=0.6 if context <= 100 else 0.4,
             text=rng.random() < 0.3,
+            grammars=grammars,
         ),
         most=256,
         rng=rng,

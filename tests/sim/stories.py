@@ -12,7 +12,7 @@ from tenuto.base.sampling import Sampling
 from tenuto.base.turns import EndReason
 from tenuto.sched.suspects import MAX_FAILURES
 from tests.sim import internals
-from tests.sim.naive import VOCAB
+from tests.sim.letters import VOCAB
 
 if TYPE_CHECKING:
     from tests.sim.scenarios import Scenario

@@ -5,11 +5,13 @@ there is. Of the removed calls every `CALLS`th is planted here."""
 
 from tests.sim.planted import Job, is_caught, look_for_all
 from tests.sim.proof import STORIES, everything, is_justified, known_seeds
-from tests.sim.run import PREFIXED, run_worlds
+from tests.sim.run import GRAMMARS, PREFIXED, run_worlds
 
 STEPS = 12_000
 PREFIX_STEPS = 4_000
 """Of worlds with a prefix cache."""
+GRAMMAR_STEPS = 4_000
+"""Of worlds whose turns have grammars."""
 WORLD_STEPS = 150
 
 CALLS = 3
@@ -28,6 +30,12 @@ def test_worlds_with_a_prefix_cache_stay_right():
     summary = run_worlds(range(PREFIXED, PREFIXED + PREFIX_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= PREFIX_STEPS
+
+
+def test_worlds_with_grammars_stay_right():
+    summary = run_worlds(range(GRAMMARS, GRAMMARS + GRAMMAR_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
+    assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+    assert summary.steps >= GRAMMAR_STEPS
 
 
 def test_large_worlds_stay_right():

@@ -44,6 +44,7 @@ class Watch:
         self._executed = 0
         self._judged = False
         self._planned: set[int] = set()  # numbers of the turns in this step's plan
+        self._slow: set[int] = set()  # numbers of those whose masks took long when it was made
         self._suspected = False  # when this step began, so that it is not for all
         self._failures = 0  # steps that had failed before this one
         self._suspicion: tuple[int, set[Turn], str] | None = None  # who yielded, it seems in vain
@@ -67,6 +68,7 @@ class Watch:
         self._trimmed, self._evicted = internals.trimmed(world.engine), world.engine.memory.cache.evicted
         self._judged = False
         self._planned = set()
+        self._slow = set()
         self._suspected = internals.has_suspects(world.engine)
         self._failures = world.failures
         world.log.events.clear()
@@ -74,6 +76,7 @@ class Watch:
     def submitted(self, members: Collection[int]) -> None:
         """A plan with these turns in it has been given to the executor: what yields in this step has yielded."""
         self._planned.update(members)
+        self._slow.update(internals.slow_turns(self._world.engine))
         self._judge()
 
     def after(self, report: StepReport) -> None:
@@ -82,7 +85,8 @@ class Watch:
             self._judge()
         for sid, (session, computed) in self._idle.items():
             lost = session.turn is None and sid in world.naive and session.memory.computed < computed
-            if lost and not self.yielded(session):
+            parked = world.config.tiers and session.rests  # it has been idle for long
+            if lost and not parked and not self.yielded(session):
                 world.found("kept memory", f"idle session {sid} lost memory without pressure")
         self._check_cache()
         self._check_order()
@@ -183,6 +187,7 @@ class Watch:
             if any(e.turn is not None and self._outranks(e.turn, turn) for e in starts[place + 1 :]):
                 continue
             waits = internals.waits_in_its_row(world.engine, turn)  # for what another computes
+            waits = waits or turn.number in self._slow
             if turn.number in world.turns and turn.number not in self._planned and not waits:
                 world.found("starts", f"{turn!r} has started, and the step has nothing for it")
 

@@ -24,7 +24,9 @@ from tests.sim.checked import CheckedExecutor
 from tests.sim.copies import SlowCopies
 from tests.sim.disk import FaultyDisk
 from tests.sim.found import Found
-from tests.sim.naive import EOS, VOCAB, Letters, NaiveSession, NaiveTurn
+from tests.sim.grammars import LateMasks
+from tests.sim.letters import EOS, VOCAB
+from tests.sim.naive import Letters, NaiveSession, NaiveTurn
 from tests.sim.setting import WorldConfig, engine_config
 from tests.sim.slots import Needed, SlotChecker
 from tests.sim.watch import Watch
@@ -48,6 +50,7 @@ class World:
         self.rng = Random(config.seed * 7919 + 1)
         self._chance = Random(config.seed)  # of what is looked at: the world goes the same way whatever that is
         self._faults = Random(config.seed * 31 + 7)  # of copies and disks
+        self._late = Random(config.seed * 17 + 3)  # of masks
         self.clock = ManualClock()
         self.naive: dict[str, NaiveSession] = {}
         self.turns: dict[int, NaiveTurn] = {}  # open turns by number
@@ -71,6 +74,7 @@ class World:
         """A new engine, and what knows of it."""
         config = self.config
         self.copies = SlowCopies(self._faults)
+        self.masks = LateMasks(self._late)
         self.executor: CheckedExecutor = CheckedExecutor(
             self,
             fail=lambda: self.step_fails(self.executor.collecting),
@@ -88,6 +92,7 @@ class World:
             random=Random(config.seed + 1_000_003 * self.engines),
             text=partial(TextStream, Letters()) if config.text else None,  # type: ignore[arg-type]
             proposer=self if config.lookahead else None,
+            masks=self.masks if config.grammars else None,
             disk=self.disk,
             carrier=self.copies,
         )
@@ -179,6 +184,7 @@ class World:
         self.looking = self._chance.random() < self.config.look
         self.watch.before()
         self.copies.go_on()
+        self.masks.go_on()
         report = self.engine.step()
         self.steps += 1
         for turn in report.progressed:
@@ -273,7 +279,9 @@ class World:
 
     # -- ends
 
-    def ended(self, turn: Turn, due: Collection[int] = ()) -> None:  # noqa: C901 - one rule after the other
+    def ended(  # noqa: C901, PLR0912 - one rule after the other
+        self, turn: Turn, due: Collection[int] = ()
+    ) -> None:
         """Compare how a turn ended with what the naive model says, and take it in."""
         result = turn.result
         naive = self.turns.pop(turn.number)
@@ -292,6 +300,9 @@ class World:
         elif reason is EndReason.DEADLINE:
             if turn.number not in due:
                 self.found("deadlines", f"{turn!r} ended at {self.clock.now()}, not due")
+        elif reason is EndReason.GRAMMAR:
+            if not naive.stuck:
+                self.found("grammar", f"{turn!r} cannot go on after {naive.output}, and it may")
         elif reason is EndReason.ABORT:
             if asked == "nobody" or (asked is not None and naive.started):
                 self.found("ends", f"{turn!r} was rolled back, asked to keep {asked}")
@@ -309,6 +320,10 @@ class World:
 
     def _check_commit(self, turn: Turn, naive: NaiveTurn, result: TurnResult, asked: object) -> None:
         output, reason = naive.output, result.reason
+        if naive.stuck:
+            self.found("grammar", f"{turn!r} was committed with {output}, which breaks its grammar")
+        if naive.follower is not None and not naive.follower.legal(output[: result.kept], whole=naive.complete):
+            self.found("grammar", f"{turn!r} was committed with {output[: result.kept]}: not a text of its grammar")
         if reason is EndReason.ABORT:
             if asked == "nobody" or asked is None or not naive.started:
                 self.found("ends", f"{turn!r} was committed, asked to keep {asked}")

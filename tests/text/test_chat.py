@@ -60,13 +60,6 @@ BRACKETS = """\
     {%- else -%}{{- m.content ~ eos_token -}}{%- endif -%}
 {%- endfor -%}
 """
-MOVES_SYSTEM = """\
-{%- for m in messages -%}
-    {%- if m.role == 'user' -%}
-        {{- '[INST]' ~ (messages[0].content if loop.last and messages[0].role == 'system') ~ m.content ~ '[/INST]' -}}
-    {%- elif m.role == 'assistant' -%}{{- m.content ~ eos_token -}}{%- endif -%}
-{%- endfor -%}
-"""
 QUESTION = [Message("user", "So?")]
 ANY_ROLE = {"chatml": CHATML, "headers": HEADERS, "grouped": GROUPED}
 ALTERNATING = {"turns": TURNS, "brackets": BRACKETS}
@@ -235,13 +228,6 @@ def test_a_template_that_refuses_says_why(small: Tokenizer) -> None:
     _, conversation = chat.opening([Message("user", "u")])
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         chat.delta(conversation, [Message("assistant", "a")], last_token=0)
-
-
-def test_a_system_message_that_would_move_is_refused_at_once(small: Tokenizer) -> None:
-    chat = ChatTemplate(MOVES_SYSTEM, small)
-    assert chat.opening([Message("user", "u")]).tokens
-    with pytest.raises(InvalidRequest, match="moves or drops"):
-        chat.opening([Message("system", "s"), Message("user", "u")])
 
 
 @pytest.mark.parametrize(

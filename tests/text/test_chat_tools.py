@@ -6,10 +6,12 @@ import json
 
 import pytest
 
+from tenuto.base.answers import AnswerReader
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.tools import ModelHabits, ToolCall, Tools
 from tenuto.base.turns import Message
 from tenuto.text.chat import ChatTemplate
+from tenuto.text.tools import habits_of
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
 
 TOKENS = witness_tokenizer(700)
@@ -102,6 +104,39 @@ def test_a_result_as_the_next_turn_is_rendered_as_in_the_whole_conversation(sour
 )
 def test_a_template_tells_how_its_model_calls_and_thinks(source: str, habits: ModelHabits) -> None:
     assert ChatTemplate(source, TOKENS).habits == habits
+
+
+MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for message in messages %}{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]
+{%- elif message.tool_calls %}[TOOL_CALLS]
+{%- for call in message.tool_calls %}{{ call.function.name }}, "id": {{ call.id }}{% endfor %}<|im_end|>
+{%- elif message.role == 'assistant' %}{{ message.content }}<|im_end|>
+{%- elif message.role == 'tool' %}
+{%- if message.tool_call_id | length != 9 %}{{ raise_exception("nine letters") }}{% endif -%}
+[TOOL_RESULTS]{{ message.tool_call_id }} {{ message.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}"""
+
+
+def test_control_tokens_around_calls_are_those_that_the_template_writes() -> None:
+    control = {"[TOOL_CALLS]": 698, "[ARGS]": 699}.get
+    assert habits_of(MISTRAL, "", control) == ModelHabits(opens=698, short_ids=True)
+    assert habits_of("[TOOL_CALLS]{{ name }}[ARGS]", "", control) == ModelHabits(
+        "named", opens=698, before_arguments=699
+    )
+    assert habits_of("{# <|tool_call|> #}", "", {"<|tool_call|>": 5}.get) == ModelHabits(opens=5)
+    assert habits_of(HERMES, "", control) == ModelHabits("tags", thinks="tags")
+
+
+def test_the_ids_of_calls_are_those_that_a_template_takes() -> None:
+    chat = ChatTemplate(MISTRAL, TOKENS)
+    assert chat.habits.short_ids
+    for said in ('[{"name": "weather", "arguments": {}}]', '[{"name": "weather", "arguments": {}, "id": "abcDEF123"}]'):
+        reader = AnswerReader(chat.habits, ["weather"], "answer")
+        reader.push(said)
+        (call,) = reader.finish().calls
+        assert ("abcDEF123" in said) is (call.id == "abcDEF123")
+        result = Message("tool", "4 degrees", tool_call_id=call.id)
+        tokens, _ = chat.opening([*ASKED, Message("assistant", "", (call,)), result])
+        assert f"[TOOL_RESULTS]{call.id} 4 degrees" in written(tokens)
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "nonsense", 7])

@@ -165,6 +165,19 @@ def test_masks_after_guesses_are_those_after_the_same_tokens() -> None:
     assert (wrong[3:] == 0xFFFFFFFF).all()
 
 
+@pytest.mark.parametrize("guessed", ["7x1", "77", "7"])
+@pytest.mark.parametrize("end", [False, True])
+def test_guesses_at_the_end_of_a_text_and_behind_it_leave_no_trace(guessed: str, end: bool) -> None:
+    constraint = compiler().constraint(Grammar("regex", "a+7"))
+    for _ in range(3):
+        assert not constraint.push(TOKENS.encode("a")[0])
+        masks = constraint.masks(TOKENS.encode(guessed) + [END] * end)
+        assert masks is not None
+        assert (masks[0] == pushed_after("a", Grammar("regex", "a+7"))).all()
+        assert (masks[1:] == 0xFFFFFFFF).all()
+    assert constraint.push(TOKENS.encode("7")[0])
+
+
 def pushed_after(text: str, grammar: Grammar) -> np.ndarray:
     constraint = compiler().constraint(grammar)
     for token in TOKENS.encode(text):

@@ -13,15 +13,23 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tenuto.base.errors import ModelError
-from tenuto.text.gguf import PRE_TOKENIZERS
 from tenuto.text.load import load_tokenizer
+from tenuto.text.pre_tokenizers import PRE_TOKENIZERS
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def write_gguf(path: Path, *, model: str = "gpt2", pre: str | None = "gpt-2", add_bos: bool | None = None) -> Path:
+def write_gguf(
+    path: Path,
+    *,
+    model: str = "gpt2",
+    pre: str | None = "gpt-2",
+    add_bos: bool | None = None,
+    architecture: str = "llama",
+    eos: str = "<|end|>",
+) -> Path:
     tokens = [*LETTERS, "ab", "12", "ĠĠ", "Ġ1", "<|end|>", "<tool>"]
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
@@ -29,7 +37,7 @@ def write_gguf(path: Path, *, model: str = "gpt2", pre: str | None = "gpt-2", ad
     writer.add_token_types([1] * (len(tokens) - 2) + [3, 4])
     writer.add_token_merges(["a b", "Ġ 1", "1 2", "Ġ Ġ"])
     writer.add_bos_token_id(len(tokens) - 2)
-    writer.add_eos_token_id(len(tokens) - 2)
+    writer.add_eos_token_id(tokens.index(eos))
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
     writer.add_chat_template("{{ messages }}")
@@ -63,7 +71,6 @@ def test_a_gguf_tokenizer_has_what_its_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
-        (None, [b"a", b"  ", b" 1", b"2", b"e", b"\xcc", b"\x81"]),
         ("gpt-2", [b"a", b"  ", b" 1", b"2", b"e", b"\xcc", b"\x81"]),
         ("smollm", [b"a", b"  ", b" ", b"1", b"2", b"e", b"\xcc", b"\x81"]),
         ("llama-bpe", [b"a", b"  ", b" ", b"12", b"e", b"\xcc", b"\x81"]),
@@ -89,7 +96,7 @@ def test_words_are_cut_as_the_model_was_trained(tmp_path: Path, pre: str | None,
     ],
 )
 def test_patterns_cut_words_as_published(pre: str, text: str, words: list[str]) -> None:
-    cut = PRE_TOKENIZERS[pre]().pre_tokenize_str(text)
+    cut = PRE_TOKENIZERS[pre].make().pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in cut] == words
 
 
@@ -104,9 +111,14 @@ def test_whether_prompts_start_with_bos_comes_from_the_file(
 
 @pytest.mark.parametrize(
     ("model", "pre", "reason"),
-    [("bert", "default", "'bert'; supported: 'gpt2' and 'llama'"), ("gpt2", "nonesuch", "supported: dbrx, ")],
+    [
+        ("bert", "default", "'bert'; supported: 'gpt2' and 'llama'"),
+        ("gpt2", "nonesuch", "'nonesuch' is not known; supported: dbrx, "),
+        ("gpt2", "default", "does not say how text is cut into words"),
+        ("gpt2", None, "does not say how text is cut into words"),
+    ],
 )
-def test_kinds_that_are_not_supported_are_named(tmp_path: Path, model: str, pre: str, reason: str) -> None:
+def test_kinds_that_are_not_supported_are_named(tmp_path: Path, model: str, pre: str | None, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         load_tokenizer(write_gguf(tmp_path / "m.gguf", model=model, pre=pre))
 
@@ -176,3 +188,41 @@ def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nothing")
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_directory_has_the_tokens_that_only_its_configuration_describes(tmp_path: Path) -> None:
+    described = {"content": "<tool>", "special": True, "normalized": False, "rstrip": True}
+    moved = {"content": "<moved>", "special": True}
+    write_directory(
+        tmp_path,
+        added_tokens_decoder={"259": described, "7": moved},
+        additional_special_tokens=["<|eot|>", {"content": "nowhere"}],
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("<tool> \n", special=True) == [259]
+    assert tokenizer.control_texts == {"<s>", "</s>", "<|eot|>", "<tool>"}
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_configuration_tells_whether_prompts_begin_with_bos(tmp_path: Path, told: bool) -> None:
+    assert load_tokenizer(write_directory(tmp_path, bos_token="<s>", add_bos_token=told)).adds_bos is told
+
+
+def test_no_text_becomes_a_token_that_ends_turns_whatever_the_files_call_it(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path)
+    saved = directory / "tokenizer.json"
+    saved.write_text(
+        saved.read_text().replace('"special":true', '"special":false').replace('"special": true', '"special": false')
+    )
+    (directory / "generation_config.json").write_text('{"eos_token_id": 258}')
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.control_texts == {"<|eot|>"}
+    assert 258 not in tokenizer.encode("<|eot|>")
+    file = load_tokenizer(write_gguf(tmp_path / "m.gguf", eos="<tool>"))
+    assert file.eos_ids[0] not in file.encode("<tool>")
+    assert file.encode("<tool>", special=True) == list(file.eos_ids)
+
+
+def test_a_file_that_names_no_pre_tokenizer_has_that_of_its_architecture(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", pre=None, architecture="qwen2")
+    assert load_tokenizer(path).encode("e\u0301") == load_tokenizer(write_gguf(path, pre="qwen2")).encode("e\u0301")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from tenuto.base.messages import (
     WorkerSettings,
     answer_of,
 )
+from tenuto.base.tool_use import ToolUse
+from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import Ticket
 from tenuto.client.transport import Deliver, Options, RunningTurn
@@ -50,6 +53,7 @@ class LocalTransport(Calls):
         )
         config = engine_config(settings.config, model.max_context)
         self.tokenizer = model.tokenizer
+        self._habits = model.chat.habits if model.chat is not None else ModelHabits()
         self.context_length = config.context_length
         self._requests: SimpleQueue[Request[Any] | LocalTurn | None] = SimpleQueue()
         self._closed: Stopped | None = None  # why new requests are refused; set once, under the lock
@@ -69,9 +73,21 @@ class LocalTransport(Calls):
             raise
         return future
 
-    def start(self, request: StartTurn, options: Options, deliver: Deliver) -> RunningTurn:  # noqa: ARG002 - the request has them
+    def start(
+        self,
+        request: StartTurn,
+        options: Options,  # noqa: ARG002 - the request has them
+        use: ToolUse | None,
+        deliver: Deliver,
+    ) -> RunningTurn:
         call = next(self._numbers)
         turn = LocalTurn(self, f"turn {call}", deliver)
+        if use is not None and request.kind != "append":
+            params, own = request.params, request.params.grammar
+            params = replace(params, grammar=use.grammar(self._habits, params.grammar))
+            request = msgspec.structs.replace(request, params=params)
+            turn.reading = use.reading(self._habits, params.grammar)
+            turn.grammar_field = "tools" if request.params.grammar is not None and own is None else "grammar"
         self._streams[call] = turn.hear
         try:
             self.post(msgspec.structs.replace(request, call=call, name=turn.name))
@@ -138,6 +154,7 @@ class LocalTurn(RunningTurn):
         self.name = name
         self._transport = transport
         self.ticket: Ticket | None = None
+        self.grammar_field = "grammar"  # what asks for its grammar
         self._left = False  # its reader is gone
 
     def hear(self, news: TurnNews) -> None:
@@ -151,6 +168,8 @@ class LocalTurn(RunningTurn):
             case Delta():
                 self.take(news)
             case _:
+                if news.param == "grammar":
+                    news.param = self.grammar_field
                 self.fail(news)
 
     def disconnect(self) -> None:

@@ -96,6 +96,13 @@ def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
     raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
 
 
+def flag(name: str, value: object) -> bool:
+    """Raises `InvalidRequest` unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} is {shown(value)}; allowed: true or false", param=_param(name))
+    return value
+
+
 def check_unicode(name: str, value: str) -> None:
     """Raises `InvalidRequest` for lone surrogates, which cannot be stored."""
     try:

@@ -15,6 +15,9 @@ KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 MAX_GRAMMAR = 2**18
 """Characters of a grammar's source."""
 MAX_CHOICES = 4096
+WHITE_SPACE = r"(\x20|\x0A\x20{0,32})?"
+"""In JSON there may be a blank, or a new line and its indentation, wherever white space may be; not white space for
+ever, into which small models fall."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Grammar:
 
     def choices(self) -> list[str]:
         """The strings of a `choice`. Raises `InvalidRequest` if its source is not a list of strings."""
-        strings: list[str] = _json(self.source)
+        strings: list[str] = parsed(self.source)
         self.of_choice(strings)
         return strings
 
@@ -103,8 +106,9 @@ class Grammar:
         return {self.kind: self.choices() if self.kind == "choice" else self.source}
 
 
-def _json(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """JSON in a grammar's source. Raises `InvalidRequest`."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the grammar is not JSON: {error}", param="grammar") from None

@@ -19,6 +19,7 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Part
 from tenuto.base.tools import NO_TOOLS, Tools
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
+from tenuto.base.variables import NO_VARIABLES, Variables
 from tenuto.base.views import (
     AuditReport,
     FoundTurn,
@@ -157,8 +158,8 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     by itself, one at the start of the input is dropped where the session has a history. `echo`: the ticket has the
     prompt's tokens and text. `markup`: control tokens written out in a text become those tokens. `name`: a unique name
     by which it can be withdrawn. `tools`: what the model is told that it may call, with the first messages; later turns
-    may repeat it. `once`: an idempotency key and a digest of what the client asked for: the committed turn is kept for
-    `FindTurn`.
+    may repeat it. `variables`: what the chat template is told for this turn. `once`: an idempotency key and a digest of
+    what the client asked for: the committed turn is kept for `FindTurn`.
     """
 
     kind: TurnKind
@@ -173,6 +174,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     markup: bool = False
     name: str = ""
     tools: Tools = NO_TOOLS
+    variables: Variables = NO_VARIABLES
     once: tuple[str, bytes] | None = None
 
     @property
@@ -295,11 +297,13 @@ class Detokenize(Request[str], frozen=True, kw_only=True):
 
 
 class Tokenize(Request[list[int]], frozen=True, kw_only=True):
-    """The tokens of an input that opens a session, whatever their number. `markup` and `tools`: as in `StartTurn`.
+    """The tokens of an input that opens a session, whatever their number. `markup`, `tools` and `variables`: as in
+    `StartTurn`.
     `generate`: those of messages end where the assistant begins to speak."""
 
     input: TurnInput
     tools: Tools = NO_TOOLS
+    variables: Variables = NO_VARIABLES
     markup: bool = False
     generate: bool = True
 

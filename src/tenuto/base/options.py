@@ -142,8 +142,25 @@ class TurnOptions(TypedDict, total=False):
     grammar: Grammar | Mapping[str, Any] | None
 
 
-class RemoteOptions(TurnOptions, total=False):
-    """Options of a turn on a server: those of `TurnOptions` and two more.
+class ChatOptions(TurnOptions, total=False):
+    """Options of a turn as callers give them: those of `TurnOptions`, and what its answer may call.
+
+    `tools`: functions, each with `name`, and if it has them `description` and `parameters`, a JSON schema. A session is
+    told of them with its first messages. `tool_choice`: "auto" (the default), "none", or what a grammar forces:
+    "required", or an object with the `name` of the one to call. `parallel_tool_calls` `False`: one call at most. With
+    `tools`, also an empty list, the answer is taken apart into text, reasoning and calls.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+
+
+TOOL_OPTIONS = tuple(name for name in ChatOptions.__annotations__ if name not in TurnOptions.__annotations__)
+
+
+class RemoteOptions(ChatOptions, total=False):
+    """Options of a turn on a server: those of `ChatOptions` and two more.
 
     `if_busy`: while another turn of the session is open, "reject" (the default) refuses this one, "queue" waits.
     `on_disconnect`: "abort" (the default) rolls back a turn whose connection breaks; with "continue" it goes on, its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tenuto.base.checks import check_unicode, shown
@@ -35,9 +35,11 @@ class ToolCall:
 
     @classmethod
     def of(cls, given: object) -> ToolCall:
-        """From a client's object. Raises `InvalidRequest`."""
+        """From a client's object, in which name and arguments may be those of its `function`, as others write it.
+        Raises `InvalidRequest`."""
         if isinstance(given, cls):
             return given
+        given = flat_call(given)
         if not isinstance(given, Mapping) or not {"name"} <= set(given) <= set(cls.__annotations__):
             raise InvalidRequest(f"a tool call is {shown(given)}; allowed: name, arguments and id", param="tool_calls")
         return cls(**given)
@@ -53,6 +55,15 @@ class ToolCall:
                 f"a tool call's arguments are {shown(arguments)}; allowed: a JSON object", param="tool_calls"
             )
         return arguments
+
+
+def flat_call(given: object) -> object:
+    """A call in the form `{"id": ..., "type": "function", "function": {...}}`, as others write it, as we do."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(function, Mapping) or given.get("type") != "function":
+        return given
+    rest = {key: value for key, value in given.items() if key not in ("function", "type", "index")}
+    return {**rest, **function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +116,36 @@ class Tools:
 
 NO_TOOLS = Tools()
 
-ToolFormat = Literal["tags", "json"]
-"""How a model writes calls: objects between `<tool_call>` and `</tool_call>` (Hermes, Qwen), or an object or a list of
-objects that is the whole answer (Llama 3, Mistral behind its control token, and models that know of no tools)."""
+ToolFormat = Literal["tags", "json", "named"]
+"""How a model writes calls: objects between `<tool_call>` and `</tool_call>` (Hermes, Qwen); an object or a list of
+objects that is the whole answer (Llama 3; Mistral, Granite 3 and Phi-4 mini behind their control tokens; models that
+know of no tools); or names, each followed by its arguments (later ones of Mistral, with control tokens around them)."""
+
+
+Thinks = Literal["no", "tags", "opened"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHabits:
     """How a model writes what is not text for its readers. `arguments`: the key of a call's arguments. `thinks`:
-    between `<think>` and `</think>`, `opened` if the template writes the first."""
+    between `<think>` and `</think>`, `opened` if the template writes the first. Control tokens, which have no text:
+    `opens` and `closes` stand around calls, `before_id` and `before_arguments` inside those with names. `short_ids`:
+    the ids of calls are nine letters and digits, which the model writes itself. `switches`: variables of the template,
+    their values and how it thinks with each, where that is otherwise."""
 
     tools: ToolFormat = "json"
     arguments: str = "arguments"
-    thinks: Literal["no", "tags", "opened"] = "no"
+    thinks: Thinks = "no"
+    opens: int | None = None
+    closes: int | None = None
+    before_id: int | None = None
+    before_arguments: int | None = None
+    short_ids: bool = False
+    switches: tuple[tuple[str, bool, Thinks], ...] = ()
+
+    def told(self, variables: Mapping[str, Any]) -> ModelHabits:
+        """The habits where the template is told `variables`."""
+        for name, value, thinks in self.switches:
+            if variables.get(name) is value:
+                return replace(self, thinks=thinks)
+        return self

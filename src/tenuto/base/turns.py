@@ -31,8 +31,8 @@ ROLES = ("system", "user", "assistant", "tool")
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message of a chat. An assistant's message may have `tool_calls`, and the `reasoning` before it; a tool's says
-    to which call it belongs, and of which function (`name`). Raises `InvalidRequest` on an unknown role or content that
-    is not text."""
+    to which call it belongs, and of which function (`name`). In others, `name` tells who speaks. Raises
+    `InvalidRequest` on an unknown role or content that is not text."""
 
     role: str
     content: str
@@ -57,13 +57,16 @@ class Message:
     @classmethod
     def from_dict(cls, raw: object) -> Message:
         """From a client's object, which must have `role` and `content`, and may have `tool_calls` (objects with `name`,
-        and if they have them `arguments`, as JSON text, and `id`), `tool_call_id`, `name` and `reasoning`."""
+        and if they have them `arguments`, as JSON text, and `id`), `tool_call_id`, `name` and `reasoning`. The content
+        of an assistant's message that only calls may be `None`."""
         if not isinstance(raw, Mapping) or not {"role", "content"} <= set(raw) <= set(cls.__annotations__):
             given = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
             more = ", ".join(cls.__annotations__.keys() - {"role", "content"})
             raise InvalidRequest(f"a message has {given}; allowed: role and content, and of {more} what it has")
-        calls = items("tool_calls", raw.get("tool_calls", ()), "a list of tool calls")
+        calls = items("tool_calls", raw.get("tool_calls") or (), "a list of tool calls")
         rest = {name: value for name, value in raw.items() if name != "tool_calls"}
+        if rest["content"] is None and rest["role"] == "assistant":
+            rest["content"] = ""
         return cls(**rest, tool_calls=tuple(map(ToolCall.of, calls)))
 
 

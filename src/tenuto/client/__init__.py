@@ -2,7 +2,8 @@
 
 from tenuto.base import errors
 from tenuto.base.errors import TenutoError
-from tenuto.base.options import RemoteOptions, TurnOptions
+from tenuto.base.options import ChatOptions, RemoteOptions, TurnOptions
+from tenuto.base.tools import ToolCall
 from tenuto.base.turns import EndReason, Input, TurnResult, Usage
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.aio import AsyncSession, AsyncTurnStream
@@ -25,6 +26,7 @@ __all__ = [
     "AsyncSession",
     "AsyncTurnStream",
     "AuditReport",
+    "ChatOptions",
     "EndReason",
     "Input",
     "RemoteEngine",
@@ -34,6 +36,7 @@ __all__ = [
     "Session",
     "SessionInfo",
     "TenutoError",
+    "ToolCall",
     "TurnOptions",
     "TurnResult",
     "TurnStream",

@@ -10,8 +10,9 @@ from functools import partial
 from os import PathLike
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
+from tenuto.base.answers import Said
 from tenuto.base.errors import EngineStopped
-from tenuto.base.options import Policy, TurnOptions
+from tenuto.base.options import ChatOptions, Policy
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import SessionCore, TurnReader
@@ -77,7 +78,7 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
         """See `Client.import_file`."""
         return self.session_type(self, await _opened(self._core.import_file(path, session_id)))
 
-    def generate(self, input: Input, **options: Unpack[TurnOptions]) -> AsyncTurnStream:  # noqa: A002 - as in `Client`
+    def generate(self, input: Input, **options: Unpack[ChatOptions]) -> AsyncTurnStream:  # noqa: A002 - as in `Client`
         """See `Client.generate`."""
         return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
 
@@ -88,6 +89,26 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
     async def audit(self) -> AuditReport:
         """See `Client.audit`."""
         return await _answer(self._core.audit())
+
+    async def pause_generation(self, *, retract: bool = False) -> None:
+        """See `Client.pause_generation`."""
+        await _answer(self._core.pause(retract=retract))
+
+    async def continue_generation(self) -> None:
+        """See `Client.continue_generation`."""
+        await _answer(self._core.go_on())
+
+    async def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """See `Client.release_memory_occupation`."""
+        await _answer(self._core.release_memory(tags))
+
+    async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """See `Client.resume_memory_occupation`."""
+        await _answer(self._core.resume_memory(tags))
+
+    async def update_weights_from_disk(self, model_path: str | PathLike[str], *, abort: bool = False) -> None:
+        """See `Client.update_weights_from_disk`."""
+        await _answer(self._core.update_weights(model_path, abort=abort))
 
     async def close(self) -> None:
         """See `Client.close`."""
@@ -107,10 +128,16 @@ class AsyncTurnStream(TurnStreamBase):
         return self
 
     async def __anext__(self) -> str:
-        while (event := await self._next()) is not None:
-            if event.text:
-                return event.text
+        while await self._next() is not None:
+            if self._reader.latest.text:
+                return self._reader.latest.text
         raise StopAsyncIteration
+
+    async def parts(self) -> AsyncIterator[Said]:
+        """Iterate over the answer as it arrives, taken apart: text, reasoning and calls."""
+        while await self._next() is not None:
+            if self._reader.latest:
+                yield self._reader.latest
 
     async def __aenter__(self) -> Self:
         return self
@@ -170,19 +197,19 @@ class AsyncSession(SessionBase):
         """The session's committed tokens."""
         return await _answer(self._core.history())
 
-    def turn(self, input: Input = (), **options: Unpack[TurnOptions]) -> AsyncTurnStream:  # noqa: A002 - as above
+    def turn(self, input: Input = (), **options: Unpack[ChatOptions]) -> AsyncTurnStream:  # noqa: A002 - as above
         """See `Session.turn`. The turn starts at once; the engine's errors are raised when the stream is first read."""
         return self._start("turn", input, options)
 
-    def chat(self, text: str, **options: Unpack[TurnOptions]) -> AsyncTurnStream:
+    def chat(self, text: str, **options: Unpack[ChatOptions]) -> AsyncTurnStream:
         """Run a turn with one user message."""
         return self._start("turn", [{"role": "user", "content": text}], options)
 
-    async def append(self, input: Input, **options: Unpack[TurnOptions]) -> TurnResult:  # noqa: A002 - as above
+    async def append(self, input: Input, **options: Unpack[ChatOptions]) -> TurnResult:  # noqa: A002 - as above
         """See `Session.append`."""
         return await self._start("append", input, options).result()
 
-    def regenerate(self, **options: Unpack[TurnOptions]) -> AsyncTurnStream:
+    def regenerate(self, **options: Unpack[ChatOptions]) -> AsyncTurnStream:
         """See `Session.regenerate`."""
         return self._start("regenerate", (), options)
 

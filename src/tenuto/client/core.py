@@ -11,9 +11,10 @@ from typing import cast
 
 import msgspec
 
-from tenuto.base.checks import MAX_COUNT, items, shown, whole
+from tenuto.base.answers import AnswerReader, Said
+from tenuto.base.checks import MAX_COUNT, flag, items, shown, whole
 from tenuto.base.document import SessionDocument, read_document
-from tenuto.base.errors import InvalidRequest
+from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.messages import (
     AbortTurn,
     Audit,
@@ -27,14 +28,22 @@ from tenuto.base.messages import (
     ListSessions,
     ListTurns,
     OpenSession,
+    Pause,
+    ReleaseMemory,
     Request,
+    Resume,
+    ResumeMemory,
     Rewind,
     StartTurn,
     Trim,
+    UpdateWeights,
 )
-from tenuto.base.options import Policy, TurnOptions, turn_params
+from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
+from tenuto.base.plan import PARTS, Part
 from tenuto.base.state_file import StateFile
-from tenuto.base.turns import Input, Keep, Transcript, TurnKind, TurnResult, turn_input
+from tenuto.base.tool_use import ToolUse
+from tenuto.base.tools import NO_TOOLS
+from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input
 from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
 from tenuto.client.futures import Steps, chained
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
@@ -44,11 +53,25 @@ PAGE = 1000
 
 
 class TurnReader(Transcript):
-    """Collects the output of a running turn. Its user passes it the events and decides how to wait for them."""
+    """Collects the output of a running turn. Its user passes it the events and decides how to wait for them. `said`:
+    the answer read so far, taken apart if it was asked for with tools, and `latest`: what the last event added."""
 
     def __init__(self, running: RunningTurn) -> None:
         super().__init__()
         self.running = running
+        self.said, self.latest = Said(), Said()
+        self._answer: AnswerReader | None = None
+
+    def take(self, news: Delta | TenutoError) -> Delta:
+        """See `Transcript.take`."""
+        passed = super().take(news)
+        if self._answer is None and self.running.reading is not None:
+            self._answer = self.running.reading.reader(self.running.turn_id or "")
+        self.latest = self._answer.push(passed.text) if self._answer is not None else Said(passed.text)
+        if self._answer is not None and passed.result is not None:
+            self.latest.add(self._answer.finish())
+        self.said.add(self.latest)
+        return passed
 
     def abort(self, keep: Keep) -> Future[TurnResult]:
         """End the turn; see `TurnStream.abort` for `keep`. Raises `InvalidRequest`."""
@@ -101,10 +124,12 @@ class EngineCore:
         parsed = turn_input(given)
         if session is None and not parsed:
             raise InvalidRequest("the input is empty, and there is nothing to continue")
-        own = {name: value for name, value in options.items() if name not in self.transport.options}
-        params = turn_params(cast("TurnOptions", own))
-        request = StartTurn(kind=kind, tenant="", session=session, input=parsed, params=params)
-        return TurnReader(self.transport.start(request, options, deliver))
+        others = self.transport.options.union(TOOL_OPTIONS)
+        own = {name: value for name, value in options.items() if name not in others}
+        params, use = turn_params(cast("TurnOptions", own)), ToolUse.among(options)
+        told = use.told if use is not None else NO_TOOLS
+        request = StartTurn(kind=kind, tenant="", session=session, input=parsed, params=params, tools=told)
+        return TurnReader(self.transport.start(request, options, use, deliver))
 
     def context_length(self) -> Future[int]:
         def steps() -> Steps[int]:
@@ -115,6 +140,21 @@ class EngineCore:
 
     def audit(self) -> Future[AuditReport]:
         return self.transport.call(Audit())
+
+    def pause(self, *, retract: bool) -> Future[None]:
+        return self.transport.call(Pause(release=flag("retract", retract)))
+
+    def go_on(self) -> Future[None]:
+        return self.transport.call(Resume())
+
+    def release_memory(self, tags: Sequence[str] | None) -> Future[None]:
+        return self.transport.call(ReleaseMemory(parts=_parts(tags)))
+
+    def resume_memory(self, tags: Sequence[str] | None) -> Future[None]:
+        return self.transport.call(ResumeMemory(parts=_parts(tags)))
+
+    def update_weights(self, path: str | PathLike[str], *, abort: bool) -> Future[None]:
+        return self.transport.call(UpdateWeights(path=str(path), abort=flag("abort", abort)))
 
     def sessions(self) -> Future[list[SessionInfo]]:
         def steps() -> Steps[list[SessionInfo]]:
@@ -196,6 +236,17 @@ class SessionCore:
 
     def close(self, *, finish: bool) -> Future[None]:
         return self._call(CloseSession(tenant="", session=self.id, finish=finish))
+
+
+def _parts(tags: Sequence[str] | None) -> list[Part]:
+    """Parts of the model's memory, all if not given. Raises `InvalidRequest`."""
+    chosen = PARTS if tags is None else items("tags", tags, "a list of parts of memory")
+    for tag in chosen:
+        if tag not in PARTS:
+            raise InvalidRequest(f"tags has {shown(tag)}; allowed: {', '.join(PARTS)}", param="tags")
+    if not chosen:
+        raise InvalidRequest("tags are empty; allowed: at least one", param="tags")
+    return list(dict.fromkeys(chosen))
 
 
 def _count(name: str, value: int | None) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
+from tenuto.base.tools import ToolCall
 from tenuto.client.core import EngineCore, SessionCore, TurnReader
 from tenuto.client.transport import Deliver, Transport
 
@@ -41,8 +42,23 @@ class TurnStreamBase:
 
     @property
     def text(self) -> str:
-        """All text read so far."""
+        """All text read so far, as the model wrote it."""
         return self._reader.text
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls read so far, of a turn that was given `tools`."""
+        return list(self._reader.said.calls)
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before its answer, as far as it was read, of a turn that was given `tools`."""
+        return self._reader.said.reasoning
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """All of the answer read so far as an assistant's message; its `content` is `None` if it only calls."""
+        return self._reader.said.message()
 
     @property
     def token_ids(self) -> list[int]:

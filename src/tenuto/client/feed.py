@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tenuto.base.answers import Reading
 from tenuto.base.errors import Disconnected, EngineStopped, TenutoError, Unreachable
 from tenuto.base.turns import Delta, Keep
 from tenuto.client.connection import Connection
@@ -148,8 +149,9 @@ class Feed(RunningTurn):
         match event.name:
             case "started":
                 self.turn_id = body["turn_id"]
+                self.reading = msgspec.convert(body["reading"], Reading) if "reading" in body else None
                 self.accept()
-            case "delta":
+            case "delta" if event.id and (body["tokens"] or body["text"]):  # else only taken apart, as we do
                 self._position, self._delivered = int(event.id), body["delivered"]
                 self._received = (self._received[0] + len(body["tokens"]), self._received[1] + len(body["text"]))
                 self.take(Delta(tuple(body["tokens"]), body["text"], self._delivered))

@@ -12,11 +12,20 @@ import msgspec
 
 from tenuto.base.messages import CloseSession, ExportSession, ImportSession, Request, StartTurn
 from tenuto.base.state_file import StateFile
+from tenuto.base.tool_use import ToolUse
 from tenuto.base.views import SessionInfo
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Feed, Source
 from tenuto.client.transport import Deliver, Options, RunningTurn
-from tenuto.client.wire import SERVER_OPTIONS, answer_from, exchange_of, input_body, session_path, turn_body
+from tenuto.client.wire import (
+    SERVER_OPTIONS,
+    answer_from,
+    exchange_of,
+    input_body,
+    session_path,
+    tools_body,
+    turn_body,
+)
 
 T = TypeVar("T")
 
@@ -54,8 +63,10 @@ class HttpTransport:
             self.connection.leftovers.discard(path)
         return answer
 
-    def start(self, request: StartTurn, options: Options, deliver: Deliver) -> RunningTurn:
+    def start(self, request: StartTurn, options: Options, use: ToolUse | None, deliver: Deliver) -> RunningTurn:
         body = turn_body(request.kind, request.params, options)
+        if use is not None:
+            body |= tools_body(request.kind, use)
         if request.kind != "regenerate":
             body["input"] = input_body(request.input)
         return Feed(self.connection, Source(request.session, _ACTIONS[request.kind], body), deliver)

@@ -9,7 +9,8 @@ from os import PathLike
 from queue import SimpleQueue
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
-from tenuto.base.options import Policy, TurnOptions
+from tenuto.base.answers import Said
+from tenuto.base.options import ChatOptions, Policy
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import TurnReader
@@ -75,7 +76,7 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         `session` raises."""
         return self.session_type(self, self._core.import_file(path, session_id).result())
 
-    def generate(self, input: Input, **options: Unpack[TurnOptions]) -> TurnStream:  # noqa: A002 - the natural name
+    def generate(self, input: Input, **options: Unpack[ChatOptions]) -> TurnStream:  # noqa: A002 - the natural name
         """Run one turn in a session of its own, which is closed when the turn ends."""
         return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
 
@@ -87,6 +88,31 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         """Recount every unit of memory from its holders. Raises `EngineStopped` if anything is wrong. Servers may
         require an admin key."""
         return self._core.audit().result()
+
+    def pause_generation(self, *, retract: bool = False) -> None:
+        """Take no more steps until `continue_generation`: open turns wait, and with `retract` give up what memory they
+        have acquired, to compute it again. New turns queue. As the next four: servers may require an admin key."""
+        self._core.pause(retract=retract).result()
+
+    def continue_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self._core.go_on().result()
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Give the memory of sessions (tag "kv_cache"), the weights ("weights") or both back to the system. Sessions
+        keep their tokens; turns are refused with `MemoryReleased` until all is resumed. Raises `IllegalTransition`
+        while turns run, unless generation is paused."""
+        self._core.release_memory(tags).result()
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate memory again, and read the weights again. What sessions need of their state is computed again."""
+        self._core.resume_memory(tags).result()
+
+    def update_weights_from_disk(self, model_path: str | PathLike[str], *, abort: bool = False) -> None:
+        """Compute with the weights of another model of the same shape from now on. Nothing that was computed with the
+        old ones is used again. Open turns go on from their tokens, or with `abort` end. Raises `InvalidRequest`, with
+        nothing changed, if the weights cannot be read or are of another shape."""
+        self._core.update_weights(model_path, abort=abort).result()
 
     def close(self) -> None:
         """Stop an engine in this process; on a server, close the sessions that this client opened without an id.
@@ -111,10 +137,16 @@ class TurnStream(TurnStreamBase, Closing):
         return self
 
     def __next__(self) -> str:
-        while (event := self._next()) is not None:
-            if event.text:
-                return event.text
+        while self._next() is not None:
+            if self._reader.latest.text:
+                return self._reader.latest.text
         raise StopIteration
+
+    def parts(self) -> Iterator[Said]:
+        """Iterate over the answer as it arrives, taken apart: text, reasoning and calls."""
+        while self._next() is not None:
+            if self._reader.latest:
+                yield self._reader.latest
 
     def tokens(self) -> Iterator[int]:
         """Iterate over output token ids as they arrive, instead of text."""
@@ -155,20 +187,20 @@ class Session(Closing, SessionBase):
         """The session's committed tokens."""
         return self._core.history().result()
 
-    def turn(self, input: Input = (), **options: Unpack[TurnOptions]) -> TurnStream:  # noqa: A002 - as above
+    def turn(self, input: Input = (), **options: Unpack[ChatOptions]) -> TurnStream:  # noqa: A002 - as above
         """Append `input` and generate; without input, continue from the history. Raises `SessionBusy`,
         `ContextExceeded`, `InvalidRequest`, `IllegalTransition` or `Overloaded`; then nothing has changed."""
         return self._start("turn", input, options)
 
-    def chat(self, text: str, **options: Unpack[TurnOptions]) -> TurnStream:
+    def chat(self, text: str, **options: Unpack[ChatOptions]) -> TurnStream:
         """Run a turn with one user message."""
         return self._start("turn", [{"role": "user", "content": text}], options)
 
-    def append(self, input: Input, **options: Unpack[TurnOptions]) -> TurnResult:  # noqa: A002 - as above
+    def append(self, input: Input, **options: Unpack[ChatOptions]) -> TurnResult:  # noqa: A002 - as above
         """Append `input`, compute it and commit it, without generating."""
         return self._start("append", input, options).result()
 
-    def regenerate(self, **options: Unpack[TurnOptions]) -> TurnStream:
+    def regenerate(self, **options: Unpack[ChatOptions]) -> TurnStream:
         """Generate the last turn's output again. The old output stays until this turn commits."""
         return self._start("regenerate", (), options)
 

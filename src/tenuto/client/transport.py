@@ -9,8 +9,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from tenuto.base.answers import Reading
 from tenuto.base.errors import EngineStopped, IllegalTransition, NotFound, TenutoError
 from tenuto.base.messages import Request, StartTurn
+from tenuto.base.tool_use import ToolUse
 from tenuto.base.turns import Delta, Keep, TurnResult
 from tenuto.client.futures import Steps, chained
 
@@ -40,9 +42,9 @@ class Transport(Protocol):
         closed."""
         ...
 
-    def start(self, request: StartTurn, options: Options, deliver: Deliver) -> RunningTurn:
-        """Start a turn. A server uses its own defaults for what is not in `options`. Raises `EngineStopped` if the
-        transport is closed."""
+    def start(self, request: StartTurn, options: Options, use: ToolUse | None, deliver: Deliver) -> RunningTurn:
+        """Start a turn; with `use`, its answer is taken apart. A server uses its own defaults for what is not in
+        `options`. Raises `EngineStopped` if the transport is closed, and `InvalidRequest`."""
         ...
 
     def request_stop(self) -> None:
@@ -60,6 +62,7 @@ class RunningTurn(ABC):
 
     def __init__(self, deliver: Deliver) -> None:
         self.turn_id: str | None = None  # its id on a server
+        self.reading: Reading | None = None  # how its answer is taken apart, if it is; set before any text comes
         self.started = _pending(Future[None]())  # done when the engine accepts or refuses it
         self.ended = _pending(Future[TurnResult]())
         self.time_to_first_token: float | None = None  # seconds

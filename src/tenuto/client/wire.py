@@ -25,14 +25,20 @@ from tenuto.base.messages import (
     ListSessions,
     ListTurns,
     OpenSession,
+    Pause,
     Refusal,
+    ReleaseMemory,
     Request,
+    Resume,
+    ResumeMemory,
     Rewind,
     Trim,
+    UpdateWeights,
     answer_of,
     error_of,
 )
-from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TurnParams
+from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TOOL_OPTIONS, TurnParams
+from tenuto.base.tool_use import ToolUse
 from tenuto.base.turns import EndReason, Message, TurnInput, TurnKind, TurnResult, Usage
 from tenuto.base.views import Record, RecordPage, SessionInfo, SessionPage
 from tenuto.client.transport import Options
@@ -87,6 +93,13 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     Fork: lambda r: _of_session("POST", r, "/fork", {**_place(r), "id": r.child}),
     Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
     Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
+    Pause: lambda r: Exchange("POST", "/pause_generation", {"mode": "retract" if r.release else "in_place"}),
+    Resume: lambda _: Exchange("POST", "/continue_generation"),
+    ReleaseMemory: lambda r: Exchange("POST", "/release_memory_occupation", {"tags": r.parts}),
+    ResumeMemory: lambda r: Exchange("POST", "/resume_memory_occupation", {"tags": r.parts}),
+    UpdateWeights: lambda r: Exchange(
+        "POST", "/update_weights_from_disk", {"model_path": r.path, "abort_all_requests": r.abort}
+    ),
     CloseSession: lambda r: _of_session("DELETE", r, finish="true" if r.finish else "false"),
 }
 
@@ -109,7 +122,7 @@ def _answer(kind: type, body: Any) -> Any:
         return SessionPage(sessions=[session_info(view) for view in body["data"]], more=body["next"] is not None)
     if kind is RecordPage:
         return RecordPage(records=msgspec.convert(body["data"], list[Record]), more=body["next"] is not None)
-    return True if kind is bool else body
+    return {bool: True, type(None): None}.get(kind, body)
 
 
 def session_path(session_id: str) -> str:
@@ -152,7 +165,7 @@ def _message(message: Message) -> dict[str, Any]:
 def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str, Any]:
     """The given options that apply to this kind of turn, as a JSON body."""
     body: dict[str, Any] = {}
-    for name in options:
+    for name in options.keys() - TOOL_OPTIONS:
         if name in SERVER_OPTIONS:
             value: Any = options[name]
         else:
@@ -161,6 +174,15 @@ def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str,
             value = value.given()
         if value is not None and (kind != "append" or name in (*OF_PREFILL, "if_busy")):
             body[name] = dict(value) if name == "logit_bias" else value
+    return body
+
+
+def tools_body(kind: TurnKind, use: ToolUse) -> dict[str, Any]:
+    """The fields about tools that apply to this kind of turn."""
+    body: dict[str, Any] = {"tools": list(use.functions)}
+    if kind != "append":
+        body["tool_choice"] = {"name": use.only} if use.only else use.choice
+        body["parallel_tool_calls"] = use.parallel
     return body
 
 

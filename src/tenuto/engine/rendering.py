@@ -11,6 +11,7 @@ from tenuto.base.checks import shown
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.tools import NO_TOOLS, Tools
 from tenuto.base.turns import Message
+from tenuto.base.variables import NO_VARIABLES, Variables
 from tenuto.session.records import TurnRecord
 from tenuto.session.session import Session
 from tenuto.text.chat import ChatTemplate, Conversation, Rendered
@@ -86,16 +87,24 @@ class Renderer:
         self._template = template
         self._tokenizer = tokenizer
 
-    def prepare(self, basis: Basis, prompt: Prompt, *, generate: bool, tools: Tools = NO_TOOLS) -> Prepared:
+    def prepare(
+        self,
+        basis: Basis,
+        prompt: Prompt,
+        *,
+        generate: bool,
+        tools: Tools = NO_TOOLS,
+        variables: Variables = NO_VARIABLES,
+    ) -> Prepared:
         """The tokens that append `prompt`. Raises `InvalidRequest`, `IllegalTransition` if the history is not one that
         messages can follow, and `ContextExceeded` if it is clear that too little room is left."""
-        prepared = self._prepare(basis, prompt, generate, tools)
+        prepared = self._prepare(basis, prompt, generate, tools, variables)
         basis.room(generate=generate).require(len(prepared.tokens))
         return prepared
 
-    def _prepare(self, basis: Basis, prompt: Prompt, generate: bool, tools: Tools) -> Prepared:
+    def _prepare(self, basis: Basis, prompt: Prompt, generate: bool, tools: Tools, variables: Variables) -> Prepared:
         if prompt.messages or (not prompt.tokens and not basis.empty and basis.conversation is not None):
-            rendered = self._render(basis, list(prompt.messages), generate, tools)
+            rendered = self._render(basis, list(prompt.messages), generate, tools, variables)
             return Prepared(basis, array("i", rendered.tokens), rendered.conversation)
         if tools:
             raise InvalidRequest("tools without messages; allowed: with chat messages", param="tools")
@@ -111,14 +120,16 @@ class Renderer:
             return [tokenizer.bos_id, *prompt.tokens]
         return prompt.tokens
 
-    def _render(self, basis: Basis, messages: list[Message], generate: bool, tools: Tools) -> Rendered:
+    def _render(
+        self, basis: Basis, messages: list[Message], generate: bool, tools: Tools, variables: Variables
+    ) -> Rendered:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; give text or token ids instead of messages")
         room = basis.room(generate=generate)
         if basis.last_token is None:
             if basis.system is not None and messages[0].role != "system":
                 messages.insert(0, Message("system", basis.system))
-            return self._template.opening(messages, generate, room, tools)
+            return self._template.opening(messages, generate, room, tools, variables)
         if basis.conversation is None:
             raise IllegalTransition(
                 f"messages cannot follow in session {basis.session}: its last turn was raw text or tokens; allowed: "
@@ -136,7 +147,12 @@ class Renderer:
                 param="tools",
             )
         return self._template.delta(
-            basis.conversation, messages, last_token=basis.last_token, generate=generate, room=room
+            basis.conversation,
+            messages,
+            last_token=basis.last_token,
+            generate=generate,
+            room=room,
+            variables=variables,
         )
 
     def check_system(self, system: object, context_length: int) -> None:

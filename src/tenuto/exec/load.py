@@ -40,6 +40,7 @@ def load_executor(
     cache: Path | None = None,
     machine: Machine | None = None,
     say: Callable[[str], None] = lambda _: None,
+    checkpoint: Checkpoint | None = None,
 ) -> ModelExecutor:
     """Read a model and make an executor for it, not yet prepared.
 
@@ -47,7 +48,8 @@ def load_executor(
     CPU, and elsewhere bfloat16. `context` is how many tokens a session may have, the model's own limit if it is not
     given: some models rotate queries and keys otherwise where contexts are long. `kernels` is one of `KERNELS`; native
     ones are compiled into `cache`; without it there are none. `say` is told before kernels are compiled, which takes
-    some seconds, and why plain PyTorch computes if it was not asked for. Raises `ModelError` for the files and
+    some seconds, and why plain PyTorch computes if it was not asked for. `checkpoint`: the model, if that is open
+    already. Raises `ModelError` for the files and
     `ConfigError` for what cannot be used together.
     """
     check_device(device)
@@ -56,7 +58,7 @@ def load_executor(
     if kernels not in KERNELS:
         raise ConfigError(f"kernels are {kernels!r}; allowed: {', '.join(KERNELS)}")
     opening = _Opening(files, page_size, device, dtype, context, kernels, cache, machine or Machine.this(), say)
-    forward = opening.forward(files)
+    forward = opening.forward(files, checkpoint)
     return ModelExecutor(forward, partial(opening.again, forward.config, forward.spec, forward.layout))
 
 
@@ -74,9 +76,9 @@ class _Opening:
     machine: Machine
     say: Callable[[str], None]
 
-    def forward(self, files: ModelFiles) -> Forward:
-        """Read a model. Raises `ModelError` or `ConfigError`."""
-        checkpoint = open_checkpoint(files)
+    def forward(self, files: ModelFiles, checkpoint: Checkpoint | None = None) -> Forward:
+        """Read a model, opened as `checkpoint` or still to be. Raises `ModelError` or `ConfigError`."""
+        checkpoint = checkpoint or open_checkpoint(files)
         longest = checkpoint.config.max_context
         config = checkpoint.config.within(min(self.context or longest, longest))
         native = self._native_forward(config, checkpoint)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from tenuto.base.errors import ModelError
+from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import ModelConfig
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
@@ -30,12 +31,13 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(files: ModelFiles) -> Checkpoint:
-    """Read what describes the model; weights are read by `weights()`. Raises `ModelError`."""
+def open_checkpoint(files: ModelFiles, opened: GgufFile | None = None) -> Checkpoint:
+    """Read what describes the model, or take it from `opened`, if that is the file; weights are read by `weights()`.
+    Raises `ModelError`."""
     try:
         match files.format:
             case FileFormat.GGUF:
-                return GgufCheckpoint(files.path)
+                return GgufCheckpoint(opened or files.path)
             case FileFormat.HUGGING_FACE:
                 return HfCheckpoint(files.path)
     except (ArithmeticError, ValueError) as error:

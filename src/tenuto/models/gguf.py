@@ -32,10 +32,10 @@ _TOP = {
 
 
 class GgufCheckpoint:
-    """A model in one GGUF file."""
+    """A model in a GGUF file, given as its path or as the open file."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = GgufFile(path)
+    def __init__(self, file: Path | GgufFile) -> None:
+        self._file = file if isinstance(file, GgufFile) else GgufFile(file)
         self._family = _family(self._file)
         self.config = self._family.read(self._file)
 

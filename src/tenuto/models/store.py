@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from tenuto.base.errors import ModelError
 
@@ -59,8 +61,9 @@ Runner = Callable[[Sequence[str], Path, Callable[[], None]], "subprocess.Complet
 """`runner(command, scratch, tick)` runs a command whose temporary files go below `scratch`, calls `tick()` now and
 then while it runs, and returns how it ended."""
 
-Snapshot = Callable[[str], str]
-"""`snapshot(repo_id)` fetches a model repository and returns the directory it is in."""
+Snapshot = Callable[[str, str | None, Progress], str]
+"""`snapshot(repo_id, revision, progress)` fetches a model repository, as it is now or at a revision, and returns the
+directory it is in."""
 
 
 def silent(done: int, total: int, phase: str) -> None:
@@ -73,8 +76,9 @@ def resolve(
     """Find a model, fetching it first if need be.
 
     `name_or_path` is `smollm2` (the default model, kept in `cache_dir`), a `.gguf` file, the first of several that a
-    model is split into, a Hugging Face directory, or a
-    hub id `organisation/name`. Raises `ModelError` if there is no such model, it is damaged, or it cannot be fetched.
+    model is split into, a Hugging Face directory, or a hub id `organisation/name`, with `@` and a branch, tag or commit
+    if it is to be of that revision. What is in the hub client's own cache is not fetched again, and found without a
+    network. Raises `ModelError` if there is no such model, it is damaged, or it cannot be fetched.
     """
     if name_or_path == DEFAULT_MODEL:
         return ModelFiles(DEFAULT_MODEL, FileFormat.GGUF, pull_default(cache_dir, progress))
@@ -83,11 +87,11 @@ def resolve(
         return ModelFiles(_PART.sub("", path.stem), FileFormat.GGUF, path)
     if path.is_dir():
         return _directory(path.resolve().name, path)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_path):
-        return _directory(name_or_path, _from_hub(name_or_path, snapshot or _hub_snapshot))
+    if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name_or_path):
+        return _directory(name_or_path, _from_hub(match[1], match[2], progress, snapshot or _hub_snapshot))
     raise ModelError(
         f"there is no model {name_or_path!r}; allowed: {DEFAULT_MODEL!r}, a .gguf file, a directory with config.json, "
-        "or a hub id such as organisation/name"
+        "or a hub id such as organisation/name or organisation/name@revision"
     )
 
 
@@ -122,21 +126,67 @@ def _directory(name: str, path: Path) -> ModelFiles:
     return ModelFiles(name, FileFormat.HUGGING_FACE, path)
 
 
-def _from_hub(repo_id: str, snapshot: Snapshot) -> Path:
+def _from_hub(repo_id: str, revision: str | None, progress: Progress, snapshot: Snapshot) -> Path:
     try:
-        return Path(snapshot(repo_id))
+        return Path(snapshot(repo_id, revision, progress))
+    except ModelError:
+        raise
     except Exception as error:  # the hub client raises its own, its HTTP library's and system errors
         reason = " ".join(str(error).split())  # the client's messages have several lines
         raise ModelError(
-            f"cannot fetch {repo_id} from the model hub ({type(error).__name__}: {reason}); check the name and the "
-            "network, or give the path of a local copy"
+            f"cannot fetch {_with(repo_id, revision)} from the model hub ({type(error).__name__}: {reason}); check the "
+            "name, the revision and whether HF_TOKEN may read it, or give the path of a local copy"
         ) from error
 
 
-def _hub_snapshot(repo_id: str) -> str:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import, and only hub ids need it
+def _with(repo_id: str, revision: str | None) -> str:
+    return repo_id if revision is None else f"{repo_id}@{revision}"
 
-    return str(snapshot_download(repo_id, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+
+def _hub_snapshot(repo_id: str, revision: str | None, progress: Progress) -> str:
+    # Slow to import, and only hub ids need them.
+    from huggingface_hub import constants, snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return str(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                tqdm_class=None if progress is silent else _bar(progress),
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        named = _with(repo_id, revision)
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the model hub cannot be reached"
+        remedy = "unset it" if constants.HF_HUB_OFFLINE else "check the network"
+        raise ModelError(
+            f"{why}, and {named} is not, or not whole, in the cache of the hub's client ({constants.HF_HUB_CACHE}); "
+            f"{remedy}, copy the cache from where 'tenuto pull {named}' has run, or give the path of a local copy"
+        ) from error
+
+
+def _bar(progress: Progress) -> Any:
+    """A class of progress bars for the hub's client, which shows nothing, but reports to `progress` how many bytes have
+    come. The client may have several bars for the same bytes; the one that is ahead counts."""
+    from tqdm import tqdm  # noqa: PLC0415 - comes with the hub's client, and is slow to import
+
+    most = 0
+
+    class Bar(tqdm):  # type: ignore[misc] # it has no types
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal most
+            shown: bool | None = super().update(n)
+            if self.unit == "B" and self.total and self.n >= most:
+                most = int(self.n)
+                progress(most, int(self.total), "download")
+            return shown
+
+    return Bar
 
 
 def default_path(cache_dir: Path) -> Path:

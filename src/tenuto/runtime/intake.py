@@ -49,7 +49,7 @@ class Input:
     def __post_init__(self) -> None:
         self.size = size_of(self.command.input)
         if isinstance(self.command, StartTurn):
-            self.size += len(self.command.tools.source)
+            self.size += len(self.command.tools.source) + len(self.command.variables.source)
 
     @property
     def session(self) -> SessionKey | None:

@@ -95,16 +95,29 @@ def load_model(
     # Slow to import; the witness does without them.
     from tenuto.exec.device import spare_bytes  # noqa: PLC0415
     from tenuto.exec.load import load_executor  # noqa: PLC0415
-    from tenuto.models.store import resolve, weights_digest  # noqa: PLC0415
+    from tenuto.formats.gguf_file import GgufFile  # noqa: PLC0415
+    from tenuto.models.checkpoint import open_checkpoint  # noqa: PLC0415
+    from tenuto.models.store import FileFormat, resolve, weights_digest  # noqa: PLC0415
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415
 
     files = resolve(name, cache_dir())
+    opened = GgufFile(files.path) if files.format is FileFormat.GGUF else None  # vocabularies take a while to read
     executor = load_executor(
-        files, page_size, device, dtype, context=context, kernels=kernels, cache=cache_dir(), say=log.warning
+        files,
+        page_size,
+        device,
+        dtype,
+        context=context,
+        kernels=kernels,
+        cache=cache_dir(),
+        say=log.warning,
+        checkpoint=open_checkpoint(files, opened),
     )
     forward = executor.forward
-    config, tokenizer = forward.config, load_tokenizer(files.path)
+    config, tokenizer = forward.config, load_tokenizer(files.path, opened)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template is not None else None
+    if chat is not None and chat.rewrites:
+        log.info("the chat template %s; sessions keep earlier turns as they were", " and ".join(chat.rewrites))
     eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *config.eos)))
     vocab_size = min(tokenizer.vocab_size, config.vocab)
     return Model(

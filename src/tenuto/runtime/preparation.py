@@ -38,7 +38,9 @@ class Preparer:
         else:
             generate = _generates(command)
             prompt = self._prompt(command, basis, generate=generate)
-            prepared = self._renderer.prepare(basis, prompt, generate=generate, tools=command.tools)
+            prepared = self._renderer.prepare(
+                basis, prompt, generate=generate, tools=command.tools, variables=command.variables
+            )
         grammar = command.params.grammar
         if grammar is None or self._grammars is None:
             return prepared
@@ -52,6 +54,7 @@ class Preparer:
             input=request.input,
             markup=request.markup,
             tools=request.tools,
+            variables=request.variables,
             params=TurnParams(max_new_tokens=int(request.generate)),
         )
         return list(self.prepare(start, Basis.opening(MAX_COUNT)).tokens)

@@ -94,8 +94,9 @@ class Settler:
             if text is not None and text.push(turns[index].output[-1]):
                 stopped[index] = True
         full = rows.known[chosen] > rows.limit[chosen]
-        for index in np.flatnonzero(batch.constrained[chosen] & ~stopped).tolist():
-            stopped[index], stuck = self._follow(turns[index])
+        for index in np.flatnonzero(batch.constrained[chosen]).tolist():
+            complete, stuck = self._follow(turns[index])
+            stopped[index] = not stuck and (stopped[index] or complete)
             if stuck:
                 settled.stuck.append(turns[index])
                 full[index] = False
@@ -107,7 +108,8 @@ class Settler:
     @staticmethod
     def _follow(turn: Turn) -> tuple[bool, bool]:
         """Whether the turn's last output token completes the text of its grammar, if it has one; and whether the turn
-        cannot go on."""
+        cannot go on. A token that ends the turn has to be allowed too: what was sampled where nothing may come is
+        any token."""
         constraint = turn.constraint
         if constraint is None:
             return False, False
@@ -144,15 +146,12 @@ class Settler:
             stopped = bool((batch.stop_ids[row] == token).any())
             if turn.text is not None and turn.text.push(token):
                 stopped = True
-            if stopped:
-                turn.stop = self._stop_of(turn, row)
-                settled.ended.append((turn, EndReason.STOP))
-                return
             complete, stuck = self._follow(turn)
             if stuck:
                 settled.stuck.append(turn)
                 return
-            if complete:
+            if stopped or complete:
+                turn.stop = self._stop_of(turn, row)
                 settled.ended.append((turn, EndReason.STOP))
                 return
         if rows.known[row] > rows.limit[row]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from tenuto.base.errors import InvalidRequest, ModelError, TenutoError
-from tenuto.base.tools import NO_TOOLS, Tools
+from tenuto.base.tools import NO_TOOLS, Thinks, Tools
 from tenuto.base.turns import Message
+from tenuto.base.variables import NO_VARIABLES, Variables
 from tenuto.text.guard import Guard, Markup
 from tenuto.text.room import Room
 from tenuto.text.template import Template
 from tenuto.text.tokenizer import Tokenizer
-from tenuto.text.tools import for_template, habits_of, protected, texts_of, without_tools
+from tenuto.text.tools import for_template, habits_of, protected, texts_of, thinks_of, without_tools
+
+SWITCHES = ("enable_thinking", "thinking")
+"""What templates call the variable that turns thoughts on and off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,10 @@ class Conversation:
         return [*({"role": role, "content": filler} for role in roles), {"role": self.role, "content": last}]
 
 
+class _Displaced(InvalidRequest):
+    """A template writes a message elsewhere than after those before it, or not at all."""
+
+
 class Rendered(NamedTuple):
     """Tokens to append to a history, and the conversation after them."""
 
@@ -65,8 +74,13 @@ class ChatTemplate:
     A session's history is never rendered again. New messages are rendered after a short stand-in for the conversation
     so far, and what the template writes after the stand-in's last content is the delta: it begins with whatever closes
     that message. So the tokens of all turns are those of rendering the whole conversation at once, provided that the
-    template writes before an assistant message what it writes to ask for one. With templates that do not, such as those
-    that remove earlier reasoning, the history stays as it was generated.
+    template writes an earlier turn as it wrote it when that was the last.
+
+    With templates that do not, the history stays as it was read and generated, and a turn adds what the template writes
+    after it: earlier reasoning is kept where the template would now remove it, a system message or tools stay in the
+    turn they came with where the template would move them to the last one, a date stays that of the day on which the
+    session began, and an answer that ended with the token for the last answer keeps that one. `rewrites` tells which of
+    these a model has. Messages that a template drops, or puts elsewhere than at the end, are refused.
 
     Control tokens in a message's content are plain text; only the template's own are control tokens.
     """
@@ -91,17 +105,50 @@ class ChatTemplate:
         except TenutoError as error:
             raise ModelError(f"the chat template cannot be rendered turn by turn: {error}") from None
         self._system_refusal: str | None = None
+        self._system_stays = True
         try:
             self._tail(replace(answered, system=True), question, generate=True)
+        except _Displaced:
+            self._system_stays = False
         except TenutoError as error:
             self._system_refusal = str(error)
-        self.habits = habits_of(source, prompt)
+        habits = habits_of(source, prompt, tokenizer.control_id)
+        self.habits = replace(habits, switches=tuple(self._switches(asked, prompt)))
         """How its model writes calls and thoughts."""
         first = next(tokenizer.split_markup(closer), None)
         self.end_of_turn = first if isinstance(first, int) else None
         """The token that closes an assistant message, if the template closes it with a control token."""
         self.stop_ids = frozenset({*tokenizer.eos_ids, *([first] if isinstance(first, int) else [])})
         """The tokens that end an answer."""
+        followed = next(tokenizer.split_markup(self._tail(answered, question, generate=True)[0]), None)
+        self._closers = frozenset({first, followed}) if isinstance(followed, int) and first != followed else frozenset()
+        self.rewrites = self._rewrites()
+        """What the template would write otherwise of earlier turns, for people. Sessions keep it as it was."""
+
+    def _switches(self, asked: Conversation, prompt: str) -> Iterator[tuple[str, bool, Thinks]]:
+        """The variables that change whether an answer begins with thoughts. `prompt` is asked with without them."""
+        usual = thinks_of(self._source, prompt)
+        for name in (name for name in SWITCHES if name in self._source):
+            for value in (False, True):
+                with suppress(TenutoError):
+                    variables = Variables.of({name: value})
+                    text, _ = self._tail(asked, [], generate=True, variables=variables)
+                    if (thinks := thinks_of(self._source, text)) != usual:
+                        yield name, value, thinks
+
+    def _rewrites(self) -> tuple[str, ...]:
+        found = []
+        if self.habits.thinks != "no":
+            said = {"role": "assistant", "content": "<think>\nq1x\n</think>\n\ny"}
+            asked = {"role": "user", "content": "z"}
+            with suppress(TenutoError):
+                if "q1x" not in self._template.render([asked, said, asked], generate=True):
+                    found.append("removes the reasoning of earlier answers")
+        if not self._system_stays:
+            found.append("moves the system message to the last turn")
+        if self._closers:
+            found.append("closes the last answer with another token than earlier ones")
+        return tuple(found)
 
     def opening(
         self,
@@ -109,6 +156,7 @@ class ChatTemplate:
         generate: bool = True,
         room: Room | None = None,
         tools: Tools = NO_TOOLS,
+        variables: Variables = NO_VARIABLES,
     ) -> Rendered:
         """The tokens of a session's first turn, complete as they are, which tell of `tools`. With `generate` they end
         where the assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no
@@ -123,11 +171,12 @@ class ChatTemplate:
         if not self._template.knows_tools:
             messages, tools = without_tools(messages, tools, system=self._system_refusal is None), NO_TOOLS
             system = messages[0].role == "system"
+        system = system and self._system_stays
         later = Conversation(system=system, dialogue=False, role="system", tools=digest).then(messages, generate)
-        guard = self._guard(messages, tools)
+        guard = self._guard(messages, tools, variables)
         told = protected(tools.parsed(), guard.protect)
-        text = self._template.render(_protected(messages, guard), generate, told)
-        return Rendered(guard.encode(text if generate else self._unclosed(text, later), room), later)
+        text = self._template.render(_protected(messages, guard), generate, told, _told(variables, guard))
+        return Rendered(guard.encode(text if generate else self._unclosed(text, later, variables), room), later)
 
     def delta(
         self,
@@ -137,9 +186,11 @@ class ChatTemplate:
         last_token: int,
         generate: bool = True,
         room: Room | None = None,
+        variables: Variables = NO_VARIABLES,
     ) -> Rendered:
         """The tokens that append `messages` to the history of `earlier`, which ends with `last_token`. They begin with
-        what closes the last message, except for an end-of-turn token that is already there.
+        what closes the last message, except for an end-of-turn token that is already there. `variables` are told for
+        this turn alone: what was written of earlier ones stays.
 
         Without messages, an unfinished answer is continued, which takes no tokens; after a finished one, or another
         role's message, the assistant is asked to speak. Raises `InvalidRequest` if the template does not allow these
@@ -151,36 +202,71 @@ class ChatTemplate:
         if not self._template.knows_tools:
             messages = without_tools(messages, NO_TOOLS, system=True)
         later = earlier.then(messages, generate)
-        text, guard = self._tail(earlier, messages, generate=generate)
+        text, guard = self._tail(earlier, messages, generate=generate, variables=variables)
         if room is not None:
             room = room._replace(spare=int(ended))
         before = self._markup.tokenizer.before(last_token)
-        tokens = guard.encode(text if generate else self._unclosed(text, later), room, before)
-        if ended and tokens[:1] == [last_token]:
+        tokens = guard.encode(text if generate else self._unclosed(text, later, variables), room, before)
+        if ended and tokens and (tokens[0] == last_token or self._closers == {tokens[0], last_token}):
             del tokens[0]
         return Rendered(tokens, later)
 
-    def _guard(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Guard:
-        return Guard(self._markup, [self._source, *texts_of(messages, tools)])
+    def _guard(
+        self, messages: Sequence[Message], tools: Tools = NO_TOOLS, variables: Variables = NO_VARIABLES
+    ) -> Guard:
+        return Guard(self._markup, [self._source, variables.source, *texts_of(messages, tools)])
 
-    def _tail(self, earlier: Conversation, messages: Sequence[Message], *, generate: bool) -> tuple[str, Guard]:
+    def _tail(
+        self,
+        earlier: Conversation,
+        messages: Sequence[Message],
+        *,
+        generate: bool,
+        variables: Variables = NO_VARIABLES,
+    ) -> tuple[str, Guard]:
         """What the template writes after the content of `earlier`'s last message."""
-        guard = self._guard(messages)
+        guard = self._guard(messages, variables=variables)
+        told = _told(variables, guard)
         stand_in = earlier.stand_in(guard.mark, guard.filler)
-        text = self._template.render(stand_in + _protected(messages, guard), generate)
+        text = self._template.render(stand_in + _protected(messages, guard), generate, variables=told)
         before, mark, tail = text.partition(guard.mark)
         if not mark or guard.mark in tail or guard.filler in tail:
-            raise InvalidRequest(f"the model's chat template moves or drops messages before a later {earlier.role} one")
+            raise _Displaced(f"the model's chat template moves or drops messages before a later {earlier.role} one")
         if self._markup.half_written(before, tail):
             raise InvalidRequest("the model's chat template leaves a control token half written beside a message")
+        self._check_places(stand_in, messages, guard, told)
         return tail, guard
 
-    def _unclosed(self, text: str, conversation: Conversation) -> str:
+    def _check_places(
+        self, stand_in: list[dict[str, Any]], messages: Sequence[Message], guard: Guard, told: dict[str, Any]
+    ) -> None:
+        """Raises `_Displaced` if the template does not write each of `messages`, but for those of the assistant, after
+        the stand-in: what it writes of them elsewhere, the history would never have."""
+        probed = [
+            {**raw, "content": guard.probe} if raw["role"] != "assistant" else raw
+            for raw in _protected(messages, guard)
+        ]
+        expected = sum(raw["role"] != "assistant" for raw in probed)
+        if not expected:
+            return
+        _, _, tail = self._template.render([*stand_in, *probed], generate=True, variables=told).partition(guard.mark)
+        if tail.count(guard.probe) < expected:
+            roles = sorted({raw["role"] for raw in probed} - {"assistant"})
+            raise _Displaced(
+                f"the model's chat template moves or drops messages ({' or '.join(roles)}) where they follow others; "
+                "allowed in a session: what it writes in its place"
+            )
+
+    def _unclosed(self, text: str, conversation: Conversation, variables: Variables) -> str:
         """`text` up to the end of its last message's content."""
-        closer, _ = self._tail(conversation, [], generate=False)
+        closer, _ = self._tail(conversation, [], generate=False, variables=variables)
         if not text.endswith(closer):
             raise InvalidRequest(f"the model's chat template cannot append a {conversation.role} message by itself")
         return text.removesuffix(closer)
+
+
+def _told(variables: Variables, guard: Guard) -> dict[str, Any]:
+    return {name: protected(value, guard.protect) for name, value in variables.parsed().items()}
 
 
 def _protected(messages: Sequence[Message], guard: Guard) -> list[dict[str, Any]]:

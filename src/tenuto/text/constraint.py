@@ -32,25 +32,21 @@ class Matcher(Protocol):
         """Go on by a token. False if it may not come here; then there is a `failure`."""
         ...
 
-    def allows(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens may come, one after the other. Changes nothing."""
-        ...
-
     def fill(self, words: Words) -> None:
         """Set bit `token % 32` of `words[token // 32]` for every token that may come next, and clear all others."""
         ...
 
-    def rollback(self, tokens: int) -> None:
-        """Take back the last `tokens` tokens."""
+    def copy(self) -> Matcher:
+        """Another one that stands where this one does; neither moves the other."""
         ...
 
 
 class Constraint:
     """What a turn's output has to follow. The engine's thread pushes what has been settled; another computes masks.
 
-    Invariant: the matcher stands at the end of the turn's settled output, except inside `masks`; under `_lock`. It
-    never goes back further: an aborted turn gives its constraint up, a preempted one keeps its output and with it its
-    constraint.
+    Invariant: the matcher stands at the end of the turn's settled output; under `_lock`. It never goes back: guesses
+    are followed on copies, an aborted turn gives its constraint up, and a preempted one keeps its output and with it
+    its constraint.
     """
 
     __slots__ = ("_lock", "_matcher", "_next", "_stuck", "_words", "failure", "slow")
@@ -81,24 +77,32 @@ class Constraint:
 
     def masks(self, guesses: Sequence[int]) -> Words | None:
         """What may come next, and after each of the guesses: uint32 [1 + guesses, words]. After a guess that may not
-        come, and all later ones, anything may: what is sampled there is not looked at. `None` if the grammar turns out
-        to be too complex, or no token may come; the next `push` fails."""
+        come, or completes the text, or after which nothing may come, anything may: what is sampled there is not looked
+        at, or fails. `None` if the grammar turns out to be too complex, or no token may come; the next `push` fails."""
         began = perf_counter()
         with self._lock:
             masks = np.full((1 + len(guesses), self._words), 0xFFFFFFFF, np.uint32)
-            valid = self._matcher.allows(guesses) if guesses else 0
             if self._next is not None:
                 masks[0] = self._next
             else:
                 self._matcher.fill(masks[0])
-            for place in range(valid):
-                self._matcher.consume(guesses[place])
-                self._matcher.fill(masks[place + 1])
-            if valid:
-                self._matcher.rollback(valid)
             self._stuck = bool(self._matcher.failure) or not masks[0].any()
             if self._stuck:
                 return None
             self._next = masks[0].copy()
+            if guesses:
+                self._follow(guesses, masks[1:])
         self.slow = perf_counter() - began > SLOW_SECONDS
         return masks
+
+    def _follow(self, guesses: Sequence[int], masks: Words) -> None:
+        """Fill the masks, [guesses, words], of what may come after each of the guesses, as far as that can be said."""
+        ahead = self._matcher.copy()
+        for guess, mask in zip(guesses, masks, strict=True):
+            if not ahead.consume(guess) or ahead.complete:
+                return
+            found = np.zeros_like(mask)
+            ahead.fill(found)
+            if ahead.failure:
+                return
+            mask[:] = found

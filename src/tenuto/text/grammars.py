@@ -4,6 +4,7 @@ thread."""
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
+from tenuto.base.grammar import WHITE_SPACE, Grammar
 from tenuto.base.plan import Words
 from tenuto.text.constraint import Constraint
 from tenuto.text.tokenizer import Tokenizer
@@ -26,18 +27,19 @@ MAX_CACHED_SOURCE = 2**22
 """Characters of their sources in all."""
 SHOWN = 400
 """Characters of what the library says of a bad grammar."""
-SCHEMA_OPTIONS: Any = {"whitespace_pattern": r"(\x20|\x0A\x20{0,32})?"}
-"""In JSON there may be a blank, or a new line and its indentation, wherever white space may be; not white space for
-ever, into which small models fall."""
+SCHEMA_OPTIONS: Any = {"whitespace_pattern": WHITE_SPACE}
 
 
 class GrammarMatcher:
     """A `Matcher` by llguidance."""
 
-    __slots__ = ("_matcher",)
+    __slots__ = ("_control", "_matcher")
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, control: Words | None = None) -> None:
+        """`control`: the mask of the control tokens, if the grammar names any. Where one of them may end what could
+        also go on, the library allows them all, so they are tried."""
         self._matcher = matcher
+        self._control = control
 
     @property
     def failure(self) -> str:
@@ -50,28 +52,31 @@ class GrammarMatcher:
     def consume(self, token: int) -> bool:
         return self._matcher.consume_token(token)
 
-    def allows(self, tokens: Sequence[int]) -> int:
-        return self._matcher.validate_tokens(list(tokens))
-
     def fill(self, words: Words) -> None:
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._control is None:
+            return
+        for token in np.flatnonzero(np.unpackbits((words & self._control).view(np.uint8), bitorder="little")).tolist():
+            if not self._matcher.validate_tokens([token]):
+                words[token // 32] &= ~np.uint32(1 << token % 32)
 
-    def rollback(self, tokens: int) -> None:
-        self._matcher.rollback(tokens)
+    def copy(self) -> GrammarMatcher:
+        return GrammarMatcher(self._matcher.deep_copy(), self._control)
 
 
 class GrammarCompiler:
     """Makes constraints of grammars for the tokens of one model. For any thread.
 
     Invariant: `_compiled` holds the grammars used last, the latest at the end, each with the mask of its first token
-    and a matcher that nobody moves; under `_lock`.
+    and a matcher that nobody moves; under `_lock`. `_control` is set with `_tokens`.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         """`end_ids`: the control tokens that end an answer. They may come where a text is complete."""
         self._make = partial(_tokens_of, tokenizer, vocab_size, end_ids)
         self._tokens: LLTokenizer | None = None  # made when first needed
-        self._compiled: OrderedDict[Grammar, tuple[LLMatcher, Words]] = OrderedDict()
+        self._control = np.zeros(0, np.uint32)  # the mask of all control tokens
+        self._compiled: OrderedDict[Grammar, tuple[GrammarMatcher, Words]] = OrderedDict()
         self._lock = threading.Lock()
         self._making = threading.Lock()
 
@@ -90,9 +95,9 @@ class GrammarCompiler:
             found = self._compile(grammar)
             self._keep(grammar, found)
         matcher, first = found
-        return Constraint(GrammarMatcher(matcher.deep_copy()), len(first), first)
+        return Constraint(matcher.copy(), len(first), first)
 
-    def _keep(self, grammar: Grammar, compiled: tuple[LLMatcher, Words]) -> None:
+    def _keep(self, grammar: Grammar, compiled: tuple[GrammarMatcher, Words]) -> None:
         with self._lock:
             self._compiled[grammar] = compiled
             sizes = [len(each.source) for each in self._compiled]
@@ -100,23 +105,28 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
                 del sizes[0]
 
-    def _compile(self, grammar: Grammar) -> tuple[LLMatcher, Words]:
+    def _compile(self, grammar: Grammar) -> tuple[GrammarMatcher, Words]:
         with self._making:
             if self._tokens is None:
-                self._tokens = self._make()
+                self._tokens, control = self._make()
+                self._control = _mask_of(control, -(-self._tokens.vocab_size // 32))
         matcher = LLMatcher(self._tokens, _SOURCES[grammar.kind](grammar), log_level=0, limits=LIMITS)
+        names_control = grammar.kind in ("lark", "ebnf") and _NAMED.search(grammar.source) is not None
+        made = GrammarMatcher(matcher, self._control if names_control else None)
         first = np.zeros(-(-self._tokens.vocab_size // 32), np.uint32)
         if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
+            made.fill(first)
         if matcher.is_error():
             raise InvalidRequest(
                 f"the {_NAMES[grammar.kind]} is refused: {_brief(matcher.get_error())}", param="grammar"
             )
         if matcher.is_stopped() or not (first & ~_mask_of(self._tokens.eos_tokens, len(first))).any():
             raise InvalidRequest(f"the {_NAMES[grammar.kind]} allows no text but the empty one", param="grammar")
-        return matcher, first
+        return made, first
 
 
+_NAMED = re.compile(r"<[\[|]")
+"""Where a grammar may name a control token."""
 LIMITS = LLParserLimits(verbose_errors=False)
 """The library's own: a mask costs at most about 15 ms, a grammar at most some 100 MB."""
 
@@ -196,9 +206,11 @@ class _Tokens(TokenizerWrapper):
         return self._tokenizer.encode(text.decode(errors="replace") if isinstance(text, bytes) else text)
 
 
-def _tokens_of(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> LLTokenizer:
+def _tokens_of(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> tuple[LLTokenizer, Sequence[int]]:
+    """The library's tokenizer, and the control tokens."""
     ends = [token for token in dict.fromkeys(end_ids) if token < vocab_size]
     if not ends:  # the library wants one: a token that no model has
         vocab_size += 1
         ends = [vocab_size - 1]
-    return LLTokenizer(_Tokens(tokenizer, vocab_size, ends[0]), n_vocab=vocab_size, eos_token=list(ends))
+    tokens = _Tokens(tokenizer, vocab_size, ends[0])
+    return LLTokenizer(tokens, n_vocab=vocab_size, eos_token=list(ends)), tokens.special_token_ids

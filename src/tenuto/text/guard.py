@@ -48,7 +48,7 @@ class Guard:
         used = {letter for text in texts for letter in _private_letters(text)}
         unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
         try:
-            self.mark, self.filler = next(unused), next(unused)
+            self.mark, self.filler, self.probe = next(unused), next(unused), next(unused)
             self._stand_ins = {letter: next(unused) for letter in markup.first_letters}
         except StopIteration:
             raise InvalidRequest("messages use all of Unicode's private use plane 15; allowed: a part of it") from None

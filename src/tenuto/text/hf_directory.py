@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from tenuto.base.errors import ModelError
 from tenuto.text.tokenizer import Tokenizer
@@ -23,15 +25,66 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for every damaged file
         raise ModelError(f"{file} cannot be read: {error}") from None
     config = _read_json(path / "tokenizer_config.json")
+    _add_tokens(backend, config)
     bos_id = _token_id(backend, config.get("bos_token"))
-    probe = backend.encode("a", add_special_tokens=True).ids
+    eos_ids = _eos_ids(backend, config, _read_json(path / "generation_config.json"))
+    _steer(backend, {bos_id, *eos_ids})
     return Tokenizer(
         backend,
         bos_id=bos_id,
-        eos_ids=_eos_ids(backend, config, _read_json(path / "generation_config.json")),
-        adds_bos=bos_id is not None and probe[:1] == [bos_id],
+        eos_ids=eos_ids,
+        adds_bos=bos_id is not None and _adds(backend, bos_id, config.get("add_bos_token")),
         chat_template=_chat_template(path, config),
     )
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Add what `tokenizer_config.json` has besides `tokenizer.json`, as transformers does: the tokens it describes,
+    then the special ones it names. One that would get another id than it has there is left out: the model
+    would not know it."""
+    present = backend.get_added_tokens_decoder()
+    described = config.get("added_tokens_decoder")
+    for key, fields in sorted(described.items(), key=lambda item: int(item[0])) if isinstance(described, dict) else ():
+        token_id, token = int(key), AddedToken(**{name: fields[name] for name in _FIELDS if name in fields})
+        known = backend.token_to_id(token.content)
+        if repr(present.get(token_id)) != repr(token) and token_id in (known, backend.get_vocab_size()):
+            backend.add_tokens([token])
+    for named in _named(config):
+        if _token_id(backend, named) is not None and _text(named) not in _added_texts(backend):
+            backend.add_special_tokens([AddedToken(_text(named), special=True)])
+
+
+_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _named(config: dict[str, Any]) -> list[object]:
+    """The special tokens that a configuration names, as texts or objects."""
+    named = [config.get(role) for role in _ROLES]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(key) or []
+        named += more.values() if isinstance(more, dict) else more
+    return [token for token in named if _text(token)]
+
+
+def _steer(backend: tokenizers.Tokenizer, ids: Collection[int | None]) -> None:
+    """Make the added tokens in `ids` special, so that no text becomes one that ends a turn, whatever the files say."""
+    for i, token in backend.get_added_tokens_decoder().items():
+        if i in ids and not token.special:
+            token.special = True
+            backend.add_special_tokens([token])
+
+
+def _added_texts(backend: tokenizers.Tokenizer) -> set[str]:
+    return {token.content for token in backend.get_added_tokens_decoder().values()}
+
+
+def _adds(backend: tokenizers.Tokenizer, bos_id: int, told: object) -> bool:
+    """Whether prompts begin with `bos_id`: as the configuration tells, or else as the post-processor does."""
+    if isinstance(told, bool):
+        return told
+    first: list[int] = backend.encode("a", add_special_tokens=True).ids[:1]
+    return first == [bos_id]
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -48,11 +101,13 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _token_id(backend: tokenizers.Tokenizer, token: object) -> int | None:
     """The id of a token named in tokenizer_config.json, where it is a string or an object with `content`."""
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        return None
-    token_id: int | None = backend.token_to_id(text)
+    token_id: int | None = backend.token_to_id(_text(token)) if _text(token) else None
     return token_id
+
+
+def _text(token: object) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
 
 
 def _eos_ids(backend: tokenizers.Tokenizer, config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

@@ -63,8 +63,10 @@ class MaskThreads:
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"tenuto-{name}") for name in ("masks", "slow-masks")]
 
     def ask(self, requests: Sequence[MaskRequest]) -> None:
-        for slow, thread in enumerate(self._threads):
-            mine = [request for request in requests if request.constraint.slow is bool(slow)]
+        # Read once: the threads change `slow`, and each request is carried out by one of them.
+        slow = [request.constraint.slow for request in requests]
+        for number, thread in enumerate(self._threads):
+            mine = [request for request, late in zip(requests, slow, strict=True) if late is bool(number)]
             if mine:
                 thread.submit(_carry_out, mine)
 

@@ -10,13 +10,23 @@ from tokenizers import decoders, models, normalizers
 
 from tenuto.text.alphabet import SPACE
 
-NORMAL, UNKNOWN = 1, 2
-"""Values of `tokenizer.ggml.token_type`: only normal tokens are merged from others."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Values of `tokenizer.ggml.token_type`. Only normal tokens, and runs of blanks, are merged from others."""
+
+
+def with_blanks(tokens: list[str], types: list[int]) -> list[str]:
+    """`tokens` with runs of blanks in the vocabulary's letters: where they are user-defined, as Gemma's, files have
+    them as blanks."""
+    return [
+        SPACE * len(text) if kind == USER_DEFINED and text and not text.strip(" ") else text
+        for text, kind in zip(tokens, types, strict=True)
+    ]
 
 
 def sentencepiece(tokens: list[str], types: list[int], scores: Sequence[float]) -> tokenizers.Tokenizer:
     """`tokens[i]`, `types[i]` and `scores[i]` describe token i. Of all neighbours that make a normal token together
     those with the highest score are merged first."""
+    tokens = with_blanks(tokens, types)
     unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     model = models.BPE(
         {text: i for i, text in enumerate(tokens)},
@@ -36,9 +46,22 @@ def _merges(tokens: list[str], types: list[int], scores: Sequence[float]) -> lis
     one with the longest left part comes first, as in conversions by transformers."""
     normal = {text: score for text, kind, score in zip(tokens, types, scores, strict=True) if kind == NORMAL}
     ranked = sorted(normal.items(), key=lambda item: item[1], reverse=True)
-    return [
+    return _blank_merges(tokens, types) + [
         (text[:cut], text[cut:])
         for text, _ in ranked
         for cut in range(len(text) - 1, 0, -1)
         if text[:cut] in normal and text[cut:] in normal
+    ]
+
+
+def _blank_merges(tokens: list[str], types: list[int]) -> list[tuple[str, str]]:
+    """How user-defined runs of blanks are merged: before all else, the longest first, as published with Gemma."""
+    defined = {text for text, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED}
+    runs = sorted((len(text) for text in defined if text and not text.strip(SPACE)), reverse=True)
+    parts = {1, *runs}
+    return [
+        (SPACE * cut, SPACE * (run - cut))
+        for run in runs
+        for cut in range(run - 1, 0, -1)
+        if cut in parts and run - cut in parts
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Never
 
 import jinja2
@@ -36,8 +37,15 @@ class Template:
             raise ModelError(f"line {error.lineno} of the chat template: {error.message}") from None
         self._variables = dict(variables)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], generate: bool, tools: Sequence[Any] = ()) -> str:
-        """Render `messages`, with `generate` up to where the assistant begins to speak. Raises `InvalidRequest` if the
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generate: bool,
+        tools: Sequence[Any] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Render `messages`, with `generate` up to where the assistant begins to speak. `variables`: what the template
+        is told besides. Raises `InvalidRequest` if the
         template refuses them or fails."""
         try:
             return self._template.render(
@@ -46,6 +54,7 @@ class Template:
                 tools=list(tools) or None,
                 documents=None,
                 **self._variables,
+                **variables,
             )
         except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may raise anything
             raise InvalidRequest(f"the model's chat template cannot render these messages: {error}") from None

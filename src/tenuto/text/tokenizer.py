@@ -83,6 +83,10 @@ class Tokenizer:
         """How control token `token` is written in markup; "" for None and for tokens that are not control tokens."""
         return "" if token is None else self._control.get(token, "")
 
+    def control_id(self, text: str) -> int | None:
+        """The control token that is written like this in markup, if there is one."""
+        return self._control_ids.get(text)
+
     def before(self, last_token: int | None) -> Before:
         """What stands before a text that follows `last_token`, or with `None` nothing."""
         if last_token is None:
@@ -146,6 +150,10 @@ class Tokenizer:
         return ids
 
 
+_BLANKS = r"[^\S\x1c-\x1f]*"
+"""White space as Unicode has it; Python counts four control characters more."""
+
+
 def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     """Matches control tokens in markup, the longest first. A token may be declared to include the white space on its
     left or right. The group that matched holds the token's own text."""
@@ -156,7 +164,7 @@ def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     alternatives = []
     for (left, right), texts in groups.items():
         either = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
-        alternatives.append((r"\s*" if left else "") + f"({either})" + (r"\s*" if right else ""))
+        alternatives.append((_BLANKS if left else "") + f"({either})" + (_BLANKS if right else ""))
     return re.compile("|".join(alternatives)) if alternatives else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tenuto.base.tools import ModelHabits, ToolCall, Tools
+from tenuto.base.tools import ModelHabits, Thinks, ToolCall, Tools
 from tenuto.base.turns import Message
 
 INSTRUCTIONS = (
@@ -19,14 +19,31 @@ INSTRUCTIONS = (
 Protect = Callable[[str], str]
 
 
-def habits_of(source: str, prompt: str) -> ModelHabits:
-    """What a chat template tells of how its model writes. `prompt`: what it writes to ask for an answer."""
-    thinks = "</think>" in source
+def habits_of(source: str, prompt: str, control: Callable[[str], int | None]) -> ModelHabits:
+    """What a chat template tells of how its model writes. `prompt`: what it writes to ask for an answer. `control`: the
+    control token that has this text, if there is one."""
+
+    def written(text: str) -> int | None:
+        return control(text) if text in source else None
+
+    mistral = written("[TOOL_CALLS]")
     return ModelHabits(
-        tools="tags" if "<tool_call>" in source else "json",
+        tools="tags" if "<tool_call>" in source else "named" if "[ARGS]" in source else "json",
+        opens=mistral if mistral is not None else written("<|tool_call|>"),
+        closes=written("<|/tool_call|>"),
+        before_id=written("[CALL_ID]"),
+        before_arguments=written("[ARGS]"),
+        short_ids="[TOOL_CALLS]" in source and "[ARGS]" not in source,
         arguments="parameters" if '"parameters": ' in source and "<tool_call>" not in source else "arguments",
-        thinks="no" if not thinks else "opened" if prompt.rstrip().endswith("<think>") else "tags",
+        thinks=thinks_of(source, prompt),
     )
+
+
+def thinks_of(source: str, prompt: str) -> Thinks:
+    """How a model thinks whose chat template writes `prompt` to ask for an answer."""
+    if "</think>" not in source:
+        return "no"
+    return "opened" if prompt.rstrip().endswith("<think>") else "tags"
 
 
 def for_template(message: Message, protect: Protect) -> dict[str, Any]:
@@ -76,7 +93,7 @@ def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool) ->
 
 def _plain(message: Message) -> Message:
     if not message.tool_calls:
-        return Message(message.role, message.content)
+        return Message(message.role, message.content, name=message.name)
     calls = [{"name": call.name, "arguments": call.parsed()} for call in message.tool_calls]
     text = json.dumps(calls if len(calls) > 1 else calls[0], ensure_ascii=False)
     return Message(message.role, f"{message.content}\n{text}" if message.content else text)

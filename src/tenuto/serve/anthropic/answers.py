@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import EndReason, TurnResult, joined
 from tenuto.serve.shared.edge import Edge
@@ -14,7 +15,6 @@ from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import check_end
 from tenuto.serve.shared.sse import event
-from tenuto.serve.shared.tool_calls import AnswerReader, Said
 
 
 class MessageWriter:

@@ -14,7 +14,6 @@ from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import EventStream, while_connected
-from tenuto.serve.shared.tool_calls import reader_of
 
 router = APIRouter(prefix="/v1/messages", tags=["anthropic"])
 
@@ -36,7 +35,7 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
         tenant=tenant.name,
         input=body.rendered(),
         params=body.params(habits),
-        tools=body.told_tools(),
+        tools=body.tool_use.told,
         limits=tenant.limits,
     )
     try:
@@ -45,7 +44,7 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
         error.param = body.param(error.param)
         raise
     try:
-        reader = reader_of(habits, [tool.name for tool in body.chosen], start.params.grammar)
+        reader = body.tool_use.reading(habits, start.params.grammar).reader(turn.id)
         writer = MessageWriter(edge, turn, reader)
         if body.stream:
             streams = True
@@ -61,5 +60,5 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
 async def count_tokens(edge: EdgeOf, _: Caller, body: Conversation) -> dict[str, int]:
     """How many tokens messages come to."""
     edge.check_model(body.model)
-    tokens = await edge.link.call(Tokenize(input=body.rendered(), tools=body.told_tools()))
+    tokens = await edge.link.call(Tokenize(input=body.rendered(), tools=body.tool_use.told))
     return {"input_tokens": len(tokens)}

@@ -11,11 +11,12 @@ from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
-from tenuto.base.tools import MAX_TOOLS, ModelHabits, ToolCall, Tools
+from tenuto.base.tool_use import ToolChoice as Choice
+from tenuto.base.tool_use import ToolUse
+from tenuto.base.tools import MAX_TOOLS, ModelHabits, ToolCall
 from tenuto.base.turns import Message
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.schemas import Messages, field_of, random_seed, unsupported
-from tenuto.serve.shared.tool_calls import shape_of
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", examples=["get_weather"])]
 KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -126,7 +127,9 @@ class Conversation(ForeignObject):
     ignored = frozenset(
         {"betas", "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "thinking"}
     )
-    not_supported = dict.fromkeys(("container", "mcp_servers", "context_management"), NOTHING)
+    not_supported = dict.fromkeys(
+        ("chat_template_kwargs", "container", "context_management", "kv_transfer_params", "mcp_servers"), NOTHING
+    )
 
     model: str = Field(description="As listed by `/v1/models`, or `default`.")
     messages: Messages[NewMessage] = Field(min_length=1)
@@ -136,13 +139,15 @@ class Conversation(ForeignObject):
     output_config: OutputConfig | None = Field(None, description="A JSON schema, which is enforced.")
 
     @property
-    def chosen(self) -> list[Tool]:
-        """The tools that may be called."""
-        choice = self.tool_choice
-        if choice is not None and choice.type == "none":
-            return []
-        tools = self.tools or []
-        return [tool for tool in tools if tool.name == choice.name] if choice and choice.type == "tool" else tools
+    def tool_use(self) -> ToolUse:
+        """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
+        told, choice = tuple(tool.told() for tool in self.tools or ()), self.tool_choice
+        if choice is None:
+            return ToolUse(told)
+        if (choice.type == "tool") != (choice.name is not None):
+            raise InvalidRequest("tool_choice: a name belongs to type tool, and only there", param="tool_choice.name")
+        kind: Choice = "required" if choice.type in ("any", "tool") else "none" if choice.type == "none" else "auto"
+        return ToolUse(told, kind, choice.name or "", parallel=not choice.disable_parallel_tool_use)
 
     def rendered(self) -> list[Message]:
         """The messages as the engine takes them. Raises `InvalidRequest`."""
@@ -152,23 +157,11 @@ class Conversation(ForeignObject):
         messages = [Message("system", system)] if system else []
         return messages + [one for message in self.messages for one in message.rendered()]
 
-    def told_tools(self) -> Tools:
-        """What the model is told of."""
-        if self.tool_choice is not None and self.tool_choice.type == "none":
-            return Tools()
-        return Tools.of([tool.told() for tool in self.tools or ()])
-
     def grammar(self, habits: ModelHabits) -> Grammar | None:
         """What the answer must follow, if anything. Raises `InvalidRequest`."""
         shape = self.output_config.format if self.output_config is not None else None
         answer = Grammar.of_schema(shape.schema_) if shape is not None else None
-        choice = self.tool_choice
-        forced = choice is not None and choice.type in ("any", "tool")
-        if forced and not self.chosen:
-            raise InvalidRequest("tool_choice asks for a tool that tools does not have", param="tool_choice")
-        parallel = choice is None or not (choice.type == "tool" or choice.disable_parallel_tool_use)
-        functions = {tool.name: tool.input_schema for tool in self.chosen}
-        return shape_of(habits, answer, functions, forced=forced, parallel=parallel)
+        return self.tool_use.grammar(habits, answer)
 
 
 def unsupported_prefill() -> InvalidRequest:

@@ -9,10 +9,11 @@ from typing import Any
 
 from fastapi import Response
 
+from tenuto.base.answers import Said
 from tenuto.base.errors import TenutoError
 from tenuto.base.messages import Request
 from tenuto.base.sampling import Candidate, TokenLogprob
-from tenuto.base.turns import Delta
+from tenuto.base.turns import Delta, joined
 from tenuto.base.views import SessionInfo, Ticket
 from tenuto.serve.native.schemas import Session, Turn, Usage, etag
 from tenuto.serve.shared.edge import Edge
@@ -48,6 +49,8 @@ def turn_body(turn: LiveTurn) -> Turn:
         logprobs=[_logprob(entry) for entry in reply.logprobs] or None,
         input_logprobs=[_logprob(entry) if entry is not None else None for entry in reply.input_logprobs] or None,
     )
+    if (said := turn.said()) is not None:
+        body.message = said.message()
     if turn.ticket is not None:
         body.max_new_tokens = turn.ticket.max_new_tokens
     if result is not None:
@@ -67,35 +70,45 @@ async def turn_events(turn: LiveTurn, position: int) -> AsyncIterator[bytes]:
     """The events of an accepted turn after the first `position`; at 0, `started` comes first."""
     assert turn.ticket is not None
     if position == 0:
-        yield _started(turn.id, turn.ticket)
+        yield _started(turn, turn.ticket)
+    reader = turn.reading.reader(turn.id) if turn.reading is not None else None
+    if reader is not None:
+        reader.push(joined(turn.deltas[:position]).text)
     try:
         async with aclosing(turn.follow(position)) as stream:
             async for last, deltas in stream:
                 for number, delta in enumerate(deltas, last - len(deltas) + 1):
                     if delta.tokens or delta.text:
-                        yield event("delta", _delta(delta), number)
+                        said = reader.push(delta.text) if reader is not None else None
+                        yield event("delta", _delta(delta, said), number)
                     if delta.result is not None:
+                        if reader is not None and (rest := reader.finish()):  # what was held back
+                            yield event("delta", _delta(Delta(delivered=delta.delivered), rest))
                         ended = turn_body(turn).model_dump(exclude={"text", "tokens", "logprobs"}, exclude_none=True)
                         yield event("committed" if delta.result.committed else "aborted", ended, number)
     except TenutoError as error:
         yield event("error", Failure.of(error).body)
 
 
-def _started(turn_id: str, ticket: Ticket) -> bytes:
-    return event(
-        "started",
-        {
-            "turn_id": turn_id,
-            "session_id": ticket.session,
-            "prompt_tokens": ticket.prompt_tokens,
-            "max_new_tokens": ticket.max_new_tokens,
-            "version": ticket.version,
-        },
-    )
+def _started(turn: LiveTurn, ticket: Ticket) -> bytes:
+    body: dict[str, Any] = {
+        "turn_id": turn.id,
+        "session_id": ticket.session,
+        "prompt_tokens": ticket.prompt_tokens,
+        "max_new_tokens": ticket.max_new_tokens,
+        "version": ticket.version,
+    }
+    if turn.reading is not None:
+        body["reading"] = turn.reading
+    return event("started", body)
 
 
-def _delta(delta: Delta) -> dict[str, Any]:
+def _delta(delta: Delta, said: Said | None) -> dict[str, Any]:
+    """With what the text adds to the answer's message, if it is taken apart."""
     body: dict[str, Any] = {"text": delta.text, "tokens": delta.tokens, "delivered": delta.delivered}
+    if said:
+        message = said.message()
+        body |= {name: message[name] for name in ("content", "reasoning", "tool_calls") if message.get(name)}
     if delta.logprobs:
         body["logprobs"] = [_logprob(entry) for entry in delta.logprobs]
     return body

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import Header, Path
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
-from tenuto.base.tools import MAX_TOOLS, ToolCall
+from tenuto.base.tool_use import NAME, ToolUse, unwrapped
+from tenuto.base.tools import MAX_TOOLS, ToolCall, flat_call
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import Record
 from tenuto.serve.shared.schemas import (
@@ -23,6 +24,7 @@ from tenuto.serve.shared.schemas import (
     TokenId,
     at_most,
     field_of,
+    required,
     with_options,
 )
 
@@ -46,12 +48,14 @@ class Call(Object):
     arguments: str = "{}"
     id: str = Field("", max_length=256)
 
+    _unwrap = model_validator(mode="before")(flat_call)
+
 
 class NewMessage(Object):
     """A chat message."""
 
     role: str = Field(min_length=1, max_length=64, examples=["user"])
-    content: str = Field(examples=["Hello!"])
+    content: str | None = Field(examples=["Hello!"], description="`null` in an assistant's message that only calls.")
     tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(
         default_factory=list, description="Of an assistant's message."
     )
@@ -59,10 +63,17 @@ class NewMessage(Object):
     name: str = Field("", max_length=256, description="Of a tool's message: the function.")
     reasoning: str = Field("", description="What an assistant thought before its answer.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _says_something(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("content", "") is None and given.get("role") != "assistant":
+            raise required("content")
+        return given
+
     def message(self) -> Message:
         """As the engine takes it. Raises `InvalidRequest`."""
         calls = tuple(ToolCall(call.name, call.arguments, call.id) for call in self.tool_calls)
-        return Message(self.role, self.content, calls, self.tool_call_id, self.name, self.reasoning)
+        return Message(self.role, self.content or "", calls, self.tool_call_id, self.name, self.reasoning)
 
 
 Input = Annotated[
@@ -87,9 +98,61 @@ class NewSession(Object):
     model_config = ConfigDict(json_schema_extra={"examples": [{"system": "Be brief.", "ttl": 3600}]})
 
 
+class NewFunction(Object):
+    """A function that the model may call. `parameters`: a JSON schema of its arguments, an object."""
+
+    name: str = Field(pattern=NAME, examples=["get_weather"])
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    _unwrap = model_validator(mode="before")(unwrapped)
+
+    def told(self) -> dict[str, Any]:
+        """What the model is told of it."""
+        return self.model_dump(exclude_none=True)
+
+
+class NamedFunction(Object):
+    """The function that must be called."""
+
+    name: str = Field(pattern=NAME)
+
+    _unwrap = model_validator(mode="before")(unwrapped)
+
+
+class WithTools(Object):
+    """The functions that a session is told of."""
+
+    tools: Annotated[list[NewFunction], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
+        None, description="Functions that answers may call. A session is told of them with its first messages."
+    )
+
+
+class CallingTools(WithTools):
+    """What an answer makes of tools."""
+
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = Field(
+        None, description="`auto` if not given. `required`, or a function, is enforced."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true if not given.")
+
+
+def tool_use_of(body: WithTools) -> ToolUse | None:
+    """The fields about tools as the engine takes them, or `None` if there are none. Raises `InvalidRequest`."""
+    choice = body.tool_choice if isinstance(body, CallingTools) else None
+    return ToolUse.among(
+        {
+            "tools": [tool.told() for tool in body.tools] if body.tools is not None else None,
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice,
+            "parallel_tool_calls": body.parallel_tool_calls if isinstance(body, CallingTools) else None,
+        }
+    )
+
+
 @with_options()
-class NewTurn(Object):
-    """A turn to start, with its options; those not given have the engine's defaults."""
+class NewTurn(CallingTools):
+    """A turn to start, with its options; those not given have the engine's defaults. With `tools`, also an empty list,
+    the answer is taken apart into content, reasoning and calls."""
 
     input: Input = ""
     stream: bool = Field(default=True, description="Send events as they come, or else one answer at the end.")
@@ -108,7 +171,7 @@ class NewTurn(Object):
 
 
 @with_options(*OF_PREFILL)
-class NewAppend(Object):
+class NewAppend(WithTools):
     """Input to append without an answer."""
 
     input: Input = ""
@@ -238,12 +301,13 @@ class Usage(BaseModel):
 
 class Turn(BaseModel):
     """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline, grammar or failed, and `kept`
-    is the number of output tokens committed."""
+    is the number of output tokens committed. `message`: its text taken apart, if it was asked for with `tools`."""
 
     id: str
     session_id: str
     state: str
     text: str
+    message: dict[str, Any] | None = None
     tokens: list[int]
     logprobs: list[dict[str, Any]] | None = None
     input_logprobs: list[dict[str, Any] | None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request, Response
@@ -11,9 +11,10 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from tenuto.base.checks import MAX_COUNT
-from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.base.errors import IllegalTransition, InvalidRequest, TenutoError
 from tenuto.base.messages import AbortTurn, Draft, StartTurn
 from tenuto.base.options import turn_params
+from tenuto.base.tools import NO_TOOLS
 from tenuto.base.turns import TurnKind, check_keep
 from tenuto.serve.native.answers import shown, turn_body, turn_events
 from tenuto.serve.native.schemas import (
@@ -28,6 +29,7 @@ from tenuto.serve.native.schemas import (
     Turn,
     TurnId,
     etag,
+    tool_use_of,
     turn_input,
     version_of,
 )
@@ -57,12 +59,16 @@ class TurnCall:
         options = options_of(body)
         if options.get("temperature"):
             options.setdefault("seed", random_seed())
+        params, use, habits = turn_params(options), tool_use_of(body), self.edge.model.habits
+        if use is not None and kind != "append":
+            params = replace(params, grammar=use.grammar(habits, params.grammar))
         request = StartTurn(
             kind=kind,
             tenant=self.tenant.name,
             session=self.session_id,
             input=turn_input(body.input),
-            params=turn_params(options),
+            params=params,
+            tools=use.told if use is not None else NO_TOOLS,
             version=version_of(self.if_match),
             limits=self.tenant.limits,
         )
@@ -73,7 +79,15 @@ class TurnCall:
             continues=isinstance(body, NewTurn) and body.on_disconnect == "continue",
             request_key=await RequestKey.of(self.request, self.idempotency_key),
         )
-        return await while_connected(self.request, starting)
+        try:
+            turn = await while_connected(self.request, starting)
+        except TenutoError as error:
+            if error.param == "grammar" and "grammar" not in options:
+                error.param = "tools"
+            raise
+        if use is not None and kind != "append":
+            turn.reading = use.reading(habits, params.grammar)
+        return turn
 
     async def finish(self, turn: LiveTurn) -> Turn:
         """The turn, once it has ended."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.tools import ToolCall
 from tenuto.base.turns import Delta
-from tenuto.serve.shared.tool_calls import AnswerReader, Said
 
 
 class ChatWriter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
+from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
@@ -13,6 +14,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from tenuto.base.errors import NotFound, SessionBusy, TenutoError
 from tenuto.base.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
 from tenuto.base.options import Policy
+from tenuto.base.views import SessionInfo
 from tenuto.serve.openai.response_answers import ResponseWriter
 from tenuto.serve.openai.response_schemas import ResponseBody
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
@@ -20,10 +22,11 @@ from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
-from tenuto.serve.shared.tool_calls import reader_of
 
 router = APIRouter(prefix="/v1/responses", tags=["openai"])
 
+INSTRUCTIONS = "instructions"
+"""In the metadata of a response's session: a digest of those that its conversation opened with."""
 MAX_KEPT = 1000
 """Responses that can be read again, the latest."""
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -87,7 +90,7 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
             edge.spawn(_close(edge, tenant, name))  # which aborts its turn
 
     try:
-        reader = reader_of(edge.model.habits, [tool.name for tool in body.chosen], turn.request.params.grammar)
+        reader = body.tool_use.reading(edge.model.habits, turn.request.params.grammar).reader(turn.id)
         writer = ResponseWriter(edge, turn, reader, name, body.echoed(), keep)
         if body.stream:
             streams = True
@@ -102,22 +105,23 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
 async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, kept: KeptResponses, name: str) -> LiveTurn:
     """The turn, in a session called `name` unless nothing is to be kept, once the engine has accepted it."""
     previous, stores = body.previous_response_id, body.store is not False
-    earlier = kept.find(tenant.name, previous) if previous is not None else None
+    state = await _state(edge, tenant, previous) if previous is not None else None
     start = StartTurn(
         kind="turn",
         tenant=tenant.name,
         session=name if stores or previous is not None else None,
-        input=body.rendered(earlier["instructions"] if earlier is not None else None),
+        input=body.rendered(instructed=state is not None and _instructed(body, state, kept, tenant)),
         params=body.params(edge.model.habits),
-        tools=body.told_tools(),
+        tools=body.tool_use.told,
         limits=tenant.limits,
     )
     if start.session is None:
         return await edge.start(tenant, start)
     if previous is not None:
-        await _fork(edge, tenant, previous, name)
+        await edge.link.call(Fork(tenant=tenant.name, session=previous, child=name, limits=tenant.limits))
     else:
-        policy = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name)
+        told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
+        policy = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name, metadata=told)
         await edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
     try:
         return await edge.start(tenant, start)
@@ -126,8 +130,8 @@ async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, kept: KeptRespo
         raise
 
 
-async def _fork(edge: Edge, tenant: Tenant, previous: str, name: str) -> None:
-    """Raises `NotFound`, and `SessionBusy` while the previous response is being written."""
+async def _state(edge: Edge, tenant: Tenant, previous: str) -> SessionInfo:
+    """The session of the previous response. Raises `NotFound`, and `SessionBusy` while that is being written."""
     try:
         state = await edge.link.call(GetSession(tenant=tenant.name, session=previous))
     except NotFound:
@@ -136,7 +140,20 @@ async def _fork(edge: Edge, tenant: Tenant, previous: str, name: str) -> None:
         ) from None
     if state.turn is not None:
         raise SessionBusy(f"response {previous} is not complete yet", param="previous_response_id")
-    await edge.link.call(Fork(tenant=tenant.name, session=previous, child=name, limits=tenant.limits))
+    return state
+
+
+def _instructed(body: ResponseBody, state: SessionInfo, kept: KeptResponses, tenant: Tenant) -> bool:
+    """Whether the conversation has been given the same instructions: the latest or, if the server does not remember the
+    previous response any more, those that it opened with."""
+    earlier = kept.find(tenant.name, state.session_id)
+    if earlier is not None:
+        return bool(body.instructions == earlier["instructions"])
+    return body.instructions is not None and state.metadata.get(INSTRUCTIONS) == _digest(body.instructions)
+
+
+def _digest(instructions: str) -> str:
+    return sha256(instructions.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 async def _close(edge: Edge, tenant: Tenant, name: str) -> None:

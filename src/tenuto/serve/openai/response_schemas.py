@@ -8,16 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tenuto.base.checks import shown
-from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
-from tenuto.base.tools import MAX_TOOLS, ModelHabits, ToolCall, Tools
+from tenuto.base.tool_use import ToolUse
+from tenuto.base.tools import MAX_TOOLS, ModelHabits, ToolCall
 from tenuto.base.turns import Message
-from tenuto.serve.openai.tools import Function, Name
+from tenuto.serve.openai.tools import FlatNamedTool, FlatTool, tool_use
 from tenuto.serve.shared.grammars import of_schema
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.schemas import Id, Messages, field_of, random_seed, unsupported
-from tenuto.serve.shared.tool_calls import shape_of
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -70,29 +69,6 @@ class Item(ForeignObject):
         return given
 
 
-class FlatTool(Function):
-    """A function that the model may call."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "output_schema", "allowed_callers"})
-
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_functions(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: 'function'")
-        return given
-
-
-class NamedTool(ForeignObject):
-    """The function that must be called."""
-
-    type: Literal["function"]
-    name: Name
-
-
 class TextFormat(ForeignObject):
     """The shape of the answer. A schema is always enforced."""
 
@@ -116,12 +92,14 @@ class ResponseBody(ForeignObject):
 
     ignored = frozenset(
         {
+            "cache_salt",
             "include",
             "max_tool_calls",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "reasoning",
+            "request_id",
             "safety_identifier",
             "service_tier",
             "stream_options",
@@ -131,7 +109,25 @@ class ResponseBody(ForeignObject):
     )
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("background", "context_management", "conversation", "moderation", "prompt"), NOTHING),
+        "enable_response_messages": NOTHING,
+        "frequency_penalty": (None, 0),
+        "ignore_eos": NOTHING,
+        "include_stop_str_in_output": NOTHING,
+        "kv_transfer_params": NOTHING,
+        "logit_bias": NOTHING,
+        "min_p": (None, 0),
+        "mm_processor_kwargs": NOTHING,
+        "presence_penalty": (None, 0),
+        "previous_input_messages": NOTHING,
+        "priority": (None, 0),
+        "repetition_penalty": (None, 1),
+        "seed": (None,),
+        "skip_special_tokens": (None, True),
+        "stop": NOTHING,
+        "structured_outputs": NOTHING,
+        "top_k": (None, -1, 0),
         "top_logprobs": (None, 0),
+        "vllm_xargs": NOTHING,
     }
 
     model: str = Field(description="As listed by `/v1/models`, or `default`.")
@@ -147,26 +143,19 @@ class ResponseBody(ForeignObject):
     top_p: float | None = field_of("top_p")
     metadata: dict[str, str] | None = Field(None, max_length=16)
     tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
 
     @property
-    def chosen(self) -> list[FlatTool]:
-        """The functions that may be called."""
-        if self.tool_choice == "none":
-            return []
-        tools, choice = self.tools or [], self.tool_choice
-        return [tool for tool in tools if tool.name == choice.name] if isinstance(choice, NamedTool) else tools
+    def tool_use(self) -> ToolUse:
+        """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
+        return tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
-    def told_tools(self) -> Tools:
-        """What the model is told of."""
-        return Tools() if self.tool_choice == "none" else Tools.of([tool.told() for tool in self.tools or ()])
-
-    def rendered(self, instructed: str | None) -> list[Message]:
-        """The messages as the engine takes them. `instructed`: the instructions that the conversation goes on with."""
+    def rendered(self, *, instructed: bool = False) -> list[Message]:
+        """The messages as the engine takes them. `instructed`: the conversation has these instructions already."""
         messages = [Message("user", self.input)] if isinstance(self.input, str) else _rendered(self.input)
-        if not self.instructions or self.instructions == instructed:
+        if not self.instructions or instructed:
             return messages
         if messages and messages[0].role == "system":
             first = Message("system", f"{self.instructions}\n\n{messages[0].content}")
@@ -179,12 +168,7 @@ class ResponseBody(ForeignObject):
         if shape is not None and shape.type != "text":
             schema: Any = {"type": "object"} if shape.type == "json_object" else shape.schema_
             answer = of_schema("text.format.schema", True if schema is None else schema)
-        forced = self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-        if forced and not self.chosen:
-            raise InvalidRequest("tool_choice asks for a call of a function that tools lacks", param="tool_choice")
-        parallel = self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
-        functions = {tool.name: tool.parameters for tool in self.chosen}
-        return shape_of(habits, answer, functions, forced=forced, parallel=parallel)
+        return self.tool_use.grammar(habits, answer)
 
     def params(self, habits: ModelHabits) -> TurnParams:
         """The turn's parameters. Raises `InvalidRequest`."""
@@ -206,7 +190,7 @@ class ResponseBody(ForeignObject):
 
     def echoed(self) -> dict[str, Any]:
         """The fields of a response that repeat the request."""
-        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, FlatNamedTool) else self.tool_choice
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text is not None else {}
         return {
             "instructions": self.instructions,

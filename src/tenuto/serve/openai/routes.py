@@ -13,8 +13,9 @@ from fastapi import APIRouter, Request, Response
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, NotFound, SessionBusy, TenutoError
 from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
-from tenuto.base.tools import NO_TOOLS
+from tenuto.base.tools import NO_TOOLS, ModelHabits
 from tenuto.base.turns import TurnInput
+from tenuto.base.variables import NO_VARIABLES
 from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
@@ -25,7 +26,6 @@ from tenuto.serve.shared.samples import Samples, close_all, start_all
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
-from tenuto.serve.shared.tool_calls import reader_of
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
@@ -115,9 +115,11 @@ async def chat(
 
 
 async def _chat_writers(edge: Edge, body: ChatBody, samples: Sequence[Samples]) -> list[Writer]:
-    names = [function.name for function in body.chosen]
     turns = [turn for answers in samples for turn in answers.turns]
-    readers = [reader_of(edge.model.habits, names, turn.request.params.grammar) for turn in turns]
+    habits = _habits(edge, body)
+    grammars = [turn.request.params.grammar for turn in turns]
+    readings = [body.tool_use.reading(habits, grammar) for grammar in grammars]
+    readers = [reading.reader(turn.id) for reading, turn in zip(readings, turns, strict=True)]
     return [ChatWriter(reader, logprobs=bool(body.logprobs)) for reader in readers]
 
 
@@ -131,14 +133,20 @@ def _check(edge: Edge, body: Generation, prompts: int) -> None:
         raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MAX_CHOICES} answers in all")
 
 
+def _habits(edge: Edge, body: Generation) -> ModelHabits:
+    """How the model writes, as its template is told."""
+    return edge.model.habits.told(body.chat_template_kwargs or {}) if isinstance(body, ChatBody) else edge.model.habits
+
+
 def _start(edge: Edge, tenant: Tenant, body: Generation, turn_input: TurnInput) -> StartTurn:
     return StartTurn(
         kind="turn",
         tenant=tenant.name,
         session=body.session_id,
         input=turn_input,
-        params=body.params(edge.model.habits),
-        tools=body.told_tools() if isinstance(body, ChatBody) else NO_TOOLS,
+        params=body.params(_habits(edge, body)),
+        tools=body.tool_use.told if isinstance(body, ChatBody) else NO_TOOLS,
+        variables=body.variables() if isinstance(body, ChatBody) else NO_VARIABLES,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         limits=tenant.limits,
     )

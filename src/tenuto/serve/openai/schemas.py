@@ -14,6 +14,7 @@ from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_pa
 from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
 from tenuto.base.tools import ModelHabits
 from tenuto.base.turns import Message
+from tenuto.base.variables import FIELD, Variables
 from tenuto.serve.openai.formats import Structured
 from tenuto.serve.openai.tools import NO_CALLS, Calls, WithTools
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
@@ -41,23 +42,31 @@ IGNORED = frozenset(
         "prompt_cache_options",
         "cache_salt",
         "prompt_cache_retention",
+        "custom_labels",
+        "extra_key",
         "request_id",
         "rid",
         "safety_identifier",
         "separate_reasoning",
         "service_tier",
+        "spaces_between_special_tokens",
         "stream_reasoning",
         "user",
     }
 )
 """Fields that never change an answer here."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (None, False),
     "allowed_token_ids": NOTHING,
     "bad_words": NOTHING,
     "chat_template": (None, ""),
     "chat_template_kwargs": NOTHING,
+    "bootstrap_host": NOTHING,
+    "bootstrap_port": NOTHING,
+    "bootstrap_room": NOTHING,
     "custom_logit_processor": (None, ""),
+    "custom_params": NOTHING,
+    "data_parallel_rank": (None,),
+    "disagg_prefill_dp_rank": (None,),
     "documents": NOTHING,
     "early_stopping": NOTHING,
     "kv_transfer_params": NOTHING,
@@ -67,10 +76,18 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": NOTHING,
     "no_stop_trim": NOTHING,
     "prompt_logprobs": (None,),
+    "repetition_detection": NOTHING,
+    "return_cached_tokens_details": NOTHING,
     "return_hidden_states": NOTHING,
+    "return_meta_info": NOTHING,
+    "return_routed_experts": NOTHING,
     "return_token_ids": NOTHING,
     "return_tokens_as_token_ids": NOTHING,
+    "routed_dp_rank": (None,),
+    "session_params": NOTHING,
     "structural_tag": NOTHING,
+    "thinking_token_budget": (None,),
+    "truncation_side": (None, "right"),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": NOTHING,
     "vllm_xargs": NOTHING,
@@ -79,12 +96,14 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": NOTHING,
     "function_call": (None, "none"),
     "functions": NOTHING,
+    "guided_whitespace_pattern": (None,),
+    "include_reasoning": (None, True),
+    "media_io_kwargs": NOTHING,
     "modalities": (None, ["text"]),
     "moderation": NOTHING,
     "prediction": NOTHING,
     "reasoning_effort": (None, "none"),
     "skip_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True),
     "store": NOTHING,
     "suffix": (None,),
     "verbosity": (None,),
@@ -216,6 +235,12 @@ _FIELDS = {
 class CompletionBody(Generation):
     """A text to continue."""
 
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **NOT_SUPPORTED,
+        "add_special_tokens": (None, True),
+        "prompt_embeds": (None,),
+    }
+
     input_field = "prompt"
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of either.", examples=["Once upon a time"]
@@ -276,7 +301,11 @@ class ChatMessage(ForeignObject):
     role: str = Field(max_length=64, examples=["user"])
     content: str | Messages[Part] | None = Field(None, examples=["Hello!"])
     tool_calls: Calls | None = Field(None, description="Of an assistant's message.")
-    name: str | None = Field(None, max_length=256, description="Of a tool's message: the function.")
+    name: str | None = Field(
+        None,
+        max_length=256,
+        description="Of a tool's message: the function. Of others: who speaks, where the model's template writes it.",
+    )
     tool_call_id: str | None = Field(None, max_length=256, description="Of a tool's message: the call it answers.")
     reasoning_content: str | None = Field(None, description="What an assistant thought before its answer.")
 
@@ -295,7 +324,7 @@ class ChatMessage(ForeignObject):
             text,
             tuple(call.call() for call in self.tool_calls or ()),
             self.tool_call_id or "",
-            (self.name or "") if self.role == "tool" else "",
+            self.name or "",
             self.reasoning_content or "",
         )
 
@@ -311,12 +340,21 @@ class ChatMessage(ForeignObject):
 class ChatBody(Generation, WithTools):
     """Messages to answer."""
 
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **{name: harmless for name, harmless in NOT_SUPPORTED.items() if name != FIELD},
+        "add_special_tokens": (None, False),
+        "echo": NOTHING,
+    }
+
     input_field = "messages"
     messages: Messages[ChatMessage] = Field(description="With `session_id`, only the new ones.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="The same.")
     logprobs: bool | None = None
     top_logprobs: int | None = field_of("logprobs", "How many of the likeliest at every place.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, such as `enable_thinking`, for this turn."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -333,8 +371,12 @@ class ChatBody(Generation, WithTools):
             )
         return given
 
+    def variables(self) -> Variables:
+        """What the chat template is told. Raises `InvalidRequest`."""
+        return Variables.of(self.chat_template_kwargs or {})
+
     def wanted_grammar(self, habits: ModelHabits) -> Grammar | None:
-        return self.calls_grammar(habits, super().wanted_grammar(habits))
+        return self.tool_use.grammar(habits, super().wanted_grammar(habits))
 
     def param(self, option: str | None) -> str | None:
         named = super().param(option)
@@ -346,7 +388,7 @@ class ChatBody(Generation, WithTools):
             raise InvalidRequest(
                 "top_logprobs without logprobs; allowed: only with logprobs true", param="top_logprobs"
             )
-        self.check_tools()
+        self.tool_use  # noqa: B018 - raises if its fields contradict each other
         if not self.messages and self.session_id is None:
             raise InvalidRequest("there are no messages; allowed: at least one, or a session_id", param="messages")
 

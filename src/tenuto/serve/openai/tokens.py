@@ -11,6 +11,7 @@ from pydantic import Field
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.messages import Detokenize, Tokenize
 from tenuto.base.tools import MAX_TOOLS, NO_TOOLS, Tools
+from tenuto.base.variables import Variables
 from tenuto.serve.openai.schemas import ChatMessage
 from tenuto.serve.openai.tools import Tool
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
@@ -23,7 +24,6 @@ router = APIRouter(tags=["tokens"])
 class TokenizeBody(ForeignObject):
     """A text, several, or messages."""
 
-    ignored = frozenset({"chat_template_kwargs"})
     not_supported = dict.fromkeys(("chat_template", "continue_final_message", "mm_processor_kwargs"), NOTHING)
 
     model: str | None = Field(None, description="If given: as listed by `/v1/models`, or `default`.")
@@ -32,6 +32,7 @@ class TokenizeBody(ForeignObject):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = Field(None, description="With the token a text begins with; true if not given.")
     add_generation_prompt: bool | None = Field(None, description="Messages end where the assistant begins to speak.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     return_token_strs: bool | None = None
 
 
@@ -54,7 +55,9 @@ async def tokenize(edge: EdgeOf, _: Caller, body: TokenizeBody) -> dict[str, Any
     if body.messages is not None:
         tools = Tools.of([tool.function.told() for tool in body.tools]) if body.tools else NO_TOOLS
         generate = body.add_generation_prompt is not False
-        given = Tokenize(input=[one.rendered() for one in body.messages], tools=tools, generate=generate)
+        variables = Variables.of(body.chat_template_kwargs or {})
+        messages = [one.rendered() for one in body.messages]
+        given = Tokenize(input=messages, tools=tools, variables=variables, generate=generate)
         tokens: Any = await edge.link.call(given)
     elif isinstance(body.prompt, str):
         tokens = await _tokens(edge, body, body.prompt)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
-from tenuto.base.tools import MAX_TOOLS, ModelHabits, ToolCall, Tools
+from tenuto.base.tool_use import NAME, ToolUse
+from tenuto.base.tools import MAX_TOOLS, ToolCall
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.schemas import unsupported
-from tenuto.serve.shared.tool_calls import shape_of
 
-NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 Name = Annotated[str, Field(pattern=NAME, examples=["get_weather"])]
 
 
@@ -32,11 +31,10 @@ class Function(ForeignObject):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class Tool(ForeignObject):
+class OnlyFunctions(ForeignObject):
     """A tool; only functions can be."""
 
     type: Literal["function"]
-    function: Function
 
     @model_validator(mode="before")
     @classmethod
@@ -45,6 +43,18 @@ class Tool(ForeignObject):
         if isinstance(kind, str) and kind != "function":
             raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: 'function'")
         return given
+
+
+class Tool(OnlyFunctions):
+    """A function that the model may call."""
+
+    function: Function
+
+
+class FlatTool(OnlyFunctions, Function):
+    """The same, as Responses have it."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "output_schema", "allowed_callers"})
 
 
 class NamedFunction(ForeignObject):
@@ -58,6 +68,13 @@ class NamedTool(ForeignObject):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class FlatNamedTool(ForeignObject):
+    """The function that must be called, as Responses have it."""
+
+    type: Literal["function"]
+    name: Name
 
 
 class CalledFunction(ForeignObject):
@@ -95,43 +112,25 @@ class WithTools(ForeignObject):
     parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true if not given.")
 
     @property
-    def chosen(self) -> list[Function]:
-        """The functions that may be called."""
-        if self.tool_choice == "none":
-            return []
-        functions = [tool.function for tool in self.tools or ()]
-        if isinstance(self.tool_choice, NamedTool):
-            return [function for function in functions if function.name == self.tool_choice.function.name]
-        return functions
+    def tool_use(self) -> ToolUse:
+        """The same as the engine takes it. Raises `InvalidRequest`."""
+        try:
+            return tool_use([tool.function for tool in self.tools or ()], self.tool_choice, self.parallel_tool_calls)
+        except InvalidRequest as error:
+            if error.param is not None and error.param.endswith("].name"):
+                error.param = error.param.removesuffix("name") + "function.name"
+            raise
 
-    def told_tools(self) -> Tools:
-        """What the model is told of."""
-        if self.tool_choice == "none":
-            return Tools()
-        return Tools.of([tool.function.told() for tool in self.tools or ()])
 
-    def check_tools(self) -> None:
-        """Raises `InvalidRequest` for conflicting fields."""
-        names = [tool.function.name for tool in self.tools or ()]
-        for number, name in enumerate(names):
-            if name in names[:number]:
-                raise InvalidRequest(
-                    f"tools[{number}].function.name is {name!r} again; allowed: every name once",
-                    param=f"tools[{number}].function.name",
-                )
-        if self.tool_choice not in (None, "none", "auto") and not self.chosen:
-            raise InvalidRequest(
-                "tool_choice asks for a call of a function that tools does not have; allowed: one of them",
-                param="tool_choice",
-            )
-
-    def calls_grammar(self, habits: ModelHabits, answer: Grammar | None) -> Grammar | None:
-        """What an answer must follow: `answer`, if that is given, or calls, where they are forced or may come instead.
-        Raises `InvalidRequest`."""
-        forced = self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-        parallel = self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
-        functions = {function.name: function.parameters for function in self.chosen}
-        return shape_of(habits, answer, functions, forced=forced, parallel=parallel)
+def tool_use(
+    functions: Sequence[Function], choice: str | NamedTool | FlatNamedTool | None, parallel: bool | None
+) -> ToolUse:
+    """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
+    told = tuple(function.told() for function in functions)
+    if isinstance(choice, str | None):
+        return ToolUse(told, choice or "auto", parallel=parallel is not False)  # type: ignore[arg-type]
+    only = choice.function.name if isinstance(choice, NamedTool) else choice.name
+    return ToolUse(told, "required", only, parallel=parallel is not False)
 
 
 NO_CALLS = dict.fromkeys(("annotations", "audio", "function_call", "refusal"), NOTHING)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
+from tenuto.base.answers import Reading, Said
 from tenuto.base.errors import TenutoError
 from tenuto.base.link import TurnNews
 from tenuto.base.messages import StartTurn
@@ -33,6 +34,7 @@ class LiveTurn:
         self.ticket: Ticket | None = None  # set once, by `deliver`, as are the next two
         self.result: TurnResult | None = None
         self.error: TenutoError | None = None
+        self.reading: Reading | None = None  # how its answer is taken apart, if it is; written by who started it
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
         self.readers = 0  # in `follow`, or about to be
         self.rolling_back = False  # it is being aborted because nobody reads it
@@ -137,6 +139,16 @@ class LiveTurn:
     def reply(self) -> Delta:
         """All deltas so far as one."""
         return joined(self.deltas)
+
+    def said(self) -> Said | None:
+        """The reply so far, taken apart, if it is to be."""
+        if self.reading is None:
+            return None
+        reader = self.reading.reader(self.id)
+        said = reader.push(self.reply().text)
+        if self.ended:
+            said.add(reader.finish())
+        return said
 
     def _wake(self) -> None:
         wakers, self._wakers = self._wakers, []

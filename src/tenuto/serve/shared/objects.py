@@ -14,7 +14,8 @@ NOTHING: tuple[Any, ...] = (None, False, [], {})
 
 
 class ForeignObject(Object):
-    """An object in a request. Known fields that are not supported are refused unless they ask for nothing."""
+    """An object in a request. Known fields that are not supported are refused unless they ask for nothing; a field that
+    is not known at all may be `null`, which is as if it were not given."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -27,6 +28,6 @@ class ForeignObject(Object):
         for name, harmless in cls.not_supported.items():
             if name in given and not any(given[name] == value for value in harmless):
                 raise unsupported(name, f"is {shown(given[name])}; it is not supported, allowed: to leave it out")
-        return {
-            name: value for name, value in given.items() if name not in cls.ignored and name not in cls.not_supported
-        }
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        left_out = cls.ignored.union(cls.not_supported, (name for name, value in given.items() if value is None))
+        return {name: value for name, value in given.items() if name in known or name not in left_out}

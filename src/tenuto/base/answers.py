@@ -1,16 +1,16 @@
-"""Tool calls and thoughts in what models say: found as the text arrives, and forced by grammars."""
+"""Tool calls and thoughts in what models say, found as the text arrives. `tool_use` has grammars that force them."""
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
-from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
 from tenuto.base.tools import ModelHabits, ToolCall
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
@@ -28,14 +28,46 @@ class Said:
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
 
+    def add(self, other: Said) -> None:
+        """What was said next."""
+        self.text += other.text
+        self.reasoning += other.reasoning
+        self.calls += other.calls
+
+    def message(self) -> dict[str, Any]:
+        """As the assistant's message of a conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": None if self.calls and not self.text else self.text}
+        if self.reasoning:
+            message["reasoning"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "name": call.name, "arguments": call.arguments} for call in self.calls
+            ]
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an answer is to be taken apart: how its model writes, and the `names` of the functions that it may call."""
+
+    habits: ModelHabits
+    names: tuple[str, ...]
+
+    def reader(self, answer: str = "") -> AnswerReader:
+        """`answer`: what tells this one from others; the ids of its calls follow from that, whoever reads it."""
+        return AnswerReader(self.habits, self.names, answer)
+
 
 class AnswerReader:
     """Takes an answer apart as it arrives. What may still turn out to be a tag, or a call, is held back until that is
-    known. `names`: of the functions that may be called; without any, calls are text."""
+    known. `names`: of the functions that may be called; without any, calls are text. The ids of calls follow from
+    `answer`, or are random."""
 
-    def __init__(self, habits: ModelHabits, names: Sequence[str] = ()) -> None:
+    def __init__(self, habits: ModelHabits, names: Iterable[str] = (), answer: str = "") -> None:
         self._habits = habits
         self._names = frozenset(names)
+        self._answer = answer or secrets.token_hex(12)
+        self._called = 0
         self._rest = ""  # not yet told
         self._thinking: bool | None = {"no": False, "tags": None, "opened": True}[habits.thinks]  # None: not known yet
         self._started = False  # text has been told: what follows is no call, where calls are whole answers
@@ -71,9 +103,8 @@ class AnswerReader:
             return self._think(said, ended=ended)
         if not self._names:
             return self._tell(said, len(self._rest))
-        if self._habits.tools == "tags":
-            return self._tags(said, ended=ended)
-        return self._json(said, ended=ended)
+        read = {"tags": self._tags, "named": self._named, "json": self._json}[self._habits.tools]
+        return read(said, ended=ended)
 
     def _begin(self, *, ended: bool) -> bool:
         """Find out whether the answer begins with a thought."""
@@ -110,6 +141,9 @@ class AnswerReader:
             until = len(self._rest) - _overlap(self._rest, OPEN_CALL)
             return self._tell(said, len(self._rest[:until].rstrip()))  # white space before a call is not told
         inside, closed, rest = after.partition(CLOSE_CALL)
+        while closed and _in_string(inside):  # the tag is part of an argument
+            more, closed, rest = rest.partition(CLOSE_CALL)
+            inside += CLOSE_CALL + more
         if not closed and not ended:
             return self._tell(said, len(before.rstrip()))
         calls = self._calls(inside)
@@ -131,6 +165,40 @@ class AnswerReader:
         if calls:
             self._rest = ""
         return self._tell(said, len(self._rest))
+
+    def _named(self, said: Said, *, ended: bool) -> bool:
+        """Calls from the beginning on, each a name, nine letters and digits or not, and arguments."""
+        begun = self._rest.lstrip()
+        head, brace, _ = begun.partition("{")
+        if self._started or not (brace or self._begins_name(head)) or (ended and not brace):
+            self._started = self._started or bool(begun)
+            return self._tell(said, len(self._rest)) if begun or ended else False
+        if not brace:
+            return False
+        name = self._name_of(head.rstrip())
+        try:
+            arguments, end = json.JSONDecoder().raw_decode(begun, len(head))
+        except (ValueError, RecursionError):
+            if name and not ended:
+                return False  # the rest of them is still to come
+            arguments, end = None, 0
+        call = self._call({"name": name, "arguments": arguments, "id": head.rstrip()[len(name) :]})
+        if call is None:
+            self._started = True
+            return self._tell(said, len(self._rest))
+        said.calls.append(call)
+        self._rest = begun[end:]
+        return bool(self._rest)
+
+    def _begins_name(self, head: str) -> bool:
+        """Whether a name of a function, and what may stand behind it, may begin like this."""
+        behind = [head.removeprefix(name) for name in self._names if head.startswith(name)]
+        return any(name.startswith(head) for name in self._names) or any(map(_BEHIND_NAME.fullmatch, behind))
+
+    def _name_of(self, head: str) -> str:
+        """The function's name in what stands before arguments; empty if it has none."""
+        found = [name for name in self._names if head == name or re.fullmatch(re.escape(name) + "[A-Za-z0-9]{9}", head)]
+        return max(found, key=len, default="")
 
     def _calls(self, text: str) -> list[ToolCall]:
         """The calls that a text is, if it is nothing else: objects, one after the other or in a list."""
@@ -156,81 +224,31 @@ class AnswerReader:
                 return None
         if not isinstance(arguments, Mapping):
             return None
-        return ToolCall(given["name"], json.dumps(arguments, ensure_ascii=False), f"call_{secrets.token_hex(12)}")
+        return ToolCall(given["name"], json.dumps(arguments, ensure_ascii=False), self._id_of(given.get("id")))
+
+    def _id_of(self, given: Any) -> str:
+        """The id of the next call: the one that the model has written, if it writes them."""
+        self._called += 1
+        if isinstance(given, str) and re.fullmatch("[A-Za-z0-9]{9}", given):
+            return given
+        made = blake2b(f"{self._answer} {self._called}".encode(), digest_size=12).hexdigest()
+        return made[:9] if self._habits.short_ids or self._habits.tools == "named" else f"call_{made}"
+
+
+_BEHIND_NAME = re.compile(r"[A-Za-z0-9]{0,9}\s*")
+
+
+def _in_string(text: str) -> bool:
+    """Whether JSON that begins like this goes on inside a string."""
+    try:
+        json.JSONDecoder().raw_decode(text.lstrip())
+    except RecursionError:
+        return False
+    except ValueError as error:
+        return "Unterminated string" in str(error)
+    return False
 
 
 def _overlap(text: str, tag: str) -> int:
     """How many of the last letters of `text` begin `tag`."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
-
-
-def reader_of(habits: ModelHabits, names: Sequence[str], grammar: Grammar | None) -> AnswerReader:
-    """A reader of answers that follow `grammar`, if there is one; where that has no room for thoughts, of none."""
-    thinks = habits.thinks if grammar is None or grammar.source.startswith(_START) else "no"
-    return AnswerReader(replace(habits, thinks=thinks), names)
-
-
-def shape_of(
-    habits: ModelHabits, answer: Grammar | None, functions: Mapping[str, Any], *, forced: bool, parallel: bool
-) -> Grammar | None:
-    """What an answer in a chat must follow: `answer`, if that is given, or calls of these functions, which may come in
-    its place, or with `forced` must. A model that thinks may do so before. Raises `InvalidRequest`."""
-    if functions and (forced or answer is not None):
-        return calls_grammar(habits, functions, parallel=parallel, answer=None if forced else answer)
-    if answer is None or habits.thinks == "no" or answer.kind not in ("json_object", "json_schema", "choice"):
-        return answer
-    return Grammar("lark", "\n".join([*_thoughts(habits), f"said: {_part(answer)}"]))
-
-
-_START = "start: thought"
-
-
-def _thoughts(habits: ModelHabits) -> list[str]:
-    """Rules of what is `said` after thoughts, as the model has them."""
-    if habits.thinks == "no":
-        return ["start: said"]
-    rest = f'thoughts[suffix="{CLOSE_THOUGHT}"]: /(.|\\n)*/'
-    if habits.thinks == "opened":
-        return [f"{_START}s gap said", rest, "gap: /\\n{0,2}/"]
-    return [f"{_START}? said", f'thought: "{OPEN_THOUGHT}" thoughts gap', rest, "gap: /\\n{0,2}/"]
-
-
-def calls_grammar(
-    habits: ModelHabits, functions: Mapping[str, Any], *, parallel: bool, answer: Grammar | None = None
-) -> Grammar:
-    """A call of one of these functions, by name with their parameters' schemas, or with `parallel` several; or an
-    `answer` if that is given. Raises `InvalidRequest` if the answer's grammar cannot be part of another."""
-    bodies = []
-    for number, (name, schema) in enumerate(functions.items()):
-        head = json.dumps({"name": name}, ensure_ascii=False)[:-1] + f', "{habits.arguments}": '
-        parameters = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
-        bodies.append(f"tool_{number}: {_quoted(head)} args_{number} {_quoted('}')}")
-        bodies.append(f"args_{number}: %json {json.dumps(parameters, ensure_ascii=False)}")
-    one = " | ".join(f"tool_{number}" for number in range(len(functions)))
-    if habits.tools == "tags":
-        call = f"call: {_quoted(OPEN_CALL + chr(10))} body {_quoted(chr(10) + CLOSE_CALL)}"
-        calls = 'calls: call ("\\n" call)*' if parallel else "calls: call"
-        rules = [calls, call, f"body: {one}"]
-    elif parallel:
-        rules = ['calls: body | "[" body (", " body)* "]"', f"body: {one}"]
-    else:
-        rules = [f"calls: {one}"]
-    said = "said: calls" if answer is None else "said: calls | answer"
-    if answer is not None:
-        rules.append(f"answer: {_part(answer)}")
-    return Grammar("lark", "\n".join([*_thoughts(habits), said, *rules, *bodies]))
-
-
-def _part(grammar: Grammar) -> str:
-    """A grammar as a part of a Lark rule."""
-    if grammar.kind == "json_object":
-        return '%json {"type": "object"}'
-    if grammar.kind == "json_schema":
-        return f"%json {grammar.source}"
-    if grammar.kind == "choice":
-        return " | ".join(map(_quoted, grammar.choices()))
-    raise InvalidRequest(f"tools with a {grammar.kind}; allowed with tools: JSON, or choices", param="tools")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

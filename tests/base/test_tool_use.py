@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
+from tenuto.base.tool_use import ToolUse, calls_grammar, shape_of
 from tenuto.base.tools import ModelHabits
-from tenuto.serve.shared.tool_calls import AnswerReader, Said, calls_grammar, reader_of, shape_of
-from tests.text.test_grammars import follows
+from tenuto.text.grammars import GrammarCompiler
+from tests.text.test_grammars import SIZE, TOKENS, follows
 
 TAGS, JSON = ModelHabits("tags"), ModelHabits("json")
-LLAMA = ModelHabits("json", "parameters")
+LLAMA, NAMED = ModelHabits("json", "parameters"), ModelHabits("named")
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -26,6 +32,7 @@ SCHEMA = {
 }
 FUNCTIONS = {"weather": SCHEMA, "stop": None}
 ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+TAGGED = '{"name": "stop", "arguments": {"x": "</tool_call>"}}'
 STOP = '{"name": "stop", "arguments": {}}'
 
 
@@ -52,6 +59,18 @@ CALLED = ("weather", {"city": "Rome"})
         (TAGS, f"Let me see.\n<tool_call>{ROME}</tool_call>", ("Let me see.", "", [CALLED])),
         (TAGS, f"<tool_call>{ROME}</tool_call>\n<tool_call>{STOP}</tool_call>\n", ("", "", [CALLED, ("stop", {})])),
         (TAGS, f"<tool_call>{ROME}", ("", "", [CALLED])),  # cut off, but whole
+        (
+            TAGS,
+            '<tool_call>{"name": "stop", "arguments": {"x": "</tool_call>"}}</tool_call> b',
+            ("b", "", [("stop", {"x": "</tool_call>"})]),
+        ),
+        (TAGS, '<tool_call>{"name": "</tool_call> b', ('<tool_call>{"name": "</tool_call> b', "", [])),
+        (NAMED, 'weather{"city": "Rome"}stop {}', ("", "", [CALLED, ("stop", {})])),
+        (NAMED, ' weatherabc123DEF{"city": "Rome"}', ("", "", [CALLED])),
+        (NAMED, "weather is fine", ("weather is fine", "", [])),
+        (NAMED, "weather", ("weather", "", [])),
+        (NAMED, 'weather{"city": "Ro', ('weather{"city": "Ro', "", [])),
+        (NAMED, "other{}", ("other{}", "", [])),
         (TAGS, "a <tool_call>nonsense</tool_call> b", ("a <tool_call>nonsense</tool_call> b", "", [])),
         (TAGS, '<tool_call>{"name": "other", "arguments": {}}</tool_call>', ...),
         (TAGS, "1 < 2 <tool", ("1 < 2 <tool", "", [])),
@@ -119,6 +138,92 @@ def test_what_a_grammar_of_calls_allows_is_read_as_calls(habits: ModelHabits, pa
     assert not follows(grammar, once.replace("city", "town"))
 
 
+ARGUMENTS = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", 'a "b" {c}', "</tool_call> [x]", "é\n\\"]},
+        "days": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "weather": {"type": "object", "properties": {"stop": {"type": "boolean"}}, "additionalProperties": False},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NESTED = {"weather": ARGUMENTS, "weathers": {"type": "object", "maxProperties": 0}, "weather.abc123def": ARGUMENTS}
+OPENS, CLOSES = sorted(TOKENS.control_id(text) or 0 for text in TOKENS.control_texts)
+FORMATS = {
+    "tags": ModelHabits("tags"),
+    "plain": ModelHabits("json"),
+    "llama": ModelHabits("json", "parameters"),
+    "mistral": ModelHabits("json", opens=OPENS, short_ids=True),
+    "granite": ModelHabits("json", opens=OPENS),
+    "phi": ModelHabits("json", opens=OPENS, closes=CLOSES),
+    "named": ModelHabits("named", opens=OPENS, before_arguments=CLOSES),
+    "named with ids": ModelHabits("named", opens=OPENS, before_id=OPENS, before_arguments=CLOSES),
+    "named without control tokens": ModelHabits("named"),
+}
+
+
+COMPILER = GrammarCompiler(TOKENS, SIZE, ())  # so that control tokens do not end answers by themselves
+
+
+def wander(grammar: Grammar, random: Random, begun: str) -> list[int]:
+    """Tokens of a text of the grammar, at random, that begins with `begun`."""
+    constraint, said = COMPILER.constraint(grammar), TOKENS.encode(begun)
+    for token in said:
+        assert not constraint.push(token)
+    while True:
+        masks = constraint.masks(())
+        assert masks is not None
+        bits = np.unpackbits(masks[0].view(np.uint8), count=SIZE + 1, bitorder="little")
+        may = np.flatnonzero(bits[:SIZE]).tolist()
+        if bits[SIZE] and (not may or random.random() < 0.5):
+            return said
+        said.append(random.choice(may))
+        complete = constraint.push(said[-1])
+        assert not constraint.failure
+        assert len(said) < 2000
+        if complete:
+            return said
+
+
+@pytest.mark.parametrize("habits", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("thinks", ["no", "tags"])
+def test_whatever_a_grammar_of_calls_can_say_is_read_as_the_same_calls_in_any_pieces(
+    habits: ModelHabits, thinks: Any
+) -> None:
+    random, several, own_ids = Random(5), 0, habits.short_ids or habits.before_id is not None
+    habits = replace(habits, thinks=thinks)
+    functions = tuple({"name": name, "parameters": schema} for name, schema in NESTED.items())
+    for _ in range(25):
+        only = random.choice(["", "", "weather"])
+        use = ToolUse(functions, "required", only, parallel=random.random() < 0.8)
+        grammar = use.grammar(habits, None)
+        assert grammar is not None
+        tokens = wander(grammar, random, "<think>hm {</think>\n" if thinks == "tags" else "")
+        assert (OPENS in tokens) is (habits.opens is not None)
+        text = TOKENS.decode(tokens)
+        reader, whole = use.reading(habits, grammar).reader("a"), Said()
+        cuts = sorted(random.sample(range(len(text)), min(len(text), random.choice((0, 1, 5, 40)))))
+        for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            whole.add(reader.push(text[start:stop]))
+        whole.add(reader.finish())
+        at_once = use.reading(habits, grammar).reader("a")
+        expected = at_once.push(text)
+        expected.add(at_once.finish())
+        assert (whole.text.strip(), expected.text) == ("", whole.text), text
+        assert whole == expected
+        assert 1 <= len(whole.calls) <= (99 if use.parallel and not only else 1)
+        several += len(whole.calls) > 1
+        for call in whole.calls:
+            assert only in ("", call.name)
+            jsonschema.validate(call.parsed(), NESTED[call.name])
+            assert not own_ids or call.id in text
+        said = text.rpartition("</think>")[2]
+        assert said.count(f'"{habits.arguments}": ') >= len(whole.calls) or habits.tools == "named"
+        assert len({call.id for call in whole.calls}) == len(whole.calls)
+    assert several > 0
+
+
 def test_calls_or_an_answer_in_another_shape() -> None:
     grammar = calls_grammar(TAGS, FUNCTIONS, parallel=False, answer=Grammar.of_schema({"type": "boolean"}))
     assert follows(grammar, "true")
@@ -140,7 +245,8 @@ def test_a_model_that_thinks_does_so_before_it_follows_a_grammar(thinks: Any) ->
         assert follows(grammar, f"{opening}hm {{</think>\n\n{said}")
         assert follows(grammar, said) is (thinks == "tags")
         assert not follows(grammar, f"{opening}hm {{</think>\n\nno")
-        reader = reader_of(habits, list(functions), grammar)
+        use = ToolUse(tuple({"name": name} for name in functions))
+        reader = use.reading(habits, grammar).reader()
         whole = reader.push(f"{opening}hm {{</think>\n\n{said}")
         rest = reader.finish()
         assert told(Said(whole.text + rest.text, whole.reasoning, whole.calls + rest.calls)) == expected
@@ -150,5 +256,5 @@ def test_where_a_grammar_has_no_room_for_thoughts_there_are_none() -> None:
     habits = ModelHabits("tags", thinks="opened")
     grammar = Grammar("regex", "[0-9]+")
     assert shape_of(habits, grammar, {}, forced=False, parallel=False) == grammar
-    assert reader_of(habits, [], grammar).push("12").text == "12"
-    assert reader_of(habits, [], None).push("hm").reasoning == "hm"
+    assert ToolUse().reading(habits, grammar).reader().push("12").text == "12"
+    assert ToolUse().reading(habits, None).reader().push("hm").reasoning == "hm"

@@ -1,0 +1,61 @@
+"""What a chat template is told besides messages and tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.base.checks import shown
+from tenuto.base.errors import InvalidRequest
+
+FIELD = "chat_template_kwargs"
+MAX_SIZE = 2**16
+"""In characters of JSON."""
+RESERVED = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
+)
+"""What a template is told by others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """Variables of a chat template, such as `enable_thinking`: a JSON object. Those a template does not know change
+    nothing."""
+
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest`."""
+        if not isinstance(self.source, str):
+            raise InvalidRequest(f"{FIELD} are {shown(self.source)}; allowed: JSON text", param=FIELD)
+        if len(self.source) > MAX_SIZE:
+            raise InvalidRequest(f"{FIELD} have {len(self.source)} characters; allowed: {MAX_SIZE}", param=FIELD)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Variables:
+        """From their values, which are JSON. Raises `InvalidRequest`."""
+        try:
+            variables = cls(json.dumps(dict(given), ensure_ascii=False, allow_nan=False)) if given else cls()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{FIELD} cannot be written as JSON: {error}", param=FIELD) from None
+        variables.parsed()
+        return variables
+
+    def parsed(self) -> dict[str, Any]:
+        """The object. Raises `InvalidRequest`."""
+        if not self.source:
+            return {}
+        try:
+            values = json.loads(self.source)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{FIELD} are not JSON: {error}", param=FIELD) from None
+        if not isinstance(values, dict):
+            raise InvalidRequest(f"{FIELD} are {shown(values)}; allowed: an object", param=FIELD)
+        if taken := RESERVED & values.keys():
+            raise InvalidRequest(f"{FIELD} have {min(taken)!r}, which the request itself tells", param=FIELD)
+        return values
+
+
+NO_VARIABLES = Variables()
