@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tenuto.engine.parking import Parking
-from tenuto.memory.moves import Move, Moves
+from tenuto.memory.moves import Job, Move, Moves
 from tenuto.memory.parked import Parked
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers import Tiers
@@ -64,7 +64,7 @@ def a_move_that_another_waits_for_is_cancelled() -> Any:
 
 def a_copy_that_failed_is_taken_for_what_was_parked() -> Any:
     """Nobody asks how a move has ended."""
-    return replaced(Move, "usable", lambda original: property(lambda self: not self.cancelled))
+    return replaced(Job, "usable", lambda original: property(lambda self: not self.cancelled))
 
 
 def a_session_keeps_what_has_not_arrived() -> Any:
