@@ -251,3 +251,23 @@ def test_nothing_is_left_of_sessions_that_are_gone() -> None:
     index = present(stage.engine.prefixes)
     assert isinstance(index, PrefixIndex)
     assert (len(index), index._owners, index._hashes) == (0, {}, {})
+
+
+def test_what_a_waiting_turn_has_found_is_no_history_of_its_session() -> None:
+    stage = make(max_running=1)
+    for name, tokens in (("short", COMMON[:8]), ("long", COMMON)):
+        stage.open(name)
+        stage.append(name, tokens)
+        stage.play()
+    stage.open("running")
+    stage.say("running", [900], 30, priority=1)
+    stage.step()
+    turn = stage.say("short", [*COMMON[8:], 3], 3)
+    stage.step()
+    assert turn.session.memory.computed > len(turn.session.history)
+    stage.engine.drop("long")
+    stage.open("other")
+    other = stage.say("other", [*COMMON[:8], *count_from(9, 20)], 3, priority=2)
+    stage.play()
+    assert list(other.output) == continuation([*COMMON[:8], *count_from(9, 20)], 3)
+    assert list(turn.output) == continuation([*COMMON, 3], 3)

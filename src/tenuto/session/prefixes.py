@@ -86,7 +86,8 @@ class PrefixIndex:
             found = other
         if found is None:
             return None
-        length = _common(found.history, tokens, min(len(tokens), found.memory.computed))
+        most = min(len(found.history), found.memory.computed)  # what it has found elsewhere for its turn is no history
+        length = _common(found.history, tokens, min(len(tokens), most))
         return (found, length) if length >= beyond + self.page_size else None
 
     def first_page(self, session: Session, tokens: array[int]) -> int | None:
