@@ -35,17 +35,35 @@ DECODES = ((1, 0), (1, 512), (1, 3072), (4, 512), (16, 512), (32, 512))
 """Rows and context of the decode steps that are measured."""
 
 
+CHUNK = 512
+"""Tokens that are computed at once."""
+
+
 class Steps:
     """Rows of one executor, each with `context` token slots of its own."""
 
     def __init__(self, executor: ModelExecutor, rows: int, context: int) -> None:
         self.executor = executor
-        pages = -(-context // PAGE)
+        self._pages = pages = -(-context // PAGE)
         executor.prepare((rows * pages,), rows)
         table = np.arange(rows * pages, dtype=np.int32)
         self._table = TableChanges(table // pages, table % pages, table)
+        self._filled = np.zeros(rows, np.int32)  # pages of each row
         self._sampling = tuple((row, RowSampling(GREEDY)) for row in range(rows))
         self._tokens = np.random.default_rng(0).integers(0, 40_000, 10_000).astype(np.int32)
+
+    def fill(self, rows: int, context: int) -> None:
+        """Give `rows` rows the state of at least `context` tokens: the first row computes it, the others get copies.
+        Memory that nobody has written takes no room, and reading it is reading the same zeros again and again."""
+        pages = -(-context // PAGE)
+        for start in range(int(self._filled[0]) * PAGE, pages * PAGE, CHUNK):
+            self.run(1, start, min(CHUNK, pages * PAGE - start))
+        self._filled[0] = max(self._filled[0], pages)
+        for row in range(1, rows):
+            for page in range(int(self._filled[row]), pages):
+                state = self.executor.read_units(0, np.array([page], np.int32))
+                self.executor.write_units(0, np.array([row * self._pages + page], np.int32), list(state))
+            self._filled[row] = max(self._filled[row], pages)
 
     def run(self, rows: int, start: int, count: int) -> float:
         """Seconds of a step in which `rows` rows compute `count` tokens from position `start` on and sample one."""
@@ -111,7 +129,7 @@ def shares(forward: Forward) -> str:
     if not isinstance(forward, NativeForward):
         return "unknown"
     spent = [(seconds, kind.name.lower()) for kind, seconds in zip(OpKind, forward.op_seconds, strict=True)]
-    total = sum(seconds for seconds, _ in spent)
+    total = sum(seconds for seconds, _ in spent) or 1.0
     forward.op_seconds[:] = 0
     return ", ".join(f"{name} {100 * seconds / total:.0f}" for seconds, name in sorted(spent, reverse=True)[:6])
 
@@ -178,6 +196,8 @@ class Figures:
         return Turn(tokens, context, self._step(1, context, tokens), attention)
 
     def _step(self, rows: int, start: int, count: int) -> Spread:
+        self._steps.fill(rows, start)
+        shares(self._steps.executor.forward)  # of the steps that follow
         return repeated(lambda: self._steps.run(rows, start, count), self._times)
 
 
