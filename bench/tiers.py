@@ -66,7 +66,8 @@ def next_turn(engine: Engine, name: str, draw: random.Random) -> float:
 def until(engine: Engine, condition: Callable[[], bool]) -> None:
     """Step as long as there is something to compute, and wait for copies where there is not."""
     copied = threading.Event()
-    engine.on_copied(copied.set)
+    if engine.parking is not None:
+        engine.parking.on_copied(copied.set)
     while not condition():
         copied.clear()
         if not engine.step().worked and len(engine.batch):

@@ -202,11 +202,6 @@ class Engine:
         """Whether turns run or wait, or steps are in flight."""
         return bool(len(self.batch) or len(self._queue) or len(self._flights))
 
-    def on_copied(self, told: Callable[[], None]) -> None:
-        """Have `told` called, in any thread, when a copy to the device has ended that a turn may wait for."""
-        if self.parking is not None:
-            self.parking.tiers.moves.wake = told
-
     # -- sessions
 
     @guarded

@@ -62,7 +62,8 @@ class EngineLoop:
         self._opened: list[Turn] = []  # subscribed to by the command being carried out
         self.stopped: Stopped | None = None  # set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
-        engine.on_copied(self.wake)
+        if engine.parking is not None:
+            engine.parking.on_copied(self.wake)
         self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
         self._thread.start()
 

@@ -246,6 +246,10 @@ class Parking:
         """The turn that waits has begun on its session's memory: nobody else may, until that has arrived."""
         turn.session.memory.arriving = True
 
+    def on_copied(self, told: Callable[[], None]) -> None:
+        """Have `told` called, in any thread, when copies have ended that a turn may wait for."""
+        self.tiers.moves.wake = told
+
     def arrivals(self) -> list[tuple[Turn, bool]]:
         """The turns whose sessions' memory was arriving and has arrived since the last call, or, `False`, has failed
         to: that has to be given up, to be computed again."""
