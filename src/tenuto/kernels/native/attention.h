@@ -98,6 +98,7 @@ static __attribute__((noinline)) void keep_within(float cap, float *scores, int 
 // Neighbouring blocks of one sequence, whose scores are taken together: where they are, and the tokens in each.
 struct Chunk {
   int count;
+  bool whole; // all blocks have 16 slots
   const uint16_t *at[CHUNK];
   int first[CHUNK], end[CHUNK];
 
@@ -120,7 +121,7 @@ struct Blocks {
   // Blocks `from` up to `to`, at most to where chunks end: always at the same blocks, also if the first of them have
   // left the window.
   Chunk chunk(int from, int to) const {
-    Chunk chunk = {std::min(to, from / CHUNK * CHUNK + CHUNK) - from};
+    Chunk chunk = {std::min(to, from / CHUNK * CHUNK + CHUNK) - from, cache.page_size % LANES == 0};
     int page = from / cache.blocks, index = from % cache.blocks;
     for (int i = 0; i < chunk.count; i++) {
       chunk.at[i] = cache.block(layer, pages[page], head, index);
