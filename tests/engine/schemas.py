@@ -65,7 +65,7 @@ def _leaf(random: Random, kind: str) -> dict[str, Any]:
         "string": {"type": "string", "minLength": short, "maxLength": short + random.randrange(1, 12)},
         "pattern": {"type": "string", "pattern": random.choice(PATTERNS)},
         "integer": {"type": "integer", "minimum": 20 * low, "maximum": 20 * (low + span)},
-        "number": {"type": "number", "minimum": low, "maximum": low + span},
+        "number": {"type": "number", "minimum": low, "maximum": low + span, "multipleOf": 0.25},  # few digits
         "enum": {"enum": random.sample([*WORDS, 1, 2.5, None, True], random.randrange(1, 5))},
         "const": {"const": random.choice([*WORDS, 7, False])},
         "types": {"type": random.sample(["boolean", "null"], random.randrange(1, 3))},
@@ -85,7 +85,7 @@ def check(
 ) -> int:
     """Have the engine answer in each of the schemas, all at once. Returns how many tokens that took; raises
     `AssertionError` if an answer does not parse or validate, or is not finished after `most` tokens. The last is only
-    noted if there is a list for it: a small model may write the digits of a number for ever."""
+    noted if there is a list for it: a small model may nest objects for ever."""
     turns = [
         engine.session().turn(f"{n}:", grammar={"json_schema": schema}, max_new_tokens=most, temperature=1.0, seed=n)
         for n, schema in enumerate(chosen)
