@@ -24,6 +24,7 @@ from tenuto.exec.forward import Forward
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
+from tenuto.kernels.elements import KVCacheDtype
 from tenuto.kernels.native.build import Machine
 from tenuto.kernels.native.library import OpKind
 from tenuto.models.config import Attention
@@ -93,9 +94,10 @@ class Steps:
 
 
 @contextmanager
-def executor_of(kernels: str) -> Iterator[ModelExecutor]:
-    """The default model, computed by `kernels`."""
-    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, kernels=kernels, cache=cache_dir(), say=print)
+def executor_of(kernels: str, kv_cache_dtype: str = "auto") -> Iterator[ModelExecutor]:
+    """The default model, computed by `kernels`, with keys and values of the type `kv_cache_dtype`."""
+    files, cache = resolve(DEFAULT_MODEL, cache_dir()), cache_dir()
+    executor = load_executor(files, PAGE, kernels=kernels, kv_cache_dtype=kv_cache_dtype, cache=cache, say=print)
     try:
         yield executor
     finally:
@@ -201,9 +203,9 @@ class Figures:
         return repeated(lambda: self._steps.run(rows, start, count), self._times)
 
 
-def show(kernels: str, times: int) -> None:
+def show(kernels: str, kv_cache_dtype: str, times: int) -> None:
     """Print the figures of `kernels`."""
-    with executor_of(kernels) as executor:
+    with executor_of(kernels, kv_cache_dtype) as executor:
         figures, forward = Figures(executor, times), executor.forward
         sizes = f"weights {figures.weight_bytes / 1e6:.0f} MB, {figures.token_bytes} bytes a token"
         print(f"\n{figures.description}; {sizes}")
@@ -225,9 +227,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
     parser.add_argument("kernels", nargs="*", help="by default all that this machine can run, and torch")
     parser.add_argument("--times", type=int, default=15, help="measurements of each figure")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=list(KVCacheDtype), help="native kernels only")
     arguments = parser.parse_args()
-    for kernels in arguments.kernels or [*Machine.this().variants(), "torch"]:
-        show(kernels, arguments.times)
+    everything = (
+        Machine.this().variants() if arguments.kv_cache_dtype != "auto" else [*Machine.this().variants(), "torch"]
+    )
+    for kernels in arguments.kernels or everything:
+        show(kernels, arguments.kv_cache_dtype, arguments.times)
 
 
 if __name__ == "__main__":

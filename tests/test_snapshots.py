@@ -15,10 +15,15 @@ HYBRID = str(Path(__file__).parent / "hybrid" / "model")
 """Full attention, a sliding window and recurrent state."""
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_model_goes_on_with_state_that_another_engine_has_left_or_exported(kernels: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "kept_as"), [("auto", "auto"), ("torch", "auto"), pytest.param("auto", "int8", marks=needs_variant)]
+)
+def test_a_model_goes_on_with_state_that_another_engine_has_left_or_exported(
+    kernels: str, kept_as: str, tmp_path: Path
+) -> None:
+    own: dict[str, Any] = {"kernels": kernels, "kv_cache_dtype": kept_as}
     options: dict[str, Any] = {
-        "kernels": kernels,
+        **own,
         "context_length": 512,
         "prefix_cache": False,
         "journal": str(tmp_path / "journal"),
@@ -32,7 +37,7 @@ def test_a_model_goes_on_with_state_that_another_engine_has_left_or_exported(ker
         fork.append([30, 31])
         history, other = session.history, fork.history
         session.export_file(tmp_path / "file")
-    with tenuto.Engine(HYBRID, kernels=kernels, context_length=512, prefix_cache=False) as engine:
+    with tenuto.Engine(HYBRID, context_length=512, prefix_cache=False, **own) as engine:
         moved = engine.import_file(tmp_path / "file")
         elsewhere = moved.turn([40, 41, 42], max_new_tokens=12, ignore_eos=True)
         assert elsewhere.result().usage.cached == len(history) - 1
@@ -52,10 +57,58 @@ def test_a_model_goes_on_with_state_that_another_engine_has_left_or_exported(ker
 
 
 @needs_variant
-def test_state_of_other_weights_or_kernels_is_refused(tmp_path: Path) -> None:
-    with tenuto.Engine(HYBRID, kernels="torch") as engine:
+@pytest.mark.parametrize("options", [{"kernels": "torch"}, {"kv_cache_dtype": "int8"}])
+def test_state_of_other_weights_or_kernels_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    with tenuto.Engine(HYBRID, **options) as engine:
         session = engine.session("s")
         session.append([20] * 40)
         session.export_file(tmp_path / "file")
     with tenuto.Engine(HYBRID) as engine, pytest.raises(InvalidRequest, match="other weights, or arranged"):
         engine.import_file(tmp_path / "file")
+
+
+@needs_variant
+def test_a_snapshot_of_keys_and_values_of_another_type_is_left_alone_and_the_session_computed_anew(
+    tmp_path: Path,
+) -> None:
+    kept: dict[str, Any] = {"journal": str(tmp_path / "journal"), "disk_tier": str(tmp_path / "tier")}
+    with tenuto.Engine(HYBRID, kv_cache_dtype="int8", **kept) as engine:
+        engine.session("s").turn([20 + i % 50 for i in range(150)], max_new_tokens=10, ignore_eos=True).result()
+    with tenuto.Engine(HYBRID, **kept) as engine:
+        turn = engine.attach("s").turn([40], max_new_tokens=2, ignore_eos=True)
+        assert turn.result().usage.cached == 0
+
+
+@needs_variant
+def test_sessions_in_8_bits_fork_rewind_abort_and_leave_the_device_as_those_in_16_do() -> None:
+    """Whatever they went through, what they say next is what is said from scratch; memory is short, and idle sessions
+    yield to host memory."""
+    given = [20 + i % 50 for i in range(200)]
+    with tenuto.Engine(
+        HYBRID,
+        kv_cache_dtype="int8",
+        context_length=512,
+        prefix_cache=False,
+        host_tier=2**26,
+        max_running=4,
+        memory_bytes=2**21,
+    ) as engine:
+        session = engine.session("s")
+        session.turn(given, max_new_tokens=12, ignore_eos=True).result()
+        fork = session.fork(session_id="fork")
+        fork.turn([30, 31], max_new_tokens=6, ignore_eos=True).result()
+        session.turn([33] * 5, max_new_tokens=9, ignore_eos=True).result()
+        session.rewind(turn=1)
+        aborted = session.turn([34] * 40, max_new_tokens=200, ignore_eos=True)
+        aborted.abort()
+        for i in range(12):  # others take the device
+            engine.session(f"other {i}").turn([50 + i] * 150, max_new_tokens=2, ignore_eos=True).result()
+        for each in (session, fork):
+            history = each.history
+            assert each.info.computed == 0  # it is parked
+            turn = each.turn([40, 41], max_new_tokens=12, ignore_eos=True)
+            assert turn.result().usage.cached > 150
+            anew = engine.session().turn([*history, 40, 41], max_new_tokens=12, ignore_eos=True)
+            assert anew.result().usage.cached == 0
+            assert anew.token_ids == turn.token_ids
+        engine.audit()

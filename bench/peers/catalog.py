@@ -86,9 +86,12 @@ def _tenuto(setting: Setting, shape: Shape) -> list[str]:
     return [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--log-level", "error", *options]
 
 
-def _tenuto_inside(setting: Setting, shape: Shape) -> list[str]:
-    program = str(INSIDE / "tenuto_engine.py")
-    return [sys.executable, program, setting.model, str(_context(shape)), str(CACHE_GIB << 30)]
+def _tenuto_inside(kv_cache_dtype: str) -> Command:
+    def command(setting: Setting, shape: Shape) -> list[str]:
+        program, context = str(INSIDE / "tenuto_engine.py"), str(_context(shape))
+        return [sys.executable, program, setting.model, context, str(CACHE_GIB << 30), kv_cache_dtype]
+
+    return command
 
 
 def _llama(attention: str) -> Command:
@@ -171,7 +174,8 @@ PEERS = (
         _vllm_environment,
         once=True,
     ),
-    Peer("tenuto-inside", "Tenuto, in process", _tenuto_inside),
+    Peer("tenuto-inside", "Tenuto, in process", _tenuto_inside("auto")),
+    Peer("tenuto-inside-8", "Tenuto, in process, 8-bit KV", _tenuto_inside("int8")),
     Peer(
         "openvino-inside",
         "OpenVINO GenAI, in process, 16-bit KV",

@@ -94,10 +94,14 @@ def test_the_version_is_the_packages() -> None:
     assert re.fullmatch(r"tenuto \d+\.\d+\.\d+\n", done.stdout)
 
 
+@pytest.mark.usefixtures("smollm2_path")
 def test_what_is_wrong_is_one_line_and_a_status() -> None:
     done = run("chat", "--model", "no/such/model")
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"tenuto: there is no model 'no/such/model'; .*\n", done.stderr)
+    done = run("chat", "--kernels", "torch", "--kv-cache-dtype", "int8")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"tenuto: kv_cache_dtype is 'int8', .*; allowed with plain PyTorch: auto\n", done.stderr)
     assert run("chat", "--nonsense").returncode == 2
     assert run("nonsense").returncode == 2
 

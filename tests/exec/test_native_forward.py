@@ -139,15 +139,25 @@ def path(tmp_path: Path) -> Path:
 
 @every_variant
 @pytest.mark.parametrize(
-    ("page_size", "kind"), [(5, Kind.Q4_1), (5, Kind.BF16), (16, Kind.Q6_K), (16, Kind.F32)], ids=str
+    ("page_size", "kind", "kept_as"),
+    [
+        (5, Kind.Q4_1, "auto"),
+        (5, Kind.BF16, "auto"),
+        (16, Kind.Q6_K, "auto"),
+        (16, Kind.F32, "auto"),
+        (5, Kind.F32, "int8"),
+        (16, Kind.BF16, "int8"),
+    ],
+    ids=str,
 )
 def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
-    variant: str, page_size: int, kind: Kind, tmp_path: Path
+    variant: str, page_size: int, kind: Kind, kept_as: str, tmp_path: Path
 ) -> None:
     """So a session that was preempted, forked or cut anew says what it would have said, and a replay what it said. Only
     with tiles, quantized weights and no more than six rows at once are computed by another kernel."""
     model = WIDE if kind is Kind.Q6_K else MODEL
-    executor = native(save_gguf(tmp_path / "m.gguf", model, kind), variant, page_size)
+    path = save_gguf(tmp_path / "m.gguf", model, kind)
+    executor = native(path, variant, page_size, kv_cache_dtype=kept_as)
     driver = Driver(executor, 600, 12)
     texts = [text(length, seed) for seed, length in enumerate((700, 90, 330, 20))]
     whole = [logits_of(executor, driver.plan([(row, tokens, len(tokens))])).clone() for row, tokens in enumerate(texts)]
@@ -181,9 +191,11 @@ def test_few_tokens_are_computed_as_exactly_as_many(variant: str, tmp_path: Path
         each.close()
 
 
-@pytest.mark.parametrize("page_size", [5, 16])
-def test_pages_copied_out_and_in_again_elsewhere_hold_the_same(path: Path, page_size: int) -> None:
-    one, other = native(path, page_size=page_size), native(path, page_size=page_size)
+@pytest.mark.parametrize(
+    ("page_size", "kept_as"), [(5, "auto"), (16, "auto"), pytest.param(5, "int8", marks=needs_variant)]
+)
+def test_pages_copied_out_and_in_again_elsewhere_hold_the_same(path: Path, page_size: int, kept_as: str) -> None:
+    one, other = (native(path, page_size=page_size, kv_cache_dtype=kept_as) for _ in range(2))
     drivers = Driver(one, 40, 2), Driver(other, 40, 2)
     history, more = text(70), text(3, 5)
     drivers[0].step([(0, history, 1)])
@@ -258,12 +270,13 @@ sys.exit(driver.step([(2, text(20), 1)]) != expected)
     assert "no memory for a step of 40000 tokens" in done.stdout
 
 
-def test_what_is_not_finite_stays_with_the_turn_that_made_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept_as", ["auto", pytest.param("int8", marks=needs_variant)])
+def test_what_is_not_finite_stays_with_the_turn_that_made_it(kept_as: str, tmp_path: Path) -> None:
     """A token whose state overflows gives some token, and later owners of its pages are not touched by it."""
     model = tiny_llama()
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.inf
-    executor = native(save_hf(tmp_path, model.bfloat16()))
+    executor = native(save_hf(tmp_path, model.bfloat16()), kv_cache_dtype=kept_as)
     driver = Driver(executor, 3, 3)
     expected = logits_of(executor, driver.plan([(0, text(20, vocab=7), 20)])).clone()
     driver.free, driver.pages = [2, 1, 0], [[], [], []]

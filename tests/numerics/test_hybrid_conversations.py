@@ -146,13 +146,20 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
 
 
 @needs_variant
-@pytest.mark.parametrize("make", [*(make for make, _ in FAMILIES), tiny_falcon_h1, tiny_nemotron_h])
+@pytest.mark.parametrize(
+    ("make", "kept_as"),
+    [
+        *((make, "auto") for make in (*(make for make, _ in FAMILIES), tiny_falcon_h1, tiny_nemotron_h)),
+        *((make, "int8") for make in (tiny_gemma3, tiny_bamba)),
+    ],
+)
 def test_overlapped_steps_of_native_kernels_sample_what_they_sample_from_scratch(
-    tmp_path: Path, make: Callable[[], PreTrainedModel]
+    tmp_path: Path, make: Callable[[], PreTrainedModel], kept_as: str
 ) -> None:
     """To the bit: from scratch is every sequence at once, in memory of its own."""
     make().save_pretrained(tmp_path)
-    executor = load_executor(resolve(str(tmp_path), tmp_path), PAGE, cache=cache_dir())
+    files = resolve(str(tmp_path), tmp_path)
+    executor = load_executor(files, PAGE, kv_cache_dtype=kept_as, cache=cache_dir())
     forward = executor.forward
     assert isinstance(forward, NativeForward)
     spoiled = SpoiledNative(forward._library, forward._model, threads=2)

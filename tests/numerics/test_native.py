@@ -29,9 +29,14 @@ STEPS = 60
 
 @pytest.fixture
 def executor(variant: str) -> Iterator[ModelExecutor]:
-    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, kernels=variant, cache=cache_dir())
+    executor = opened(variant)
     yield executor
     executor.close()
+
+
+def opened(variant: str, kv_cache_dtype: str = "auto") -> ModelExecutor:
+    files = resolve(DEFAULT_MODEL, cache_dir())
+    return load_executor(files, PAGE, kernels=variant, kv_cache_dtype=kv_cache_dtype, cache=cache_dir())
 
 
 def perplexity(executor: ModelExecutor, tokens: list[int]) -> float:
@@ -53,6 +58,17 @@ def test_perplexity_is_within_one_percent_of_float32(
     executor: ModelExecutor, exact: float, licence_tokens: list[int]
 ) -> None:
     found = perplexity(executor, licence_tokens[:TOKENS])
+    assert abs(found / exact - 1) < 0.01, f"{found:.3f}; in float32 {exact:.3f}"
+
+
+@every_variant
+def test_keys_and_values_in_8_bits_leave_perplexity_within_one_percent(
+    variant: str, exact: float, licence_tokens: list[int]
+) -> None:
+    executor = opened(variant, "int8")
+    found = perplexity(executor, licence_tokens[:TOKENS])
+    executor.close()
+    print(f"{found:.3f}; in float32 {exact:.3f}")
     assert abs(found / exact - 1) < 0.01, f"{found:.3f}; in float32 {exact:.3f}"
 
 

@@ -1,4 +1,5 @@
-"""Tenuto: `python tenuto_engine.py MODEL CONTEXT MEMORY_BYTES`. See the package for what it reads and writes."""
+"""Tenuto: `python tenuto_engine.py MODEL CONTEXT MEMORY_BYTES KV_CACHE_DTYPE`. See the package for what it reads and
+writes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 import tenuto
+from tenuto.api.engine import ModelOptions
 
 
 async def converse(engine: tenuto.AsyncEngine, inputs: list[list[int]], output: int) -> list[dict[str, Any]]:
@@ -29,9 +31,9 @@ async def converse(engine: tenuto.AsyncEngine, inputs: list[list[int]], output: 
     return told
 
 
-async def answer(model: str, context: int, memory: int) -> None:
+async def answer(model: str, options: ModelOptions) -> None:
     """Answer until standard input ends."""
-    async with tenuto.AsyncEngine(model, context_length=context, memory_bytes=memory) as engine:
+    async with tenuto.AsyncEngine(model, **options) as engine:
         with os.fdopen(os.dup(1), "w") as answers:
             os.dup2(2, 1)  # what libraries print is no answer
             print(version("tenuto"), file=answers, flush=True)
@@ -45,4 +47,6 @@ async def answer(model: str, context: int, memory: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(answer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    _, model, context, memory, kept_as = sys.argv
+    given: ModelOptions = {"context_length": int(context), "memory_bytes": int(memory), "kv_cache_dtype": kept_as}
+    asyncio.run(answer(model, given))

@@ -21,6 +21,8 @@ class ModelOptions(EngineOptions, total=False):
     context, with their turns and older checkpoints.
     `page_size` is the number of token slots per page. `kernels` is `auto` (the default), which takes the best available
     for the device; `amx`, `avx512_bf16`, `avx512` or `avx2`, the native kernels for CPUs; or `torch`, plain PyTorch.
+    `kv_cache_dtype` is what keys and values in memory are: `auto` (the default), of 16 bits with native kernels and of
+    type `dtype` with PyTorch; or `int8`, half as much memory, with native kernels only.
     `journal` is a file in which committed sessions survive the process; an engine that is given it later goes on with
     them.
     """
@@ -30,6 +32,7 @@ class ModelOptions(EngineOptions, total=False):
     memory_bytes: int | None
     page_size: int
     kernels: str
+    kv_cache_dtype: str
     journal: str | None
 
 

@@ -50,6 +50,7 @@ class LocalTransport(Calls):
             settings.page_size,
             settings.kernels,
             engine_config(settings.config).context_length,
+            settings.kv_cache_dtype,
         )
         config = engine_config(settings.config, model.max_context)
         self.tokenizer = model.tokenizer

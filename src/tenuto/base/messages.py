@@ -51,6 +51,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     page_size: int = 16
     kernels: str = "auto"
+    kv_cache_dtype: str = "auto"
     journal: str | None = None
     config: EngineOptions = {}
     log_level: str = "info"

@@ -28,6 +28,10 @@ ContextLength = Annotated[int | None, typer.Option(help="In tokens; the model's 
 Kernels = Annotated[
     str, typer.Option(help="What computes: auto, amx, avx512_bf16, avx512, avx2 (all for CPUs) or torch.")
 ]
+KVCache = Annotated[
+    str,
+    typer.Option(help="Keys and values in memory: auto (16 bits on CPUs), or int8, half of it (native kernels only)."),
+]
 PageSize = Annotated[int, typer.Option(help="Token slots a page of memory.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or another device PyTorch knows.")]
 
@@ -91,6 +95,7 @@ def chat(
     context_length: ContextLength = None,
     page_size: PageSize = 16,
     kernels: Kernels = "auto",
+    kv_cache_dtype: KVCache = "auto",
     journal: Annotated[
         str,
         typer.Option(
@@ -118,7 +123,14 @@ def chat(
     options = TurnOptions(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
     kept = None if journal == "none" else journal
     with Engine(
-        model, device=device, dtype=dtype, page_size=page_size, kernels=kernels, journal=kept, **config
+        model,
+        device=device,
+        dtype=dtype,
+        page_size=page_size,
+        kernels=kernels,
+        kv_cache_dtype=kv_cache_dtype,
+        journal=kept,
+        **config,
     ) as engine:
         run_chat(engine, system, options)
 
@@ -162,6 +174,7 @@ def serve(
     ] = None,
     page_size: PageSize = 16,
     kernels: Kernels = "auto",
+    kv_cache_dtype: KVCache = "auto",
     context_length: ContextLength = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="The most tokens one step computes.")] = 512,
     max_running_requests: Annotated[int, typer.Option(help="The most turns in one step.")] = 32,
@@ -283,6 +296,7 @@ def serve(
         memory_bytes=memory_bytes,
         page_size=page_size,
         kernels=kernels,
+        kv_cache_dtype=kv_cache_dtype,
         journal=None if journal == "none" else journal,
         config=config,
         log_level=log_level,

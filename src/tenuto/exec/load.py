@@ -14,7 +14,7 @@ from tenuto.exec.device import check_device, is_cpu, usable_cores
 from tenuto.exec.forward import Forward
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
-from tenuto.kernels.elements import Element
+from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
 from tenuto.models.checkpoint import Checkpoint, open_checkpoint
@@ -29,7 +29,7 @@ KERNELS = ("auto", *VARIANTS, "torch")
 """What may compute: the best there is, one variant of the native kernels, or plain PyTorch."""
 
 
-def load_executor(
+def load_executor(  # noqa: PLR0913 - each is an option of its own
     files: ModelFiles,
     page_size: int,
     device: str = "cpu",
@@ -37,6 +37,7 @@ def load_executor(
     *,
     context: int | None = None,
     kernels: str = "auto",
+    kv_cache_dtype: str = "auto",
     cache: Path | None = None,
     machine: Machine | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -47,17 +48,22 @@ def load_executor(
     `dtype` is an `Element`. `None` is, with native kernels, weights as they are stored; without them float32 on a
     CPU, and elsewhere bfloat16. `context` is how many tokens a session may have, the model's own limit if it is not
     given: some models rotate queries and keys otherwise where contexts are long. `kernels` is one of `KERNELS`; native
-    ones are compiled into `cache`; without it there are none. `say` is told before kernels are compiled, which takes
-    some seconds, and why plain PyTorch computes if it was not asked for. `checkpoint`: the model, if that is open
-    already. Raises `ModelError` for the files and
-    `ConfigError` for what cannot be used together.
+    ones are compiled into `cache`; without it there are none. `kv_cache_dtype` is a `KVCacheDtype`; only native kernels
+    can do without `auto`. `say` is told before kernels are compiled, which takes some seconds, and why plain PyTorch
+    computes if it was not asked for. `checkpoint`: the model, if that is open already. Raises
+    `ModelError` for the files and `ConfigError` for what cannot be used together.
     """
     check_device(device)
     if dtype is not None and dtype not in list(Element):
         raise ConfigError(f"dtype is {dtype!r}; allowed: {', '.join(Element)}")
     if kernels not in KERNELS:
         raise ConfigError(f"kernels are {kernels!r}; allowed: {', '.join(KERNELS)}")
-    opening = _Opening(files, page_size, device, dtype, context, kernels, cache, machine or Machine.this(), say)
+    if kv_cache_dtype not in list(KVCacheDtype):
+        raise ConfigError(f"kv_cache_dtype is {kv_cache_dtype!r}; allowed: {', '.join(KVCacheDtype)}")
+    kept_as = KVCacheDtype(kv_cache_dtype)
+    opening = _Opening(
+        files, page_size, device, dtype, context, kernels, kept_as, cache, machine or Machine.this(), say
+    )
     forward = opening.forward(files, checkpoint)
     return ModelExecutor(forward, partial(opening.again, forward.config, forward.spec, forward.layout))
 
@@ -72,6 +78,7 @@ class _Opening:
     dtype: str | None
     context: int | None
     kernels: str
+    kv_cache_dtype: KVCacheDtype
     cache: Path | None
     machine: Machine
     say: Callable[[str], None]
@@ -95,16 +102,27 @@ class _Opening:
                     f"kernels {kernels!r} need a cache to be compiled into, and are for the CPU and dtype bfloat16; "
                     f"here: {self.device}, {dtype}"
                 )
+            self._refuse_bytes(f"they are for the CPU and dtype bfloat16; here: {kernels}, {self.device}, {dtype}")
             return None
         try:
             found = _native(config, cache, self.machine, kernels, self.say)
-            packed = _packed(config, checkpoint.weights(), self.page_size, dtype)
+            packed = _packed(config, checkpoint.weights(), self.page_size, dtype, self.kv_cache_dtype)
             return NativeForward(found, packed, threads=usable_cores())
         except Unavailable as reason:
             if kernels != "auto":
                 raise ConfigError(f"kernels {kernels!r} cannot be used: {reason}") from reason
+            self._refuse_bytes(str(reason))
             self.say(f"Plain PyTorch computes: {reason}")
             return None
+
+    def _refuse_bytes(self, reason: str) -> None:
+        """What PyTorch's keys and values are, `reason` being why it computes. Raises `ConfigError` unless that will
+        do."""
+        if self.kv_cache_dtype is not KVCacheDtype.AUTO:
+            raise ConfigError(
+                f"kv_cache_dtype is {self.kv_cache_dtype.value!r}, which needs native kernels: {reason}; allowed with "
+                f"plain PyTorch: {KVCacheDtype.AUTO.value}"
+            )
 
     def again(self, config: ModelConfig, spec: MemorySpec, layout: str, path: str | None) -> Forward:
         """Read the model again, or the one at `path`. Raises `InvalidRequest` unless it has the shape `config`, and
@@ -156,8 +174,10 @@ def _native(config: ModelConfig, cache: Path, machine: Machine, kernels: str, sa
     raise failed
 
 
-def _packed(config: ModelConfig, weights: Weights, page_size: int, dtype: str | None) -> NativeProgram:
+def _packed(
+    config: ModelConfig, weights: Weights, page_size: int, dtype: str | None, kept_as: KVCacheDtype
+) -> NativeProgram:
     try:
-        return NativeProgram(config, weights, page_size, plain=dtype is not None)
+        return NativeProgram(config, weights, page_size, plain=dtype is not None, kv_cache_dtype=kept_as)
     except OSError as error:
         raise ConfigError(f"there is no memory for the model's weights: {error}") from error

@@ -12,6 +12,7 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
 from tenuto.exec.forward import Longs, Outputs, Singles, describe
+from tenuto.kernels.elements import KVCacheDtype
 from tenuto.kernels.native.library import Library, Moves, OpKind, Step
 from tenuto.kernels.native.sampling import logprobs, sample
 from tenuto.kernels.sampling import Choice, Masks
@@ -98,11 +99,18 @@ class NativeForward:
 
     @property
     def layout(self) -> str:
-        return "native, plain weights" if self._model.plain else "native"
+        weights = "native, plain weights" if self._model.plain else "native"
+        return f"{weights}, {self._kept_as}" if self._kept_as else weights
 
     @property
     def description(self) -> str:
-        return f"native kernels ({self._library.variant}, {self.threads} threads)"
+        parts = self._library.variant, f"{self.threads} threads", self._kept_as
+        return f"native kernels ({', '.join(filter(None, parts))})"
+
+    @property
+    def _kept_as(self) -> str:
+        """Words for keys and values that are not in 16 bits."""
+        return "8-bit keys and values" if self._model.kv_cache_dtype is KVCacheDtype.INT8 else ""
 
     @property
     def weight_bytes(self) -> int:

@@ -19,6 +19,14 @@ class Element(StrEnum):
         return 4 if self is Element.FLOAT32 else 2
 
 
+class KVCacheDtype(StrEnum):
+    """What keys and values in memory are: what computes decides (`auto`), or bytes,
+    which are multiplied with what every 32 dimensions of a key have, and every value of a head."""
+
+    AUTO = "auto"
+    INT8 = "int8"
+
+
 @dataclass(frozen=True, slots=True)
 class StatePart:
     """One of the arrays a layer's state consists of."""

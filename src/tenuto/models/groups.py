@@ -13,16 +13,22 @@ from tenuto.models.config import Attention, GatedDelta, Mamba2, ModelConfig
 @dataclass(frozen=True, slots=True)
 class PageShape:
     """What layers with pages keep: keys and values of `kv_heads` heads of `head_dim` elements, of the last `window`
-    tokens, or with 0 of all."""
+    tokens, or with 0 of all. `in_bytes`, elements are what bytes are multiplied with: one for every 32 dimensions of a
+    key, begun or whole, and one for a value, an even number together."""
 
     window: int
     kv_heads: int
     head_dim: int
     element: Element
+    in_bytes: bool = False
 
     def unit_bytes(self, page_size: int) -> int:
         """The size of one layer's part of a page of `page_size` token slots."""
-        return 2 * page_size * self.kv_heads * self.head_dim * self.element.size
+        if self.in_bytes:
+            each = self.head_dim + ((self.head_dim + 31) // 32 + 2) // 2 * self.element.size
+        else:
+            each = self.head_dim * self.element.size
+        return 2 * page_size * self.kv_heads * each
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +59,16 @@ class LayerGroup:
         return GroupSpec(kind, len(self.layers) * self.shape.unit_bytes(slots), self.shape.window)
 
 
-def layer_groups(config: ModelConfig, element: Element, convolutions: Element | None = None) -> tuple[LayerGroup, ...]:
-    """The groups of a model whose keys and values have elements of type `element`, in the order of their first layers.
-    Those of convolutions' states are of type `convolutions`, if that is given."""
+def layer_groups(
+    config: ModelConfig, element: Element, convolutions: Element | None = None, *, in_bytes: bool = False
+) -> tuple[LayerGroup, ...]:
+    """The groups of a model whose keys and values have elements of type `element`, or are `in_bytes`, in the order of
+    their first layers. Elements of convolutions' states are of type `convolutions`, if that is given."""
     found: dict[PageShape | StateShape, list[int]] = {}
     for i, mixer in enumerate(config.mixers):
         match mixer:
             case Attention() as a:
-                shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, element)
+                shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, element, in_bytes)
             case recurrent:
                 shape = StateShape(state_parts(recurrent, convolutions or element, Element(config.state_dtype)))
         found.setdefault(shape, []).append(i)

@@ -85,12 +85,15 @@ def load_model(
     page_size: int,
     kernels: str = "auto",
     context: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Model:
     """`kernels`: what may compute, see `exec.load.KERNELS`; `context`: how many tokens a session may have, if that is
-    known. Raises `ModelError` or `ConfigError`."""
+    known; `kv_cache_dtype`: a `KVCacheDtype`. Raises `ModelError` or `ConfigError`."""
     whole("page_size", page_size, 1, 2**20, ConfigError)
     kind, _, step_seconds = name.partition(":")
     if kind == WITNESS:
+        if kv_cache_dtype != "auto":
+            raise ConfigError(f"kv_cache_dtype is {kv_cache_dtype!r}; allowed for the witness, which has none: auto")
         return _witness(name, page_size, step_seconds)
     # Slow to import; the witness does without them.
     from tenuto.exec.device import spare_bytes  # noqa: PLC0415
@@ -109,6 +112,7 @@ def load_model(
         dtype,
         context=context,
         kernels=kernels,
+        kv_cache_dtype=kv_cache_dtype,
         cache=cache_dir(),
         say=log.warning,
         checkpoint=open_checkpoint(files, opened),

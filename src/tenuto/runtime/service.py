@@ -438,6 +438,7 @@ def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> 
         settings.page_size,
         settings.kernels,
         engine_config(settings.config).context_length,
+        settings.kv_cache_dtype,
     )
     config = engine_config(settings.config, model.max_context)
     memory = settings.memory_bytes if settings.memory_bytes is not None else server_budget(model, config)

@@ -18,8 +18,9 @@ public:
   Pages(const TenutoGroup &group, int page_size) : window_(group.window) {
     cache.page_size = page_size, cache.blocks = round_up(page_size, LANES) / LANES;
     cache.layers = group.layers, cache.kv_heads = group.kv_heads, cache.head_dim = group.head_dim;
+    cache.bytes = group.in_bytes != 0;
   }
-  int64_t unit_bytes() const { return cache.page_values() * 2; }
+  int64_t unit_bytes() const { return cache.page_bytes(); }
   int block_of(int position) const {
     return position / cache.page_size * cache.blocks + position % cache.page_size / LANES;
   }
@@ -187,7 +188,7 @@ private:
       store(vector + d, storable(load<f32x16>(vector + d)));
     const int at = work_.batch.position(token), slot = at % cache.page_size;
     const int page = work_.pages(group_, work_.batch.row_of(token))[at / cache.page_size];
-    uint16_t *block = cache.block(a.place, page, head, slot / LANES);
+    char *block = cache.block(a.place, page, head, slot / LANES);
     if (value)
       cache.write_value(block, slot % LANES, vector);
     else

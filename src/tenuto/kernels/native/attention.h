@@ -5,23 +5,45 @@
 
 #include "matrix.h"
 
-// Keys and values as bfloat16, in pages of `page_size` token slots: for each
-// layer and head of a page blocks of 16 slots. A block holds the keys of
-// one head as [head_dim / 2][16 slots][2] and its values as [8 pairs of slots][head_dim][2], so that a vector has a
-// pair for each of 16 slots, or for each of 16 dimensions. All values are finite: what is masked counts as 0 times
-// them.
+// Keys and values in pages of `page_size` token slots: for each layer and head of a page blocks of 16 slots. As
+// bfloat16, a block holds the keys of one head as [head_dim / 2][16 slots][2] and its values as [8 pairs of
+// slots][head_dim][2], so that a vector has a pair for each of 16 slots, or for each of 16 dimensions. In `bytes`, it
+// holds quants of keys, plus 128, as uint8 [head_dim / 4][16 slots][4], then of values, int8 [4 fours of
+// slots][head_dim][4], and then what quants are multiplied with, bfloat16 [16 slots] for each 32 dimensions of the keys
+// and then for the values. All values are finite: what is masked counts as 0 times them. Slots are written one by one,
+// perhaps by several threads, and no others with them.
 struct Cache {
-  uint16_t *data = nullptr;
+  char *data = nullptr;
   int page_size, blocks, layers, kv_heads, head_dim; // blocks a page and head
+  bool bytes;
 
-  int64_t block_values() const { return 2 * LANES * head_dim; }
-  int64_t page_values() const { return (int64_t)layers * kv_heads * blocks * block_values(); }
-  uint16_t *block(int layer, int page, int head, int index) const {
-    return data + page * page_values() + (((int64_t)layer * kv_heads + head) * blocks + index) * block_values();
+  int parts() const { return (head_dim + BLOCK - 1) / BLOCK; } // of a key, with scales of their own
+  int64_t block_bytes() const {
+    return bytes ? 2 * LANES * head_dim + (parts() + 2) / 2 * 64 : 4 * LANES * head_dim; // whole lines
+  }
+  int64_t page_bytes() const { return (int64_t)layers * kv_heads * blocks * block_bytes(); }
+  char *block(int layer, int page, int head, int index) const {
+    return data + page * page_bytes() + (((int64_t)layer * kv_heads + head) * blocks + index) * block_bytes();
+  }
+  // What the quants of a block are multiplied with: those of a part of its keys, or, as part `parts()`, of its values.
+  uint16_t *scales(const char *block, int part) const {
+    return (uint16_t *)(block + 2 * LANES * head_dim) + part * LANES;
   }
 
-  void write_key(uint16_t *block, int lane, const float *key) const {
+  void write_key(char *block, int lane, const float *key) const {
     uint32_t *to = (uint32_t *)block + lane;
+    if (bytes) {
+      float inverse = 0.0f;
+      for (int d = 0; d < head_dim; d += LANES, to += LANES * LANES / 4) {
+        if (d % BLOCK == 0)
+          inverse = set_scale(scales(block, d / BLOCK) + lane, key + d, std::min(BLOCK, head_dim - d));
+        uint32_t fours[LANES / 4];
+        store(fours, to_bytes(nearest(load<f32x16>(key + d) * inverse)));
+        for (int i = 0; i < LANES / 4; i++)
+          to[i * LANES] = fours[i] ^ 0x80808080u;
+      }
+      return;
+    }
     for (int d = 0; d < head_dim; d += LANES, to += LANES * LANES / 2) {
       uint32_t pairs[LANES / 2];
       store(pairs, to_bf16(load<f32x16>(key + d)));
@@ -30,13 +52,31 @@ struct Cache {
         to[i * LANES] = pairs[i];
     }
   }
-  void write_value(uint16_t *block, int lane, const float *value) const {
-    uint16_t *to = block + LANES * head_dim + (int64_t)(lane / 2) * head_dim * 2;
-    const uint32_t kept = lane % 2 ? 0x0000FFFFu : 0xFFFF0000u;
-    for (int d = 0; d < head_dim; d += LANES, to += 2 * LANES) {
-      u32x16 half = to_bf16_bits(load<f32x16>(value + d)) << (lane % 2 ? 16 : 0);
-      store(to, (load<u32x16>(to) & kept) | half);
+  void write_value(char *block, int lane, const float *value) const {
+    if (bytes) {
+      const float inverse = set_scale(scales(block, parts()) + lane, value, head_dim);
+      uint8_t *to = (uint8_t *)block + LANES * head_dim + lane / 4 * 4 * head_dim;
+      for (int d = 0; d < head_dim; d += LANES, to += 4 * LANES)
+        store_bytes(to, lane % 4, as<u32x16>(nearest(load<f32x16>(value + d) * inverse)));
+      return;
     }
+    uint16_t *to = (uint16_t *)block + LANES * head_dim + lane / 2 * 2 * head_dim;
+    for (int d = 0; d < head_dim; d += LANES, to += 2 * LANES)
+      store_words(to, lane % 2, to_bf16_bits(load<f32x16>(value + d)));
+  }
+
+private:
+  // Decide what the quants of `count` numbers are multiplied with: the highest |x| / 127, rounded up, or 0 if that is
+  // next to nothing. Returns what they are multiplied with to be quants.
+  static float set_scale(uint16_t *scale, const float *v, int count) {
+    f32x16 most = {};
+    for (int d = 0; d < count; d += LANES)
+      most = max16(most, max16(load<f32x16>(v + d), -load<f32x16>(v + d)));
+    const float highest = highest16(most) / 127.0f;
+    uint32_t bits;
+    memcpy(&bits, &highest, 4);
+    *scale = highest > 1e-30f ? (uint16_t)((bits + 0xFFFFu) >> 16) : 0;
+    return *scale ? 1.0f / float_of(*scale) : 0.0f;
   }
 };
 
@@ -99,7 +139,7 @@ static __attribute__((noinline)) void keep_within(float cap, float *scores, int 
 struct Chunk {
   int count;
   bool whole; // all blocks have 16 slots
-  const uint16_t *at[CHUNK];
+  const char *at[CHUNK];
   int first[CHUNK], end[CHUNK];
 
   // `scores`, of the slots of block i, with those that a row does not see set to minus infinity.
@@ -132,7 +172,7 @@ struct Blocks {
     }
     return chunk;
   }
-  const uint16_t *at(int i) const { return cache.block(layer, pages[i / cache.blocks], head, i % cache.blocks); }
+  const char *at(int i) const { return cache.block(layer, pages[i / cache.blocks], head, i % cache.blocks); }
 };
 
 INLINE void begin(const QueryRow &row, int dim) {
@@ -151,8 +191,8 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
     for (int i = 0; i < count; i++) {
-      const uint16_t *block = chunk.at[i];
-      const uint16_t *values = block + LANES * dim, *next = blocks.at(std::min(start + i + AHEAD, blocks.count - 1));
+      const uint16_t *block = (const uint16_t *)chunk.at[i], *values = block + LANES * dim;
+      const uint16_t *next = (const uint16_t *)blocks.at(std::min(start + i + AHEAD, blocks.count - 1));
       f32x16 even[ROWS] = {}, odd[ROWS] = {};
       for (int j = 0; j < dim / 2; j += 2) {
         for (int k = j * 2 * LANES; k < (j + 2) * 2 * LANES; k += 2 * LANES) {
@@ -184,7 +224,7 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
           for (int v = 0; v < WIDTH; v++)
             acc[r][v] = load<f32x16>(weighted(rows[r].result) + d + v * LANES) * shrink[r];
         for (int i = 0; i < count; i++) {
-          const uint16_t *values = chunk.at[i] + LANES * dim + 2 * d;
+          const uint16_t *values = (const uint16_t *)chunk.at[i] + LANES * dim + 2 * d;
           for (int pair = 0; pair < LANES / 2; pair++, values += 2 * dim) {
             Pairs both[WIDTH];
             for (int v = 0; v < WIDTH; v++)
@@ -212,6 +252,7 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
   }
 }
 
+#include "attention_bytes.h"
 #if TENUTO_AMX
 #include "attention_tiles.h"
 #endif
@@ -220,35 +261,39 @@ constexpr int PART = 2 * CHUNK; // blocks that are attended to in one go, whoeve
 
 // Query rows attend to blocks `from` up to `to`, at most `PART`, of one sequence's cache.
 static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, Scoring scoring) {
+  const bool bytes = blocks.cache.bytes;
+  int now;
+  for (; count > 0; rows += now, count -= now) {
 #if TENUTO_AMX
-  if (blocks.cache.head_dim % BLOCK == 0) {
-    for (; count > 0; rows += LANES, count -= LANES)
-      tiles::attend(blocks, rows, std::min(count, LANES), from, to, scoring);
-    return;
-  }
+    if (blocks.cache.head_dim % BLOCK == 0 && !bytes) {
+      now = std::min(count, LANES);
+      tiles::attend(blocks, rows, now, from, to, scoring);
+      continue;
+    }
 #endif
-  while (count > 0) {
-    const int now = std::min(count, ROWS_AN_ATTENTION);
-    switch (now) {
+    auto attend_now = [&](auto so_many) {
+      constexpr int ROWS = decltype(so_many)::value;
+      (bytes ? attend_bytes<ROWS> : attend<ROWS>)(blocks, rows, from, to, scoring);
+    };
+    switch (now = std::min(count, ROWS_AN_ATTENTION)) {
     case 6:
-      attend<6>(blocks, rows, from, to, scoring);
+      attend_now(std::integral_constant<int, 6>());
       break;
     case 5:
-      attend<5>(blocks, rows, from, to, scoring);
+      attend_now(std::integral_constant<int, 5>());
       break;
     case 4:
-      attend<4>(blocks, rows, from, to, scoring);
+      attend_now(std::integral_constant<int, 4>());
       break;
     case 3:
-      attend<3>(blocks, rows, from, to, scoring);
+      attend_now(std::integral_constant<int, 3>());
       break;
     case 2:
-      attend<2>(blocks, rows, from, to, scoring);
+      attend_now(std::integral_constant<int, 2>());
       break;
     default:
-      attend<1>(blocks, rows, from, to, scoring);
+      attend_now(std::integral_constant<int, 1>());
     }
-    rows += now, count -= now;
   }
 }
 

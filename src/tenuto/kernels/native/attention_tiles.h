@@ -5,8 +5,8 @@ constexpr int TILES_AHEAD = 2; // blocks that are asked for before they are need
 
 // Ask for a block of a sequence, for the second cache: more lines can be on their way there than to the first.
 INLINE void prefetch(const Blocks &blocks, int i) {
-  const char *block = (const char *)blocks.at(i);
-  for (int64_t b = 0; b < 2 * blocks.cache.block_values(); b += 64)
+  const char *block = blocks.at(i);
+  for (int64_t b = 0; b < blocks.cache.block_bytes(); b += 64)
     __builtin_prefetch(block + b, 0, 2);
 }
 
@@ -96,7 +96,7 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
       _tile_zero(0);
       for (int d = 0; d < dim; d += BLOCK) {
         _tile_loadd(4, queries + d * LANES, 64);
-        _tile_loadd(6, chunk.at[i] + d * LANES, 64);
+        _tile_loadd(6, chunk.at[i] + 2 * d * LANES, 64);
         _tile_dpbf16ps(0, 4, 6);
       }
       _tile_stored(0, scores[i], 64);
@@ -111,7 +111,7 @@ static void attend(const Blocks &blocks, const QueryRow *rows, int count, int fr
       _tile_zero(2);
       _tile_zero(3);
       for (int i = 0; i < now; i++) {
-        const uint16_t *block = chunk.at[i] + LANES * dim + 2 * d;
+        const uint16_t *block = (const uint16_t *)chunk.at[i] + LANES * dim + 2 * d;
         _tile_loadd(5, shares[i], 32);
         _tile_loadd(7, block, dim * 4);
         _tile_dpbf16ps(0, 5, 7);

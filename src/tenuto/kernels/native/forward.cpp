@@ -42,7 +42,7 @@ public:
       GroupMemory &group = groups_[g];
       group.memory.resize(units[g] * group.unit_bytes());
       if (group.pages)
-        group.pages->cache.data = group.memory.as<uint16_t>();
+        group.pages->cache.data = group.memory.as<char>();
       else
         group.states->data = group.memory.as<float>();
     }

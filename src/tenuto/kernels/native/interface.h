@@ -39,10 +39,11 @@ struct TenutoRope {
 };
 
 // A memory group of `layers` layers. Of pages: keys and values of `kv_heads` heads of `head_dim` elements, of the last
-// `window` tokens, or with 0 of all. Of state slots, where `kv_heads` is 0: for each layer float [kept][convolved], the
-// last inputs of the convolution, and then float [recurrent].
+// `window` tokens, or with 0 of all, as bfloat16 or, with `in_bytes`, quants (see `Cache`). Of state slots, where
+// `kv_heads` is 0: for each layer float [kept][convolved], the last inputs of the convolution, and then float
+// [recurrent].
 struct TenutoGroup {
-  int32_t layers, kv_heads, head_dim, window, kept, convolved, recurrent;
+  int32_t layers, kv_heads, head_dim, window, in_bytes, kept, convolved, recurrent;
 };
 
 // An attention layer, number `place` of its memory group. `rope` is -1 where positions do not count. With `gated` the

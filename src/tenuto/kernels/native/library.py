@@ -81,6 +81,7 @@ class Group(ctypes.Structure):
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
         ("window", c_int32),
+        ("in_bytes", c_int32),
         ("kept", c_int32),
         ("convolved", c_int32),
         ("recurrent", c_int32),

@@ -63,11 +63,13 @@ INLINE float float_of(uint16_t bf16) {
 // What vectors of pairs of bfloat16 are multiplied with: such pairs themselves, or floats where there is no instruction
 // for bfloat16. A vector of pairs has the first of each in the low half of its lane; dot_pair is, in lane n, acc +
 // a[n][0] b[0] + a[n][1] b[1].
+INLINE f32x16 bf16_to_float(const uint16_t *p) { return as<f32x16>(widened(load<u16x16>(p)) << 16); }
 #if TENUTO_BF16
 typedef uint16_t Half;
 typedef u32x16 Pairs;
 typedef uint32_t Pair;
 INLINE void store_halves(Half *to, f32x16 v) { store(to, to_bf16(v)); }
+INLINE f32x16 load_halves(const Half *p) { return bf16_to_float(p); }
 INLINE Pairs load_pairs(const void *p) { return load<u32x16>(p); }
 INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) {
   return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
@@ -81,6 +83,7 @@ struct Pair {
   float first, second;
 };
 INLINE void store_halves(Half *to, f32x16 v) { store(to, v); }
+INLINE f32x16 load_halves(const Half *p) { return load<f32x16>(p); }
 INLINE Pairs load_pairs(const void *p) {
   u32x16 v = load<u32x16>(p);
   return {as<f32x16>(v << 16), as<f32x16>(v & 0xFFFF0000u)};

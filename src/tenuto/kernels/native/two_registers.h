@@ -70,6 +70,10 @@ INLINE f32x16 to_float(i32x16 v) {
 INLINE f32x16 max16(f32x16 a, f32x16 b) {
   return {(f32x8)_mm256_max_ps((__m256)a.low, (__m256)b.low), (f32x8)_mm256_max_ps((__m256)a.high, (__m256)b.high)};
 }
+INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
+  return {(f32x8)_mm256_fmadd_ps((__m256)a.low, (__m256)b.low, (__m256)c.low),
+          (f32x8)_mm256_fmadd_ps((__m256)a.high, (__m256)b.high, (__m256)c.high)};
+}
 INLINE i32x16 nearest(f32x16 x) {
   return {(i32x8)_mm256_cvtps_epi32((__m256)x.low), (i32x8)_mm256_cvtps_epi32((__m256)x.high)};
 }
@@ -92,6 +96,25 @@ INLINE float highest16(f32x16 v) {
 INLINE u16x16 to_words(u32x16 v) { // within 16 bits
   const __m256i packed = _mm256_packus_epi32((__m256i)v.low, (__m256i)v.high);
   return (u16x16)_mm256_permute4x64_epi64(packed, 0xD8); // the instruction works on halves
+}
+INLINE u32x16 widened(u16x16 v) {
+  const __m256i all = (__m256i)v;
+  return {(u32x8)_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)),
+          (u32x8)_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1))};
+}
+// Write the low word, or byte, of each lane to number `place` of the two, or four, at `to`; others are not touched, for
+// another thread may write them.
+INLINE void store_words(uint16_t *to, int place, u32x16 v) {
+  uint32_t lanes[16];
+  store(lanes, v);
+  for (int i = 0; i < 16; i++)
+    to[2 * i + place] = (uint16_t)lanes[i];
+}
+INLINE void store_bytes(uint8_t *to, int place, u32x16 v) {
+  uint32_t lanes[16];
+  store(lanes, v);
+  for (int i = 0; i < 16; i++)
+    to[4 * i + place] = (uint8_t)lanes[i];
 }
 INLINE i8x16 to_bytes(i32x16 v) { // within 8 bits
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0xD8);
@@ -130,6 +153,20 @@ private:
     }
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
   }
+};
+
+// The products of signed bytes, four for each of 16 lanes, with the four unsigned bytes below 128 at `x`.
+struct UnsignedDot {
+  __m256i low = {}, high = {};
+
+  void add(u32x16 w, const uint8_t *x) {
+    int32_t quad;
+    memcpy(&quad, x, 4);
+    const __m256i inputs = _mm256_set1_epi32(quad), ones = _mm256_set1_epi16(1);
+    low = _mm256_add_epi32(low, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.low), ones));
+    high = _mm256_add_epi32(high, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.high), ones));
+  }
+  i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
 };
 
 constexpr int ROWS_A_PRODUCT = 4, ROWS_AN_ATTENTION = 2, VECTORS_OF_VALUES = 2; // that registers have room for

@@ -78,6 +78,12 @@ def group_of(group: LayerGroup) -> library.Group:
     """A memory group as the kernels know it."""
     shape, layers = group.shape, len(group.layers)
     if isinstance(shape, PageShape):
-        return library.Group(layers=layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, window=shape.window)
+        return library.Group(
+            layers=layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            window=shape.window,
+            in_bytes=shape.in_bytes,
+        )
     (convolved, kept), recurrent = (part.shape for part in shape.parts)
     return library.Group(layers=layers, kept=kept, convolved=convolved, recurrent=math.prod(recurrent))

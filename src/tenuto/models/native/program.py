@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tenuto.base.errors import ModelError
-from tenuto.kernels.elements import Element
+from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native import library
 from tenuto.kernels.native.library import Op, OpKind
 from tenuto.kernels.native.pack import LANES
@@ -22,12 +22,19 @@ from tenuto.models.weights import StoredWeight
 class NativeProgram:
     """A model's weights, and the operations of its forward pass.
 
-    Keys and values are bfloat16, in whole blocks of 16 token slots, states of convolutions and recurrences float32.
+    Keys and values are bfloat16 or bytes, in whole blocks of 16 token slots, states of convolutions and recurrences
+    float32.
     Invariant: what `ops` and `model` point to lives as long as this.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Iterable[tuple[str, StoredWeight]], page_size: int, *, plain: bool = False
+        self,
+        config: ModelConfig,
+        weights: Iterable[tuple[str, StoredWeight]],
+        page_size: int,
+        *,
+        plain: bool = False,
+        kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
     ) -> None:
         """`weights` as `Checkpoint.weights` says; with `plain` they become bfloat16. Raises `ModelError` if one is
         missing, of a wrong shape, or unknown, or if there is an `obstacle`."""
@@ -36,7 +43,9 @@ class NativeProgram:
             raise ModelError(f"the native kernels cannot run this model: {reason}")
         self.config = config
         self.plain = plain
-        groups = layer_groups(config, Element.BFLOAT16, convolutions=Element.FLOAT32)
+        self.kv_cache_dtype = kv_cache_dtype
+        in_bytes = kv_cache_dtype is KVCacheDtype.INT8
+        groups = layer_groups(config, Element.BFLOAT16, convolutions=Element.FLOAT32, in_bytes=in_bytes)
         self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
         self._panels = Panels(weights, plain=plain)
         self._building = Building(config, self._panels, groups)

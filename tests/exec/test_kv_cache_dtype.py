@@ -1,0 +1,165 @@
+"""Keys and values in bytes: native kernels compute what PyTorch computes from keys and values rounded as theirs.
+
+What is left, measured in what that rounding changes: queries and shares of 15 and 14 bits, queries of bfloat16 where
+there are instructions for it, and numbers so near the middle between two quants that they are rounded the other way.
+Weights are float32.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tenuto.base.config import cache_dir
+from tenuto.base.errors import ConfigError
+from tenuto.base.groups import Kind
+from tenuto.exec.load import load_executor
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.native_forward import NativeForward
+from tenuto.exec.torch_forward import TorchForward
+from tenuto.kernels.native.build import Machine
+from tenuto.models.decoder import Decoder
+from tenuto.models.hf import HfCheckpoint
+from tenuto.models.store import resolve
+from tenuto.runtime.models import load_model
+from tests.exec.kernels import HERE, every_variant, needs_variant
+from tests.exec.mixed_driver import MixedDriver
+from tests.models.tiny import tiny_llama
+from tests.models.tiny_dense import tiny_gemma2
+from tests.models.tiny_hybrids import tiny_bamba, tiny_gpt_oss
+
+LENGTH, PAGE = 300, 4
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "heads of 16": partial(tiny_llama, max_position_embeddings=1024),
+    "heads of 64": partial(tiny_llama, head_dim=64),
+    "heads of 80": partial(tiny_llama, head_dim=80),
+    "heads of 128, one key head for 8": partial(
+        tiny_llama, head_dim=128, num_attention_heads=8, num_key_value_heads=1, num_hidden_layers=2
+    ),
+    "windows and caps": tiny_gemma2,
+    "windows and sinks": tiny_gpt_oss,
+    "recurrent layers": tiny_bamba,
+}
+PART = 32
+"""Dimensions of a key with a scale of their own."""
+
+
+def in_bytes(values: torch.Tensor, part: int) -> torch.Tensor:
+    """What is left of float32 [..., dimensions] when every `part` of them has a scale, bfloat16, the highest / 127
+    rounded up."""
+    found = []
+    for each in values.split(part, dim=-1):
+        highest = each.abs().amax(dim=-1, keepdim=True) / 127
+        scale = ((highest.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
+        found.append((each * (1 / scale)).round() * scale)
+    return torch.cat(found, dim=-1)
+
+
+class Rounding(TorchForward):
+    """Its keys and values are what bytes make of them."""
+
+    def prepare(self, units: tuple[int, ...], rows: int) -> None:
+        super().prepare(units, rows)
+        for memory in self.memories.pages.values():
+            memory.kv.write = partial(self._write, memory.kv.write)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _write(write: Callable[..., None], layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        write(layer, slots, in_bytes(k, PART), in_bytes(v, v.shape[-1]))
+
+
+@pytest.fixture(scope="module", params=list(MODELS.values()), ids=list(MODELS))
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    request.param().float().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    return np.random.default_rng(1).integers(3, 60, LENGTH).tolist()
+
+
+@pytest.fixture(scope="module")
+def exact(path: Path, text: list[int]) -> list[torch.Tensor]:
+    """Logits after each token, float32 [LENGTH, vocab]: with rounded keys and values, and with float32."""
+    checkpoint = HfCheckpoint(path)
+    decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    found = []
+    for forward in (Rounding(decoder, PAGE), TorchForward(decoder, PAGE)):
+        executor = ModelExecutor(forward)
+        found.append(MixedDriver(executor, rows=1, units=100).logits({0: text}).clone())
+        executor.close()
+    return found
+
+
+def native(path: Path, variant: str = "auto", kv_cache_dtype: str = "int8", **options: Any) -> ModelExecutor:
+    files = resolve(str(path), path)
+    return load_executor(
+        files, PAGE, kernels=variant, kv_cache_dtype=kv_cache_dtype, **({"cache": cache_dir()} | options)
+    )
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).abs().mean() / theirs.abs().mean()).item()
+
+
+@every_variant
+def test_logits_are_those_of_pytorch_with_keys_and_values_rounded_as_here(
+    path: Path, text: list[int], exact: list[torch.Tensor], variant: str
+) -> None:
+    """In memory full of garbage, and in every bit the same wherever the text is cut."""
+    executor = native(path, variant)
+    whole = MixedDriver(executor, rows=1, units=100).logits({0: text}).clone()
+    rounded, unrounded = exact
+    left = relative_error(whole, rounded) / relative_error(rounded, unrounded)
+    print(left)
+    assert left < (0.3 if variant in ("avx2", "avx512") else 0.7)
+    driver, ends = MixedDriver(executor, rows=1, units=100), [1, 3, 10, 11, 65, 200, 201, LENGTH]
+    for a, b in zip([0, *ends], ends, strict=False):
+        assert torch.equal(driver.logits({0: text[a:b]}), whole[a:b])
+    executor.close()
+
+
+@needs_variant
+def test_a_page_takes_what_its_bytes_and_scales_take(path: Path) -> None:
+    executor, wide = native(path), native(path, kv_cache_dtype="auto")
+    for number, (group, other) in enumerate(zip(executor.spec.groups, wide.spec.groups, strict=True)):
+        if group.kind is Kind.STATE:
+            assert group == other
+            continue
+        assert group.bytes_per_unit < 0.76 * other.bytes_per_unit  # 0.53 with heads of 64
+        executor.prepare((3,) * len(executor.spec.groups), 1)
+        assert isinstance(executor.forward, NativeForward)
+        assert executor.forward.memory(number).shape == (3, group.bytes_per_unit)
+    assert "8-bit keys and values" in executor.forward.description
+    assert executor.layout != wide.layout
+    executor.close()
+    wide.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"variant": "torch"}, "here: torch, cpu, None; allowed with plain PyTorch: auto"),
+        ({"dtype": "float32"}, "here: auto, cpu, float32"),
+        ({"machine": Machine(HERE.features, None)}, "no C"),
+        ({"kv_cache_dtype": "q8_0"}, "'q8_0'; allowed: auto, int8"),
+    ],
+)
+def test_where_pytorch_computes_bytes_are_refused_with_what_is_allowed(
+    tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype is .*{reason}"):
+        native(tmp_path, **({"cache": tmp_path} | options))
+
+
+def test_the_witness_has_neither_keys_nor_values() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int8'; allowed for the witness"):
+        load_model("witness", "cpu", None, 16, kv_cache_dtype="int8")
