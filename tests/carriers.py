@@ -13,6 +13,9 @@ class AtOnce:
     def carry(self, move: Job) -> None:
         move.carry()
 
+    def withdraw(self, move: Job) -> None:
+        pass
+
     def wait(self, move: Job) -> None:
         """It has ended."""
 
@@ -40,6 +43,9 @@ class ByHand:
         """Have all moves end."""
         while self.moves:
             self.advance()
+
+    def withdraw(self, move: Job) -> None:
+        pass
 
     def wait(self, move: Job) -> None:
         while move in self.moves:

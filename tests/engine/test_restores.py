@@ -23,7 +23,8 @@ from tenuto.base.turns import EndReason, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.engine.loop import EngineLoop
 from tenuto.engine.parking import Parking
-from tenuto.memory.unit_files import SUFFIX, UnitFile, UnitFiles
+from tenuto.memory.moves import Write
+from tenuto.memory.unit_files import SUFFIX, DiskFailed, UnitFile, UnitFiles
 from tenuto.session.session import Turn
 from tests.carriers import ByHand
 from tests.engine.stage import (
@@ -486,3 +487,134 @@ def test_a_pool_keeps_what_is_written_apart_until_the_copy_has_ended() -> None:
     pool.copy_begins([third])
     many.release()
     assert pool.limbo == (1 if third in pool._stranded else 0)
+
+
+def test_a_cancelled_restore_that_has_not_begun_keeps_no_units_while_others_read(gate: Gate) -> None:
+    engine = threaded(gate)
+    for name in ("t", "u"):
+        engine.open(name)
+        engine.submit(name, [ord(name), *count_from(1, 59)], TurnParams(max_new_tokens=6))
+        while not engine.idle:
+            engine.step()
+        engine.lifecycle.drop(engine.sessions.get(name))
+        present(engine.parking).finish()
+    gate.open.clear()
+    for name in ("s", "t"):  # both threads wait for the disk
+        engine.submit(name, [5], TurnParams(max_new_tokens=3))
+    engine.step()
+    assert gate.reading.wait(60)
+    pool, left = engine.memory.pools[0], []
+    for _ in range(3):
+        engine.submit("u", [5], TurnParams(max_new_tokens=3))
+        engine.step()
+        engine.abort("u")
+        engine.step()
+        left.append((pool.free, pool.limbo))
+    assert left == 3 * left[:1]
+    gate.open.set()
+    engine.end()
+
+
+@every_mix
+def test_a_copy_that_fails_while_another_session_joins_it_still_owns_its_units(mix, monkeypatch) -> None:
+    """Whether a copy has failed is known to the engine's thread only between steps."""
+    slow = Slow(mix)
+    engine, tiers, executor = slow.engine, slow.parking.tiers, slow.stage.executor
+    engine.fork("s", child="fork")
+    slow.come_back("s")
+    bring_back = tiers.bring_back
+
+    def fails_first(*given: Any) -> Any:
+        executor._copy_fails = lambda: True
+        slow.copies.moves.pop(0).advance()
+        executor._copy_fails = lambda: False
+        monkeypatch.undo()
+        return bring_back(*given)
+
+    monkeypatch.setattr(tiers, "bring_back", fails_first)
+    slow.stage.say("fork", [5, 6], 3)
+    engine.step()
+    engine.step()
+    engine.abort("fork")
+    engine.abort("s")
+    filled = [(each.group, each.unit) for move in tiers.moves._under_way for each in move.targets]
+    assert not [(group, unit) for group, unit in filled if unit in engine.memory.pools[group]._free]
+    slow.copies.finish()
+    slow.stage.step()
+    engine.audit()
+
+
+def test_a_write_that_fails_while_a_snapshot_waits_for_it_loses_no_other_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
+    engine, tiers, disk = slow.engine, slow.parking.tiers, present(slow.parking.tiers._disk)
+    writes = [job for job in slow.copies.moves if isinstance(job, Write)]
+    assert writes
+    engine.fork("s", child="fork")
+    slow.copies.moves.clear()
+    slow.stage.say("fork", [5, 6], 20)
+    for _ in range(60):
+        slow.copies.finish()
+        slow.stage.step()
+    slow.copies.moves[:] = writes
+    write, tried = disk.write, []
+
+    def fails_once(units: Mapping[int, Sequence[Bytes]]) -> UnitFile:
+        tried.append(units)
+        if len(tried) == 1:
+            raise DiskFailed("write", "once")
+        return write(units)
+
+    monkeypatch.setattr(disk, "write", fails_once)
+    monkeypatch.setattr("tenuto.memory.tiers.MAX_LEAVING", tiers.host_used + 1)
+    engine.save()
+    assert len(tried) > 1
+    assert present(engine.snapshots).counts == {"saved": 1}
+    engine.end(keep=True)
+
+
+def test_a_session_that_gives_up_coming_back_hides_no_prefix_of_others() -> None:
+    slow = Slow((STATE,), prefix_cache=True, checkpoint_interval=16, units=200)
+    engine, stage = slow.engine, slow.stage
+    stage.open("q")
+    stage.say("q", count_from(5, 90), 6)
+    stage.play()
+    session = engine.sessions.get("q")
+    assert slow.parking.park(session)
+    position = slow.parking._sessions[session].position
+    stage.say("q", [7] * 20, 3)
+    stage.play()
+    for checkpoint in list(session.memory.checkpoints):
+        if 60 < checkpoint.position <= position + 5 and not checkpoint.pins:
+            engine.memory.cache._evict(checkpoint)
+    engine.rewind("q", position=position + 1)
+    turn = slow.come_back("q")
+    engine.lifecycle.preempt(turn)
+    assert present(engine.prefixes)._entered.get(session, 0) * PAGE <= session.memory.computed
+
+
+def broken(*_: Any, **__: Any) -> None:
+    raise OSError(30, "Read-only file system")
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("writing", [broken, no_memory])
+def test_a_disk_that_neither_writes_nor_removes_costs_only_time(writing, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tenuto.memory.unit_files.save_file", writing)
+    monkeypatch.setattr(Path, "unlink", broken)
+    slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
+    history = list(slow.engine.sessions.get("s").history)
+    slow.copies.finish()
+    slow.stage.step()
+    slow.ends(slow.stage.say("s", [5, 6], 3), history)
+    monkeypatch.undo()
+    slow.park("s")
+    slow.copies.finish()
+    slow.stage.step()
+    monkeypatch.setattr(Path, "unlink", broken)
+    slow.engine.close("s")
+    slow.engine.audit()

@@ -137,6 +137,27 @@ def test_turns_with_keys_are_not_overtaken_while_they_are_looked_up() -> None:
     play(story)
 
 
+@pytest.mark.parametrize("key", ["new", None])
+def test_a_request_given_up_before_it_is_in_its_queue_never_begins(key: str | None) -> None:
+    async def story(turns: Turns, link: LocalLink) -> None:
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
+        blocking = await turns.start(one_shot(2900, "s"))
+        asked = [asyncio.ensure_future(turns.start(one_shot(1, "s"), queue=True, request_key=RequestKey("new", b"")))]
+        if key is None:  # it waits until the other has been looked up
+            asked.append(asyncio.ensure_future(turns.start(one_shot(1, "s"), queue=True)))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        asked.pop().cancel()
+        for other in asked:
+            await (await other).finished()
+        await blocking.finished()
+        while turns.open_turns():
+            await asyncio.sleep(0.01)
+        assert (await link.call(GetSession(tenant="t", session="s"))).version == 1 + len(asked)
+
+    play(story)
+
+
 def test_a_result_that_is_too_large_is_not_kept_and_its_turn_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "MAX_BYTES", 1000)
 

@@ -212,6 +212,7 @@ class Lifecycle:
             if self.parking is not None and self.parking.awaits(turn):
                 memory.abort()
                 self.parking.give_up(turn)
+                self.note_memory(turn.session)
 
     def preempt(self, turn: Turn, why: str = "preempted") -> None:
         """Release what a turn has acquired: of a running turn, or of a draft or waiting turn that has memory."""

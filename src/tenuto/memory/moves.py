@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar, cast
@@ -35,8 +35,8 @@ class Target:
 class Job:
     """Something to be copied, piece by piece, in the thread that calls `advance`.
 
-    `cancelled` is written by the engine's thread; all else by the thread that carries it, before `ended` is set.
-    `failure`: the cause, if it failed; then nothing of it may be used.
+    `cancelled` and `failure` are written by the engine's thread, so that nothing changes while it acts; all else by the
+    thread that carries it, before `ended` is set. `failure`: the cause, if it failed; then nothing of it may be used.
     """
 
     def __init__(self, told: Callable[[Job], None]) -> None:
@@ -44,6 +44,7 @@ class Job:
         self._told = told
         self.cancelled = False  # nobody wants it any more
         self.failure = ""
+        self._cause = ""  # of its failure
         self.error: BaseException | None = None  # a bug of ours
         self.ended = threading.Event()
 
@@ -51,6 +52,10 @@ class Job:
     def usable(self) -> bool:
         """Whether the copies are what they should be, or may still become that."""
         return not (self.cancelled or self.failure)
+
+    def settle(self) -> None:
+        """It has ended: note whether it failed."""
+        self.failure = self._cause
 
     def carry(self) -> None:
         """Go on to the end."""
@@ -64,11 +69,11 @@ class Job:
                 if self._copy_next():
                     return True
             except DiskFailed as error:
-                self.failure = error.cause
+                self._cause = error.cause
             except CopyFailed:
-                self.failure = "copy"
+                self._cause = "copy"
             except BaseException as error:  # noqa: BLE001 - the engine's thread raises it
-                self.failure, self.error = "bug", error
+                self._cause, self.error = "bug", error
         self.ended.set()
         self._told(self)
         return False
@@ -166,6 +171,10 @@ class Carrier(Protocol):
         """Begin, and return."""
         ...
 
+    def withdraw(self, job: Job) -> None:
+        """A job was cancelled: it may end at once if it has not begun, and need not wait for others."""
+        ...
+
     def wait(self, job: Job) -> None:
         """Return when a job that it carries has ended."""
         ...
@@ -183,10 +192,19 @@ class CopyThreads:
     def __init__(self) -> None:
         self._movers = ThreadPoolExecutor(THREADS, "tenuto-copies")
         self._writer = ThreadPoolExecutor(1, "tenuto-writes")  # so that no turn waits for what leaves
+        self._futures: dict[Job, Future[None]] = {}
 
     def carry(self, job: Job) -> None:
         """See `Carrier.carry`."""
-        (self._writer if isinstance(job, Write) else self._movers).submit(job.carry)
+        threads = self._writer if isinstance(job, Write) else self._movers
+        future = self._futures[job] = threads.submit(job.carry)
+        future.add_done_callback(lambda _: self._futures.pop(job, None))
+
+    def withdraw(self, job: Job) -> None:
+        """See `Carrier.withdraw`."""
+        future = self._futures.get(job)
+        if future is not None and future.cancel():
+            job.carry()  # which ends it
 
     def wait(self, job: Job) -> None:
         """See `Carrier.wait`."""
@@ -235,6 +253,7 @@ class Jobs(Generic[J]):
             except Empty:
                 return ended
             del self._under_way[job]
+            job.settle()
             if job.error is not None:
                 raise job.error
             ended.append(job)
@@ -284,6 +303,8 @@ class Moves(Jobs[Move]):
         """One that waited for the move does not any more. If it was the last, the move ends with the piece at hand."""
         move.wanted -= 1
         move.cancelled = not move.wanted
+        if move.cancelled:
+            self._carrier.withdraw(move)
 
 
 def _by_group(targets: Iterable[Target]) -> dict[int, list[int]]:

@@ -177,11 +177,13 @@ class Tiers:
         bytes would be on their way."""
         if self._disk is None:
             return False
-        units = [unit for unit in parked if unit.data is not None and not unit.leaving]
+        units = self._staying(parked)
         size = sum(unit.size for unit in units)
         if self._leaving_bytes and self._leaving_bytes + size > MAX_LEAVING:
             self.writes.wait()
             self.take_written()
+            units = self._staying(parked)  # those of a write that has failed stay, too
+            size = sum(unit.size for unit in units)
         self._in_host.pop(parked, None)
         if not units:
             return True
@@ -196,6 +198,11 @@ class Tiers:
         self.writes.carry(write)
         self.take_written()
         return True
+
+    @staticmethod
+    def _staying(parked: Parked) -> list[StoredUnit]:
+        """Those in host memory that are not on their way to disk."""
+        return [unit for unit in parked if unit.data is not None and not unit.leaving]
 
     def take_written(self) -> None:
         """Note what has become of writes that have ended."""

@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -130,17 +131,17 @@ class UnitFiles:
                 raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self._budget}")
             self._used += size
         path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
-        tensors = {f"group {group}": np.stack(list(rows)) for group, rows in units.items() if rows}
-        sums = {name: [zlib.crc32(row) for row in rows] for name, rows in tensors.items()}
         try:
+            tensors = {f"group {group}": np.stack(list(rows)) for group, rows in units.items() if rows}
+            sums = {name: [zlib.crc32(row) for row in rows] for name, rows in tensors.items()}
             create_private(path)  # not every version of safetensors does
             save_file(
                 tensors,
                 path,
                 {"format": FORMAT, "version": VERSION, "identity": self._identity, "checksums": json.dumps(sums)},
             )
-        except (OSError, SafetensorError) as error:
-            path.unlink(missing_ok=True)
+        except (OSError, SafetensorError, MemoryError) as error:
+            self._unlink(path)
             self._gave_back(size)
             raise DiskFailed("write", f"{path} could not be written: {error}") from error
         return UnitFile(path.name, size, sum(map(len, tensors.values())))
@@ -191,7 +192,13 @@ class UnitFiles:
     def remove(self, file: UnitFile) -> None:
         """See `Disk.remove`."""
         self._gave_back(file.size)
-        (self._directory / file.name).unlink(missing_ok=True)
+        self._unlink(self._directory / file.name)
+
+    @staticmethod
+    def _unlink(path: Path) -> None:
+        """What cannot be removed is, once that is possible, by `take_over` of another process."""
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
     def _gave_back(self, size: int) -> None:
         with self._counting:
@@ -229,7 +236,7 @@ class UnitFiles:
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            (self._directory / name).unlink(missing_ok=True)
+            self._unlink(self._directory / name)
 
     def close(self, *, keep: bool = False) -> None:
         """See `Disk.close`."""

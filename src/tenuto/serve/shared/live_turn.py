@@ -37,6 +37,7 @@ class LiveTurn:
         self.reading: Reading | None = None  # how its answer is taken apart, if it is; written by who started it
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
         self.readers = 0  # in `follow`, or about to be
+        self.refused: TenutoError | None = None  # why it is not to begin; written by who aborts it
         self.rolling_back = False  # it is being aborted because nobody reads it
         self._gate = AbortGate()
         self.begin_abort = self._gate.begin_abort

@@ -127,6 +127,8 @@ class Turns:
             if once is not None and await self._found(turn, once):
                 return None
             await all_before()
+            if turn.refused is not None:
+                raise turn.refused
             begun = self.queues.begin(turn, session, queue=queue, max_queued=max_queued)
         return await begun
 
@@ -215,7 +217,8 @@ class Turns:
         await self.abort_quietly(turn)
 
     def _refuse_waiting(self, turn: LiveTurn) -> None:
-        self.queues.refuse(turn, IllegalTransition("the turn was aborted before it began"))
+        turn.refused = IllegalTransition("the turn was aborted before it began")  # it may not be in the queue yet
+        self.queues.refuse(turn, turn.refused)
 
     async def withdraw(self, name: str) -> None:
         """Nobody waits for the input of this name any more; see `messages.Withdraw`."""
