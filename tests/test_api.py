@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -287,9 +288,9 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(monkeypatch: pytest.Mo
 def test_a_model_is_loaded_for_as_long_sessions_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     contexts = []
 
-    def load(name: str, device: str, dtype: str | None, page_size: int, kernels: str, context: int) -> Model:
-        contexts.append(context)
-        return load_model(name, device, dtype, page_size, kernels, context)
+    def load(*given: Any) -> Model:
+        contexts.append(inspect.signature(load_model).bind(*given).arguments["context"])
+        return load_model(*given)
 
     for place in ("tenuto.api.transport", "tenuto.runtime.service"):
         monkeypatch.setattr(f"{place}.load_model", load)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,7 @@ def template(smollm2_path: Path) -> ChatTemplate:
 def engine(smollm2_path: Path, template: ChatTemplate) -> Iterator[tenuto.Engine]:
     tokenizer = load_tokenizer(smollm2_path)
 
-    def load(name: str, device: str, dtype: str | None, page_size: int, kernels: str, context: int) -> Model:
+    def load(_name: str, _device: str, _dtype: str | None, page_size: int, *_: Any) -> Model:
         executor = WitnessExecutor(page_size, [GroupSpec(Kind.FULL, 64)], tokenizer.vocab_size)
         return Model(executor, tokenizer.vocab_size, tokenizer.eos_ids, 100_000, tokenizer, template)
 
