@@ -258,3 +258,24 @@ def test_where_a_grammar_has_no_room_for_thoughts_there_are_none() -> None:
     assert shape_of(habits, grammar, {}, forced=False, parallel=False) == grammar
     assert ToolUse().reading(habits, grammar).reader().push("12").text == "12"
     assert ToolUse().reading(habits, None).reader().push("hm").reasoning == "hm"
+
+
+def test_a_model_is_told_of_tools_whatever_the_choice() -> None:
+    tools = [{"name": "weather", "parameters": SCHEMA}]
+    assert ToolUse.of(tools, "none").told == ToolUse.of(tools).told
+    assert ToolUse.of(tools, "none").reading(TAGS, None).names == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"name": "x\n"}]}, "tools[0].name"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tools": [{"name": "f", "parameters": {"description": "\ud800"}}], "tool_choice": "required"}, "tools"),
+    ],
+    ids=str,
+)
+def test_wrong_tools_are_refused_and_named(options: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ToolUse.among(options)
+    assert refused.value.param == param

@@ -34,6 +34,7 @@ O200K = (
 )
 SPACE = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+BLANKS = ("   ", "    ")
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -77,7 +78,7 @@ THINKING = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TURNS = ("<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 INST = ("</s>", "<s>", "[INST]", "[/INST]")
 FAMILIES = {
-    "GPT-2": Family("gpt-2", "gpt2", ("<|endoftext|>",), GPT_2),
+    "GPT-2": Family("gpt-2", "gpt2", ("<|endoftext|>",), GPT_2, plain=BLANKS),  # as Phi-2 has them
     "SmolLM2": Family("smollm", "llama", CHATML, DIGITS),
     "Granite 3": Family("refact", "granite", ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"), DIGITS),
     "Llama 3": Family("llama-bpe", "llama", TURNS, split(LLAMA_3), whole_words=True, bos=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from tenuto.base.answers import AnswerReader
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.tools import ModelHabits, ToolCall, Tools
 from tenuto.base.turns import Message
+from tenuto.base.variables import Variables
 from tenuto.text.chat import ChatTemplate
 from tenuto.text.tools import habits_of
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
@@ -137,6 +139,50 @@ def test_the_ids_of_calls_are_those_that_a_template_takes() -> None:
         result = Message("tool", "4 degrees", tool_call_id=call.id)
         tokens, _ = chat.opening([*ASKED, Message("assistant", "", (call,)), result])
         assert f"[TOOL_RESULTS]{call.id} 4 degrees" in written(tokens)
+
+
+def test_a_result_is_appended_where_a_template_refuses_results_without_ids() -> None:
+    chat = ChatTemplate(MISTRAL, TOKENS)
+    opened = chat.opening(ASKED).conversation
+    result = Message("tool", "4 degrees", tool_call_id="abcDEF123")
+    appended, later = chat.delta(opened, [result], last_token=END, generate=False)
+    asked, _ = chat.delta(later, [], last_token=appended[-1])
+    assert written([*appended, *asked]) == "[TOOL_RESULTS]abcDEF123 4 degrees[/TOOL_RESULTS]"
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("source", [HERMES, CHAT_TEMPLATE], ids=["hermes", "plain"])
+def test_json_may_be_nested_as_deeply_as_templates_can_write(source: str) -> None:
+    chat = ChatTemplate(source, TOKENS)
+    calls = (ToolCall("f", json.dumps(nested(128))),)
+    tools = Tools.of([{"name": "f", "parameters": nested(125)}])
+    messages = [*ASKED, Message("assistant", "", calls), *ASKED]
+    assert chat.opening(messages, tools=tools, variables=Variables.of(nested(128))).tokens
+    for deeper in (129, 600, 5000):
+        text = '{"a":' * (deeper - 1) + "{}" + "}" * (deeper - 1)
+        for told, param in (
+            (lambda text=text: ToolCall("f", text), "tool_calls"),
+            (lambda text=text: Variables(text).parsed(), "chat_template_kwargs"),
+            (lambda text=text: Tools(f'[{{"a": {text}}}]').parsed(), "tools"),
+        ):
+            with pytest.raises(InvalidRequest) as refused:
+                told()
+            assert refused.value.param == param
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        Tools.of([{"name": "f", "parameters": nested(129)}])
+
+
+def test_what_is_not_unicode_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        Tools.of([{"name": "f", "parameters": {"description": "\ud800"}}])
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        Variables.of({"style": "\ud800"})
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "nonsense", 7])

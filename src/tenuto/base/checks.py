@@ -111,6 +111,21 @@ def check_unicode(name: str, value: str) -> None:
         raise InvalidRequest(f"{name} has a lone surrogate; allowed: Unicode text", param=_param(name)) from None
 
 
+MAX_NESTING = 128
+"""Objects and lists inside one another in JSON that templates are told."""
+
+
+def check_nesting(name: str, value: object, param: str) -> None:
+    """Raises `InvalidRequest` for JSON that is nested too deeply to be written by recursion."""
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        inside = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        if not inside:
+            return
+        level = [inner for each in inside for inner in (each.values() if isinstance(each, Mapping) else each)]
+    raise InvalidRequest(f"{name} are nested too deeply; allowed: {MAX_NESTING} levels", param=param)
+
+
 def _param(name: str) -> str | None:
     """The option's name, or `None` if `name` only describes a part of one."""
     return name if name.isidentifier() else None

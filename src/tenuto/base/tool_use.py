@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from tenuto.base.answers import CLOSE_CALL, CLOSE_THOUGHT, OPEN_CALL, OPEN_THOUGHT, Reading
-from tenuto.base.checks import check_unicode, items, shown
+from tenuto.base.checks import check_unicode, flag, items, shown
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import WHITE_SPACE, Grammar, parsed
 from tenuto.base.options import TOOL_OPTIONS
@@ -24,8 +24,8 @@ NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 class ToolUse:
     """The functions that a model is told of, each a mapping with `name`, and if it has them `description` and
     `parameters`, a JSON schema; and what its answer makes of them. With `choice` "auto" it may call them, with "none"
-    it is not told of them, and "required" forces a call, by a grammar: of any of them, or of the one called `only`.
-    There may be several calls if they may be `parallel`."""
+    nothing that it says is a call, and "required" forces a call, by a grammar: of any of them, or of the one called
+    `only`. There may be several calls if they may be `parallel`."""
 
     functions: tuple[Mapping[str, Any], ...] = ()
     choice: ToolChoice = "auto"
@@ -52,6 +52,7 @@ class ToolUse:
                 "tool_choice asks for a call of a function that tools does not have; allowed: one of them",
                 param="tool_choice",
             )
+        _ = self.told  # raises `InvalidRequest` for what cannot be told
 
     @classmethod
     def of(cls, tools: object, choice: object = None, parallel: object = None) -> ToolUse:
@@ -59,10 +60,7 @@ class ToolUse:
         `choice`: "auto", "none", "required", or an object with the `name` of the function that must be called. Raises
         `InvalidRequest`."""
         functions = tuple(_function(number, given) for number, given in enumerate(items("tools", tools, "a list")))
-        if parallel is not None and not isinstance(parallel, bool):
-            raise InvalidRequest(
-                f"parallel_tool_calls is {shown(parallel)}; allowed: true or false", param="parallel_tool_calls"
-            )
+        parallel = parallel is None or flag("parallel_tool_calls", parallel)
         only = unwrapped(choice)
         if isinstance(only, Mapping):
             name = only.get("name")
@@ -70,8 +68,8 @@ class ToolUse:
                 raise InvalidRequest(
                     f"tool_choice is {shown(choice)}; allowed: an object with a function's name", param="tool_choice"
                 )
-            return cls(functions, "required", name, parallel is not False)
-        return cls(functions, "auto" if choice is None else choice, parallel=parallel is not False)  # type: ignore[arg-type]
+            return cls(functions, "required", name, parallel)
+        return cls(functions, "auto" if choice is None else choice, parallel=parallel)  # type: ignore[arg-type]
 
     @classmethod
     def among(cls, options: Mapping[str, object]) -> ToolUse | None:
@@ -81,6 +79,8 @@ class ToolUse:
             return cls.of(tools, choice, parallel)
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice without tools; allowed: with tools", param="tool_choice")
+        if parallel is not None:
+            flag("parallel_tool_calls", parallel)
         return None
 
     @property
@@ -92,8 +92,8 @@ class ToolUse:
 
     @property
     def told(self) -> Tools:
-        """What the model is told of."""
-        return Tools() if self.choice == "none" else Tools.of(list(self.functions))
+        """What the model is told of, with any `choice`, so that a conversation's later turns may have another."""
+        return Tools.of(list(self.functions))
 
     def grammar(self, habits: ModelHabits, answer: Grammar | None) -> Grammar | None:
         """What the answer must follow: `answer`, if that is given, or calls, where they are forced or may come instead.
@@ -123,7 +123,7 @@ def _function(number: int, given: object) -> Mapping[str, Any]:
             f"{field} is {shown(given)}; allowed: an object with name, and description and parameters", param=field
         )
     name = function["name"]
-    if not isinstance(name, str) or re.match(NAME, name) is None:
+    if not isinstance(name, str) or re.fullmatch(NAME, name) is None:
         raise InvalidRequest(
             f"{field}.name is {shown(name)}; allowed: 1 to 64 letters, digits, '_', '.' and '-'", param=f"{field}.name"
         )

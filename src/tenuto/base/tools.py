@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tenuto.base.checks import check_unicode, shown
+from tenuto.base.checks import check_nesting, check_unicode, shown
 from tenuto.base.errors import InvalidRequest
 
 MAX_TOOLS = 128
@@ -54,6 +54,7 @@ class ToolCall:
             raise InvalidRequest(
                 f"a tool call's arguments are {shown(arguments)}; allowed: a JSON object", param="tool_calls"
             )
+        check_nesting("a tool call's arguments", arguments, "tool_calls")
         return arguments
 
 
@@ -81,6 +82,7 @@ class Tools:
             raise InvalidRequest(
                 f"tools have {len(self.source)} characters; allowed: at most {MAX_TOOLS_SIZE}", param="tools"
             )
+        check_unicode("tools", self.source)
 
     @classmethod
     def of(cls, functions: list[Mapping[str, Any]]) -> Tools:
@@ -89,9 +91,11 @@ class Tools:
             return cls()
         wrapped = [{"type": "function", "function": dict(function)} for function in functions]
         try:
-            return cls(json.dumps(wrapped, ensure_ascii=False, allow_nan=False))
+            tools = cls(json.dumps(wrapped, ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"tools cannot be written as JSON: {error}", param="tools") from None
+        check_nesting("tools", wrapped, "tools")
+        return tools
 
     def parsed(self) -> list[dict[str, Any]]:
         """The list. Raises `InvalidRequest`."""
@@ -103,6 +107,7 @@ class Tools:
             raise InvalidRequest(f"tools are not JSON: {error}", param="tools") from None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise InvalidRequest("tools are not a list of objects", param="tools")
+        check_nesting("tools", tools, "tools")
         return tools
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.base.checks import shown
+from tenuto.base.checks import check_nesting, check_unicode, shown
 from tenuto.base.errors import InvalidRequest
 
 FIELD = "chat_template_kwargs"
@@ -32,6 +32,7 @@ class Variables:
             raise InvalidRequest(f"{FIELD} are {shown(self.source)}; allowed: JSON text", param=FIELD)
         if len(self.source) > MAX_SIZE:
             raise InvalidRequest(f"{FIELD} have {len(self.source)} characters; allowed: {MAX_SIZE}", param=FIELD)
+        check_unicode(FIELD, self.source)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Variables:
@@ -53,6 +54,7 @@ class Variables:
             raise InvalidRequest(f"{FIELD} are not JSON: {error}", param=FIELD) from None
         if not isinstance(values, dict):
             raise InvalidRequest(f"{FIELD} are {shown(values)}; allowed: an object", param=FIELD)
+        check_nesting(FIELD, values, FIELD)
         if taken := RESERVED & values.keys():
             raise InvalidRequest(f"{FIELD} have {min(taken)!r}, which the request itself tells", param=FIELD)
         return values

@@ -54,7 +54,10 @@ class Conversation:
             roles.append("user")
         if self.role in ("system", "tool"):
             roles.append("assistant")
-        return [*({"role": role, "content": filler} for role in roles), {"role": self.role, "content": last}]
+        final = {"role": self.role, "content": last}
+        if self.role == "tool":
+            final["tool_call_id"] = "0" * 9  # some templates refuse results without one of nine letters
+        return [*({"role": role, "content": filler} for role in roles), final]
 
 
 class _Displaced(InvalidRequest):

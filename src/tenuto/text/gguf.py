@@ -26,10 +26,10 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     architecture, name = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre")
     try:
         kind, tokens, types = (meta[f"tokenizer.ggml.{key}"] for key in ("model", "tokens", "token_type"))
-        blanks, opens = Blanks(), True
+        blanks, opens, found = Blanks(), True, tokens  # `found`: the tokens as they stand in text
         if kind == "llama":
             prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
-            blanks = Blanks(opens=prefix, control=prefix)
+            blanks, found = Blanks(opens=prefix, control=prefix), with_blanks(tokens, types)
             make = partial(sentencepiece, tokens, types, meta["tokenizer.ggml.scores"])
         else:
             pre = pre_tokenizer(kind, name, architecture)
@@ -42,7 +42,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     bos, *ends = (meta.get(f"tokenizer.ggml.{token}_token_id") for token in ("bos", "eos", "eot", "eom"))
     try:
         backend = make()
-        backend.add_tokens(_added(with_blanks(tokens, types), types, {bos, *ends}, _Swallowing.of(architecture, name)))
+        backend.add_tokens(_added(found, types, {bos, *ends}, _Swallowing.of(architecture, name)))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a damaged vocabulary
         raise ModelError(f"{path} has a tokenizer that cannot be built: {error}") from None
     return Tokenizer(
