@@ -115,6 +115,17 @@ def test_what_is_not_stored_or_deleted_is_gone(client: OpenAI, witness: Server) 
         assert refused.value.param == "previous_response_id"
 
 
+def test_what_is_not_stored_is_gone_where_it_went_on_from_another(client: OpenAI) -> None:
+    first = ask(client, max_output_tokens=3)
+    lost = ask(client, "more", previous_response_id=first.id, max_output_tokens=3, store=False)
+    for _ in range(100):  # it is closed just after it is answered
+        try:
+            ask(client, "and", previous_response_id=lost.id, max_output_tokens=3, store=False)
+        except openai.NotFoundError:
+            return
+    pytest.fail("a response that was not to be stored can be gone on from")
+
+
 def test_a_refused_response_leaves_no_session(client: OpenAI, witness: Server) -> None:
     def sessions() -> set[str]:
         return {each["id"] for each in httpx.get(f"{witness.url}/v1/sessions").json()["data"]}
@@ -155,11 +166,20 @@ def test_a_response_can_be_gone_on_from_after_a_restart_with_a_journal(tmp_path:
     with serving(*arguments) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         first = ask(client, **told)
         before = ask(client, "more", previous_response_id=first.id, **told)
+        changed = ask(client, "more", previous_response_id=first.id, **{**told, "instructions": "Be long."})
+        known = [
+            ask(client, "more", previous_response_id=changed.id, **{**told, "instructions": f"Be {size}."})
+            for size in ("brief", "long")
+        ]
     with serving(*arguments) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         again = ask(client, "more", previous_response_id=first.id, **told)
         assert (again.output_text, again.usage.input_tokens) == (before.output_text, before.usage.input_tokens)
         other = ask(client, "more", previous_response_id=first.id, **{**told, "instructions": "Be long."})
         assert other.usage.input_tokens > again.usage.input_tokens
+        for size, earlier in zip(("brief", "long"), known, strict=True):
+            later = ask(client, "more", previous_response_id=changed.id, **{**told, "instructions": f"Be {size}."})
+            assert later.usage.input_tokens == earlier.usage.input_tokens
+        assert known[0].usage.input_tokens > known[1].usage.input_tokens
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(first.id)
         server.audit()

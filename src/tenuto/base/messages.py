@@ -214,11 +214,13 @@ class AbortTurn(OfSession[bool], frozen=True, kw_only=True):
 
 
 class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """A child with the history up to a turn or position. `child`: its id, as in `OpenSession`."""
+    """A child with the history up to a turn or position. `child`: its id, as in `OpenSession`. `metadata`: in place of
+    the parent's."""
 
     child: str | None
     turn: int | None = None
     position: int | None = None
+    metadata: tuple[tuple[str, str], ...] | None = None
     version: int | None = None
     limits: Limits = Limits()
 

@@ -205,7 +205,12 @@ class Dispatcher:
     @_execute.register
     def _(self, command: Fork, _: None) -> SessionInfo:
         child = self._engine.fork(
-            command.session, turn=command.turn, position=command.position, child=command.child, tenant=command.tenant
+            command.session,
+            turn=command.turn,
+            position=command.position,
+            child=command.child,
+            tenant=command.tenant,
+            metadata=command.metadata,
         )
         return self._info(child)
 

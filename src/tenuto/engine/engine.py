@@ -221,13 +221,15 @@ class Engine:
         position: int | None = None,
         child: str | None = None,
         tenant: str = "",
+        metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> Session:
         """A new session that starts with this one's first `turn` turns, or `position` tokens, or all. While a turn is
-        open the fork sees the last commit."""
+        open the fork sees the last commit. It has this one's metadata unless it is given other."""
         parent = self.sessions.get(session_id, tenant)
         parent.require_open()
         at = self._position(parent, turn, position)
-        forked = self.open(child, replace(parent.policy, ephemeral=False), parent.system)
+        notes = parent.policy.metadata if metadata is None else metadata
+        forked = self.open(child, replace(parent.policy, ephemeral=False, metadata=notes), parent.system)
         self.lifecycle.replayed["fork"] += parent.memory.replayed(max(0, at - 1))
         parent.fork(forked, at)
         self.sessions.note_length(forked)

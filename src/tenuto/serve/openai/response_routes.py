@@ -26,7 +26,7 @@ from tenuto.serve.shared.sse import EventStream, while_connected
 router = APIRouter(prefix="/v1/responses", tags=["openai"])
 
 INSTRUCTIONS = "instructions"
-"""In the metadata of a response's session: a digest of those that its conversation opened with."""
+"""In the metadata of a response's session: a digest of those that it was asked with."""
 MAX_KEPT = 1000
 """Responses that can be read again, the latest."""
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
     edge.check_model(body.model)
     name, streams = f"resp_{secrets.token_hex(16)}", False
     try:
-        turn = await while_connected(request, _start(edge, tenant, body, kept, name))
+        turn = await while_connected(request, _start(edge, tenant, body, name))
     except TenutoError as error:
         error.param = body.param(error.param)
         raise
@@ -86,7 +86,7 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
 
     def leave() -> None:
         edge.turns.abandon(turn)
-        if turn.request.session is not None and not turn.committed:
+        if turn.request.session is not None and (body.store is False or not turn.committed):
             edge.spawn(_close(edge, tenant, name))  # which aborts its turn
 
     try:
@@ -102,7 +102,7 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
             leave()
 
 
-async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, kept: KeptResponses, name: str) -> LiveTurn:
+async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, name: str) -> LiveTurn:
     """The turn, in a session called `name` unless nothing is to be kept, once the engine has accepted it."""
     previous, stores = body.previous_response_id, body.store is not False
     state = await _state(edge, tenant, previous) if previous is not None else None
@@ -110,17 +110,21 @@ async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, kept: KeptRespo
         kind="turn",
         tenant=tenant.name,
         session=name if stores or previous is not None else None,
-        input=body.rendered(instructed=state is not None and _instructed(body, state, kept, tenant)),
+        input=body.rendered(instructed=state is not None and _instructed(body, state)),
         params=body.params(edge.model.habits),
         tools=body.tool_use.told,
         limits=tenant.limits,
     )
     if start.session is None:
         return await edge.start(tenant, start)
-    if previous is not None:
-        await edge.link.call(Fork(tenant=tenant.name, session=previous, child=name, limits=tenant.limits))
+    told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
+    if state is not None:
+        others = tuple((key, value) for key, value in state.metadata.items() if key != INSTRUCTIONS)
+        fork = Fork(
+            tenant=tenant.name, session=state.session_id, child=name, metadata=others + told, limits=tenant.limits
+        )
+        await edge.link.call(fork)
     else:
-        told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
         policy = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name, metadata=told)
         await edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
     try:
@@ -143,12 +147,8 @@ async def _state(edge: Edge, tenant: Tenant, previous: str) -> SessionInfo:
     return state
 
 
-def _instructed(body: ResponseBody, state: SessionInfo, kept: KeptResponses, tenant: Tenant) -> bool:
-    """Whether the conversation has been given the same instructions: the latest or, if the server does not remember the
-    previous response any more, those that it opened with."""
-    earlier = kept.find(tenant.name, state.session_id)
-    if earlier is not None:
-        return bool(body.instructions == earlier["instructions"])
+def _instructed(body: ResponseBody, state: SessionInfo) -> bool:
+    """Whether the previous response was asked with the same instructions, which its conversation has by then."""
     return body.instructions is not None and state.metadata.get(INSTRUCTIONS) == _digest(body.instructions)
 
 
