@@ -65,6 +65,19 @@ CALLED = ("weather", {"city": "Rome"})
             ("b", "", [("stop", {"x": "</tool_call>"})]),
         ),
         (TAGS, '<tool_call>{"name": "</tool_call> b', ('<tool_call>{"name": "</tool_call> b', "", [])),
+        (
+            TAGS,
+            f'<tool_call>{{"name": "stop", "arguments": {{"a": "b}}}}</tool_call><tool_call>{STOP}</tool_call> b',
+            ('<tool_call>{"name": "stop", "arguments": {"a": "b}}</tool_call>b', "", [("stop", {})]),
+        ),
+        (TAGS, f"<tool_call>{STOP}; {TAGGED}</tool_call>", ("", "", [("stop", {}), ("stop", {"x": "</tool_call>"})])),
+        (
+            TAGS,
+            f"<tool_call>it's \"x</tool_call><tool_call>{ROME}</tool_call>",
+            ("<tool_call>it's \"x</tool_call>", "", [CALLED]),
+        ),
+        (NAMED, 'weather{"city": "}\\"{"}stop {}', ("", "", [("weather", {"city": '}"{'}), ("stop", {})])),
+        (NAMED, 'weather{"city": "\\ud800"} b', ('weather{"city": "\\ud800"} b', "", [])),
         (NAMED, 'weather{"city": "Rome"}stop {}', ("", "", [CALLED, ("stop", {})])),
         (NAMED, ' weatherabc123DEF{"city": "Rome"}', ("", "", [CALLED])),
         (NAMED, "weather is fine", ("weather is fine", "", [])),
@@ -102,7 +115,11 @@ def test_an_answer_is_taken_apart_alike_in_whatever_pieces_it_comes(
 
 
 @given(
-    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", ROME, STOP, "<think>", "</think>", "\n", " ", "x", "{"])),
+    st.lists(
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", ROME, STOP, "<think>", "</think>", "\n", " ", "x", "{", '"', "\\"]
+        )
+    ),
     st.sampled_from([TAGS, JSON, ModelHabits("tags", thinks="tags"), ModelHabits("json", thinks="opened")]),
     st.randoms(use_true_random=False),
 )
@@ -111,6 +128,27 @@ def test_any_pieces_of_any_text_say_the_same(parts: list[str], habits: ModelHabi
     cuts = sorted(random.randrange(len(text) + 1) for _ in range(5))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert told(read(habits, pieces)) == told(read(habits, [text]))
+
+
+@pytest.mark.parametrize(
+    ("habits", "text"),
+    [
+        (NAMED, 'weather{"city": "' + "Rome " * 400 + '"}'),
+        (TAGS, '<tool_call>{"name": "stop", "arguments": {"x": "' + "</tool_call>" * 150 + '"}}</tool_call>'),
+    ],
+    ids=["named", "tags"],
+)
+def test_a_long_call_is_decoded_once(habits: ModelHabits, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = list[int]()
+    whole = json.JSONDecoder.raw_decode
+
+    def counting(decoder: json.JSONDecoder, text: str, idx: int = 0) -> tuple[Any, int]:
+        decoded.append(len(text))
+        return whole(decoder, text, idx)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counting)
+    assert len(read(habits, list(text)).calls) == 1
+    assert len(decoded) <= 2  # and once as it is checked
 
 
 def test_without_tools_calls_are_text() -> None:

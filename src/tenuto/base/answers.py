@@ -7,10 +7,12 @@ import re
 import secrets
 import string
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.tools import ModelHabits, ToolCall
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
@@ -72,6 +74,7 @@ class AnswerReader:
         self._thinking: bool | None = {"no": False, "tags": None, "opened": True}[habits.thinks]  # None: not known yet
         self._started = False  # text has been told: what follows is no call, where calls are whole answers
         self._dropped = ""  # letters that are dropped until another comes
+        self._scan: _Scan | None = None  # of the call that the rest begins with
         if self._thinking:
             self._dropped = "\n"
 
@@ -134,23 +137,30 @@ class AnswerReader:
         return False
 
     def _tags(self, said: Said, *, ended: bool) -> bool:
-        before, opened, after = self._rest.partition(OPEN_CALL)
-        if not opened and ended:
-            return self._tell(said, len(self._rest))
-        if not opened:
-            until = len(self._rest) - _overlap(self._rest, OPEN_CALL)
-            return self._tell(said, len(self._rest[:until].rstrip()))  # white space before a call is not told
-        inside, closed, rest = after.partition(CLOSE_CALL)
-        while closed and _in_string(inside):  # the tag is part of an argument
-            more, closed, rest = rest.partition(CLOSE_CALL)
-            inside += CLOSE_CALL + more
-        if not closed and not ended:
-            return self._tell(said, len(before.rstrip()))
-        calls = self._calls(inside)
-        said.text += before.rstrip() if calls else before + opened + inside + closed
+        if self._scan is None:
+            before, opened, _ = self._rest.partition(OPEN_CALL)
+            if not opened and ended:
+                return self._tell(said, len(self._rest))
+            if not opened:
+                until = len(self._rest) - _overlap(self._rest, OPEN_CALL)
+                return self._tell(said, len(self._rest[:until].rstrip()))  # white space before a call is not told
+            self._tell(said, len(before.rstrip()))
+            self._scan = _Scan(self._rest.index(OPEN_CALL) + len(OPEN_CALL))
+        scan = self._scan
+        closed, calls = scan.closing(self._rest), list[ToolCall]()
+        if closed is None and not ended:
+            return False
+        if closed is None or closed != scan.first:
+            calls = self._calls(self._rest[scan.start : closed])
+        if not calls and scan.first is not None:
+            closed = scan.first  # the tags in its strings were none: a quotation mark is missing
+            calls = self._calls(self._rest[scan.start : closed])
+        self._scan = None
+        end = len(self._rest) if closed is None else closed + len(CLOSE_CALL)
+        said.text += "" if calls else self._rest[:end]
         said.calls += calls
-        self._rest, self._dropped = rest, string.whitespace if calls else ""
-        return bool(closed)
+        self._rest, self._dropped = self._rest[end:], string.whitespace if calls else ""
+        return closed is not None
 
     def _json(self, said: Said, *, ended: bool) -> bool:
         """An answer that is nothing but calls, after a control token that has no text or not."""
@@ -168,26 +178,31 @@ class AnswerReader:
 
     def _named(self, said: Said, *, ended: bool) -> bool:
         """Calls from the beginning on, each a name, nine letters and digits or not, and arguments."""
-        begun = self._rest.lstrip()
-        head, brace, _ = begun.partition("{")
-        if self._started or not (brace or self._begins_name(head)) or (ended and not brace):
-            self._started = self._started or bool(begun)
-            return self._tell(said, len(self._rest)) if begun or ended else False
-        if not brace:
-            return False
-        name = self._name_of(head.rstrip())
-        try:
-            arguments, end = json.JSONDecoder().raw_decode(begun, len(head))
-        except (ValueError, RecursionError):
-            if name and not ended:
-                return False  # the rest of them is still to come
-            arguments, end = None, 0
-        call = self._call({"name": name, "arguments": arguments, "id": head.rstrip()[len(name) :]})
+        if self._scan is None:
+            begun = self._rest.lstrip()
+            head, brace, _ = begun.partition("{")
+            if self._started or not (brace or self._begins_name(head)) or (ended and not brace):
+                self._started = self._started or bool(begun)
+                return self._tell(said, len(self._rest)) if begun or ended else False
+            if not brace:
+                return False
+            self._scan = _Scan(self._rest.index("{"))
+        start = self._scan.start
+        head = self._rest[:start].strip()
+        name, call = self._name_of(head), None
+        end = self._scan.end(self._rest) if name else None
+        if name and end is None and not ended:
+            return False  # the rest of the arguments is still to come
+        self._scan = None
+        if end is not None:
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(self._rest[start:end])
+                call = self._call({"name": name, "arguments": arguments, "id": head[len(name) :]})
         if call is None:
             self._started = True
             return self._tell(said, len(self._rest))
         said.calls.append(call)
-        self._rest = begun[end:]
+        self._rest = self._rest[end:]
         return bool(self._rest)
 
     def _begins_name(self, head: str) -> bool:
@@ -210,7 +225,9 @@ class AnswerReader:
                 text = text[end:].lstrip(" \n\t;,")
         except (ValueError, RecursionError):
             return []
-        calls = [self._call(one) for one in found]
+        called, calls = self._called, [self._call(one) for one in found]
+        if None in calls:
+            self._called = called
         return [call for call in calls if call is not None] if None not in calls else []
 
     def _call(self, given: Any) -> ToolCall | None:
@@ -220,11 +237,15 @@ class AnswerReader:
         if isinstance(arguments, str):  # as JSON text, which some models write
             try:
                 arguments = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
         if not isinstance(arguments, Mapping):
             return None
-        return ToolCall(given["name"], json.dumps(arguments, ensure_ascii=False), self._id_of(given.get("id")))
+        try:
+            text = json.dumps(arguments, ensure_ascii=False)
+            return ToolCall(given["name"], text, self._id_of(given.get("id")))
+        except (InvalidRequest, RecursionError):
+            return None  # nested too deeply, or not Unicode: no conversation could have it
 
     def _id_of(self, given: Any) -> str:
         """The id of the next call: the one that the model has written, if it writes them."""
@@ -238,15 +259,62 @@ class AnswerReader:
 _BEHIND_NAME = re.compile(r"[A-Za-z0-9]{0,9}\s*")
 
 
-def _in_string(text: str) -> bool:
-    """Whether JSON that begins like this goes on inside a string."""
-    try:
-        json.JSONDecoder().raw_decode(text.lstrip())
-    except RecursionError:
-        return False
-    except ValueError as error:
-        return "Unterminated string" in str(error)
-    return False
+class _Scan:
+    """Looks for the end of JSON that begins at `start` of a text, as the text grows: every letter is looked at once."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.first: int | None = None
+        """Where the first closing tag is, if a string seems to go on there."""
+        self._at = self._searched = start
+        self._depth = 0
+        self._quoted = self._broken = False
+
+    def end(self, text: str) -> int | None:
+        """Where the object or list ends, if it does already."""
+        self._read(text, len(text))
+        return self._at if self._at > self.start and not self._depth else None
+
+    def closing(self, text: str) -> int | None:
+        """Where the first closing tag is that is not in a string; where the quotation marks make no sense, the first
+        of all."""
+        while (found := text.find(CLOSE_CALL, self._searched)) >= 0:
+            if self.first is None and text[self.start : found].lstrip()[:1] not in "{[":
+                return found
+            self._read(text, found, nested=False)
+            if self._broken or not self._quoted:
+                return self.first if self._broken and self.first is not None else found
+            self.first = found if self.first is None else self.first
+            self._searched = found + len(CLOSE_CALL)
+        self._searched = max(self._searched, len(text) - len(CLOSE_CALL) + 1)
+        if self.first is not None:
+            self._read(text, len(text), nested=False)
+        return self.first if self._broken else None
+
+    def _read(self, text: str, until: int, *, nested: bool = True) -> None:
+        """Look at the text up to `until`, if `nested` at most to the end of the object or list."""
+        for mark in _MARKS.finditer(text, self._at, max(self._at, until)):
+            letter, self._at = mark[0], mark.end()
+            if letter == "\\":  # what it escapes is still to come
+                self._at = mark.start()
+                return
+            if letter == '"' and self._quoted:
+                after = _BEHIND_STRING.search(text, self._at)
+                if after is None:  # it is still to come
+                    self._at = mark.start()
+                    return
+                self._broken = self._broken or after[0] not in ",:}]"
+            if letter == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted and letter[0] != "\\":
+                self._depth += 1 if letter in "{[" else -1
+                if nested and self._depth <= 0:
+                    return
+        self._at = max(self._at, until)
+
+
+_MARKS = re.compile(r"""\\.?|["{}\[\]]""", re.DOTALL)
+_BEHIND_STRING = re.compile(r"\S")
 
 
 def _overlap(text: str, tag: str) -> int:
