@@ -309,6 +309,7 @@ def test_a_model_is_told_of_tools_whatever_the_choice() -> None:
     [
         ({"tools": [{"name": "x\n"}]}, "tools[0].name"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tools": [{"name": "f", "strict": 1}]}, "tools[0].strict"),
         ({"tools": [{"name": "f", "parameters": {"description": "\ud800"}}], "tool_choice": "required"}, "tools"),
     ],
     ids=str,
@@ -317,3 +318,23 @@ def test_wrong_tools_are_refused_and_named(options: dict[str, Any], param: str) 
     with pytest.raises(InvalidRequest) as refused:
         ToolUse.among(options)
     assert refused.value.param == param
+
+
+def test_what_others_write_of_a_function_is_not_told() -> None:
+    wrapped = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
+    assert ToolUse.of([wrapped]).told == ToolUse.of([{"name": "weather", "parameters": SCHEMA}]).told
+
+
+def test_arguments_are_objects() -> None:
+    with pytest.raises(InvalidRequest, match="allowed: a schema of an object") as refused:
+        calls_grammar(JSON, {"f": {"type": "string"}}, parallel=False)
+    assert refused.value.param == "tools"
+    for schema in (
+        {"properties": {"a": {"enum": [1]}}},
+        {"type": ["object", "null"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}},
+        {"anyOf": [{"type": "object"}, {"type": "null"}]},
+    ):
+        grammar = calls_grammar(JSON, {"f": schema}, parallel=False)
+        assert follows(grammar, '{"name": "f", "arguments": {}}')
+        assert not follows(grammar, '{"name": "f", "arguments": null}')

@@ -77,7 +77,7 @@ def test_a_conversation_with_calls_may_be_adopted(engine: Any) -> None:
 
 def test_a_session_is_told_of_tools_before_it_is_asked(engine: Any) -> None:
     session = engine.session()
-    session.append([{"role": "system", "content": "Be brief."}], tools=[WEATHER])
+    session.append([{"role": "system", "content": "Be brief."}], tools=[{**WEATHER, "strict": True}])
     turn = session.turn(ASKED, **FORCED)
     turn.result()
     assert turn.tool_calls[0].name == "weather"

@@ -203,6 +203,15 @@ def test_a_directory_has_the_tokens_that_only_its_configuration_describes(tmp_pa
     assert tokenizer.control_texts == {"<s>", "</s>", "<|eot|>", "<tool>"}
 
 
+@pytest.mark.parametrize(
+    "described", [{"x": {"content": "a"}}, {"5": {"content": 5}}, {"5": 7}, {"5": "content"}], ids=str
+)
+def test_tokens_that_a_configuration_does_not_describe_are_refused(tmp_path: Path, described: dict[str, Any]) -> None:
+    write_directory(tmp_path, added_tokens_decoder=described)
+    with pytest.raises(ModelError, match="added_tokens_decoder"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_a_configuration_tells_whether_prompts_begin_with_bos(tmp_path: Path, told: bool) -> None:
     assert load_tokenizer(write_directory(tmp_path, bos_token="<s>", add_bos_token=told)).adds_bos is told

@@ -115,10 +115,13 @@ def unwrapped(given: object) -> object:
     return given["function"] if wrapped else given  # type: ignore[index]
 
 
+_FIELDS = ("name", "description", "parameters")
+
+
 def _function(number: int, given: object) -> Mapping[str, Any]:
     """A function's definition. Raises `InvalidRequest`."""
     field, function = f"tools[{number}]", unwrapped(given)
-    if not isinstance(function, Mapping) or not {"name"} <= set(function) <= {"name", "description", "parameters"}:
+    if not isinstance(function, Mapping) or not {"name"} <= set(function) <= {*_FIELDS, "strict"}:
         raise InvalidRequest(
             f"{field} is {shown(given)}; allowed: an object with name, and description and parameters", param=field
         )
@@ -138,7 +141,9 @@ def _function(number: int, given: object) -> Mapping[str, Any]:
         raise InvalidRequest(
             f"{field}.parameters is {shown(parameters)}; allowed: a JSON schema", param=f"{field}.parameters"
         )
-    return {key: value for key, value in function.items() if value is not None}
+    if not isinstance(strict := function.get("strict"), bool | None):  # others write it; forced calls always are
+        raise InvalidRequest(f"{field}.strict is {shown(strict)}; allowed: true or false", param=f"{field}.strict")
+    return {key: function[key] for key in _FIELDS if function.get(key) is not None}
 
 
 def shape_of(
@@ -173,7 +178,7 @@ def calls_grammar(
     `answer` if that is given. Raises `InvalidRequest` if the answer's grammar cannot be part of another."""
     bodies = []
     for number, (name, schema) in enumerate(functions.items()):
-        parameters = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
+        parameters = _of_object(name, schema) if isinstance(schema, Mapping) else {"type": "object"}
         bodies.append(f"tool_{number}: {_call(habits, name, f'args_{number}')}")
         bodies.append(f"args_{number}: {_json(parameters)}")
     one = " | ".join(f"tool_{number}" for number in range(len(functions)))
@@ -206,6 +211,16 @@ def _call(habits: ModelHabits, name: str, arguments: str) -> str:
     head = json.dumps({"name": name}, ensure_ascii=False)[:-1] + f', "{habits.arguments}": '
     own_id = [_quoted(', "id": "'), CALL_ID, _quoted('"')] if habits.short_ids else []
     return " ".join([_quoted(head), arguments, *own_id, _quoted("}")])
+
+
+def _of_object(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a function's parameters, which are an object. Raises `InvalidRequest` if it does not allow one."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(
+            f"the parameters of {name!r} are of type {shown(kind)}; allowed: a schema of an object", param="tools"
+        )
+    return {**schema, "type": "object"}
 
 
 def _json(schema: Any) -> str:

@@ -123,7 +123,7 @@ NO_TOOLS = Tools()
 
 ToolFormat = Literal["tags", "json", "named"]
 """How a model writes calls: objects between `<tool_call>` and `</tool_call>` (Hermes, Qwen); an object or a list of
-objects that is the whole answer (Llama 3; Mistral, Granite 3 and Phi-4 mini behind their control tokens; models that
+objects that is the whole answer (Llama 3; Mistral and Granite 3 behind their control tokens; models that
 know of no tools); or names, each followed by its arguments (later ones of Mistral, with control tokens around them)."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,27 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Add what `tokenizer_config.json` has besides `tokenizer.json`, as transformers does: the tokens it describes,
     then the special ones it names. One that would get another id than it has there is left out: the model
-    would not know it."""
+    would not know it. Raises `ModelError` for what describes no tokens."""
     present = backend.get_added_tokens_decoder()
-    described = config.get("added_tokens_decoder")
-    for key, fields in sorted(described.items(), key=lambda item: int(item[0])) if isinstance(described, dict) else ():
-        token_id, token = int(key), AddedToken(**{name: fields[name] for name in _FIELDS if name in fields})
+    for token_id, token in _described(config.get("added_tokens_decoder")):
         known = backend.token_to_id(token.content)
         if repr(present.get(token_id)) != repr(token) and token_id in (known, backend.get_vocab_size()):
             backend.add_tokens([token])
     for named in _named(config):
         if _token_id(backend, named) is not None and _text(named) not in _added_texts(backend):
             backend.add_special_tokens([AddedToken(_text(named), special=True)])
+
+
+def _described(given: object) -> list[tuple[int, AddedToken]]:
+    """Ids and tokens, by id. Raises `ModelError`."""
+    try:
+        found = [
+            (int(key), AddedToken(**{name: fields[name] for name in _FIELDS if name in fields}))
+            for key, fields in (given.items() if isinstance(given, dict) else ())
+        ]
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"added_tokens_decoder in tokenizer_config.json describes no tokens: {error}") from None
+    return sorted(found, key=itemgetter(0))
 
 
 _FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")

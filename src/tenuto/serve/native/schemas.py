@@ -104,12 +104,13 @@ class NewFunction(Object):
     name: str = Field(pattern=NAME, examples=["get_weather"])
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Arguments of forced calls always follow the schema.")
 
     _unwrap = model_validator(mode="before")(unwrapped)
 
     def told(self) -> dict[str, Any]:
         """What the model is told of it."""
-        return self.model_dump(exclude_none=True)
+        return self.model_dump(exclude_none=True, exclude={"strict"})
 
 
 class NamedFunction(Object):

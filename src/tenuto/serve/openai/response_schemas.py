@@ -92,7 +92,6 @@ class ResponseBody(ForeignObject):
 
     ignored = frozenset(
         {
-            "cache_salt",
             "include",
             "max_tool_calls",
             "prompt_cache_key",
@@ -109,6 +108,7 @@ class ResponseBody(ForeignObject):
     )
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("background", "context_management", "conversation", "moderation", "prompt"), NOTHING),
+        "cache_salt": (None, ""),
         "enable_response_messages": NOTHING,
         "frequency_penalty": (None, 0),
         "ignore_eos": NOTHING,

@@ -37,7 +37,6 @@ IGNORED = frozenset(
         "conversation_id",
         "custom_labels",
         "external_trace_header",
-        "extra_key",
         "log_metrics",
         "no_logs",
         "received_time",
