@@ -178,7 +178,19 @@ def test_json_may_be_nested_as_deeply_as_templates_can_write(source: str) -> Non
         Tools.of([{"name": "f", "parameters": nested(129)}])
 
 
+def test_escaped_arguments_are_rendered_as_they_are() -> None:
+    chat = ChatTemplate(HERMES, TOKENS)
+    city = "".join(map(chr, range(0xF0000, 0xF0009)))
+    call = ToolCall("weather", json.dumps({"city": city}))
+    messages = [Message("assistant", "", (call,)), *ASKED]
+    opened = chat.opening(ASKED, generate=False)
+    added, _ = chat.delta(opened.conversation, messages, last_token=opened.tokens[-1])
+    assert city in written(added)
+
+
 def test_what_is_not_unicode_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        ToolCall("f", '{"x": "\\ud800"}')
     with pytest.raises(InvalidRequest, match="surrogate"):
         Tools.of([{"name": "f", "parameters": {"description": "\ud800"}}])
     with pytest.raises(InvalidRequest, match="surrogate"):

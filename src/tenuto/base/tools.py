@@ -31,7 +31,8 @@ class ToolCall:
             if not isinstance(value, str):
                 raise InvalidRequest(f"a tool call's {name} is {shown(value)}; allowed: text", param="tool_calls")
             check_unicode(f"the {name} of a tool call", value)
-        self.parsed()
+        arguments = json.dumps(self.parsed(), ensure_ascii=False)
+        check_unicode("the arguments of a tool call", arguments)  # which may have been escaped
 
     @classmethod
     def of(cls, given: object) -> ToolCall:

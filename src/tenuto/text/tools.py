@@ -104,5 +104,6 @@ def texts_of(messages: Sequence[Message], tools: Tools) -> list[str]:
     texts = [tools.source]
     for message in messages:
         texts += (message.content, message.name, message.tool_call_id, message.reasoning)
-        texts += (text for call in message.tool_calls for text in (call.name, call.arguments, call.id))
+        for call in message.tool_calls:  # arguments without escapes, as templates are told them
+            texts += (call.name, json.dumps(call.parsed(), ensure_ascii=False), call.id)
     return texts
