@@ -18,6 +18,7 @@ from tests.serve.test_tools import WEATHER as WRAPPED
 
 WEATHER: Any = WRAPPED["function"]
 FORCED: Any = {"tools": [WEATHER], "tool_choice": "required", "max_new_tokens": 400}
+DEEP: Any = json.loads('{"a":' * 150 + "1" + "}" * 150)
 ASKED: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
 
 
@@ -117,6 +118,7 @@ def test_without_tools_nothing_is_taken_apart(engine: Any) -> None:
         ({"tools": [{"name": "f", "parameters": 7}]}, "tools[0].parameters"),
         ({"tools": [{"name": "f", "description": 7}]}, "tools[0].description"),
         ({"tools": WEATHER}, "tools"),
+        ({"tools": [{"name": "f", "parameters": DEEP}]}, "tools"),
         ({"tools": [{"name": "f", "parameters": {"type": "x"}}], "tool_choice": "required"}, "tools"),
         ({"tools": [WEATHER], "grammar": {"regex": "[a-z]"}}, "tools"),
     ],
