@@ -175,6 +175,8 @@ def report(host: Engine, disk: Engine, length: int, draw: random.Random, directo
 
     def leave(engine: Engine) -> None:
         engine.lifecycle.drop(engine.sessions.get("s"), "pressure")
+        if engine.parking is not None:
+            engine.parking.finish()  # files are written beside steps
         uncache(directory)
 
     next_turn(host, "s", draw)
