@@ -69,7 +69,8 @@ class ToolUse:
                     f"tool_choice is {shown(choice)}; allowed: an object with a function's name", param="tool_choice"
                 )
             return cls(functions, "required", name, parallel)
-        return cls(functions, "auto" if choice is None else choice, parallel=parallel)  # type: ignore[arg-type]
+        chosen = "auto" if choice is None else choice
+        return cls(functions, chosen, parallel=parallel)  # type: ignore[arg-type] # checked when it is made
 
     @classmethod
     def among(cls, options: Mapping[str, object]) -> ToolUse | None:
@@ -111,8 +112,9 @@ class ToolUse:
 
 def unwrapped(given: object) -> object:
     """A function in the form `{"type": "function", "function": {...}}`, as others write it, without that."""
-    wrapped = isinstance(given, Mapping) and set(given) == {"type", "function"} and given["type"] == "function"
-    return given["function"] if wrapped else given  # type: ignore[index]
+    if isinstance(given, Mapping) and set(given) == {"type", "function"} and given["type"] == "function":
+        return given["function"]
+    return given
 
 
 _FIELDS = ("name", "description", "parameters")

@@ -87,8 +87,8 @@ class Engine:
         identity: str = "",
     ) -> None:
         """`disk` replaces the files that `config.disk_tier` asks for, `carrier` the threads that copy what is parked to
-        the device. `identity`: of what is in units of memory; what
-        another engine has left on disk is used if it is the same. Raises `ConfigError`."""
+        the device. `identity`: of what is in units of memory; what another engine has left on disk is used if it is
+        the same. Raises `ConfigError`."""
         if config.lookahead and proposer is None:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
         self.config = config

@@ -123,7 +123,7 @@ class Tiers:
                 StoredUnit(group, n, data.nbytes, data, ELSEWHERE, references=1)
                 for data, n in zip(units, slots, strict=False)
             ]
-            self.host_used += sum(unit.size for unit in stored)
+            self.host_used += _size(stored)
             parked.units.append(stored)
         self._parked[parked] = self._in_host[parked] = None
         if not self._fit():
@@ -177,13 +177,10 @@ class Tiers:
         bytes would be on their way."""
         if self._disk is None:
             return False
-        units = self._staying(parked)
-        size = sum(unit.size for unit in units)
-        if self._leaving_bytes and self._leaving_bytes + size > MAX_LEAVING:
+        if self._leaving_bytes and self._leaving_bytes + _size(self._staying(parked)) > MAX_LEAVING:
             self.writes.wait()
             self.take_written()
-            units = self._staying(parked)  # those of a write that has failed stay, too
-            size = sum(unit.size for unit in units)
+        units = self._staying(parked)  # now, since those of a write that has failed stay, too
         self._in_host.pop(parked, None)
         if not units:
             return True
@@ -191,7 +188,7 @@ class Tiers:
         data = {group: [u.data for u in same if u.data is not None] for group, same in groupby(units, _group_of)}
         write = Write(data, self._disk, cast("Callable[[Job], None]", self.writes.tell))
         self._leaving[write] = units
-        self._leaving_bytes += size
+        self._leaving_bytes += _size(units)
         for unit in units:
             unit.leaving = True
             unit.references += 1
@@ -208,7 +205,7 @@ class Tiers:
         """Note what has become of writes that have ended."""
         for write in self.writes.take_ended():
             units, file = self._leaving.pop(write), write.file
-            self._leaving_bytes -= sum(unit.size for unit in units)
+            self._leaving_bytes -= _size(units)
             for unit in units:
                 unit.leaving = False
             if file is not None:
@@ -483,6 +480,11 @@ class Tiers:
         self._carrier.close()
         if self._disk is not None:
             self._disk.close(keep=keep)
+
+
+def _size(units: Iterable[StoredUnit]) -> int:
+    """Bytes."""
+    return sum(unit.size for unit in units)
 
 
 def _by_place(parked: Parked) -> dict[tuple[int, UnitFile | None], list[StoredUnit]]:

@@ -128,7 +128,8 @@ def tool_use(
     """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
     told = tuple(function.told() for function in functions)
     if isinstance(choice, str | None):
-        return ToolUse(told, choice or "auto", parallel=parallel is not False)  # type: ignore[arg-type]
+        chosen = choice or "auto"
+        return ToolUse(told, chosen, parallel=parallel is not False)  # type: ignore[arg-type] # checked when it is made
     only = choice.function.name if isinstance(choice, NamedTool) else choice.name
     return ToolUse(told, "required", only, parallel=parallel is not False)
 
