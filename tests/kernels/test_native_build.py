@@ -37,7 +37,7 @@ def test_the_best_variant_that_the_cpu_can_run_comes_first() -> None:
     assert Machine(AVX2 | {"avx512f"}, None).variants() == ["avx2"]
     ice_lake = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
     assert Machine(ice_lake, None).variants() == ["avx512", "avx2"]
-    sapphire_rapids = ice_lake | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
+    sapphire_rapids = ice_lake | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"}
     assert Machine(sapphire_rapids, None).variants() == list(VARIANTS)
 
 

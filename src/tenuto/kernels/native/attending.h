@@ -3,13 +3,17 @@
 
 #include "dense.h"
 
+// Tokens of a row, from `query` on, and a key head.
+struct Piece {
+  int row, head, query, queries;
+};
+
 struct AttentionTask {
-  int row, head, query, queries; // the row's tokens from `query` on
-  int first;                     // part of the sequence, each `PART` blocks, that any of them sees
-  int from, to, parts;           // parts counted from there, of how many
-  int group;                     // of tasks that together have all parts: whoever is last joins them
-  int64_t slot;                  // of the group's partial results: [parts][query rows], or of one task for all parts
-                                 // [2][query rows], the first the sum so far
+  Piece piece;
+  int from;        // the first chunk that any of its queries sees
+  int part, parts; // a part of how many: of one chunk each from there on, or one of all
+  int group;       // of tasks that together have all parts: whoever is last joins them
+  int64_t slot;    // of the group's partial results, [parts][query rows]
 };
 
 // The pages of one memory group.
@@ -21,9 +25,7 @@ public:
     cache.bytes = group.in_bytes != 0;
   }
   int64_t unit_bytes() const { return cache.page_bytes(); }
-  int block_of(int position) const {
-    return position / cache.page_size * cache.blocks + position % cache.page_size / LANES;
-  }
+  int window() const { return window_; } // tokens that one sees, or 0 for all
   // The first token that one at `position` sees.
   int first_seen(int position) const { return window_ ? std::max(0, position - window_ + 1) : 0; }
 
@@ -44,34 +46,45 @@ public:
   // Who attends to what in this step.
   void lay_out() {
     const TenutoStep &step = *work_.step;
-    const Cache &cache = pages_.cache;
-    tasks_.clear();
-    int groups = 0;
-    int64_t slots = 0, undivided = 0;
+    pieces_.clear(), tasks_.clear();
     for (int row = 0; row < step.rows; row++)
-      undivided += (int64_t)cache.kv_heads * round_up(step.counts[row], tokens_at_once(row)) / tokens_at_once(row);
-    const bool few = undivided < 8 * work_.team.size();
-    for (int row = 0; row < step.rows; row++) {
-      const int per_task = tokens_at_once(row);
-      for (int head = 0; head < cache.kv_heads; head++)
-        for (int query = 0; query < step.counts[row]; query += per_task) {
-          const int queries = std::min(per_task, step.counts[row] - query), at = step.starts[row] + query;
-          const int first = pages_.block_of(pages_.first_seen(at)) / PART;
-          const int parts = pages_.block_of(at + queries - 1) / PART + 1 - first, at_once = few ? 1 : parts;
-          for (int part = 0; part < parts; part += at_once)
-            tasks_.push_back({row, head, query, queries, first, part, part + at_once, parts, groups, slots});
-          slots += (int64_t)queries * a_key() * (few ? parts : 2), groups++;
+      for (int end = step.counts[row], query; end > 0; end = query) { // what takes longest first
+        query = std::max(0, end - most_tokens());
+        for (int head = 0; head < pages_.cache.kv_heads; head++)
+          pieces_.push_back({row, head, query, end - query});
+      }
+    groups_ = 0, slots_ = 0;
+    const int team = work_.team.size();
+    if ((int)pieces_.size() >= 8 * team) {
+      for (const Piece &piece : pieces_)
+        add_tasks(piece, false);
+    } else { // long ones are dealt out to the members, what is left over is divided between them; others by chunks
+      auto is_long = [&](const Piece &piece) { return piece.queries * a_key() >= LANES * team; };
+      const int each = (int)std::count_if(pieces_.begin(), pieces_.end(), is_long) / team;
+      for (int member = 0; member < team; member++) {
+        int i = 0;
+        for (const Piece &piece : pieces_) {
+          const int from = piece.queries * member / team, to = piece.queries * (member + 1) / team;
+          if (is_long(piece) && i >= each * team)
+            add_tasks({piece.row, piece.head, piece.query + from, to - from}, false);
+          else if (is_long(piece) && i / each == member)
+            add_tasks(piece, false);
+          i += is_long(piece);
         }
+      }
+      for (const Piece &piece : pieces_)
+        if (!is_long(piece))
+          add_tasks(piece, true);
     }
-    if (slots > partial_room_) {
-      const int64_t room = slots + slots / 4;
+    if (slots_ > partial_room_) {
+      const int64_t room = slots_ + slots_ / 4;
       partial_room_ = 0; // until it is there
-      partials_.resize(room * partial_bytes(cache.head_dim));
+      partials_.resize(room * partial_bytes(dim()));
       partial_room_ = room;
     }
-    if (groups > (int)joined_.size())
-      joined_ = std::vector<std::atomic<int>>(2 * groups);
-    for (int i = 0; i < groups; i++)
+    if (groups_ > (int)joined_.size())
+      joined_ = std::vector<std::atomic<int>>(2 * groups_);
+    for (int i = 0; i < groups_; i++)
       joined_[i].store(0, std::memory_order_relaxed);
   }
 
@@ -109,28 +122,18 @@ public:
   void attend(const TenutoOp &op, Member &member) {
     const TenutoAttention &a = *op.attention;
     const Input to = work_.b(a.heads * dim(), op.reader);
-    std::vector<QueryRow> &rows = member.queries;
     for (int i; (i = work_.team.take(member.number, (int)tasks_.size())) >= 0;) {
       const AttentionTask &task = tasks_[i];
-      rows.clear();
-      for (int q = task.query; q < task.query + task.queries; q++)
-        for (int g = 0; g < a_key(); g++) {
-          const int at = work_.step->starts[task.row] + q, token = work_.batch.first(task.row) + q;
-          const Half *query = work_.queries(token) + (task.head * a_key() + g) * dim();
-          rows.push_back({query, pages_.first_seen(at), at + 1, nullptr});
-        }
-      attend(task, a, rows);
-      const int own = task.to - task.from;
-      if (joined_[task.group].fetch_add(own, std::memory_order_acq_rel) + own < task.parts)
+      attend(task, a);
+      if (joined_[task.group].fetch_add(1, std::memory_order_acq_rel) + 1 < task.parts)
         continue;
       joined_[task.group].store(0, std::memory_order_relaxed);
-      const int count = (int)rows.size();
-      for (int r = 0; r < count; r++) {
-        Partial *result = partial(task.slot + r);
-        for (int part = 1; part < task.parts && own < task.parts; part++)
-          add_part(result, partial(task.slot + (int64_t)part * count + r), dim());
-        const int token = work_.batch.first(task.row) + task.query + r / a_key();
-        deliver(a, to, token, task.head * a_key() + r % a_key(), result);
+      for (int r = 0; r < task.piece.queries * a_key(); r++) {
+        Partial *result = partial(task, 0, r);
+        for (int part = 1; part < task.parts; part++)
+          add_part(result, partial(task, part, r), dim());
+        const int token = work_.batch.first(task.piece.row) + task.piece.query + r / a_key();
+        deliver(a, to, token, task.piece.head * a_key() + r % a_key(), result);
       }
     }
     if (dim() % BLOCK == 0)
@@ -147,12 +150,23 @@ public:
   }
 
 private:
+  void add_tasks(const Piece &piece, bool by_chunks) {
+    const int at = work_.step->starts[piece.row] + piece.query;
+    const int from = pages_.cache.block_of(pages_.first_seen(at)) / CHUNK;
+    const int parts = by_chunks ? pages_.cache.block_of(at + piece.queries - 1) / CHUNK + 1 - from : 1;
+    for (int part = 0; part < parts; part++)
+      tasks_.push_back({piece, from, part, parts, groups_, slots_});
+    slots_ += (int64_t)piece.queries * a_key() * parts, groups_++;
+  }
+
   int dim() const { return pages_.cache.head_dim; }
   int a_key() const { return heads_ / pages_.cache.kv_heads; } // query heads that share a key head
-  // How many of a row's tokens one task attends for.
-  int tokens_at_once(int row) const { return work_.step->counts[row] < 4 ? 1 : LANES; }
-  Partial *partial(int64_t slot) const {
-    return (Partial *)(partials_.as<char>() + slot * partial_bytes(pages_.cache.head_dim));
+  // How many of a row's tokens one task attends for, at most.
+  int most_tokens() const { return std::max(1, MOST_GROUPS * LANES / a_key()); }
+  // The result of a query row, of one part.
+  Partial *partial(const AttentionTask &task, int part, int row) const {
+    const int64_t slot = task.slot + (int64_t)part * task.piece.queries * a_key() + row;
+    return (Partial *)(partials_.as<char>() + slot * partial_bytes(dim()));
   }
 
   // Normalise a head, and turn its leading pairs (i, i + pairs) by their angles.
@@ -176,9 +190,9 @@ private:
   // Keep a query of this step.
   void ask(const TenutoAttention &a, int token, int head, float *vector) const {
     rotate(a, a.query_norm, token, vector);
-    Half *to = work_.queries(token) + head * dim();
+    Half *to = work_.query(token, head / a_key(), a_key(), dim()) + head % a_key() * dim();
     for (int d = 0; d < dim(); d += LANES)
-      store_halves(to + d, storable(load<f32x16>(vector + d)));
+      store_halves(to + d, storable(load<f32x16>(vector + d) * (a.scale * LOG2_E)));
   }
 
   // Write a key or a value to its page.
@@ -195,28 +209,30 @@ private:
       cache.write_key(block, slot % LANES, vector);
   }
 
-  void attend(const AttentionTask &task, const TenutoAttention &a, std::vector<QueryRow> &rows) const {
-    const int count = (int)rows.size(), own = task.to - task.from;
-    const int begin = pages_.block_of(rows.front().first), end = pages_.block_of(rows.back().end - 1) + 1;
-    const Blocks blocks = {pages_.cache, a.place, task.head, work_.pages(group_, task.row), end};
-    for (int part = task.from; part < task.to; part++) {
-      const int64_t place = own < task.parts ? part : std::min(part, 1);
-      for (int r = 0; r < count; r++)
-        rows[r].result = partial(task.slot + place * count + r);
-      const int from = (task.first + part) * PART;
-      attend_rows(blocks, rows.data(), count, std::max(from, begin), std::min(from + PART, end), {a.scale, a.cap});
-      if (own == task.parts && part > 0)
-        for (int r = 0; r < count; r++)
-          add_part(partial(task.slot + r), rows[r].result, dim());
-    }
+  void attend(const AttentionTask &task, const TenutoAttention &a) const {
+    const int token = work_.batch.first(task.piece.row) + task.piece.query,
+              position = work_.step->starts[task.piece.row] + task.piece.query;
+    const QueryRows rows = {work_.query(token, task.piece.head, a_key(), dim()),
+                            (char *)partial(task, task.part, 0),
+                            task.piece.queries * a_key(),
+                            position,
+                            a_key(),
+                            pages_.window(),
+                            dim()};
+    const int begin = pages_.cache.block_of(rows.first(0));
+    const int end = pages_.cache.block_of(position + task.piece.queries - 1) + 1;
+    const Blocks blocks = {pages_.cache, a.place, task.piece.head, work_.pages(group_, task.piece.row), end};
+    const int from = (task.from + task.part) * CHUNK, to = task.parts > 1 ? std::min(from + CHUNK, end) : end;
+    ::attend(blocks, rows, std::max(from, begin), to, a.cap * LOG2_E);
   }
 
   // What a head of a token has attended to becomes part of the next product's input.
   void deliver(const TenutoAttention &a, const Input &to, int token, int head, Partial *result) const {
     float inverse = 1.0f / result->sum;
     if (a.sinks) {
-      const float highest = std::max(result->highest, a.sinks[head]), kept = expf(result->highest - highest);
-      inverse = kept / (result->sum * kept + expf(a.sinks[head] - highest));
+      const float sink = a.sinks[head] * LOG2_E, highest = std::max(result->highest, sink);
+      const float kept = exp2f(result->highest - highest);
+      inverse = kept / (result->sum * kept + exp2f(sink - highest));
     }
     float *values = weighted(result);
     if (a.gated) {
@@ -238,7 +254,10 @@ private:
   Work &work_;
   const Pages &pages_;
   const int group_, heads_;
+  std::vector<Piece> pieces_;
   std::vector<AttentionTask> tasks_;
+  int groups_ = 0; // of tasks
+  int64_t slots_ = 0;
   std::vector<std::atomic<int>> joined_;
   Memory partials_;
   int64_t partial_room_ = 0;

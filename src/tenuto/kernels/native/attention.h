@@ -17,6 +17,8 @@ struct Cache {
   int page_size, blocks, layers, kv_heads, head_dim; // blocks a page and head
   bool bytes;
 
+  // Where the token at a position has its slot, of the blocks of a sequence's head.
+  int block_of(int position) const { return position / page_size * blocks + position % page_size / LANES; }
   int parts() const { return (head_dim + BLOCK - 1) / BLOCK; } // of a key, with scales of their own
   int64_t block_bytes() const {
     return bytes ? 2 * LANES * head_dim + (parts() + 2) / 2 * 64 : 4 * LANES * head_dim; // whole lines
@@ -80,58 +82,67 @@ private:
   }
 };
 
-// What one query row has attended to so far: the highest score, the sum of exp(score - highest), and the values
-// weighted so. `Partial` is followed by head_dim floats.
+// What one query row has attended to so far: a whole number that no score is above, or minus infinity, the sum of
+// 2^(score - highest), and the values weighted so. `Partial` is followed by head_dim floats.
+//
+// Scores are taken in chunks of blocks, each from nothing, and added up in the order of the chunks. What a chunk gets
+// does not depend on `highest` but for a power of two; so it does not matter who attends to which chunks.
 struct Partial {
   float highest, sum;
 };
 INLINE float *weighted(Partial *p) { return (float *)(p + 8); } // 64 bytes on, for alignment
 INLINE int64_t partial_bytes(int head_dim) { return 64 + 4 * (int64_t)head_dim; }
 
+// Of 16 rows that attend together: what they keep has room in the second cache, or, without tiles, in the first.
+constexpr int MOST_GROUPS = TENUTO_AMX ? 12 : 3;
 constexpr int CHUNK = 8; // blocks whose scores are taken together
 constexpr int AHEAD = 2; // blocks whose keys are asked for early: one is too short for the CPU to foresee the next
+constexpr float UNSEEN = -8e6f; // the score of what is masked, far below what any other can be
 
-// One query row: its values, the tokens of its sequence that it sees, from `first` up to `end`, and its result.
-struct QueryRow {
-  const Half *query;
-  int first, end;
-  Partial *result;
+// Query rows that attend together: of neighbouring tokens, each with the heads that share a key head. A query is
+// multiplied with what scores are to be scaled with.
+struct QueryRows {
+  const Half *queries;        // [rows][head_dim]
+  char *results;              // a `Partial` each
+  int count, position, a_key; // the first token's position, and heads a token
+  int window, head_dim;       // tokens that one sees, or 0 for all
+
+  const Half *query(int r) const { return queries + (int64_t)r * head_dim; }
+  Partial *result(int r) const { return (Partial *)(results + r * partial_bytes(head_dim)); }
+  // The tokens of its sequence that a row sees: from `first` up to `end`.
+  int end(int r) const { return position + r / a_key + 1; }
+  int first(int r) const { return window ? std::max(0, end(r) - window) : 0; }
 };
 
-// Turn the scores of `count` blocks into shares of their values, exp(score - highest), `step` vectors apart, and bring
-// what a row has attended to so far up to date. Returns what its weighted values so far are to be multiplied with.
+// Turn the scores of `count` blocks into shares of their values, `step` vectors apart, and bring what a row has
+// attended to so far up to date. Returns what its weighted values so far are to be multiplied with.
 INLINE float weigh(const float *scores, Half *shares, int count, int step, Partial &row) {
-  f32x16 top = splat(row.highest);
+  f32x16 top = splat(UNSEEN);
   for (int i = 0; i < count; i++)
     top = max16(top, load<f32x16>(scores + i * step * LANES));
-  const float highest = highest16(top);
-  if (highest == -INFINITY) { // nothing to see here, nor before
+  const float highest = highest16(top), base = std::max(row.highest, ceilf(highest));
+  if (highest <= UNSEEN) { // nothing to see here
     for (int i = 0; i < count; i++)
       store_halves(shares + i * step * LANES, f32x16{});
-    return 0.0f;
+    return 1.0f;
   }
-  const float shrink = expf(row.highest - highest);
   f32x16 sum = {};
   for (int i = 0; i < count; i++) {
-    f32x16 share = exp_nonpositive(load<f32x16>(scores + i * step * LANES) - highest);
+    const f32x16 share = power_of_two(load<f32x16>(scores + i * step * LANES), (int)base);
     sum += share;
     store_halves(shares + i * step * LANES, share);
   }
-  row = {highest, row.sum * shrink + sum16(sum)};
+  const float shrink = power_of_two(row.highest - base);
+  row = {base, row.sum * shrink + sum16(sum)};
   return shrink;
 }
 
-// What scores are made of products: `scale` times them, kept within `cap` by a hyperbolic tangent unless that is 0.
-struct Scoring {
-  float scale, cap;
-};
-
-// Keep the scores of `count` blocks, `step` vectors apart, within `cap`, but for those that are masked. Apart from
-// where scores are made, and never inlined there: models without a cap are not to wait for it.
+// Keep the scores of `count` blocks, `step` vectors apart, within `cap` by a hyperbolic tangent, but for those that are
+// masked. Apart from where scores are made, and never inlined there: models without a cap are not to wait for it.
 static __attribute__((noinline)) void keep_within(float cap, float *scores, int count, int step) {
   for (int i = 0; i < count; i++, scores += step * LANES) {
     const f32x16 score = load<f32x16>(scores);
-    store(scores, select(score < -3.4e38f, score, tanh16(score / cap) * cap));
+    store(scores, select(score <= UNSEEN, score, tanh16(score / cap) * cap));
   }
 }
 
@@ -142,12 +153,12 @@ struct Chunk {
   const char *at[CHUNK];
   int first[CHUNK], end[CHUNK];
 
-  // `scores`, of the slots of block i, with those that a row does not see set to minus infinity.
-  f32x16 masked(f32x16 scores, int i, const QueryRow &row) const {
-    const int before = first[i], seen = std::min(row.end, end[i]) - before;
+  // `scores`, of the slots of block i, with those that a row does not see set to `UNSEEN`.
+  f32x16 masked(f32x16 scores, int i, int row_first, int row_end) const {
+    const int before = first[i], seen = std::min(row_end, end[i]) - before;
     if (seen < LANES)
-      scores = select(lane_numbers() < seen, scores, splat(-INFINITY));
-    return row.first > before ? select(lane_numbers() < row.first - before, splat(-INFINITY), scores) : scores;
+      scores = select(lane_numbers() < seen, scores, splat(UNSEEN));
+    return row_first > before ? select(lane_numbers() < row_first - before, splat(UNSEEN), scores) : scores;
   }
 };
 
@@ -175,18 +186,13 @@ struct Blocks {
   const char *at(int i) const { return cache.block(layer, pages[i / cache.blocks], head, i % cache.blocks); }
 };
 
-INLINE void begin(const QueryRow &row, int dim) {
-  *row.result = {-INFINITY, 0.0f};
-  memset(weighted(row.result), 0, sizeof(float) * dim);
-}
-
-// ROWS query rows attend to blocks `from` up to `to` of one sequence's cache, a head of it.
-template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *rows, int from, int to, Scoring scoring) {
+// ROWS query rows from `row` on attend to blocks `from` up to `to` of one sequence's cache, a head of it. Their scores
+// are kept within `cap`, unless that is 0.
+template <int ROWS>
+static void attend(const Blocks &blocks, const QueryRows &rows, int row, int from, int to, float cap) {
   const int dim = blocks.cache.head_dim;
   alignas(64) float scores[ROWS][CHUNK * LANES];
   alignas(64) Half shares[ROWS][CHUNK * LANES];
-  for (int r = 0; r < ROWS; r++)
-    begin(rows[r], dim);
   for (int start = from, count; start < to; start += count) {
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
@@ -202,27 +208,24 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
         const Pairs a = load_pairs(block + j * 2 * LANES), b = load_pairs(block + (j + 1) * 2 * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-          even[r] = dot_pair(even[r], a, pair_at(rows[r].query + 2 * j));
-          odd[r] = dot_pair(odd[r], b, pair_at(rows[r].query + 2 * j + 2));
+          even[r] = dot_pair(even[r], a, pair_at(rows.query(row + r) + 2 * j));
+          odd[r] = dot_pair(odd[r], b, pair_at(rows.query(row + r) + 2 * j + 2));
         }
       }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        store(&scores[r][i * LANES], chunk.masked((even[r] + odd[r]) * scoring.scale, i, rows[r]));
+        store(&scores[r][i * LANES], chunk.masked(even[r] + odd[r], i, rows.first(row + r), rows.end(row + r)));
     }
-    for (int r = 0; r < ROWS && scoring.cap != 0.0f; r++)
-      keep_within(scoring.cap, scores[r], count, 1);
+    for (int r = 0; r < ROWS && cap != 0.0f; r++)
+      keep_within(cap, scores[r], count, 1);
     float shrink[ROWS];
     for (int r = 0; r < ROWS; r++)
-      shrink[r] = weigh(scores[r], shares[r], count, 1, *rows[r].result);
+      shrink[r] = weigh(scores[r], shares[r], count, 1, *rows.result(row + r));
     for (int d = 0; d < dim; d += VECTORS_OF_VALUES * LANES) {
       const int vectors = std::min(VECTORS_OF_VALUES, (dim - d) / LANES);
       auto add_values = [&](auto width) {
         constexpr int WIDTH = decltype(width)::value;
-        f32x16 acc[ROWS][WIDTH];
-        for (int r = 0; r < ROWS; r++)
-          for (int v = 0; v < WIDTH; v++)
-            acc[r][v] = load<f32x16>(weighted(rows[r].result) + d + v * LANES) * shrink[r];
+        f32x16 acc[ROWS][WIDTH] = {};
         for (int i = 0; i < count; i++) {
           const uint16_t *values = (const uint16_t *)chunk.at[i] + LANES * dim + 2 * d;
           for (int pair = 0; pair < LANES / 2; pair++, values += 2 * dim) {
@@ -238,8 +241,10 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
           }
         }
         for (int r = 0; r < ROWS; r++)
-          for (int v = 0; v < WIDTH; v++)
-            store(weighted(rows[r].result) + d + v * LANES, acc[r][v]);
+          for (int v = 0; v < WIDTH; v++) {
+            float *to_row = weighted(rows.result(row + r)) + d + v * LANES;
+            store(to_row, load<f32x16>(to_row) * shrink[r] + acc[r][v]);
+          }
       };
       if (vectors == 4 && VECTORS_OF_VALUES >= 4)
         add_values(std::integral_constant<int, 4>());
@@ -257,51 +262,57 @@ template <int ROWS> static void attend(const Blocks &blocks, const QueryRow *row
 #include "attention_tiles.h"
 #endif
 
-constexpr int PART = 2 * CHUNK; // blocks that are attended to in one go, whoever does it: results do not depend on that
+constexpr int STRIP = 2 * CHUNK; // blocks that all rows attend to before the next are read
 
-// Query rows attend to blocks `from` up to `to`, at most `PART`, of one sequence's cache.
-static void attend_rows(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, Scoring scoring) {
+// Query rows attend to blocks `from` up to `to` of one sequence's cache.
+static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to, float cap) {
   const bool bytes = blocks.cache.bytes;
-  int now;
-  for (; count > 0; rows += now, count -= now) {
 #if TENUTO_AMX
-    if (blocks.cache.head_dim % BLOCK == 0 && !bytes) {
-      now = std::min(count, LANES);
-      tiles::attend(blocks, rows, now, from, to, scoring);
-      continue;
-    }
+  if (rows.head_dim % BLOCK == 0 && rows.count <= MOST_GROUPS * LANES && !bytes)
+    return tiles::attend(blocks, rows, from, to, cap);
 #endif
-    auto attend_now = [&](auto so_many) {
-      constexpr int ROWS = decltype(so_many)::value;
-      (bytes ? attend_bytes<ROWS> : attend<ROWS>)(blocks, rows, from, to, scoring);
-    };
-    switch (now = std::min(count, ROWS_AN_ATTENTION)) {
-    case 6:
-      attend_now(std::integral_constant<int, 6>());
-      break;
-    case 5:
-      attend_now(std::integral_constant<int, 5>());
-      break;
-    case 4:
-      attend_now(std::integral_constant<int, 4>());
-      break;
-    case 3:
-      attend_now(std::integral_constant<int, 3>());
-      break;
-    case 2:
-      attend_now(std::integral_constant<int, 2>());
-      break;
-    default:
-      attend_now(std::integral_constant<int, 1>());
+  for (int r = 0; r < rows.count; r++) {
+    *rows.result(r) = {-INFINITY, 0.0f};
+    memset(weighted(rows.result(r)), 0, sizeof(float) * rows.head_dim);
+  }
+  for (int start = from, end; start < to; start = end) {
+    end = std::min(to, start / STRIP * STRIP + STRIP);
+    for (int r = 0, now, seen; r < rows.count; r += now) {
+      auto attend_now = [&](auto so_many) {
+        constexpr int ROWS = decltype(so_many)::value;
+        (bytes ? attend_bytes<ROWS> : attend<ROWS>)(blocks, rows, r, start, seen, cap);
+      };
+      now = std::min(rows.count - r, ROWS_AN_ATTENTION);
+      seen = std::min(end, blocks.cache.block_of(rows.end(r + now - 1) - 1) + 1);
+      switch (now) {
+      case 6:
+        attend_now(std::integral_constant<int, 6>());
+        break;
+      case 5:
+        attend_now(std::integral_constant<int, 5>());
+        break;
+      case 4:
+        attend_now(std::integral_constant<int, 4>());
+        break;
+      case 3:
+        attend_now(std::integral_constant<int, 3>());
+        break;
+      case 2:
+        attend_now(std::integral_constant<int, 2>());
+        break;
+      default:
+        attend_now(std::integral_constant<int, 1>());
+      }
     }
   }
 }
 
-// Add what a query row has attended to in the next part of its sequence.
+// Add what a query row has attended to in chunks that follow.
 static void add_part(Partial *total, const Partial *part, int head_dim) {
+  if (part->highest == -INFINITY)
+    return;
   const float highest = std::max(total->highest, part->highest);
-  const float kept = total->highest == -INFINITY ? 0.0f : expf(total->highest - highest);
-  const float added = part->highest == -INFINITY ? 0.0f : expf(part->highest - highest);
+  const float kept = power_of_two(total->highest - highest), added = power_of_two(part->highest - highest);
   for (int d = 0; d < head_dim; d += LANES)
     store(weighted(total) + d,
           load<f32x16>(weighted(total) + d) * kept + load<f32x16>(weighted((Partial *)part) + d) * added);

@@ -16,9 +16,9 @@ template <int ROWS> struct Asked {
   float scales[ROWS];
   uint32_t offsets[ROWS][1024 / BLOCK];
 
-  Asked(const QueryRow *rows, int dim) {
+  Asked(const QueryRows &rows, int row, int dim) {
     for (int r = 0; r < ROWS; r++) {
-      const Half *query = rows[r].query;
+      const Half *query = rows.query(row + r);
       f32x16 most = {};
       for (int d = 0; d < dim; d += LANES)
         most = max16(most, max16(load_halves(query + d), -load_halves(query + d)));
@@ -52,15 +52,14 @@ struct Weighed {
 // that what a row gets does not depend on how many are computed with it.
 static __attribute__((noinline)) Weighed weigh_bytes(const float *scores, const float *value_scales, uint8_t *coarse,
                                                      uint8_t *fine, int count, Partial &row) {
-  const f32x16 unseen = splat(-INFINITY);
-  f32x16 top = unseen, most = {};
+  f32x16 top = splat(UNSEEN), most = {};
   for (int i = 0; i < count; i++) {
     const f32x16 score = load<f32x16>(scores + i * LANES);
     top = max16(top, score);
-    most = max16(most, select(score > unseen, load<f32x16>(value_scales + i * LANES), f32x16{}));
+    most = max16(most, select(score > UNSEEN, load<f32x16>(value_scales + i * LANES), f32x16{}));
   }
-  const float highest = highest16(top), scale = highest16(most) / MOST_SHARED;
-  if (highest == -INFINITY) { // nothing to see here
+  const float scale = highest16(most) / MOST_SHARED, own = ceilf(highest16(top));
+  if (own <= UNSEEN) { // nothing to see here
     memset(coarse, 0, count * LANES);
     memset(fine, 0, count * LANES);
     return {1.0f, 0.0f};
@@ -68,29 +67,27 @@ static __attribute__((noinline)) Weighed weigh_bytes(const float *scores, const 
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   f32x16 sum = {};
   for (int i = 0; i < count; i++) {
-    const f32x16 share = exp_nonpositive(load<f32x16>(scores + i * LANES) - highest);
+    const f32x16 share = power_of_two(load<f32x16>(scores + i * LANES), (int)own);
     const i32x16 quants = nearest(share * load<f32x16>(value_scales + i * LANES) * inverse); // in this order: finite
     sum += share;
     store(coarse + i * LANES, to_bytes(quants >> 7));
     store(fine + i * LANES, to_bytes(quants & 127));
   }
-  const float less = lane_of(exp_nonpositive(splat(-fabsf(row.highest - highest))), 0);
-  const float shrink = row.highest < highest ? less : 1.0f, kept = row.highest < highest ? 1.0f : less;
-  row = {std::max(row.highest, highest), row.sum * shrink + sum16(sum) * kept};
+  const float highest = std::max(row.highest, own);
+  const float shrink = power_of_two(row.highest - highest), kept = power_of_two(own - highest);
+  row = {highest, row.sum * shrink + sum16(sum) * kept};
   return {shrink, kept * scale};
 }
 
 // As `attend`, over a cache in bytes.
 template <int ROWS>
-static void attend_bytes(const Blocks &blocks, const QueryRow *rows, int from, int to, Scoring scoring) {
+static void attend_bytes(const Blocks &blocks, const QueryRows &rows, int row, int from, int to, float cap) {
   const Cache &cache = blocks.cache;
   const int dim = cache.head_dim;
-  const Asked<ROWS> asked(rows, dim);
+  const Asked<ROWS> asked(rows, row, dim);
   alignas(64) float scores[ROWS][CHUNK * LANES], value_scales[CHUNK * LANES];
   alignas(64) uint8_t coarse_shares[ROWS][CHUNK * LANES], fine_shares[ROWS][CHUNK * LANES];
   Weighed weighed[ROWS];
-  for (int r = 0; r < ROWS; r++)
-    begin(rows[r], dim);
   for (int start = from, count; start < to; start += count) {
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
@@ -120,12 +117,13 @@ static void attend_bytes(const Blocks &blocks, const QueryRow *rows, int from, i
       store(value_scales + i * LANES, bf16_to_float(cache.scales(keys, cache.parts())));
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        store(&scores[r][i * LANES], chunk.masked(sums[r] * (asked.scales[r] * scoring.scale), i, rows[r]));
+        store(&scores[r][i * LANES],
+              chunk.masked(sums[r] * asked.scales[r], i, rows.first(row + r), rows.end(row + r)));
     }
     for (int r = 0; r < ROWS; r++) {
-      if (scoring.cap != 0.0f)
-        keep_within(scoring.cap, scores[r], count, 1);
-      weighed[r] = weigh_bytes(scores[r], value_scales, coarse_shares[r], fine_shares[r], count, *rows[r].result);
+      if (cap != 0.0f)
+        keep_within(cap, scores[r], count, 1);
+      weighed[r] = weigh_bytes(scores[r], value_scales, coarse_shares[r], fine_shares[r], count, *rows.result(row + r));
     }
     auto add_values = [&](int d, auto width) {
       constexpr int WIDTH = decltype(width)::value;
@@ -146,7 +144,7 @@ static void attend_bytes(const Blocks &blocks, const QueryRow *rows, int from, i
       }
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDTH; v++)
-          weighed[r].add(weighted(rows[r].result) + d + v * LANES, coarse[r][v].total(), fine[r][v].total());
+          weighed[r].add(weighted(rows.result(row + r)) + d + v * LANES, coarse[r][v].total(), fine[r][v].total());
     };
     constexpr int WIDTH = VECTORS_OF_VALUES < 4 ? 1 : ROWS <= 3 ? 4 : 2; // twice as many sums have to fit
     int d = 0;

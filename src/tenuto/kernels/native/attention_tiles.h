@@ -1,142 +1,244 @@
-// Attention by tiles (AMX): up to 16 query rows together.
+// Attention by tiles (AMX): groups of 16 query rows.
 namespace tiles {
 
-constexpr int TILES_AHEAD = 2; // blocks that are asked for before they are needed
+// Asks for the next chunk while one is attended to, some lines at a time, so that what is needed now need not wait. For
+// the second cache: more lines can be on their way there than to the first.
+class Ahead {
+public:
+  // `steps`: how many calls of `ask` there will be.
+  Ahead(const Blocks &blocks, int from, int steps) : blocks_(blocks), block_(from) {
+    const int count = std::min(CHUNK, blocks.count - from);
+    bytes_ = (int)blocks.cache.block_bytes(), left_ = count * (bytes_ / 64), at_once_ = (left_ + steps - 1) / steps;
+    if (count > 0)
+      at_ = blocks.at(from), end_ = at_ + bytes_;
+  }
+  void ask() {
+    for (int i = std::min(at_once_, left_); i > 0; i--, left_--) {
+      if (at_ == end_)
+        at_ = blocks_.at(++block_), end_ = at_ + bytes_;
+      __builtin_prefetch(at_, 0, 2);
+      at_ += 64;
+    }
+  }
 
-// Ask for a block of a sequence, for the second cache: more lines can be on their way there than to the first.
-INLINE void prefetch(const Blocks &blocks, int i) {
-  const char *block = blocks.at(i);
-  for (int64_t b = 0; b < blocks.cache.block_bytes(); b += 64)
-    __builtin_prefetch(block + b, 0, 2);
+private:
+  const Blocks &blocks_;
+  const char *at_ = nullptr, *end_ = nullptr;
+  int block_, bytes_, left_, at_once_;
+};
+
+// Shares are 2^(score - base) to the nearest 128th of a power of two, as bfloat16: what is behind the point becomes its
+// mantissa by a table, and what is before it the exponent, or 0 below -126. That adds to a share as much as rounding to
+// bfloat16 does.
+struct Mantissas {
+  alignas(64) uint8_t of[128]; // 128 (2^(i / 128) - 1)
+
+  Mantissas() {
+    for (int i = 0; i < 128; i++)
+      of[i] = (uint8_t)lrintf(128.0f * (exp2f((float)i / 128.0f) - 1.0f));
+  }
+};
+static const Mantissas mantissas;
+
+// What is taken off scores in 128ths for their shares' exponents.
+INLINE i32x16 offsets(f32x16 base) { return nearest((base - 127.0f) * 128.0f); }
+INLINE i32x16 logarithms(const float *scores, int offset) { return nearest(load<f32x16>(scores) * 128.0f) - offset; }
+
+// 32 shares from two vectors of their logarithms.
+INLINE __m512i shares_of(i32x16 first, i32x16 second) {
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7); // the next instruction works on quarters
+  const __m512i x = _mm512_permutexvar_epi64(order, _mm512_packus_epi32((__m512i)first, (__m512i)second));
+  const __m512i low = _mm512_load_si512(mantissas.of), high = _mm512_load_si512(mantissas.of + 64);
+  const __m512i mantissa = _mm512_permutex2var_epi8(low, x, high);
+  return _mm512_ternarylogic_epi32(x, mantissa, _mm512_set1_epi16(0x7F), 0xD8); // mantissa where the mask has ones
 }
 
-// 2^y for y <= 0, or minus infinity; relative error below 2e-7: the fraction of y by a polynomial on [0, 1] whose
-// greatest relative error is the least there is.
-INLINE f32x16 power_of_two(f32x16 y) {
-  const f32x16 x = (f32x16)_mm512_reduce_ps((__m512)y, 1); // y - floor(y), and 0 of infinity
-  f32x16 p = splat(0.00187757658f);
-  p = p * x + 0.00898934063f;
-  p = p * x + 0.0558263175f;
-  p = p * x + 0.240153611f;
-  p = p * x + 0.693153083f;
-  p = p * x + 0.99999994f;
-  return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)y);
+// Lane r: what `join` makes of all lanes of vector r.
+template <class Join> INLINE f32x16 each(const f32x16 *vectors, Join join) {
+  f32x16 eight[8], four[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const __m512 a = (__m512)vectors[i], b = (__m512)vectors[i + 8];
+    eight[i] = join((f32x16)_mm512_shuffle_f32x4(a, b, 0x44), (f32x16)_mm512_shuffle_f32x4(a, b, 0xEE));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512 a = (__m512)eight[i], b = (__m512)eight[i + 4];
+    four[i] = join((f32x16)_mm512_shuffle_f32x4(a, b, 0x88), (f32x16)_mm512_shuffle_f32x4(a, b, 0xDD));
+  }
+  auto lanes = [&](f32x16 x, f32x16 y, auto first, auto second) {
+    return join((f32x16)_mm512_shuffle_ps((__m512)x, (__m512)y, decltype(first)::value),
+                (f32x16)_mm512_shuffle_ps((__m512)x, (__m512)y, decltype(second)::value));
+  };
+  const std::integral_constant<int, 0x44> low;
+  const std::integral_constant<int, 0xEE> high;
+  const std::integral_constant<int, 0x88> even;
+  const std::integral_constant<int, 0xDD> odd;
+  const f32x16 all = lanes(lanes(four[0], four[2], low, high), lanes(four[1], four[3], low, high), even, odd);
+  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  return (f32x16)_mm512_permutexvar_ps(order, (__m512)all);
 }
 
-// The highest score of a row with the blocks of a chunk, [block][16 rows][16 slots], before they are scaled. Where the
-// row does not see all of them, minus infinity is put in.
-INLINE float highest_score(float (*scores)[LANES][LANES], const Chunk &chunk, const QueryRow *rows, int r) {
-  f32x16 top = splat(-INFINITY);
-  if (chunk.whole && rows[r].first <= chunk.first[0] && rows[r].end >= chunk.end[chunk.count - 1]) {
-    for (int i = 0; i < chunk.count; i++)
+// Up to 16 query rows: what they have attended to so far, apart from the values, and their shares of a chunk's values.
+struct Group {
+  int first, count, seen; // rows; `seen`: blocks of the chunk, from its first on, that any row sees
+  f32x16 highest, sum;
+  alignas(64) float shrink[LANES];
+  alignas(64) Half shares[CHUNK / 2][LANES][2 * LANES]; // of two blocks
+};
+
+typedef float Scores[CHUNK][LANES][LANES]; // of blocks, rows, and slots
+
+// Turn the scores of a group into shares, and bring what its rows have attended to so far up to date, as `weigh` does.
+INLINE void weigh_rows(Scores scores, const Chunk &chunk, const QueryRows &rows, float cap, Group &group,
+                       Ahead &ahead) {
+  const int seen = group.seen;
+  alignas(64) f32x16 each_row[LANES];
+  for (int r = group.count; r < LANES; r++)
+    each_row[r] = f32x16{};
+  const int last = group.first + group.count - 1;
+  const bool whole = chunk.whole && rows.first(last) <= chunk.first[0] && rows.end(group.first) >= chunk.end[seen - 1];
+  for (int r = 0; r < group.count; r++) {
+    for (int i = 0; i < seen && !whole; i++)
+      store(scores[i][r],
+            chunk.masked(load<f32x16>(scores[i][r]), i, rows.first(group.first + r), rows.end(group.first + r)));
+    if (cap != 0.0f)
+      keep_within(cap, scores[0][r], seen, LANES);
+    f32x16 top = load<f32x16>(scores[0][r]);
+    for (int i = 1; i < seen; i++)
       top = max16(top, load<f32x16>(scores[i][r]));
-    return highest16(top);
+    each_row[r] = top;
   }
-  for (int i = 0; i < chunk.count; i++) {
-    const f32x16 score = chunk.masked(load<f32x16>(scores[i][r]), i, rows[r]);
-    store(scores[i][r], score);
-    top = max16(top, score);
-  }
-  return highest16(top);
-}
-
-// Turn the scores of up to 16 rows with the blocks of a chunk into shares, and bring what the rows have attended to so
-// far up to date, as `weigh` does. `shrink`: what their weighted values so far are to be multiplied with.
-INLINE void weigh_rows(float (*scores)[LANES][LANES], Half (*shares)[LANES][LANES], const Chunk &chunk,
-                       const QueryRow *rows, int count, Scoring scoring, float *shrink) {
-  alignas(64) float before[LANES] = {}, highest[LANES] = {}, base[LANES];
-  float scale = scoring.scale;
-  if (scoring.cap != 0.0f) {
-    for (int r = 0; r < count; r++) {
-      for (int i = 0; i < chunk.count; i++)
-        store(scores[i][r], load<f32x16>(scores[i][r]) * scale);
-      keep_within(scoring.cap, scores[0][r], chunk.count, LANES);
-    }
-    scale = 1.0f;
-  }
-  for (int r = 0; r < count; r++) {
-    before[r] = rows[r].result->highest;
-    highest[r] = std::max(before[r], highest_score(scores, chunk, rows, r) * scale);
-  }
+  const f32x16 top = each(each_row, [](f32x16 a, f32x16 b) { return max16(a, b); });
+  const f32x16 own = (f32x16)_mm512_roundscale_ps((__m512)top, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+  const f32x16 highest = select(top <= UNSEEN, group.highest, max16(group.highest, own));
   // A row that has seen nothing yet has nothing to shrink, and 0 stands in for its highest score.
-  const f32x16 highs = load<f32x16>(highest), bases = select(highs == -INFINITY, f32x16{}, highs);
-  store(base, bases);
-  store(shrink, exp_nonpositive(load<f32x16>(before) - bases));
-  constexpr float LOG2_E = 1.44269504f;
-  for (int r = 0; r < count; r++) {
-    f32x16 sum = {};
-    for (int i = 0; i < chunk.count; i++) {
-      const f32x16 share = power_of_two(load<f32x16>(scores[i][r]) * (scale * LOG2_E) - base[r] * LOG2_E);
-      sum += share;
-      store_halves(shares[i][r], share);
+  const f32x16 base = select(highest == -INFINITY, f32x16{}, highest);
+  const f32x16 shrink = (f32x16)_mm512_scalef_ps((__m512)splat(1.0f), (__m512)(group.highest - base));
+  alignas(64) int32_t offset[LANES];
+  store(offset, offsets(base)), store(group.shrink, shrink);
+  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
+  for (int r = 0; r < group.count; r++) {
+    ahead.ask();
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < seen; i += 2) {
+      const i32x16 first = logarithms(scores[i][r], offset[r]);
+      const i32x16 second = i + 1 < seen ? logarithms(scores[i + 1][r], offset[r]) : i32x16{};
+      const __m512i shares = shares_of(first, second);
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)shares, ones);
+      _mm512_store_si512(group.shares[i / 2][r], shares);
     }
-    *rows[r].result = {highest[r], rows[r].result->sum * shrink[r] + sum16(sum)};
+    each_row[r] = (f32x16)sum;
+  }
+  group.highest = highest;
+  group.sum = group.sum * shrink + each(each_row, [](f32x16 a, f32x16 b) { return a + b; });
+}
+
+// The scores of a group with up to 4 blocks.
+INLINE void score(const char *const *blocks, int count, const Half *queries, int dim, Scores scores) {
+  written();
+  clear();
+  for (int d = 0; d < dim; d += BLOCK) {
+    const int64_t at = 2 * d * LANES;
+    _tile_loadd(4, queries + d, 2 * dim);
+    _tile_loadd(6, blocks[0] + at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (count > 1) {
+      _tile_loadd(6, blocks[1] + at, 64);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if (count > 2) {
+      _tile_loadd(6, blocks[2] + at, 64);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if (count > 3) {
+      _tile_loadd(6, blocks[3] + at, 64);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+  }
+  _tile_stored(0, scores[0], 64);
+  if (count > 1)
+    _tile_stored(1, scores[1], 64);
+  if (count > 2)
+    _tile_stored(2, scores[2], 64);
+  if (count > 3)
+    _tile_stored(3, scores[3], 64);
+  written();
+}
+
+// Add the values of a chunk, weighed by the shares of a group, to what its rows have attended to, unless it is the
+// first.
+INLINE void add_values(const Group &group, const Chunk &chunk, const QueryRows &rows, bool first, Ahead &ahead) {
+  const int dim = rows.head_dim;
+  alignas(64) float values[4][LANES][LANES];
+  for (int d = 0; d < dim; d += 4 * LANES) {
+    const bool all = dim - d >= 4 * LANES; // else two tiles of 16
+    written();
+    clear();
+    for (int i = 0; i < group.seen; i++) {
+      const uint16_t *block = (const uint16_t *)chunk.at[i] + LANES * dim + 2 * d;
+      ahead.ask();
+      _tile_loadd(5, &group.shares[i / 2][0][i % 2 * LANES], 64);
+      _tile_loadd(7, block, dim * 4);
+      _tile_dpbf16ps(0, 5, 7);
+      _tile_loadd(7, block + 2 * LANES, dim * 4);
+      _tile_dpbf16ps(1, 5, 7);
+      if (all) {
+        _tile_loadd(7, block + 4 * LANES, dim * 4);
+        _tile_dpbf16ps(2, 5, 7);
+        _tile_loadd(7, block + 6 * LANES, dim * 4);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, values[0], 64);
+    _tile_stored(1, values[1], 64);
+    if (all) {
+      _tile_stored(2, values[2], 64);
+      _tile_stored(3, values[3], 64);
+    }
+    written();
+    for (int r = 0; r < group.count; r++) {
+      float *to_row = weighted(rows.result(group.first + r)) + d;
+      for (int v = 0; v < (all ? 4 : 2); v++) {
+        const f32x16 found = load<f32x16>(values[v][r]);
+        store(to_row + v * LANES, first ? found : load<f32x16>(to_row + v * LANES) * group.shrink[r] + found);
+      }
+    }
   }
 }
 
-// As `::attend`, for head dimensions that are multiples of 32.
-static void attend(const Blocks &blocks, const QueryRow *rows, int count, int from, int to, Scoring scoring) {
-  const int dim = blocks.cache.head_dim;
-  alignas(64) Half queries[LANES * 1024]; // [dim / 32][16][32]
-  alignas(64) float scores[CHUNK][LANES][LANES], values[4][LANES][LANES], shrink[LANES];
-  alignas(64) Half shares[CHUNK][LANES][LANES];
-  for (int r = 0; r < count; r++) {
-    begin(rows[r], dim);
-    for (int d = 0; d < dim; d += BLOCK)
-      memcpy(queries + d * LANES + r * BLOCK, rows[r].query + d, 2 * BLOCK);
+// As `::attend`, for head dimensions that are multiples of 32. A chunk's keys serve for all rows, and then its values,
+// so that they stay in the first cache.
+static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to, float cap) {
+  alignas(64) Scores scores;
+  Group groups[MOST_GROUPS];
+  const int count = (rows.count + LANES - 1) / LANES;
+  for (int g = 0; g < count; g++) {
+    groups[g].first = g * LANES, groups[g].count = std::min(LANES, rows.count - g * LANES);
+    groups[g].highest = splat(-INFINITY), groups[g].sum = f32x16{};
   }
-  configure(ATTENTION, count);
+  configure(ATTENTION, std::min(rows.count, LANES));
   for (int start = from, now; start < to; start += now) {
     const Chunk chunk = blocks.chunk(start, to);
     now = chunk.count;
-    for (int i = 0; i < now; i++) {
-      if (start + i + TILES_AHEAD < blocks.count)
-        prefetch(blocks, start + i + TILES_AHEAD);
-      written();
-      _tile_zero(0);
-      for (int d = 0; d < dim; d += BLOCK) {
-        _tile_loadd(4, queries + d * LANES, 64);
-        _tile_loadd(6, chunk.at[i] + 2 * d * LANES, 64);
-        _tile_dpbf16ps(0, 4, 6);
-      }
-      _tile_stored(0, scores[i], 64);
+    Ahead ahead(blocks, start + now, rows.count + count * now * ((rows.head_dim + 63) / 64));
+    for (int g = 0; g < count; g++) {
+      Group &group = groups[g];
+      const int end = rows.end(group.first + group.count - 1);
+      for (group.seen = now; group.seen > 1 && chunk.first[group.seen - 1] >= end;)
+        group.seen--;
+      for (int i = 0; i < group.seen; i += 4)
+        score(chunk.at + i, group.seen - i, rows.query(group.first), rows.head_dim, scores + i);
+      weigh_rows(scores, chunk, rows, cap, group, ahead);
     }
-    written();
-    weigh_rows(scores, shares, chunk, rows, count, scoring, shrink);
-    for (int d = 0; d < dim; d += 4 * LANES) {
-      const bool all = dim - d >= 4 * LANES; // else two tiles of 16
-      written();
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int i = 0; i < now; i++) {
-        const uint16_t *block = (const uint16_t *)chunk.at[i] + LANES * dim + 2 * d;
-        _tile_loadd(5, shares[i], 32);
-        _tile_loadd(7, block, dim * 4);
-        _tile_dpbf16ps(0, 5, 7);
-        _tile_loadd(7, block + 2 * LANES, dim * 4);
-        _tile_dpbf16ps(1, 5, 7);
-        if (all) {
-          _tile_loadd(7, block + 4 * LANES, dim * 4);
-          _tile_dpbf16ps(2, 5, 7);
-          _tile_loadd(7, block + 6 * LANES, dim * 4);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      _tile_stored(0, values[0], 64);
-      _tile_stored(1, values[1], 64);
-      if (all) {
-        _tile_stored(2, values[2], 64);
-        _tile_stored(3, values[3], 64);
-      }
-      written();
-      for (int r = 0; r < count; r++) {
-        float *to_row = weighted(rows[r].result) + d;
-        for (int v = 0; v < (all ? 4 : 2); v++)
-          store(to_row + v * LANES, load<f32x16>(to_row + v * LANES) * shrink[r] + load<f32x16>(values[v][r]));
-      }
-    }
+    for (int g = 0; g < count; g++)
+      add_values(groups[g], chunk, rows, start == from, ahead);
+  }
+  for (const Group *group = groups; group < groups + count; group++) {
+    float highest[LANES], sum[LANES];
+    store(highest, group->highest), store(sum, group->sum);
+    for (int r = 0; r < group->count; r++)
+      *rows.result(group->first + r) = {highest[r], sum[r]};
   }
 }
 

@@ -20,7 +20,7 @@ _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
 _AVX512_BF16 = (*_AVX512, "avx512bf16")
 VARIANTS = {
-    "amx": (*_AVX512_BF16, "amx-tile", "amx-int8", "amx-bf16"),
+    "amx": (*_AVX512_BF16, "avx512vbmi", "amx-tile", "amx-int8", "amx-bf16"),
     "avx512_bf16": _AVX512_BF16,
     "avx512": _AVX512,
     "avx2": _AVX2,

@@ -96,11 +96,12 @@ INLINE Pair pair_at(const Half *p) {
   return pair;
 }
 
-// exp(x) for x <= 0, relative error about 1e-7; 0 below -87. 2^f on [-1/2, 1/2] by its Taylor polynomial.
-INLINE f32x16 exp_nonpositive(f32x16 x) {
-  f32x16 y = max16(x, splat(-87.0f)) * 1.44269504f;
-  i32x16 whole = nearest(y);
-  f32x16 f = y - to_float(whole);
+// 2^(y - base) for y <= base, relative error about 1e-7; 0 below 2^-126. 2^f on [-1/2, 1/2] by its Taylor polynomial.
+// Another base makes the result another power of two times as large, to the bit.
+INLINE f32x16 power_of_two(f32x16 y, int base) {
+  y = max16(y, splat((float)base - 127.0f));
+  const i32x16 whole = nearest(y);
+  const f32x16 f = y - to_float(whole);
   f32x16 p = splat(1.5403530e-4f);
   p = p * f + 1.3333558e-3f;
   p = p * f + 9.6181291e-3f;
@@ -108,9 +109,20 @@ INLINE f32x16 exp_nonpositive(f32x16 x) {
   p = p * f + 2.4022651e-1f;
   p = p * f + 6.9314718e-1f;
   p = p * f + 1.0f;
-  i32x16 scaled = as<i32x16>(p) + (whole << 23);
-  return select(x < -87.0f, f32x16{}, as<f32x16>(scaled));
+  return p * as<f32x16>((whole + (127 - base)) << 23);
 }
+// 2^whole for a whole number up to 0; 0 below 2^-126.
+INLINE float power_of_two(float whole) {
+  const uint32_t bits = whole < -126.0f ? 0 : (uint32_t)(127 + (int)whole) << 23;
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+// exp(x) for x <= 0, relative error about 1e-7, for small x more; 0 below -87.
+INLINE f32x16 exp_nonpositive(f32x16 x) { return power_of_two(x * LOG2_E, 0); }
 
 // x / (1 + exp(-x)), for any x.
 INLINE f32x16 silu16(f32x16 x) {

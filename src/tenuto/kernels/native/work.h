@@ -21,7 +21,6 @@ struct Member {
   UnevenBlocks uneven;    // of the operation's input
   std::vector<float> row; // of any buffer
   std::vector<Best> best;
-  std::vector<QueryRow> queries; // of a task; with room for all that one can have
   std::unique_ptr<Sampler> sampler;
 };
 
@@ -49,8 +48,8 @@ private:
 // How wide the buffers are, in floats a token. The widths of P and of what is convolved are multiples of 16.
 struct Widths {
   int hidden = 0, input = 0, projected = 0, convolved = 0, found = 0, attended = 0, queries = 0, rotation = 0;
-  int per_head = 0, heads_a_key = 1; // of an attention layer
-  bool apart = false;                // whether there is a y
+  int per_head = 0;   // of an attention layer
+  bool apart = false; // whether there is a y
 };
 
 class Work {
@@ -71,7 +70,6 @@ public:
       member.products.resize((int64_t)panels * ROWS_AT_ONCE * LANES * 4);
       member.buffer.resize(buffer_bytes(round_up(widths.input, BLOCK) / BLOCK));
       member.row.resize(row);
-      member.queries.reserve(LANES * widths.heads_a_key);
     }
     reserve(64);
   }
@@ -105,7 +103,10 @@ public:
   float *found(int token) const { return at(found_, token, widths.found); }
   float *attended(int token) const { return at(attended_, token, widths.attended); }
   float *gates(int token) const { return at(gates_, token, widths.attended); }
-  Half *queries(int token) const { return queries_.as<Half>() + (int64_t)token * widths.queries; }
+  // The queries of a token that share a key head. Those of the step's next token follow them.
+  Half *query(int token, int key_head, int a_key, int dim) const {
+    return queries_.as<Half>() + ((int64_t)key_head * step->tokens_count + token) * a_key * dim;
+  }
   // Cosines and then sines of the token's angles.
   float *rotation(int token, int rope) const { return at(rotation_, token, widths.rotation) + rotations_[rope]; }
 
@@ -172,7 +173,7 @@ private:
       w.queries = std::max(w.queries, a->heads * g.head_dim);
       if (g.head_dim % BLOCK || a->gated)
         w.attended = std::max(w.attended, a->heads * g.head_dim);
-      w.per_head = std::max(w.per_head, g.head_dim), w.heads_a_key = std::max(w.heads_a_key, a->heads / g.kv_heads);
+      w.per_head = std::max(w.per_head, g.head_dim);
     }
     if (const TenutoRecurrent *r = op.recurrent) {
       w.convolved = std::max(w.convolved, groups[r->group].convolved);
@@ -189,7 +190,7 @@ private:
     const int64_t room = std::max(tokens, 2 * room_);
     room_ = 0; // until all of it is there
     x_.resize(room * widths.hidden * 4), y_.resize(widths.apart ? room * widths.hidden * 4 : 0);
-    queries_.resize(room * widths.queries * sizeof(Half));
+    queries_.resize((room + LANES) * widths.queries * sizeof(Half)); // tiles read 16 rows
     attended_.resize(room * widths.attended * 4), gates_.resize(room * widths.attended * 4);
     projected_.resize(room * widths.projected * 4), convolved_.resize(room * widths.convolved * 4);
     found_.resize(room * widths.found * 4);
