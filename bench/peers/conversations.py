@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from tenuto.cli.bench_apis import Arrival, BenchConversation, Counts, OpenAIConversation, events
+from tenuto.cli.bench_apis import Arrival, BenchConversation, Counts, OpenAIConversation
 
 
 class LlamaConversation(BenchConversation):
@@ -24,7 +24,7 @@ class LlamaConversation(BenchConversation):
             "return_tokens": True,
             "stream": True,
         }
-        async for when, _, data in events(self._http, "/completion", body, {"connection": "close"}):
+        async for when, _, data in self._http.events("/completion", body, {"connection": "close"}):
             if ids := data.get("tokens"):
                 self._history += ids
                 yield Arrival(when, len(ids))
@@ -49,7 +49,7 @@ class CompletionsConversation(OpenAIConversation):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        async for when, _, data in events(self._http, "/v1/completions", body):
+        async for when, _, data in self._http.events("/v1/completions", body):
             for choice in data["choices"]:
                 ids = choice.get("token_ids") or []
                 self._history += ids

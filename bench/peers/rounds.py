@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 
 from bench.peers.catalog import Peer, Server, Setting
 from bench.peers.processes import Disturbance, Group, PeerFailed, free_port, started, wait_until_ready
@@ -51,7 +51,7 @@ class RunningServer(Running):
     def run(self, work: WordsWorkload) -> Outcome:
         kind, history = self._server.conversation, self._server.history
         try:
-            return Outcome(*asyncio.run(measure(self._url, None, kind, history, work, lambda: None)))
+            return Outcome(*uvloop.run(measure(self._url, None, kind, history, work, lambda: None)))
         except (TenutoError, RuntimeError) as error:
             raise self.group.failure(str(error)) from error
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import threading
@@ -12,7 +11,7 @@ import httpx
 import pytest
 
 from tenuto.cli.bench import TOKEN_IDS, Timed, Workload, figures_of, quantile, timing, totals_of
-from tenuto.cli.bench_apis import Counts, Reads
+from tenuto.cli.bench_apis import Counts
 from tests.cli.test_cli import TENUTO
 from tests.serve.server import Server, serving
 
@@ -52,17 +51,6 @@ def test_a_workload_is_the_same_for_the_same_seed_and_others_for_other_sessions(
 def test_tokens_that_come_together_share_the_time_since_those_before() -> None:
     assert timing(1.0, {3.0: 2, 4.0: 1, 4.5: 0, 6.0: 4}) == (2.0, [0.0, 1.0, 0.5, 0.5, 0.5, 0.5])
     assert timing(1.0, {}) == (None, [])
-
-
-def test_pieces_of_one_read_came_at_the_same_time() -> None:
-    async def read() -> None:
-        reads = Reads()
-        first = reads.time()
-        assert reads.time() == first
-        await asyncio.sleep(0.001)
-        assert reads.time() > first
-
-    asyncio.run(read())
 
 
 def test_figures_leave_failed_turns_out_and_totals_count_them() -> None:

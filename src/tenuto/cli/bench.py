@@ -26,12 +26,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.cli.bench_apis import APIS, BenchConversation, BenchRequest, Counts
+from tenuto.cli.bench_http import BenchHttp
 from tenuto.cli.tables import printable, show_table
 from tenuto.client.connection import checked_url
 
 TOKEN_IDS = range(100, 1000)
 """The token ids of inputs, which every vocabulary has."""
-CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +143,9 @@ async def measure(
     advance: Callable[[], None],
 ) -> tuple[list[Timed], float]:
     """All turns, and the seconds they took together. `advance` is called after each."""
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=workload.concurrency, keepalive_expiry=2.0)
-    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
     running = asyncio.Semaphore(workload.concurrency)
     timed: list[Timed] = []
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as http:
+    async with BenchHttp(url, api_key) as http:
         request = BenchRequest(history, workload.output, await _model(kind, http))
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -158,11 +155,11 @@ async def measure(
         return timed, time.perf_counter() - began
 
 
-async def _model(kind: type[BenchConversation], http: httpx.AsyncClient) -> str:
+async def _model(kind: type[BenchConversation], http: BenchHttp) -> str:
     try:
         return await kind.model(http)
     except (LookupError, TypeError) as error:
-        raise TenutoError(f"{http.base_url} does not say what its model is called: {error!r}") from error
+        raise TenutoError(f"{http.url} does not say what its model is called: {error!r}") from error
 
 
 async def _converse(

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import httpx
-import msgspec
-
 from tenuto.base.errors import TenutoError
-from tenuto.client.connection import typed_errors
-from tenuto.client.sse import EventParser
-from tenuto.client.wire import error_from
+from tenuto.cli.bench_http import BenchHttp
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ class BenchConversation:
     histories: ClassVar[tuple[str, ...]] = ("session", "resend")
     """The supported ways to keep history, the usual one first."""
 
-    def __init__(self, http: httpx.AsyncClient, request: BenchRequest, name: str) -> None:
+    def __init__(self, http: BenchHttp, request: BenchRequest, name: str) -> None:
         self._http = http
         self._request = request
         self._name = name
@@ -60,7 +53,7 @@ class BenchConversation:
         self._history: list[int] = []  # in tokens
 
     @staticmethod
-    async def model(http: httpx.AsyncClient) -> str:  # noqa: ARG004 - subclasses use it
+    async def model(http: BenchHttp) -> str:  # noqa: ARG004 - subclasses use it
         """What the server's model is called."""
         return ""
 
@@ -83,11 +76,11 @@ class TenutoConversation(BenchConversation):
             await self._open()
 
     async def _open(self) -> None:
-        self._session = (await ask(self._http, "POST", "/v1/sessions", {"ttl": 600}))["id"]
+        self._session = (await self._http.ask("POST", "/v1/sessions", {"ttl": 600}))["id"]
 
     async def close(self) -> None:
         if self._session:
-            await ask(self._http, "DELETE", f"/v1/sessions/{self._session}")
+            await self._http.ask("DELETE", f"/v1/sessions/{self._session}")
 
     async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
         self._history += given
@@ -98,7 +91,7 @@ class TenutoConversation(BenchConversation):
             "max_new_tokens": self._request.output_tokens,
             "ignore_eos": True,
         }
-        async for when, name, data in events(self._http, f"/v1/sessions/{self._session}/turns", body):
+        async for when, name, data in self._http.events(f"/v1/sessions/{self._session}/turns", body):
             match name:
                 case "delta":
                     self._history += data["tokens"]
@@ -118,17 +111,17 @@ class OpenAIConversation(BenchConversation):
     histories: ClassVar[tuple[str, ...]] = ("resend", "session")
 
     @staticmethod
-    async def model(http: httpx.AsyncClient) -> str:
-        return str((await ask(http, "GET", "/v1/models"))["data"][0]["id"])
+    async def model(http: BenchHttp) -> str:
+        return str((await http.ask("GET", "/v1/models"))["data"][0]["id"])
 
-    def __init__(self, http: httpx.AsyncClient, request: BenchRequest, name: str) -> None:
+    def __init__(self, http: BenchHttp, request: BenchRequest, name: str) -> None:
         super().__init__(http, request, name)
         self._messages: list[dict[str, str]] = []
 
     async def close(self) -> None:
         if self._keeps:
             with suppress(TenutoError):  # only Tenuto's own interface can close it
-                await ask(self._http, "DELETE", f"/v1/sessions/{self._name}")
+                await self._http.ask("DELETE", f"/v1/sessions/{self._name}")
 
     async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
         message = {"role": "user", "content": " ".join(WORDS[number % len(WORDS)] for number in given)}
@@ -144,7 +137,7 @@ class OpenAIConversation(BenchConversation):
             **({"session_id": self._name} if self._keeps else {}),
         }
         text, counts = "", None
-        async for when, _, data in events(self._http, "/v1/chat/completions", body):
+        async for when, _, data in self._http.events("/v1/chat/completions", body):
             counts = counts or Counts(None, None, None)  # there is an answer
             for choice in data.get("choices") or ():
                 if piece := choice["delta"].get("content"):
@@ -164,11 +157,11 @@ class SGLangConversation(BenchConversation):
     async def open(self) -> None:
         if self._keeps:
             body = {"capacity_of_str_len": 2**24, "streaming": True}
-            self._session = await ask(self._http, "POST", "/open_session", body)
+            self._session = await self._http.ask("POST", "/open_session", body)
 
     async def close(self) -> None:
         if self._session:
-            await ask(self._http, "POST", "/close_session", {"session_id": self._session})
+            await self._http.ask("POST", "/close_session", {"session_id": self._session})
 
     async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
         self._history += given
@@ -180,7 +173,7 @@ class SGLangConversation(BenchConversation):
             **({"session_params": {"id": self._session}} if self._keeps else {}),
         }
         seen, output, meta = 0, list[int](), dict[str, Any]()
-        async for when, _, data in events(self._http, "/generate", body):
+        async for when, _, data in self._http.events("/generate", body):
             meta = data["meta_info"]
             reason = meta.get("finish_reason") or {}
             if reason.get("type") == "abort":
@@ -207,58 +200,3 @@ WORDS = (  # noqa: SIM905 - as a list it would take a page
     "story"
 ).split()
 """Each is one token in most vocabularies."""
-
-
-async def ask(http: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """A server's answer, from JSON. Raises the error that it is."""
-    with typed_errors():
-        return await _checked(await http.request(method, path, json=body))
-
-
-async def _checked(response: httpx.Response) -> Any:
-    content = await response.aread()
-    if response.status_code >= 400:
-        raise error_from(response.status_code, content)
-    try:
-        return msgspec.json.decode(content) if content else None
-    except msgspec.DecodeError:
-        return None
-
-
-async def events(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
-) -> AsyncIterator[tuple[float, str, Any]]:
-    """The events of a stream: when they came, their names and their data. Raises the error that one reports."""
-    parser, reads = EventParser(), Reads()
-    with typed_errors():
-        async with http.stream("POST", path, json=body, headers=headers) as response:
-            if response.status_code >= 400:
-                await _checked(response)
-            async for piece in response.aiter_bytes():
-                when = reads.time()
-                for event in parser.feed(piece):
-                    if event.data == "[DONE]":
-                        continue
-                    data = msgspec.json.decode(event.data)
-                    if "error" in data:
-                        raise error_from(500, event.data.encode())
-                    yield when, event.name, data
-
-
-class Reads:
-    """When data came from the network. An HTTP client hands out the result of one read in pieces, without waiting
-    between them: pieces without a turn of the event loop between them came at the same time."""
-
-    def __init__(self) -> None:
-        self._when = 0.0
-        self._turned = True
-
-    def time(self) -> float:
-        """When the piece that was just handed out came."""
-        if self._turned:
-            self._when, self._turned = time.perf_counter(), False
-            asyncio.get_running_loop().call_soon(self._turn)
-        return self._when
-
-    def _turn(self) -> None:
-        self._turned = True
