@@ -209,9 +209,10 @@ class Executor(Copier, Protocol):
         groups and layout."""
         ...
 
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
+    def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:
         """Allocate memory for `units[g]` units of each group of `spec` and page tables for row ids 0 .. `rows` - 1.
-        Called once, before the first `submit`."""
+        `overlap`: whether something is done between `submit` and `collect`; with 0 a step may be carried out by
+        `collect`. Called once, before the first `submit`."""
         ...
 
     def release(self, parts: Collection[Part]) -> None:
@@ -232,7 +233,8 @@ class Executor(Copier, Protocol):
         ...
 
     def submit(self, plan: Plan) -> None:
-        """Start a step and return. Failures that the plan's turns can cause are raised by `collect`."""
+        """Start a step, unless `collect` is to carry it out, and return. Failures that the plan's turns can cause are
+        raised by `collect`."""
         ...
 
     def collect(self) -> StepResult:

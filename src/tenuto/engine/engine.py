@@ -95,7 +95,7 @@ class Engine:
         self.vocab_size = vocab_size
         self._clock = clock
         self.memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
-        executor.prepare(units, config.max_running)
+        executor.prepare(units, config.max_running, config.overlap)
         self.sessions = Registry(self.memory, clock, random, config.context_length, config.max_sessions)
         self._queue = WaitingQueue(config.aging_seconds)
         self._gate = TurnGate(self._queue, config.max_queued, vocab_size, text)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -52,8 +53,10 @@ class LoadedWeights:
 class ModelExecutor:
     """An `Executor` that runs a model's forward pass and samples.
 
-    A step runs in one worker thread, so that the next can be planned while it computes; all that a step changes is
-    written by that thread alone. The executor is not for use by several threads at once.
+    With `overlap` a step runs in one worker thread, so that the next can be planned while it computes; all that a step
+    changes is written by that thread alone. Without, the caller has nothing else to do and runs it itself, in
+    `collect`: handing it over twice would take longer than planning it. The executor is not for use by several threads
+    at once.
     """
 
     def __init__(self, forward: Forward, loader: Loader | None = None) -> None:
@@ -64,7 +67,7 @@ class ModelExecutor:
         self._path: str | None = None  # of the weights, if they are not those it began with
         self._units_released = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenuto-step")
-        self._in_flight: deque[Future[StepResult]] = deque()
+        self._in_flight: deque[Callable[[], StepResult]] = deque()  # how to get their results
         self._masks: deque[TokenMasks] = deque()  # of the steps in flight, and perhaps of earlier ones
 
     @property
@@ -84,10 +87,11 @@ class ModelExecutor:
         """See `Executor.layout`."""
         return self._layout
 
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
+    def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:
         """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
         self.forward.prepare(units, rows)
         self._prepared = units, rows
+        self._overlap = overlap
         self._last_sampled = np.zeros(rows, np.int32)
         self._options = RowOptions(rows, self.forward.config.vocab)
 
@@ -150,7 +154,8 @@ class ModelExecutor:
         while self._masks and self._masks[0].allowed.done():
             self._masks.popleft()
         self._masks += plan.masks
-        self._in_flight.append(self._worker.submit(self._step, plan))
+        step = partial(self._step, plan)
+        self._in_flight.append(self._worker.submit(step).result if self._overlap else step)
 
     def collect(self) -> StepResult:
         """See `Executor.collect`. What a device or an allocator can cause is `StepFailed`; all else is our bug and
@@ -158,7 +163,7 @@ class ModelExecutor:
         if not self._in_flight:
             raise InvariantError("collect was called with no step in flight")
         try:
-            return self._in_flight.popleft().result()
+            return self._in_flight.popleft()()
         except CancelledError:
             raise StepFailed("the executor was closed") from None
         except (NotImplementedError, RecursionError):  # runtime errors too, but no device's
@@ -172,7 +177,8 @@ class ModelExecutor:
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         """See `Copier.read_units`. Steps in flight are waited for."""
-        return _copied(lambda: self._worker.submit(self.forward.read_units, group, units).result())
+        read = partial(self.forward.read_units, group, units)
+        return _copied(self._worker.submit(read).result if self._overlap else read)
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
         """See `Copier.write_units`. Steps go on meanwhile."""

@@ -186,7 +186,7 @@ class WitnessExecutor:
         """See `Executor.layout`."""
         return "witness"
 
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
+    def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:  # noqa: ARG002 - it never waits
         self._units = units
         self._allocate(units)
         self._paged = [i for i, g in enumerate(self._spec.groups) if g.paged]
