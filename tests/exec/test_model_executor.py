@@ -15,7 +15,7 @@ from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
 from tenuto.base.plan import PREVIOUS_SAMPLE, Plan, TokenMasks, Words
 from tenuto.base.sampling import GREEDY, Sampling
-from tenuto.exec.forward import Outputs
+from tenuto.exec.forward import Longs, Outputs
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import ModelFiles, resolve
@@ -206,15 +206,15 @@ def test_without_overlap_steps_are_carried_out_by_who_collects_them(
     threads = list[int]()
     compute = executor._compute
 
-    def noted(plan: Plan) -> Outputs:
+    def noted(plan: Plan, outputs: Longs) -> Outputs:
         threads.append(threading.get_ident())
-        return compute(plan)
+        return compute(plan, outputs)
 
     monkeypatch.setattr(executor, "_compute", noted)
     assert continuation(alone, 0, text(6), 3) == expected
     assert set(threads) == {threading.get_ident()}
     executor.submit(alone.plan([(1, text(3), 1)]))
-    monkeypatch.setattr(executor, "_compute", lambda _: np.empty(0).reshape(7))
+    monkeypatch.setattr(executor, "_compute", lambda *_: np.empty(0).reshape(7))
     with pytest.raises(ValueError, match="reshape"):  # our bug comes out as it is
         executor.collect()
     with pytest.raises(InvariantError, match="no step"):

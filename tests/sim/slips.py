@@ -64,7 +64,7 @@ SLIPS = (
     Slip("sched.batch", "return turn.resume_position", "return turn.prompt_length"),
     Slip("sched.settle", "stopped[index] = not stuck and", "stopped[index] ="),
     Slip("sched.settle", "            complete, stuck = self._follow(turn)\n", "            complete, stuck = (False, False) if stopped else self._follow(turn)\n"),
-    Slip("sched.planner", "places = (np.cumsum(samples) - samples)[masked]", "places = (np.cumsum(samples) - 1)[masked]"),
+    Slip("sched.planner", "places = (samples.cumsum() - samples)[masked]", "places = (samples.cumsum() - 1)[masked]"),
     Slip("engine.flights", "flight.guesses.get(index, ())", "()"),
     Slip("engine.flights", "        if len(self._flights) == 1:\n            self._ask_masks()", "        self._ask_masks()"),
     Slip("text.constraint", "            self._next = None\n", ""),

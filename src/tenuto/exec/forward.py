@@ -55,10 +55,10 @@ class Logits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Logits, and if they come for free the first of the likeliest tokens, int64 [outputs]."""
+    """Logits, and if they come for free the first of the likeliest tokens, int32 [outputs]."""
 
     logits: Logits
-    best: Longs | None = None
+    best: Ints | None = None
 
 
 class Forward(Protocol):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
 from tenuto.base.groups import MemorySpec
@@ -28,7 +29,6 @@ from tenuto.base.plan import (
 from tenuto.exec.device import trim
 from tenuto.exec.forward import Forward, Logits, Longs, Outputs, Singles
 from tenuto.exec.row_options import RowOptions
-from tenuto.kernels.ragged import ragged_arange
 from tenuto.kernels.sampling import Masks
 
 T = TypeVar("T")
@@ -189,7 +189,7 @@ class ModelExecutor:
         step in flight."""
 
         def compute() -> Singles:
-            return self._compute(plan).logits.host()
+            return self._compute(plan, _samples(plan).outputs).logits.host()
 
         return self._worker.submit(compute).result()
 
@@ -203,48 +203,47 @@ class ModelExecutor:
             self._forward.close()
 
     def _step(self, plan: Plan) -> StepResult:
-        computed, scored = self._compute(plan), None
+        samples = _samples(plan)
+        computed, scored = self._compute(plan, samples.outputs), None
         if plan.scores is not None:
             sampled_from = len(computed.logits) - len(plan.scores.offsets)
             scored = self._score(computed.logits[sampled_from:], plan.scores)
             best = computed.best[:sampled_from] if computed.best is not None else None
             computed = Outputs(computed.logits[:sampled_from], best)
-        tokens, sampled = self._sample(plan, computed)
-        sampling = plan.samples > 0
-        rows, last = plan.rows[sampling], np.cumsum(plan.samples)[sampling] - 1
-        self._last_sampled[rows] = tokens[last]
+        tokens, sampled = self._sample(samples, computed, plan.masks)
+        self._last_sampled[samples.rows[samples.last]] = tokens[samples.last]
         return StepResult(tokens, sampled, scored)
 
-    def _compute(self, plan: Plan) -> Outputs:
-        """Apply the plan, compute its tokens, return the logits it samples from and then those it scores by. What
-        outlasts the step comes first: it is applied even if the step fails."""
+    def _compute(self, plan: Plan, outputs: Longs) -> Outputs:
+        """Apply the plan, compute its tokens, return the logits after the tokens `outputs` and then those it scores by.
+        What outlasts the step comes first: it is applied even if the step fails."""
         self.forward.apply(plan)
         for row, new in plan.sampling:
             self._options.start(row, new)
-        outputs = np.repeat(np.cumsum(plan.counts) - plan.samples, plan.samples) + ragged_arange(plan.samples)
         if plan.scores is not None:
             outputs = np.concatenate((outputs, plan.scores.offsets))
         return self.forward.run(plan, self._tokens(plan), outputs.astype(np.int32))
 
     def _tokens(self, plan: Plan) -> Ints:
         """Input ids, int32 [tokens], with references to earlier samples resolved."""
-        unknown = np.flatnonzero(plan.tokens < 0)
+        unknown = (plan.tokens < 0).nonzero()[0]
         if not len(unknown):
             return plan.tokens
         tokens, rows = plan.tokens.copy(), np.repeat(plan.rows, plan.counts)
         tokens[unknown] = self._last_sampled[rows[unknown]]
         return tokens
 
-    def _sample(self, plan: Plan, computed: Outputs) -> tuple[Ints, Logprobs | None]:
-        """Tokens int32 [sum(plan.samples)], each drawn by its row's options and its own position, and how likely they
-        were, if any row asks. May change the logits."""
+    def _sample(
+        self, samples: _Samples, computed: Outputs, given: Sequence[TokenMasks]
+    ) -> tuple[Ints, Logprobs | None]:
+        """Tokens int32 [samples], each drawn by its row's options and its own position, and how likely they were, if
+        any row asks. May change the logits."""
         options, sampled, logits = self._options, None, computed.logits
-        rows = np.repeat(plan.rows, plan.samples).astype(np.int64)
-        positions = np.repeat(plan.starts + plan.counts - plan.samples, plan.samples) + ragged_arange(plan.samples) + 1
-        masks = _masks(plan.masks)
+        rows, positions = samples.rows, samples.positions
+        masks = _masks(given) if given else None
         if options.plain and masks is None:
             if computed.best is not None and not options.draws(rows):
-                return computed.best.astype(np.int32), None
+                return computed.best, None
             return logits.sample(options.choice(rows, positions)).astype(np.int32), None
         wanted, most = options.wanted_logprobs(rows)
         raw = logits.copy(wanted) if len(wanted) else logits
@@ -258,6 +257,28 @@ class ModelExecutor:
     def _score(self, logits: Logits, scores: InputScores) -> Logprobs:
         """How likely the targets of `scores` were by their logits, one each."""
         return _logprobs(np.arange(len(logits)), logits, scores.targets.astype(np.int64), scores.top)
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """What a plan samples, int64 [samples]: the row, after which of the step's tokens, and at which position the new
+    token then is. `last`, bool [samples]: whether it is its row's last in this step."""
+
+    rows: Longs
+    outputs: Longs
+    positions: Longs
+    last: npt.NDArray[np.bool_]
+
+
+def _samples(plan: Plan) -> _Samples:
+    of = np.arange(len(plan.rows)).repeat(plan.samples)  # indices of rows
+    left = plan.samples.cumsum()[of] - np.arange(len(of))  # samples of the row from this one on
+    return _Samples(
+        plan.rows[of].astype(np.int64),
+        plan.counts.cumsum()[of] - left,
+        (plan.starts + plan.counts)[of] - left + 1,
+        left == 1,
+    )
 
 
 def _copied(copy: Callable[[], T]) -> T:

@@ -139,16 +139,20 @@ class NativeForward:
     def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
         if len(outputs) > len(self._logits):
             self._logits, self._best = self._room_for(2 * len(outputs))
+        given = np.concatenate(
+            (plan.rows, plan.starts, plan.counts, tokens, outputs)
+        )  # one address costs less than five
+        rows, at = len(plan.rows), _address(given)
         step = Step(
-            len(plan.rows),
+            rows,
             len(tokens),
             len(outputs),
-            _address(plan.rows),
-            _address(plan.starts),
-            _address(plan.counts),
-            _address(tokens),
+            at,
+            at + 4 * rows,
+            at + 8 * rows,
+            at + 12 * rows,
             self._moves(plan),
-            _address(outputs),
+            at + 12 * rows + 4 * len(tokens),
             self._logits.ctypes.data,
             _address(self._best),
             self.op_seconds.ctypes.data,
@@ -156,7 +160,7 @@ class NativeForward:
         if self._library.step(self._handle, byref(step)):
             raise MemoryError(f"there is no memory for a step of {len(tokens)} tokens")
         logits = NativeLogits(self._library, self._handle, self._logits[: len(outputs)])
-        return Outputs(logits, self._best[: len(outputs)].astype(np.int64))
+        return Outputs(logits, self._best[: len(outputs)].copy())
 
     def _moves(self, plan: Plan) -> Array[Moves]:
         """What a step does in each group; it points into `plan` and the page tables."""
@@ -192,7 +196,10 @@ class NativeForward:
         self._close()
 
 
+_INT32 = np.dtype(np.int32)
+
+
 def _address(values: Ints) -> int:
-    if values.dtype != np.int32 or not values.flags.c_contiguous:
+    if values.dtype != _INT32 or not values.flags.c_contiguous:
         raise TypeError(f"the native kernels are given {values.dtype}, contiguous {values.flags.c_contiguous}")
     return values.ctypes.data

@@ -127,7 +127,7 @@ class Planner:
         needs, fits = self._fit(order, starts + counts)
         lacking = self._lacking(order, needs, fits) if not fits.all() else None
         counts[~fits] = 0
-        chosen = np.flatnonzero(counts)
+        chosen = counts.nonzero()[0]
         if len(chosen) == len(order):
             proposal = Proposal(order, starts, counts, needs, lacking)
         else:
@@ -140,7 +140,7 @@ class Planner:
         """A row whose masks take long is left out until the next is known, unless nobody else can go on: a step waits
         for all of its masks."""
         rows, fast = self._memory.rows, wanted.copy()
-        for index in np.flatnonzero(self._batch.constrained[order]).tolist():
+        for index in self._batch.constrained[order].nonzero()[0].tolist():
             row = int(order[index])
             constraint = self._batch.turns[row].constraint
             if constraint.slow and (rows.expected[row] > rows.known[row] or not constraint.ready):
@@ -159,7 +159,9 @@ class Planner:
         get what nobody else wants."""
         counts = np.minimum(wanted, 1)
         left = self._budget - int(counts.sum())
-        prefills = np.flatnonzero(wanted > 1).tolist()
+        prefills = (wanted > 1).nonzero()[0].tolist()
+        if not prefills:
+            return counts
         turns = self._batch.turns
         for drafting in (False, True):
             tenants: dict[str, list[int]] = {}
@@ -193,11 +195,11 @@ class Planner:
         needs, fits = self._memory.needs(order, ends), np.ones(len(order), np.bool_)
         for pool, wanted in zip(self._memory.pools, needs, strict=True):
             if int(wanted.sum()) > pool.free:
-                fits &= (wanted == 0) | (np.cumsum(wanted) <= pool.free)
+                fits &= (wanted == 0) | (wanted.cumsum() <= pool.free)
         return needs, fits
 
     def _lacking(self, order: Longs, needs: npt.NDArray[np.int64], fits: Mask) -> Lacking | None:
-        for place in np.flatnonzero(~fits).tolist():
+        for place in (~fits).nonzero()[0].tolist():
             turn: Turn = self._batch.turns[order[place]]
             if not turn.drafting:
                 return Lacking(turn, place, needs[:, : place + 1].sum(axis=1), needs[:, place].copy())
@@ -213,7 +215,7 @@ class Planner:
             ready &= group.can_reject(chosen)
         left = self._budget - int(proposal.counts.sum())
         spare = (memory.free() - proposal.needs.sum(axis=1)).tolist()
-        for index in np.flatnonzero(ready).tolist():
+        for index in ready.nonzero()[0].tolist():
             start, row = int(proposal.starts[index]), int(chosen[index])
             limit = min(self._lookahead, left, int(rows.limit[row]) - start - 1)
             unknown = start + 1 - int(rows.known[row])
@@ -243,8 +245,8 @@ class Planner:
         news = self._batch.take_news()
         moves = self._move(proposal, ends, news)
         scores, scored = self._score_input(proposal) if self._batch.scoring else (None, ())
-        masked = np.flatnonzero(self._batch.constrained[chosen] & (samples > 0))
-        places = (np.cumsum(samples) - samples)[masked].tolist()
+        masked = (self._batch.constrained[chosen] & (samples > 0)).nonzero()[0]
+        places = (samples.cumsum() - samples)[masked].tolist()
         self._steps += 1
         rows.step[chosen] = self._steps
         rows.scheduled[chosen] = ends
@@ -275,7 +277,7 @@ class Planner:
         batch, scored, top = self._batch, [], 0
         offsets: list[int] = []
         targets: list[int] = []
-        began = np.cumsum(proposal.counts) - proposal.counts
+        began = proposal.counts.cumsum() - proposal.counts
         for index, row in enumerate(proposal.rows.tolist()):
             if row not in batch.scoring:
                 continue
@@ -300,10 +302,10 @@ class Planner:
         single = np.where(starts >= known, PREVIOUS_SAMPLE, rows.next_token[chosen]).astype(np.int32)
         if last.all():
             return single
-        offsets = np.cumsum(counts) - counts
+        offsets = counts.cumsum() - counts
         tokens = np.empty(int(counts.sum()), np.int32)
         tokens[offsets[last]] = single[last]
-        for index in np.flatnonzero(~last).tolist():
+        for index in (~last).nonzero()[0].tolist():
             at, start, count = int(offsets[index]), int(starts[index]), int(counts[index])
             guesses = proposal.guesses.get(index, [])
             turn: Turn = self._batch.turns[chosen[index]]

@@ -74,7 +74,7 @@ class Settler:
     def _take_outputs(self, flight: Flight, result: StepResult, sampled: Mask, settled: Settled) -> None:
         """Rows that sampled one token each."""
         rows, batch = self._memory.rows, self._batch
-        offsets = np.cumsum(flight.plan.samples) - 1
+        offsets = flight.plan.samples.cumsum() - 1
         if sampled.all():
             chosen = flight.rows
             tokens = result.tokens[offsets] if len(offsets) != len(result.tokens) else result.tokens
@@ -89,18 +89,18 @@ class Settler:
             turn.output.append(token)
         settled.progressed = turns
         stopped = (batch.stop_ids[chosen] == tokens[:, None]).any(axis=1)
-        for index in np.flatnonzero(batch.has_text[chosen]).tolist():
+        for index in batch.has_text[chosen].nonzero()[0].tolist():
             text = turns[index].text
             if text is not None and text.push(turns[index].output[-1]):
                 stopped[index] = True
         full = rows.known[chosen] > rows.limit[chosen]
-        for index in np.flatnonzero(batch.constrained[chosen]).tolist():
+        for index in batch.constrained[chosen].nonzero()[0].tolist():
             complete, stuck = self._follow(turns[index])
             stopped[index] = not stuck and (stopped[index] or complete)
             if stuck:
                 settled.stuck.append(turns[index])
                 full[index] = False
-        for index in np.flatnonzero(stopped | full).tolist():
+        for index in (stopped | full).nonzero()[0].tolist():
             if stopped[index]:
                 turns[index].stop = self._stop_of(turns[index], int(chosen[index]))
             settled.ended.append((turns[index], EndReason.STOP if stopped[index] else EndReason.LENGTH))
@@ -159,7 +159,7 @@ class Settler:
 
     def _take_logprobs(self, flight: Flight, result: StepResult, sampled: Logprobs, live: Mask) -> None:
         """Log-probabilities of those sampled tokens that have become output."""
-        owners = np.searchsorted(np.cumsum(flight.plan.samples), sampled.places, side="right")
+        owners = np.searchsorted(flight.plan.samples.cumsum(), sampled.places, side="right")
         tokens = result.tokens[sampled.places].tolist()
         for entry, index in enumerate(owners.tolist()):
             turn: Turn | None = self._batch.turns[flight.rows[index]] if live[index] else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Iterable
 
 from tenuto.text.tokenizer import Tokenizer
@@ -14,19 +14,21 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = b""  # what may still become a character
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that `ids` complete. Bytes that may still become a character wait for the next tokens."""
-        return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, ids)))
+        data = self._rest + b"".join(map(self._tokenizer.token_bytes, ids))
+        text, read = utf_8_decode(data, "replace", False)  # noqa: FBT003 - positional only: not the end
+        self._rest = data[read:]
+        return text
 
     @property
     def pending(self) -> bool:
         """Whether bytes wait to become a character."""
-        return bool(self._utf8.getstate()[0])
+        return bool(self._rest)
 
     def flush(self) -> str:
         """The rest, at the end: U+FFFD for an incomplete character. The decoder can then be reused."""
-        rest = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
+        rest, self._rest = self._rest.decode(errors="replace"), b""
         return rest
