@@ -20,7 +20,7 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _metrics(request: Request) -> Metrics:
+async def _metrics(request: Request) -> Metrics:
     metrics: Metrics = request.app.state.metrics
     return metrics
 

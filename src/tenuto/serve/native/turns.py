@@ -105,7 +105,7 @@ class TurnCall:
         return JSONResponse(body.model_dump(), headers={"etag": etag(body.version)} if body.version else None)
 
 
-def _turn_call(
+async def _turn_call(
     edge: EdgeOf,
     tenant: Caller,
     session_id: SessionId,

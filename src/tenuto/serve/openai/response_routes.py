@@ -57,7 +57,7 @@ class KeptResponses:
         self._kept.pop((tenant, name), None)
 
 
-def _kept(request: Request) -> KeptResponses:
+async def _kept(request: Request) -> KeptResponses:
     """The application's, created for its first request."""
     state = request.app.state
     if not hasattr(state, "responses"):

@@ -271,7 +271,7 @@ def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTur
     return replace(request, params=dataclasses.replace(request.params, input_logprobs=None), echo=False)
 
 
-def _requests(request: Request, edge: EdgeOf) -> Requests:
+async def _requests(request: Request, edge: EdgeOf) -> Requests:
     """The application's `Requests`, created for its first request."""
     state = request.app.state
     if not hasattr(state, "sglang"):

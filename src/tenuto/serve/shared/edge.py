@@ -138,31 +138,35 @@ class Edge:
                 await asyncio.gather(*aborting, return_exceptions=True)
 
 
-# -- dependencies of routes
+# -- dependencies of routes: coroutines, since FastAPI runs functions in threads
 
 _bearer = HTTPBearer(auto_error=False, description="An API key; needed if the server has keys.")
 
 
-def _edge(request: Request) -> Edge:
+async def _edge(request: Request) -> Edge:
     edge: Edge = request.app.state.edge
     return edge
 
 
-def _caller(request: Request, edge: Annotated[Edge, Depends(_edge)], _: Annotated[Any, Depends(_bearer)]) -> Tenant:
+async def _caller(
+    request: Request, edge: Annotated[Edge, Depends(_edge)], _: Annotated[Any, Depends(_bearer)]
+) -> Tenant:
     tenant = edge.tenant(request.headers)
     request.state.tenant = tenant.name
     return tenant
 
 
-def _admin(tenant: Annotated[Tenant, Depends(_caller)]) -> Tenant:
+async def _admin(tenant: Annotated[Tenant, Depends(_caller)]) -> Tenant:
     if not tenant.admin:
         raise Forbidden("this needs an admin key")
     return tenant
 
 
-def _scraper(request: Request, edge: Annotated[Edge, Depends(_edge)], bearer: Annotated[Any, Depends(_bearer)]) -> None:
+async def _scraper(
+    request: Request, edge: Annotated[Edge, Depends(_edge)], bearer: Annotated[Any, Depends(_bearer)]
+) -> None:
     if not edge.settings.public_metrics:
-        _admin(_caller(request, edge, bearer))
+        await _admin(await _caller(request, edge, bearer))
 
 
 EdgeOf = Annotated[Edge, Depends(_edge)]
