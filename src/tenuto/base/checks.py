@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import cache
 from operator import index
 from typing import Any, SupportsFloat
 
@@ -82,10 +83,17 @@ def option(default: Any, description: str = "", bounds: Bounds | None = None) ->
 def check_options(options: Any, error: type[TenutoError] = InvalidRequest) -> None:
     """For `__post_init__`: turn every `option` field that has bounds into a Python number. Raises `error` if one is out
     of bounds."""
-    for each in fields(options):
-        value, bounds = getattr(options, each.name), each.metadata.get("bounds")
-        if bounds is not None and not (value is None and each.default is None):
-            object.__setattr__(options, each.name, bounds.check(each.name, value, error))
+    for name, bounds, may_be_none in _bounded(options.__class__):
+        value = getattr(options, name)
+        if not (value is None and may_be_none):
+            object.__setattr__(options, name, bounds.check(name, value, error))
+
+
+@cache
+def _bounded(options: type[Any]) -> tuple[tuple[str, Bounds, bool], ...]:
+    """The fields with bounds, these, and whether they may be `None`."""
+    each = ((one.name, one.metadata.get("bounds"), one.default is None) for one in fields(options))
+    return tuple((name, bounds, may_be_none) for name, bounds, may_be_none in each if bounds is not None)
 
 
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
@@ -132,7 +140,7 @@ def _param(name: str) -> str | None:
 
 
 def _float(value: object) -> float | None:
-    if isinstance(value, (bool, str, bytes)) or not isinstance(value, SupportsFloat):
+    if isinstance(value, (bool, str, bytes)) or not isinstance(value, (float, int, SupportsFloat)):  # the last is slow
         return None
     try:
         return float(value)
