@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,7 +18,7 @@ from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import SessionCore, TurnReader
 from tenuto.client.faces import ClientBase, SessionBase, TurnStreamBase
-from tenuto.client.transport import Deliver, Event, Options
+from tenuto.client.transport import Deliver, Event, Options, Transport
 
 T = TypeVar("T")
 AsyncSessionT = TypeVar("AsyncSessionT", bound="AsyncSession")
@@ -47,11 +48,23 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
 
     session_type: type[AsyncSessionT]
 
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def mailbox(self) -> Mailbox:
+        """The running loop's."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._mailboxes:
+            still = {each: mailbox for each, mailbox in self._mailboxes.items() if not each.is_closed()}
+            self._mailboxes = {**still, loop: Mailbox(loop)}
+        return self._mailboxes[loop]
 
     async def session(
         self,
@@ -120,9 +133,9 @@ class AsyncTurnStream(TurnStreamBase):
     """As `TurnStream`. Cancelling a task that waits for the stream closes it."""
 
     def __init__(self, engine: ClientBase, start: Callable[[Deliver], TurnReader]) -> None:
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        self._events = events
-        super().__init__(engine, start, partial(_post, loop, events))
+        assert isinstance(engine, AsyncClient)
+        self._events = asyncio.Queue[Event]()
+        super().__init__(engine, start, partial(engine.mailbox().post, self._events))
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self
@@ -174,8 +187,37 @@ class AsyncTurnStream(TurnStreamBase):
         return self._reader.take(event)
 
 
-def _post(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:
-    loop.call_soon_threadsafe(events.put_nowait, event)
+class Mailbox:
+    """Takes events from other threads to `loop`: all that come before it gets round to them at once, since waking it
+    for each of a step's tokens takes longer than all else that is done for them.
+
+    Invariant: while `_letters` has any, the loop has been woken and `_woken` is set, or it is just being emptied.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._wake = loop.call_soon_threadsafe
+        self._letters: deque[tuple[asyncio.Queue[Event], Event]] = deque()
+        self._woken = False
+
+    def post(self, events: asyncio.Queue[Event], event: Event) -> None:
+        """Put `event` into `events`, in the loop's thread. Any thread may call it. Raises `RuntimeError` if the loop is
+        closed."""
+        self._letters.append((events, event))
+        if not self._woken:
+            self._woken = True
+            try:
+                self._wake(self._empty)
+            except RuntimeError:
+                self._woken = False
+                self._letters.clear()
+                raise
+
+    def _empty(self) -> None:
+        self._woken = False  # first: what is posted from now on may not be seen below
+        with suppress(IndexError):
+            while True:
+                events, event = self._letters.popleft()
+                events.put_nowait(event)
 
 
 class AsyncSession(SessionBase):
