@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from tenuto.base.errors import EngineStopped
+from tenuto.base.garbage import look_less_often
 from tenuto.base.messages import WorkerSettings
 from tenuto.base.views import ModelView
 from tenuto.serve.engine_process import EngineProcess
@@ -26,6 +27,7 @@ def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) 
         from tenuto.serve.run import serve  # noqa: PLC0415
 
         configure_logs(log_level)
+        look_less_often()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(serve(engine, settings, _show))

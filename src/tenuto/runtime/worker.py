@@ -17,6 +17,7 @@ import msgspec
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.frames import FrameReader, frame
+from tenuto.base.garbage import look_less_often
 from tenuto.base.logs import configure_logs
 from tenuto.base.messages import AnyReply, AnyRequest, Describe, WorkerSettings, refusal_of
 from tenuto.runtime.service import Service, open_service
@@ -75,6 +76,7 @@ def main() -> None:
     service manager's SIGTERM) are for the parent; it closes the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    look_less_often()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         run(connection)
 
