@@ -45,72 +45,88 @@ static void release() {
 // of two, with m spread evenly on a logarithmic scale.
 constexpr float CUT = 0.7213475f / 256.0f;
 
-// The halves of 32-bit lanes: two floats cut to bfloat16, the first in the low half.
+// Two floats of each lane cut to bfloat16, the first in the low half.
 INLINE __m512i cut_pair(__m512 first, __m512 second) {
-  const __m512i high = _mm512_set1_epi32((int)0xFFFF0000u), low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
-  return _mm512_ternarylogic_epi32(_mm512_castps_si512(second), high, low, 0xEA); // a & b | c
+  const __m512i low = _mm512_castps_si512(first);
+  return _mm512_mask_alignr_epi8(_mm512_castps_si512(second), 0x3333333333333333u, low, low, 2);
 }
 
-// Unpack blocks `from` up to `to` of a quantized panel to bfloat16, in the layout of PAIRS, and prefetch as many of
-// what follows. A quant becomes the float 1 + q / 128 (or 256) by putting its bits into a mantissa; scale and minimum
-// are changed to fit.
-template <int KIND> static void unpack_panel(const uint8_t *panel, int blocks, int from, int to, uint8_t *out) {
-  constexpr float unit = of_nibbles(KIND) ? 128.0f : 256.0f;
-  const uint8_t *behind = panel + (int64_t)blocks * block_bytes(KIND);
-  const uint8_t *ahead = panel + PREFETCHED + (int64_t)from * (block_bytes(KIND) + 64);
-  const __m512i one = _mm512_set1_epi32(0x3F800000);
-  for (int b = from; b < to; b++, out += 1024) {
-    for (int i = 0; i < block_bytes(KIND) + 64; i += 64, ahead += 64)
-      __builtin_prefetch(ahead, 0, 2);
-    __m512 scale, minimum;
-    const __m512i mask = _mm512_set1_epi32(of_nibbles(KIND) ? 0x000F0000 : 0x007F8000);
-    auto value = [&](__m512i bits) __attribute__((always_inline)) {
-      return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, mask, one, 0xEA)), scale, minimum);
-    };
-    auto put = [&](int row, __m512 first, __m512 second)
-                   __attribute__((always_inline)) { _mm512_store_si512(out + row * 64, cut_pair(first, second)); };
-    const uint8_t *from = panel + (int64_t)b * block_bytes(KIND);
+// Unpack block `b` of a quantized panel to bfloat16, in the layout of PAIRS, and prefetch as much of what follows. A
+// quant becomes the float 1 + q / 2^n by masking its bits where they are, if that is in a mantissa; scale and minimum
+// are changed to fit. For a while after a tile instruction multiplications, as shifts always, have but one port, and so
+// there are few shifts. `between` is called with 0, 1, 2 and 3 as a quarter is done.
+template <int KIND, class Use>
+INLINE void unpack_quants(const uint8_t *panel, int blocks, int b, uint8_t *out, Use between) {
+  constexpr int BYTES_A_BLOCK = block_bytes(KIND);
+  const uint8_t *block = panel + (int64_t)b * BYTES_A_BLOCK, *behind = panel + (int64_t)blocks * BYTES_A_BLOCK;
+  const uint8_t *ahead = panel + PREFETCHED + (int64_t)b * (BYTES_A_BLOCK + 64);
+#pragma GCC unroll 16
+  for (int i = 0; i < BYTES_A_BLOCK + 64; i += 64)
+    __builtin_prefetch(ahead + i, 0, 2);
+  struct Line { // of quants whose lowest bit has some number
+    f32x16 scale, minimum;
+  };
+  auto line = [](Scales s, int bit) __attribute__((always_inline)) {
+    const f32x16 scale = s.scale * (1 + CUT) * (float)(1 << (23 - bit));
+    return Line{scale, s.minimum * (1 + CUT) - scale};
+  };
+  auto value = [](__m512i bits, int bit, const Line &line) __attribute__((always_inline)) {
+    const __m512i one = _mm512_set1_epi32(0x3F800000), mask = _mm512_set1_epi32(((1 << bits_of(KIND)) - 1) << bit);
+    const __m512 x = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, mask, one, 0xEA)); // bits & mask | one
+    return _mm512_fmadd_ps(x, (__m512)line.scale, (__m512)line.minimum);
+  };
+  auto put = [&](int row, __m512 first, __m512 second)
+                 __attribute__((always_inline)) { _mm512_store_si512(out + row * 64, cut_pair(first, second)); };
+  if constexpr (of_nibbles(KIND)) {
+    const Scales s = scales_of<KIND>(behind, blocks, b);
+    const Line at8 = line(s, 8), at12 = line(s, 12), at16 = line(s, 16);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const __m512i x = _mm512_loadu_si512(block + 64 * j), up = _mm512_slli_epi32(x, 12),
+                    down = _mm512_srli_epi32(x, 12);
+      put(2 * j, value(up, 12, at12), value(x, 8, at8));
+      put(2 * j + 1, value(x, 16, at16), value(down, 12, at12));
+      put(2 * j + 8, value(up, 16, at16), value(x, 12, at12));
+      put(2 * j + 9, value(down, 8, at8), value(down, 16, at16));
+      between(j);
+    }
+  } else {
+    constexpr int PARTS = scales_a_block(KIND);
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+      const Scales s = scales_of<KIND>(behind, blocks, b, part);
+      const Line at7 = line(s, 7), at15 = line(s, 15);
 #pragma GCC unroll 8
-    for (int j = 0; j < (of_nibbles(KIND) ? 4 : 8); j++) {
-      if (j % (8 / scales_a_block(KIND)) == 0) {
-        const Scales s = scales_of<KIND>(behind, blocks, b, j / 4);
-        scale = (__m512)(s.scale * (unit * (1 + CUT)));
-        minimum = (__m512)((s.minimum - s.scale * unit) * (1 + CUT));
-      }
-      const __m512i x = of_nibbles(KIND) ? _mm512_loadu_si512(from + 64 * j) : (__m512i)quads<KIND>(from, j);
-      if (of_nibbles(KIND)) {
-        put(2 * j, value(_mm512_slli_epi32(x, 16)), value(_mm512_slli_epi32(x, 8)));
-        put(2 * j + 1, value(x), value(_mm512_srli_epi32(x, 8)));
-        put(2 * j + 8, value(_mm512_slli_epi32(x, 12)), value(_mm512_slli_epi32(x, 4)));
-        put(2 * j + 9, value(_mm512_srli_epi32(x, 4)), value(_mm512_srli_epi32(x, 12)));
-      } else {
-        put(2 * j, value(_mm512_slli_epi32(x, 15)), value(_mm512_slli_epi32(x, 7)));
-        put(2 * j + 1, value(_mm512_srli_epi32(x, 1)), value(_mm512_srli_epi32(x, 9)));
+      for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j++) {
+        const __m512i x = (__m512i)quads<KIND>(block, j), up = _mm512_slli_epi32(x, 7), down = _mm512_srli_epi32(x, 9);
+        put(2 * j, value(up, 7, at7), value(up, 15, at15));
+        put(2 * j + 1, value(down, 7, at7), value(down, 15, at15));
+        if (j % 2)
+          between(j / 2);
       }
     }
   }
 }
 
-// The same with a panel of FLOAT16.
-static void unpack_halves(const uint8_t *panel, int from, int to, uint8_t *out) {
-  for (const uint8_t *p = panel + from * 1024; p < panel + to * 1024; p += 64, out += 64) {
-    __builtin_prefetch(p + PREFETCHED, 0, 2);
-    _mm512_store_si512(out,
-                       cut_pair((__m512)(half_to_float(p) * (1 + CUT)), (__m512)(half_to_float(p + 32) * (1 + CUT))));
+// Where block `b` of a panel is as PAIRS: in `out`, unless it is stored so. `between` as above.
+template <int KIND, class Use>
+INLINE const uint8_t *unpack(const uint8_t *panel, int blocks, int b, uint8_t *out, Use between) {
+  const uint8_t *block = panel + (int64_t)b * block_bytes(KIND);
+  if constexpr (KIND == PAIRS || KIND == FLOAT16) {
+#pragma GCC unroll 4
+    for (int quarter = 0; quarter < 4; quarter++) {
+      for (int i = 256 * quarter; i < 256 * (quarter + 1); i += 64) {
+        __builtin_prefetch(block + PREFETCHED + i, 0, 2);
+        if (KIND == FLOAT16)
+          _mm512_store_si512(out + i, cut_pair((__m512)(half_to_float(block + i) * (1 + CUT)),
+                                               (__m512)(half_to_float(block + i + 32) * (1 + CUT))));
+      }
+      between(quarter);
+    }
+  } else if constexpr (KIND != FLOAT32) {
+    unpack_quants<KIND>(panel, blocks, b, out, between);
   }
-}
-
-// Where blocks `from` up to `to` of a panel are as PAIRS: in `out`, unless they are stored so.
-static const uint8_t *unpack(const Matrix &w, const uint8_t *panel, int blocks, int from, int to, uint8_t *out) {
-  if (w.kind == PAIRS)
-    return panel + (int64_t)from * 1024;
-  by_kind(w.kind, [&](auto kind) {
-    if constexpr (kind == FLOAT16)
-      unpack_halves(panel, from, to, out);
-    else if constexpr (kind != PAIRS && kind != FLOAT32)
-      unpack_panel<decltype(kind)::value>(panel, blocks, from, to, out);
-  });
-  return out;
+  return KIND == PAIRS ? block : out;
 }
 
 // Tiles 0 to 3 are the products of two tiles of the input, one after the other, and the panels `a` and `b`.
@@ -123,32 +139,35 @@ INLINE void clear() {
   _tile_zero(3);
 }
 
-// Add to them blocks `from` up to `to`; `a` and `b` are unpacked from there on. With many rows, those are not to push
-// the panels out of the first cache.
+// Add to them block `k` of two tiles of `x` from `tile` on, or with not `two` one, times unpacked blocks. Of the eight
+// parts this has, those `from` up to `to`. With many rows, those are not to push the panels out of the first cache.
 template <bool MANY>
-INLINE void multiply(const uint8_t *a, const uint8_t *b, const Input &x, int tile, bool two, int from, int to) {
-  const Half *first = x.halves + (int64_t)tile * x.blocks * LANES * BLOCK,
+INLINE void multiply(const uint8_t *a, const uint8_t *b, const Input &x, int tile, bool two, int k, int from, int to) {
+  const Half *first = x.halves + ((int64_t)tile * x.blocks + k) * LANES * BLOCK,
              *second = first + (int64_t)x.blocks * LANES * BLOCK;
-  written();
-  for (int k = from; k < to; k++, a += 1024, b += 1024) {
-    if (MANY)
-      _tile_stream_loadd(4, first + (int64_t)k * LANES * BLOCK, 64);
-    else
-      _tile_loadd(4, first + (int64_t)k * LANES * BLOCK, 64);
-    _tile_loadd(6, a, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    if (two) {
-      if (MANY)
-        _tile_stream_loadd(5, second + (int64_t)k * LANES * BLOCK, 64);
-      else
-        _tile_loadd(5, second + (int64_t)k * LANES * BLOCK, 64);
+#pragma GCC unroll 8
+  for (int part = from; part < to; part++) {
+    if (part == 0 && MANY)
+      _tile_stream_loadd(4, first, 64);
+    if (part == 0 && !MANY)
+      _tile_loadd(4, first, 64);
+    if (part == 1)
+      _tile_loadd(6, a, 64);
+    if (part == 2)
+      _tile_dpbf16ps(0, 4, 6);
+    if (part == 3 && two && MANY)
+      _tile_stream_loadd(5, second, 64);
+    if (part == 3 && two && !MANY)
+      _tile_loadd(5, second, 64);
+    if (part == 4 && two)
       _tile_dpbf16ps(2, 5, 6);
+    if (part == 5)
+      _tile_loadd(7, b, 64);
+    if (part == 6)
+      _tile_dpbf16ps(1, 4, 7);
+    if (part == 7 && two)
       _tile_dpbf16ps(3, 5, 7);
-    }
   }
-  written();
 }
 
 template <int TILE> INLINE void load_tile(const float *from, int64_t step) {
@@ -197,43 +216,93 @@ template <int TILE> INLINE void take(const float *out, int64_t step, int rows) {
   load_tile<TILE>(whole, LANES);
 }
 
-// Up to two panels from `panel` on, as `::product`, piece by piece, so that what is unpacked stays in the first cache.
-// Unless there are `MANY` rows, all are computed together. They may be `added` to what is there.
-template <bool MANY>
-static void two_panels(const Matrix &w, int panel, bool both, const Input &x, int first, int last, const Target &target,
-                       bool added, uint8_t *buffer) {
-  const int blocks = x.blocks, most = MANY ? 20 : 8, pieces = (blocks + most - 1) / most;
-  const int piece = (blocks + pieces - 1) / pieces;
-  const uint8_t *a = w.data + panel * w.stride, *b = a + w.stride;
-  const int64_t step = target.row;
+// The products of two tiles of rows and two panels, or fewer: `rows`, and with `both` the second panel.
+struct Corner {
+  float *data; // of the first row and panel
+  int64_t row, panel;
+  int rows;
+  bool both;
+
+  void begin() const {
+    take<FIRST_A>(data, row, rows);
+    if (both)
+      take<FIRST_B>(data + panel, row, rows);
+    if (rows > LANES)
+      take<SECOND_A>(data + LANES * row, row, rows - LANES);
+    if (rows > LANES && both)
+      take<SECOND_B>(data + LANES * row + panel, row, rows - LANES);
+  }
+  void end() const {
+    put<FIRST_A>(data, row, rows);
+    if (both)
+      put<FIRST_B>(data + panel, row, rows);
+    if (rows > LANES)
+      put<SECOND_A>(data + LANES * row, row, rows - LANES);
+    if (rows > LANES && both)
+      put<SECOND_B>(data + LANES * row + panel, row, rows - LANES);
+  }
+};
+
+// The products of up to two panels, of which `b` is null if there is no second, and up to 32 rows. A block is
+// multiplied while the next one is unpacked, whose vector instructions run beside those of tiles if the two are well
+// mixed.
+template <int KIND>
+static void few_rows(const uint8_t *a, const uint8_t *b, const Input &x, int first, int last, const Target &target,
+                     bool added, uint8_t *buffer) {
+  const Corner corner = {target.data, target.row, target.panel, last - first, b != nullptr};
+  const bool two = last - first > LANES;
+  const int tile = first / LANES;
+  if (added)
+    corner.begin();
+  else
+    clear();
+  const uint8_t *done_a = nullptr, *done_b = nullptr; // the block before
+  for (int k = 0; k < x.blocks; k++) {
+    auto half = [&](const uint8_t *panel, int slot, int part) __attribute__((always_inline)) {
+      return unpack<KIND>(panel, x.blocks, k, buffer + (k % 2 * 2 + slot) * 1024,
+                          [&](int quarter) __attribute__((always_inline)) {
+                            if (k > 0)
+                              multiply<false>(done_a, done_b, x, tile, two, k - 1, part + quarter, part + quarter + 1);
+                          });
+    };
+    const uint8_t *now_a = half(a, 0, 0), *now_b = now_a;
+    if (b)
+      now_b = half(b, 1, 4);
+    else if (k > 0)
+      multiply<false>(done_a, done_b, x, tile, two, k - 1, 4, 8);
+    done_a = now_a, done_b = now_b;
+    written();
+  }
+  multiply<false>(done_a, done_b, x, tile, two, x.blocks - 1, 0, 8);
+  corner.end();
+}
+
+// The same for many rows, piece by piece, so that what is unpacked stays in the first cache.
+template <int KIND>
+static void many_rows(const uint8_t *a, const uint8_t *b, const Input &x, int first, int last, const Target &target,
+                      bool added, uint8_t *buffer) {
+  const int blocks = x.blocks, pieces = (blocks + 19) / 20, piece = (blocks + pieces - 1) / pieces;
   for (int from = 0; from < blocks; from += piece) {
     const int to = std::min(blocks, from + piece);
-    const uint8_t *piece_a = unpack(w, a, blocks, from, to, buffer);
-    const uint8_t *piece_b = both ? unpack(w, b, blocks, from, to, buffer + piece * 1024) : piece_a;
+    const uint8_t *of_a = KIND == PAIRS ? a + (int64_t)from * 1024 : buffer, *of_b = of_a;
+    for (int k = from; k < to && KIND != PAIRS; k++)
+      unpack<KIND>(a, blocks, k, buffer + (k - from) * 1024, [](int) {});
+    if (b)
+      of_b = KIND == PAIRS ? b + (int64_t)from * 1024 : buffer + piece * 1024;
+    for (int k = from; k < to && b && KIND != PAIRS; k++)
+      unpack<KIND>(b, blocks, k, buffer + (piece + k - from) * 1024, [](int) {});
+    written();
     for (int row = first; row < last; row += 2 * LANES) {
-      const int rows = last - row, behind = rows - LANES;
-      float *const to_a = target.data + (row - first) * step, *const to_b = to_a + target.panel;
-      if (from == 0 && !added) {
+      const Corner corner = {target.data + (row - first) * target.row, target.row, target.panel, last - row,
+                             b != nullptr};
+      if (from > 0 || added)
+        corner.begin();
+      else
         clear();
-      } else if (from == 0 || MANY) {
-        take<FIRST_A>(to_a, step, rows);
-        if (both)
-          take<FIRST_B>(to_b, step, rows);
-        if (behind > 0)
-          take<SECOND_A>(to_a + LANES * step, step, behind);
-        if (behind > 0 && both)
-          take<SECOND_B>(to_b + LANES * step, step, behind);
-      }
-      multiply<MANY>(piece_a, piece_b, x, row / LANES, behind > 0, from, to);
-      if (to < blocks && !MANY)
-        continue;
-      put<FIRST_A>(to_a, step, rows);
-      if (both)
-        put<FIRST_B>(to_b, step, rows);
-      if (behind > 0)
-        put<SECOND_A>(to_a + LANES * step, step, behind);
-      if (behind > 0 && both)
-        put<SECOND_B>(to_b + LANES * step, step, behind);
+      for (int k = from; k < to; k++)
+        multiply<true>(of_a + (k - from) * 1024, of_b + (k - from) * 1024, x, row / LANES, last - row > LANES, k, 0, 8);
+      corner.end();
+      written();
     }
   }
 }
@@ -242,12 +311,15 @@ static void two_panels(const Matrix &w, int panel, bool both, const Input &x, in
 static void product(const Matrix &w, int panel, int count, const Input &x, int first, int last, Target target,
                     bool added, uint8_t *buffer) {
   configure(HALVES);
-  for (int i = 0; i < count; i += 2, target.data += 2 * target.panel) {
-    if (last - first > 2 * LANES)
-      two_panels<true>(w, panel + i, count - i > 1, x, first, last, target, added, buffer);
-    else
-      two_panels<false>(w, panel + i, count - i > 1, x, first, last, target, added, buffer);
-  }
+  by_kind(w.kind, [&](auto kind) {
+    for (int i = 0; i < count; i += 2, target.data += 2 * target.panel) {
+      const uint8_t *a = w.data + (panel + i) * w.stride, *b = count - i > 1 ? a + w.stride : nullptr;
+      if (last - first > 2 * LANES)
+        many_rows<decltype(kind)::value>(a, b, x, first, last, target, added, buffer);
+      else
+        few_rows<decltype(kind)::value>(a, b, x, first, last, target, added, buffer);
+    }
+  });
 }
 
 } // namespace tiles
