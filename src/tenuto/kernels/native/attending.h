@@ -93,7 +93,7 @@ public:
     const int panels = dim() / LANES, first = a.gated ? 2 * a.heads : a.heads;
     const int values = first + pages_.cache.kv_heads, all = values + pages_.cache.kv_heads;
     const Input from = work_.a(op.first);
-    member.uneven.find(from, 0, work_.tokens());
+    member.uneven.find(from, 0, work_.runs(work_.tokens()));
     work_.share(all, work_.tokens(), member, [&](int head, int begin, int end) {
       const Matrix &w = head < first ? op.first : head < values ? op.second : op.third;
       const int own = head < first ? head : head < values ? head - first : head - values;

@@ -5,12 +5,15 @@
 
 // 1 / rms of `width` floats; there are `count`, a multiple of 16, and those behind are zero.
 INLINE float inverse_rms(const float *x, int count, int width, float epsilon) {
-  f32x16 squares = {};
-  for (int k = 0; k < count; k += LANES) {
-    f32x16 v = load<f32x16>(x + k);
-    squares += v * v;
+  f32x16 squares = {}, others = {}; // so that one need not wait for the other
+  int k = 0;
+  for (; k + LANES < count; k += 2 * LANES) {
+    const f32x16 a = load<f32x16>(x + k), b = load<f32x16>(x + k + LANES);
+    squares += a * a, others += b * b;
   }
-  return 1.0f / sqrtf(sum16(squares) / width + epsilon);
+  if (k < count)
+    squares += load<f32x16>(x + k) * load<f32x16>(x + k);
+  return 1.0f / sqrtf(sum16(squares + others) / width + epsilon);
 }
 
 INLINE f32x16 activate(int activation, f32x16 gate, f32x16 up) {
@@ -49,13 +52,16 @@ static void embed(Work &work, const TenutoOp &op, Member &member) {
 }
 
 static void norm(Work &work, const TenutoOp &op, Member &member, int count, const int32_t *which) {
+  constexpr int ROWS_AHEAD = 3; // that are asked for, for another core may have them
   const Input to = work.a(work.model.hidden, count, op.reader);
-  for (int i; (i = work.team.take(member.number, count)) >= 0;) {
+  for (int i = work.team.begin_of(member.number, count); i < work.team.begin_of(member.number + 1, count); i++) {
     const float *from = work.x(which ? which[i] : i);
     const float factor = inverse_rms(from, work.widths.hidden, work.model.hidden, op.epsilon);
-    for (int b = 0; b < to.blocks; b++) {
-      f32x16 low = load<f32x16>(from + b * BLOCK) * factor * load<f32x16>(op.norm + b * BLOCK);
-      f32x16 high = load<f32x16>(from + b * BLOCK + LANES) * factor * load<f32x16>(op.norm + b * BLOCK + LANES);
+    for (int b = 0; b < to.blocks; b++, from += BLOCK) {
+      for (int k = 0; k < BLOCK; k += LANES)
+        __builtin_prefetch(from + ROWS_AHEAD * work.widths.hidden + k);
+      f32x16 low = load<f32x16>(from) * factor * load<f32x16>(op.norm + b * BLOCK);
+      f32x16 high = load<f32x16>(from + LANES) * factor * load<f32x16>(op.norm + b * BLOCK + LANES);
       to.set(i, b, low, high);
     }
   }
@@ -118,8 +124,9 @@ static void add(Work &work, const TenutoOp &op, Member &member) {
 INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const TenutoOp &op, const Input &from,
                        const Input &to, int start, int end, Member &member) {
   const int panels = std::min(2, gate.panels - 2 * block);
-  for (int first = start; first < end; first += ROWS_AT_ONCE) {
-    const int last = std::min(end, first + ROWS_AT_ONCE);
+  const Runs runs(end - start);
+  for (int run = 0; run < runs.count; run++) {
+    const int first = start + runs.begin(run), last = start + runs.begin(run + 1);
     const int64_t step = (int64_t)(last - first) * LANES;
     float *gates = member.products.as<float>(), *ups = gates + panels * step;
     product(gate, 2 * block, panels, from, member.uneven, first, last, gates, member.buffer.as<uint8_t>());
@@ -142,7 +149,7 @@ INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const Te
 
 static void gated(Work &work, const TenutoOp &op, Member &member) {
   const Input from = work.a(op.first), to = work.b(op.first.outputs, op.reader);
-  member.uneven.find(from, 0, work.tokens());
+  member.uneven.find(from, 0, work.runs(work.tokens()));
   work.share(to.blocks, work.tokens(), member, [&](int block, int first, int last) {
     gate_block(op.first, op.second, block, op, from, to, first, last, member);
   });

@@ -109,7 +109,7 @@ private:
     for (int task; (task = work_.team.take(member.number, (int)active_.size() * to.blocks)) >= 0;) {
       const int expert = active_[task / to.blocks], start = starts_[expert];
       if (expert != known)
-        member.uneven.find(from, start, start + counts_[expert]), known = expert;
+        member.uneven.find(from, start, Runs(counts_[expert])), known = expert;
       gate_block(e.gate[expert], e.up ? e.up[expert] : op.second, task % to.blocks, op, from, to, start,
                  start + counts_[expert], member);
     }
@@ -123,7 +123,7 @@ private:
     for (int task; (task = work_.team.take(member.number, (int)active_.size() * tasks)) >= 0;) {
       const int expert = active_[task / tasks], start = starts_[expert];
       if (expert != known)
-        member.uneven.find(from, start, start + counts_[expert]), known = expert;
+        member.uneven.find(from, start, Runs(counts_[expert])), known = expert;
       const Matrix &w = e.down[expert];
       const int panel = task % tasks * AT_ONCE, count = std::min(AT_ONCE, w.panels - panel);
       Work::multiply(w, panel, count, from, start, start + counts_[expert], member, [&](int first, int last) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 #include <vector>
 
@@ -158,8 +159,21 @@ struct Input {
   }
 };
 
-// The uneven blocks of rows of an input, as products take them: of `ROWS_AT_ONCE` rows block after block, so that a
-// block of weights serves for several rows.
+// The runs in which products take `rows` rows: `count` of them, by default as few as there can be, about equal.
+struct Runs {
+  int rows, count;
+
+  explicit Runs(int rows) : Runs(rows, (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE) {}
+  Runs(int rows, int count) : rows(rows), count(count) {}
+  // Where one begins, a multiple of 16, or with number `count` the last ends.
+  int begin(int run) const {
+    const int64_t tiles = (rows + LANES - 1) / LANES;
+    return std::min(rows, (int)(tiles * run / count) * LANES);
+  }
+};
+
+// The uneven blocks of rows of an input, as products take them: of a run of rows block after block, so that a block of
+// weights serves for several rows.
 class UnevenBlocks {
 public:
   struct Place {
@@ -169,16 +183,15 @@ public:
   // Room for inputs of so many rows and blocks.
   void reserve(int rows, int blocks) {
     places_.reserve((int64_t)rows * blocks);
-    pieces_.reserve(rows / ROWS_AT_ONCE + 2);
+    pieces_.reserve(rows / LANES + 2);
   }
 
-  // Of rows `from`, a multiple of 16, up to `to`.
-  void find(const Input &x, int from, int to) {
+  // Of the rows from `from` on, a multiple of 16, that are taken in such runs.
+  void find(const Input &x, int from, const Runs &runs) {
     places_.clear(), pieces_.clear();
-    from_ = from;
-    for (int first = from; first < to && x.form == Form::QUANTS && !ALL_FINE; first += ROWS_AT_ONCE) {
-      pieces_.push_back((int)places_.size());
-      const int last = std::min(to, first + ROWS_AT_ONCE);
+    for (int run = 0; run < runs.count && x.form == Form::QUANTS && !ALL_FINE; run++) {
+      const int first = from + runs.begin(run), last = from + runs.begin(run + 1);
+      pieces_.push_back({first, (int)places_.size()});
       for (int block = 0; block < x.blocks; block++)
         for (int eight = first; eight < last; eight += 8) {
           uint64_t flags = load<uint64_t>(x.fine_too + x.place(eight, block));
@@ -187,17 +200,26 @@ public:
               places_.push_back({row, block, (int32_t)x.place(row, block)});
         }
     }
-    pieces_.push_back((int)places_.size());
+    pieces_.push_back({INT_MAX, (int)places_.size()});
   }
 
   // Those of the rows of a product that begins with row `first`.
-  const Place *begin(int first) const { return places_.data() + pieces_[(first - from_) / ROWS_AT_ONCE]; }
-  const Place *end(int first) const { return places_.data() + pieces_[(first - from_) / ROWS_AT_ONCE + 1]; }
+  const Place *begin(int first) const { return places_.data() + piece(first)[0].places; }
+  const Place *end(int first) const { return places_.data() + piece(first)[1].places; }
 
 private:
+  struct Piece {
+    int first, places; // the row and the place that a run begins with
+  };
+  const Piece *piece(int first) const {
+    const Piece *found = pieces_.data();
+    while (found->first < first)
+      found++;
+    return found;
+  }
+
   std::vector<Place> places_;
-  std::vector<int> pieces_; // where those of each product begin
-  int from_ = 0;
+  std::vector<Piece> pieces_;
 };
 
 struct Scales {

@@ -19,6 +19,9 @@ public:
     release();
     if (bytes == 0)
       return;
+    constexpr int64_t PAGE = 1 << 21;
+    if (bytes >= PAGE / 2) // else a large page would be mostly empty
+      bytes = (bytes + PAGE - 1) / PAGE * PAGE;
     void *got = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (got == MAP_FAILED)
       throw std::bad_alloc();

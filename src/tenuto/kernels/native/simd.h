@@ -124,16 +124,28 @@ constexpr float LOG2_E = 1.44269504f;
 // exp(x) for x <= 0, relative error about 1e-7, for small x more; 0 below -87.
 INLINE f32x16 exp_nonpositive(f32x16 x) { return power_of_two(x * LOG2_E, 0); }
 
-// x / (1 + exp(-x)), for any x.
-INLINE f32x16 silu16(f32x16 x) {
-  f32x16 e = exp_nonpositive(select(x < 0.0f, x, -x)); // exp(-|x|)
-  return select(x < 0.0f, x * e, x) / (1.0f + e);
-}
 // 1 / (1 + exp(-x)), for any x.
 INLINE f32x16 sigmoid16(f32x16 x) {
+#if TENUTO_AVX512
+  // 2^y, of which the fraction by a polynomial as in `exp_nonpositive` but on [0, 1]; then a Newton step for 1 / (1 +
+  // 2^y).
+  const __m512 y = _mm512_min_ps((__m512)(x * -1.44269504f), _mm512_set1_ps(126.0f));
+  const f32x16 f = (f32x16)_mm512_reduce_ps(y, 1);
+  f32x16 p = splat(0.00187757658f);
+  p = p * f + 0.00898934063f;
+  p = p * f + 0.0558263175f;
+  p = p * f + 0.240153611f;
+  p = p * f + 0.693153083f;
+  p = p * f + 0.99999994f;
+  const f32x16 sum = 1.0f + (f32x16)_mm512_scalef_ps((__m512)p, y), about = (f32x16)_mm512_rcp14_ps((__m512)sum);
+  return about * (2.0f - sum * about);
+#else
   f32x16 e = exp_nonpositive(select(x < 0.0f, x, -x));
   return select(x < 0.0f, e, splat(1.0f)) / (1.0f + e);
+#endif
 }
+// x / (1 + exp(-x)), for any x.
+INLINE f32x16 silu16(f32x16 x) { return x * sigmoid16(x); }
 
 // The hyperbolic tangent, absolute error about 1e-7, for any x.
 INLINE f32x16 tanh16(f32x16 x) {

@@ -48,12 +48,15 @@ public:
     barrier();
   }
 
+  // The first of `tasks` that are a member's own.
+  int begin_of(int member, int tasks) const { return (int)((int64_t)tasks * member / size_); }
+
   // The next of `tasks`, shared out since the last barrier, that `member` does, or -1. It has a run of them of its own,
   // so that it reads memory in order, and does what is left of the others' when that is done.
   int take(int member, int tasks) {
     for (int i = 0; i < size_; i++) {
       const int owner = (member + i) % size_;
-      const int first = (int)((int64_t)tasks * owner / size_), last = (int)((int64_t)tasks * (owner + 1) / size_);
+      const int first = begin_of(owner, tasks), last = begin_of(owner + 1, tasks);
       std::atomic<int> &taken = shares_[owner].taken;
       if (taken.load(std::memory_order_relaxed) >= last - first)
         continue;

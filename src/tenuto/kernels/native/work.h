@@ -110,21 +110,24 @@ public:
   // Cosines and then sines of the token's angles.
   float *rotation(int token, int rope) const { return at(rotation_, token, widths.rotation) + rotations_[rope]; }
 
-  // Share out `tasks` for each run of `ROWS_AT_ONCE` of the rows: `use(task, first, last)`. All tasks of a run come
-  // before those of the next, so that a thread stays with rows that its core's caches hold.
+  // How products take so many rows: in as many runs as keep each thread with rows of its own, unless those are few.
+  Runs runs(int rows) const {
+    const Runs least(rows), even(rows, round_up(least.count, team.size()));
+    return rows < even.count * ROWS_AT_ONCE / 2 ? least : even;
+  }
+  // Share out `tasks` for each run of the rows: `use(task, first, last)`. All tasks of a run come before those of the
+  // next, so that a thread stays with rows that its core's caches hold.
   template <class Use> void share(int tasks, int rows, Member &member, Use use) {
-    const int runs = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    for (int i; (i = team.take(member.number, runs * tasks)) >= 0;) {
-      const int first = i / tasks * ROWS_AT_ONCE;
-      use(i % tasks, first, std::min(rows, first + ROWS_AT_ONCE));
-    }
+    const Runs runs = this->runs(rows);
+    for (int i; (i = team.take(member.number, runs.count * tasks)) >= 0;)
+      use(i % tasks, runs.begin(i / tasks), runs.begin(i / tasks + 1));
   }
   // Share out the panels of `w`, `at_once` together, and then those of `also` if there are any; `use(w, panel, count,
   // first, last)` finds the products in `member.products`.
   template <class Use>
   void share(const Matrix &w, const Matrix &also, int at_once, const Input &x, int rows, Member &member, Use use) {
     const int own = tasks(w, at_once);
-    member.uneven.find(x, 0, rows);
+    member.uneven.find(x, 0, runs(rows));
     share(own + tasks(also, at_once), rows, member, [&](int task, int first, int last) {
       const Matrix &of = task < own ? w : also;
       const int panel = (task < own ? task : task - own) * at_once, count = std::min(at_once, of.panels - panel);
@@ -138,8 +141,9 @@ public:
   template <class Use>
   static void multiply(const Matrix &w, int panel, int count, const Input &x, int from, int to, Member &member,
                        Use use) {
-    for (int first = from; first < to; first += ROWS_AT_ONCE) {
-      const int last = std::min(to, first + ROWS_AT_ONCE);
+    const Runs runs(to - from);
+    for (int run = 0; run < runs.count; run++) {
+      const int first = from + runs.begin(run), last = from + runs.begin(run + 1);
       product(w, panel, count, x, member.uneven, first, last, member.products.as<float>(), member.buffer.as<uint8_t>());
       use(first, last);
     }
