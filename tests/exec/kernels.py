@@ -20,7 +20,7 @@ every_variant = pytest.mark.parametrize(
 
 def allowed_behind(compute: str) -> float:
     """How far below the highest logit a sampled token's may be when its history is computed again in other steps.
-    `compute`: a variant, or what an engine says computes. With `amx` up to six tokens a step are multiplied by another
+    `compute`: a variant, or what an engine says computes. With `amx` up to four tokens a step are multiplied by another
     kernel than more, and either rounds; PyTorch rounds differently with other shapes; else no step changes a bit."""
     if "amx" in compute:
         return 0.5

@@ -77,7 +77,7 @@ constexpr int block_bytes(int kind) {
 enum class Form { HALVES, QUANTS, FLOATS };
 // From so many rows on tiles are faster, though weights have to be unpacked for them: as measured with one core of a
 // Xeon with AMX.
-constexpr int rows_for_tiles(int kind) { return kind == FLOAT16 ? 4 : 7; }
+constexpr int rows_for_tiles(int kind) { return kind == FLOAT16 ? 4 : 5; }
 // For a matrix of such a kind. With tiles many rows are multiplied as bfloat16, except with float.
 constexpr Form form_for(int kind, int rows) {
   if (kind == PAIRS || (TENUTO_AMX && kind != FLOAT32 && rows >= rows_for_tiles(kind)))
