@@ -212,13 +212,16 @@ private:
   void attend(const AttentionTask &task, const TenutoAttention &a) const {
     const int token = work_.batch.first(task.piece.row) + task.piece.query,
               position = work_.step->starts[task.piece.row] + task.piece.query;
-    const QueryRows rows = {work_.query(token, task.piece.head, a_key(), dim()),
+    const bool many = work_.step->counts[task.piece.row] * a_key() >= 2 * LANES;
+    const Half *queries = work_.query(token, task.piece.head, a_key(), dim());
+    const QueryRows rows = {queries,
                             (char *)partial(task, task.part, 0),
                             task.piece.queries * a_key(),
                             position,
                             a_key(),
                             pages_.window(),
-                            dim()};
+                            dim(),
+                            many};
     const int begin = pages_.cache.block_of(rows.first(0));
     const int end = pages_.cache.block_of(position + task.piece.queries - 1) + 1;
     const Blocks blocks = {pages_.cache, a.place, task.piece.head, work_.pages(group_, task.piece.row), end};

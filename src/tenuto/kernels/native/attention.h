@@ -106,6 +106,7 @@ struct QueryRows {
   char *results;              // a `Partial` each
   int count, position, a_key; // the first token's position, and heads a token
   int window, head_dim;       // tokens that one sees, or 0 for all
+  bool many;                  // of the sequence, whoever attends for them
 
   const Half *query(int r) const { return queries + (int64_t)r * head_dim; }
   Partial *result(int r) const { return (Partial *)(results + r * partial_bytes(head_dim)); }
@@ -268,7 +269,7 @@ constexpr int STRIP = 2 * CHUNK; // blocks that all rows attend to before the ne
 static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to, float cap) {
   const bool bytes = blocks.cache.bytes;
 #if TENUTO_AMX
-  if (rows.head_dim % BLOCK == 0 && rows.count <= MOST_GROUPS * LANES && !bytes)
+  if (rows.head_dim % BLOCK == 0 && rows.count <= MOST_GROUPS * LANES && (!bytes || rows.many))
     return tiles::attend(blocks, rows, from, to, cap);
 #endif
   for (int r = 0; r < rows.count; r++) {

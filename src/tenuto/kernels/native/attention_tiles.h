@@ -207,10 +207,49 @@ INLINE void add_values(const Group &group, const Chunk &chunk, const QueryRows &
   }
 }
 
+// A chunk in bytes as it would be in bfloat16.
+class Unpacked {
+public:
+  // Have a chunk refer to what it is here.
+  void take(Chunk &chunk, const Cache &cache) {
+    const int dim = cache.head_dim;
+    for (int i = 0; i < chunk.count; i++) {
+      const char *from = chunk.at[i];
+      uint16_t *to = blocks_ + (int64_t)i * 2 * LANES * dim;
+      chunk.at[i] = (const char *)to;
+      for (int d = 0; d < dim; d += 4, from += 64, to += 4 * LANES) { // keys: two pairs of dimensions
+        const f32x16 scale = bf16_to_float(cache.scales(from - d * LANES, d / BLOCK));
+        unpack(load<u32x16>(from), scale, scale, scale, scale, to, to + 2 * LANES);
+      }
+      const uint16_t *const scales = cache.scales(from - LANES * dim, cache.parts());
+      for (int slot = 0; slot < LANES; slot += 4, to += 2 * dim) { // values: two pairs of slots
+        const f32x16 a = splat(float_of(scales[slot])), b = splat(float_of(scales[slot + 1]));
+        const f32x16 c = splat(float_of(scales[slot + 2])), d = splat(float_of(scales[slot + 3]));
+        for (int k = 0; k < dim; k += LANES, from += 64, to += 2 * LANES)
+          unpack(load<u32x16>(from) ^ 0x80808080u, a, b, c, d, to, to + 2 * dim);
+      }
+    }
+  }
+
+private:
+  // Quants, 128 too high, in the bytes of each lane, times what each byte is to be multiplied with.
+  static void unpack(u32x16 quants, f32x16 a, f32x16 b, f32x16 c, f32x16 d, uint16_t *first, uint16_t *second) {
+    // A byte in the mantissa of 1 is 1 + byte / 256.
+    auto value = [](u32x16 bits, f32x16 scale) {
+      return (__m512)(as<f32x16>((bits & 0x007F8000u) | 0x3F800000u) * (scale * 256.0f) - scale * 384.0f);
+    };
+    store(first, cut_pair(value(quants << 15, a), value(quants << 7, b)));
+    store(second, cut_pair(value(quants >> 1, c), value(quants >> 9, d)));
+  }
+
+  alignas(64) uint16_t blocks_[CHUNK * 2 * LANES * 1024];
+};
+
 // As `::attend`, for head dimensions that are multiples of 32. A chunk's keys serve for all rows, and then its values,
 // so that they stay in the first cache.
 static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to, float cap) {
   alignas(64) Scores scores;
+  Unpacked unpacked;
   Group groups[MOST_GROUPS];
   const int count = (rows.count + LANES - 1) / LANES;
   for (int g = 0; g < count; g++) {
@@ -219,8 +258,10 @@ static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to
   }
   configure(ATTENTION, std::min(rows.count, LANES));
   for (int start = from, now; start < to; start += now) {
-    const Chunk chunk = blocks.chunk(start, to);
+    Chunk chunk = blocks.chunk(start, to);
     now = chunk.count;
+    if (blocks.cache.bytes)
+      unpacked.take(chunk, blocks.cache);
     Ahead ahead(blocks, start + now, rows.count + count * now * ((rows.head_dim + 63) / 64));
     for (int g = 0; g < count; g++) {
       Group &group = groups[g];
