@@ -154,7 +154,8 @@ def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
     variant: str, page_size: int, kind: Kind, kept_as: str, tmp_path: Path
 ) -> None:
     """So a session that was preempted, forked or cut anew says what it would have said, and a replay what it said. Only
-    with tiles, quantized weights and no more than four rows at once are computed by another kernel."""
+    with tiles, quantized weights and no more than four rows at once are computed by another kernel, and so is what a
+    few tokens attend to in 8 bits."""
     model = WIDE if kind is Kind.Q6_K else MODEL
     path = save_gguf(tmp_path / "m.gguf", model, kind)
     executor = native(path, variant, page_size, kv_cache_dtype=kept_as)
@@ -171,6 +172,10 @@ def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
             if len(texts[rows[0]]) - places[0] < 5:
                 break
         ends = [min(a + count, len(texts[row])) for row, a, count in zip(rows, places, counts, strict=True)]
+        if variant == "amx" and kept_as == "int8":
+            ends = [
+                len(texts[row]) if len(texts[row]) - a < 80 else a + 40 for row, a in zip(rows, places, strict=True)
+            ]
         work = [(4 + row, texts[row][a:b], b - a) for row, a, b in zip(rows, places, ends, strict=True)]
         theirs = torch.cat([whole[row][a:b] for row, a, b in zip(rows, places, ends, strict=True)])
         assert torch.equal(logits_of(executor, driver.plan(work)), theirs)
