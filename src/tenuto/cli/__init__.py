@@ -115,8 +115,8 @@ def chat(
       tenuto chat --journal diary
       printf 'Hello!\\n/fork\\nAnd in French?\\n' | tenuto chat
     """
-    from tenuto.api import Engine  # noqa: PLC0415
-    from tenuto.base.options import TurnOptions  # noqa: PLC0415
+    from tenuto.api import Engine  # noqa: PLC0415 - loaded where it is used
+    from tenuto.base.options import TurnOptions  # noqa: PLC0415 - loaded where it is used
     from tenuto.cli.chat import run_chat  # noqa: PLC0415 - see the module's docstring
 
     config: EngineOptions = {} if context_length is None else {"context_length": context_length}
@@ -268,9 +268,9 @@ def serve(
       TENUTO_API_KEY=... tenuto serve --host 0.0.0.0
     """
     from tenuto.base.messages import WorkerSettings  # noqa: PLC0415 - see the module's docstring
-    from tenuto.cli.memory import read_memory, read_size  # noqa: PLC0415
-    from tenuto.cli.serve import run_server  # noqa: PLC0415
-    from tenuto.serve.shared.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415
+    from tenuto.cli.memory import read_memory, read_size  # noqa: PLC0415 - loaded where it is used
+    from tenuto.cli.serve import run_server  # noqa: PLC0415 - loaded where it is used
+    from tenuto.serve.shared.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415 - loaded where it is used
 
     held = read_keys(keys, api_key, admin_api_key)
     config: EngineOptions = {

@@ -19,12 +19,12 @@ def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) 
     """Serve until a signal. Raises `ConfigError`, `ModelError`."""
     with EngineProcess(worker) as engine:
         # The engine loads its model while this process imports what it serves with.
-        import asyncio  # noqa: PLC0415
+        import asyncio  # noqa: PLC0415 - loaded where it is used
 
-        import uvloop  # noqa: PLC0415
+        import uvloop  # noqa: PLC0415 - loaded where it is used
 
-        from tenuto.base.logs import configure_logs  # noqa: PLC0415
-        from tenuto.serve.run import serve  # noqa: PLC0415
+        from tenuto.base.logs import configure_logs  # noqa: PLC0415 - loaded where it is used
+        from tenuto.serve.run import serve  # noqa: PLC0415 - loaded where it is used
 
         configure_logs(log_level)
         look_less_often()

@@ -135,7 +135,7 @@ def export(
     """Write a session to a file, for import by a server of the same model, and with --state of the same weights."""
     import msgspec  # noqa: PLC0415 - help is fast
 
-    from tenuto.base.private import open_private  # noqa: PLC0415
+    from tenuto.base.private import open_private  # noqa: PLC0415 - loaded where it is used
 
     if state:
         _export_state(session_id, file, url, api_key)
@@ -162,7 +162,7 @@ def import_(
     """Open a session from a file, with its state if that is in it, and print its id."""
     import msgspec  # noqa: PLC0415 - help is fast
 
-    from tenuto.base.state_file import is_state_file  # noqa: PLC0415
+    from tenuto.base.state_file import is_state_file  # noqa: PLC0415 - loaded where it is used
 
     query: dict[str, Any] = {} if new_id is None else {"id": new_id}
     try:

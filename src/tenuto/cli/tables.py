@@ -31,10 +31,10 @@ def printable(text: str) -> str:
 
 def _show_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415 - only where it is needed
-    from rich.cells import cell_len  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.cells import cell_len  # noqa: PLC0415 - loaded where it is used
+    from rich.console import Console  # noqa: PLC0415 - loaded where it is used
+    from rich.table import Table  # noqa: PLC0415 - loaded where it is used
+    from rich.text import Text  # noqa: PLC0415 - loaded where it is used
 
     table, needed = Table(box=SIMPLE_HEAD, header_style="bold"), 1
     for number, (name, to_right, *column) in enumerate(zip(columns, right, *rows, strict=True), 1):

@@ -42,7 +42,7 @@ def spare_bytes(device: str) -> int:
     """Bytes that a server may take for model state, the weights being loaded: a share of the machine's memory, or of
     what is free on a CUDA device."""
     if _is_cuda(device):
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - loaded where it is used
 
         return int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_DEVICE)
     return int(_machine_bytes() * SHARE_OF_MACHINE)
@@ -52,7 +52,7 @@ def total_bytes(device: str) -> int:
     """Bytes of a CUDA device's memory, or of the machine's. Raises `ConfigError` if there is no such device."""
     try:
         if _is_cuda(device):
-            import torch  # noqa: PLC0415
+            import torch  # noqa: PLC0415 - loaded where it is used
 
             return int(torch.cuda.get_device_properties(device).total_memory)
     except (RuntimeError, AssertionError) as error:  # how PyTorch says that it has no such device
@@ -74,7 +74,7 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def _is_cuda(device: str) -> bool:
     if is_cpu(device):
         return False
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - loaded where it is used
 
     return torch.device(device).type == "cuda"
 

@@ -139,9 +139,8 @@ class NativeForward:
     def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
         if len(outputs) > len(self._logits):
             self._logits, self._best = self._room_for(2 * len(outputs))
-        given = np.concatenate(
-            (plan.rows, plan.starts, plan.counts, tokens, outputs)
-        )  # one address costs less than five
+        # one address costs less than five
+        given = np.concatenate((plan.rows, plan.starts, plan.counts, tokens, outputs))
         rows, at = len(plan.rows), _address(given)
         step = Step(
             rows,

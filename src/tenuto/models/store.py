@@ -145,8 +145,8 @@ def _with(repo_id: str, revision: str | None) -> str:
 
 def _hub_snapshot(repo_id: str, revision: str | None, progress: Progress) -> str:
     # Slow to import, and only hub ids need them.
-    from huggingface_hub import constants, snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub import constants, snapshot_download  # noqa: PLC0415 - loaded where it is used
+    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415 - loaded where it is used
 
     try:
         return str(

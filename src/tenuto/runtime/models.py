@@ -96,12 +96,12 @@ def load_model(
             raise ConfigError(f"kv_cache_dtype is {kv_cache_dtype!r}; allowed for the witness, which has none: auto")
         return _witness(name, page_size, step_seconds)
     # Slow to import; the witness does without them.
-    from tenuto.exec.device import spare_bytes  # noqa: PLC0415
-    from tenuto.exec.load import load_executor  # noqa: PLC0415
-    from tenuto.formats.gguf_file import GgufFile  # noqa: PLC0415
-    from tenuto.models.checkpoint import open_checkpoint  # noqa: PLC0415
-    from tenuto.models.store import FileFormat, resolve, weights_digest  # noqa: PLC0415
-    from tenuto.text.load import load_tokenizer  # noqa: PLC0415
+    from tenuto.exec.device import spare_bytes  # noqa: PLC0415 - loaded where it is used
+    from tenuto.exec.load import load_executor  # noqa: PLC0415 - loaded where it is used
+    from tenuto.formats.gguf_file import GgufFile  # noqa: PLC0415 - loaded where it is used
+    from tenuto.models.checkpoint import open_checkpoint  # noqa: PLC0415 - loaded where it is used
+    from tenuto.models.store import FileFormat, resolve, weights_digest  # noqa: PLC0415 - loaded where it is used
+    from tenuto.text.load import load_tokenizer  # noqa: PLC0415 - loaded where it is used
 
     files = resolve(name, cache_dir())
     opened = GgufFile(files.path) if files.format is FileFormat.GGUF else None  # vocabularies take a while to read

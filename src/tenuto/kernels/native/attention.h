@@ -93,7 +93,7 @@ struct Partial {
 INLINE float *weighted(Partial *p) { return (float *)(p + 8); } // 64 bytes on, for alignment
 INLINE int64_t partial_bytes(int head_dim) { return 64 + 4 * (int64_t)head_dim; }
 
-// Of 16 rows that attend together: what they keep has room in the second cache, or, without tiles, in the first.
+// Groups of 16 rows that attend together: what they keep has room in the second cache, or, without tiles, in the first.
 constexpr int MOST_GROUPS = TENUTO_AMX ? 12 : 3;
 constexpr int CHUNK = 8; // blocks whose scores are taken together
 constexpr int AHEAD = 2; // blocks whose keys are asked for early: one is too short for the CPU to foresee the next
@@ -106,7 +106,7 @@ struct QueryRows {
   char *results;              // a `Partial` each
   int count, position, a_key; // the first token's position, and heads a token
   int window, head_dim;       // tokens that one sees, or 0 for all
-  bool many;                  // of the sequence, whoever attends for them
+  bool many;                  // whether the step has so many rows of the sequence that tiles attend to bytes, too
 
   const Half *query(int r) const { return queries + (int64_t)r * head_dim; }
   Partial *result(int r) const { return (Partial *)(results + r * partial_bytes(head_dim)); }

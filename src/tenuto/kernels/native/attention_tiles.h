@@ -234,9 +234,10 @@ public:
 private:
   // Quants, 128 too high, in the bytes of each lane, times what each byte is to be multiplied with.
   static void unpack(u32x16 quants, f32x16 a, f32x16 b, f32x16 c, f32x16 d, uint16_t *first, uint16_t *second) {
-    // A byte in the mantissa of 1 is 1 + byte / 256.
+    // A byte in the mantissa of 1 is 1 + byte / 256. What cutting takes off is added before.
     auto value = [](u32x16 bits, f32x16 scale) {
-      return (__m512)(as<f32x16>((bits & 0x007F8000u) | 0x3F800000u) * (scale * 256.0f) - scale * 384.0f);
+      const f32x16 unit = scale * (1 + CUT);
+      return (__m512)(as<f32x16>((bits & 0x007F8000u) | 0x3F800000u) * (unit * 256.0f) - unit * 384.0f);
     };
     store(first, cut_pair(value(quants << 15, a), value(quants << 7, b)));
     store(second, cut_pair(value(quants >> 1, c), value(quants >> 9, d)));
