@@ -198,6 +198,11 @@ class Engine:
         return not self._has_turns and not self.lifecycle.copying
 
     @property
+    def only_begins(self) -> bool:
+        """Whether a step would begin turns, and no turn is under way that would wait if it came later."""
+        return not len(self.batch) and not len(self._flights) and self.queued > 0
+
+    @property
     def _has_turns(self) -> bool:
         """Whether turns run or wait, or steps are in flight."""
         return bool(len(self.batch) or len(self._queue) or len(self._flights))

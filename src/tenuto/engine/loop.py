@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -18,6 +18,7 @@ from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport
 from tenuto.engine.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.engine import Engine
+from tenuto.engine.gathering import Gathering
 from tenuto.session.changes import Change
 from tenuto.session.session import Turn
 
@@ -54,6 +55,7 @@ class EngineLoop:
     ) -> None:
         self._engine = engine
         self._announcer = Announcer(acknowledger or AtOnce())
+        self._gathering = Gathering()
         self._on_stop = on_stop
         self._after_round = after_round
         self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
@@ -146,6 +148,8 @@ class EngineLoop:
         try:
             while self._obey(wait):
                 self._after_round()
+                if self._engine.only_begins and (wait := self._gathering.seconds(self._engine.now())) > 0:
+                    continue
                 report = self._engine.step()
                 for turn in report.progressed:
                     if not turn.state.ended:
@@ -182,6 +186,8 @@ class EngineLoop:
         finally:
             self._end(self._engine.lifecycle.take_ended(), self._engine.lifecycle.take_changes())
             opened, self._opened = self._opened, []
+            if opened:
+                self._gathering.begin(opened, self._engine.now())
 
         def tell(refusal: TenutoError | None) -> None:
             answer(refusal)
@@ -207,11 +213,13 @@ class EngineLoop:
         if (turn.output and not turn.state.ended) or (turn.result is not None and not turn.result.committed):
             self._publish(turn)
 
-    def _end(self, turns: Iterable[Turn], changes: Iterable[Change]) -> None:
+    def _end(self, turns: Iterable[Turn], changes: Sequence[Change]) -> None:
         """Report ended turns, and announce changes in order: turns that committed report when acknowledged."""
         for turn in turns:
             if turn.result is None or not turn.result.committed:
                 self._publish(turn)
+        if changes:
+            self._gathering.note(changes, self._engine.now())
         for change in changes:
             self._announcer.changed(change)
             if change.turn is not None:
