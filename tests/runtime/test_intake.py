@@ -271,6 +271,7 @@ def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_i
         first = Draft(tenant="t", session="s", input="x" * LONG_INPUT)
         starting: list[asyncio.Future[object]] = [asyncio.ensure_future(link.call(first)) for _ in range(2)]
         starting.append(asyncio.ensure_future(link.start(turn("y" * length), Reader())))
+        await asyncio.sleep(0)  # they are sent
         await link.call(CloseSession(tenant="t", session="s"))
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         encoder.release()
@@ -280,6 +281,23 @@ def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_i
         await other
         view = await link.call(GetSession(tenant="t", session="s"))
         assert (view.turns, view.turn) == (0, None)
+
+    play(story)
+
+
+def test_input_that_came_before_its_session_was_opened_finds_none(encoder: Encoder) -> None:
+    async def story(link: LocalLink) -> None:
+        encoder.hold()
+        other = asyncio.ensure_future(link.start(turn("x" * LONG_INPUT, None), Reader()))
+        await waiting(encoder.held)  # and with it the lane of the long ones
+        starting = asyncio.ensure_future(link.start(turn("y" * LONG_INPUT, "later"), Reader()))
+        await asyncio.sleep(0)  # it is sent
+        await link.call(OpenSession(session="later", policy=Policy(tenant="t")))
+        encoder.release()
+        with pytest.raises(NotFound):
+            await starting
+        await other
+        assert (await link.call(GetSession(tenant="t", session="later"))).turn is None
 
     play(story)
 

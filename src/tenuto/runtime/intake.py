@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from tenuto.base.errors import SessionClosed, TenutoError, TurnAborted
+from tenuto.base.errors import NotFound, SessionClosed, TenutoError, TurnAborted
 from tenuto.base.messages import Draft, StartTurn
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import SessionInfo, SessionKey, Ticket
@@ -253,9 +253,12 @@ def _meet(engine: Engine, item: Input) -> None:
 
 
 def _require_meant(engine: Engine, item: Input) -> None:
-    """Raises `NotFound`, or `SessionClosed` if another session has the id by now."""
+    """Raises `NotFound`, also if the session was opened since, or `SessionClosed` if another has the id by now."""
     if item.session is None:
         return
     tenant, session_id = item.session
-    if engine.sessions.get(session_id, tenant) is not item.meant:
+    session = engine.sessions.get(session_id, tenant)
+    if item.meant is None:
+        raise NotFound(f"there was no session {session_id!r} when this input came")
+    if session is not item.meant:
         raise SessionClosed(f"the session with the id {session_id} was another when this input came")
