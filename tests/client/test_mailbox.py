@@ -49,3 +49,12 @@ def test_who_posts_to_a_loop_that_is_closed_is_told_every_time() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="closed"):
             mailbox.post(asyncio.Queue(), Delta())
+
+
+def test_a_loop_that_is_closed_before_it_gets_round_to_what_was_posted_is_closed_for_all_who_post_later() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+    mailbox.post(asyncio.Queue(), Delta())
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        mailbox.post(asyncio.Queue(), Delta())

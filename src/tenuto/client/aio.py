@@ -195,18 +195,21 @@ class Mailbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._wake = loop.call_soon_threadsafe
+        self._loop = loop
         self._letters: deque[tuple[asyncio.Queue[Event], Event]] = deque()
         self._woken = False
 
     def post(self, events: asyncio.Queue[Event], event: Event) -> None:
         """Put `event` into `events`, in the loop's thread. Any thread may call it. Raises `RuntimeError` if the loop is
         closed."""
+        if self._loop.is_closed():  # perhaps before it got round to letters that it was woken for
+            self._letters.clear()
+            raise RuntimeError("the event loop is closed")
         self._letters.append((events, event))
         if not self._woken:
             self._woken = True
             try:
-                self._wake(self._empty)
+                self._loop.call_soon_threadsafe(self._empty)
             except RuntimeError:
                 self._woken = False
                 self._letters.clear()
