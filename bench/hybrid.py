@@ -36,7 +36,7 @@ from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.shape import Shape
 from tenuto.models.store import resolve
 
-PAGE = 16
+PAGE = 32
 PASS = 256
 """Turns of an admission pass."""
 TURNS, GIVEN, SAID = 300, 24, 16

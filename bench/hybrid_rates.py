@@ -29,7 +29,7 @@ from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.models.store import resolve
 
-PAGE = 16
+PAGE = 32
 CONTEXT, CHUNK = 1024, 512
 DECODES = ((1, 512), (4, 512), (16, 512))
 NO_INTS = np.zeros(0, np.int32)

@@ -30,7 +30,7 @@ from tenuto.kernels.native.library import OpKind
 from tenuto.models.config import Attention
 from tenuto.models.store import DEFAULT_MODEL, resolve
 
-PAGE = 16
+PAGE = 32
 NO_INTS = np.zeros(0, np.int32)
 DECODES = ((1, 0), (1, 512), (1, 3072), (4, 512), (16, 512), (32, 512))
 """Rows and context of the decode steps that are measured."""

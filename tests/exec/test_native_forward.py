@@ -23,7 +23,9 @@ from tenuto.kernels.native.build import VARIANTS, Machine
 from tenuto.models.store import resolve
 from tests.exec.driver import Driver, logits_of
 from tests.exec.kernels import HERE, every_variant, needs_variant
+from tests.exec.mixed_driver import MixedDriver
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
+from tests.models.tiny_hybrids import tiny_mistral
 
 MODEL = tiny_llama(head_dim=32, max_position_embeddings=1024)
 WIDE = tiny_llama(  # for blocks of 256 weights, and weights that are less wild
@@ -143,10 +145,10 @@ def path(tmp_path: Path) -> Path:
     [
         (5, Kind.Q4_1, "auto"),
         (5, Kind.BF16, "auto"),
-        (16, Kind.Q6_K, "auto"),
+        (32, Kind.Q6_K, "auto"),
         (16, Kind.F32, "auto"),
         (5, Kind.F32, "int8"),
-        (16, Kind.BF16, "int8"),
+        (32, Kind.BF16, "int8"),
     ],
     ids=str,
 )
@@ -180,6 +182,27 @@ def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
         theirs = torch.cat([whole[row][a:b] for row, a, b in zip(rows, places, ends, strict=True)])
         assert torch.equal(logits_of(executor, driver.plan(work)), theirs)
     assert driver.steps > 12
+    executor.close()
+
+
+@every_variant
+@pytest.mark.parametrize(("page_size", "kept_as"), [(32, "auto"), (48, "auto"), (32, "int8")])
+def test_behind_a_window_neither_cuts_nor_garbage_change_a_bit(
+    variant: str, page_size: int, kept_as: str, tmp_path: Path
+) -> None:
+    """Tiles take values of two blocks at once where pages have them; the first of the two may have left the window, and
+    the second need not have been written yet."""
+    model = tiny_mistral(head_dim=32, sliding_window=40, vocab_size=101, num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    executor = native(tmp_path, variant, page_size, kv_cache_dtype=kept_as)
+    tokens = text(270)
+    whole = MixedDriver(executor, rows=1).logits({0: tokens}).clone()
+    driver, ends = MixedDriver(executor, rows=1, seed=1), [17, 50, 83, 99, 160, 230, 251, len(tokens)]
+    for a, b in zip([0, *ends], ends, strict=False):
+        assert torch.equal(driver.logits({0: tokens[a:b]}), whole[a:b])
+    with torch.inference_mode():
+        exact = model(torch.tensor([tokens])).logits[0]
+    assert relative_error(whole, exact) < 0.03
     executor.close()
 
 

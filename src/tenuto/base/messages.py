@@ -49,7 +49,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     dtype: str | None = None
     memory_bytes: int | None = None
-    page_size: int = 16
+    page_size: int = 32
     kernels: str = "auto"
     kv_cache_dtype: str = "auto"
     journal: str | None = None

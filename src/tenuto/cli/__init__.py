@@ -93,7 +93,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message of a new session.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Per answer; as many as fit if not given.")] = None,
     context_length: ContextLength = None,
-    page_size: PageSize = 16,
+    page_size: PageSize = 32,
     kernels: Kernels = "auto",
     kv_cache_dtype: KVCache = "auto",
     journal: Annotated[
@@ -172,7 +172,7 @@ def serve(
             " by default, what is free.",
         ),
     ] = None,
-    page_size: PageSize = 16,
+    page_size: PageSize = 32,
     kernels: Kernels = "auto",
     kv_cache_dtype: KVCache = "auto",
     context_length: ContextLength = None,

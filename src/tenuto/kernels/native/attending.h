@@ -222,7 +222,9 @@ private:
                             pages_.window(),
                             dim(),
                             many};
-    const int begin = pages_.cache.block_of(rows.first(0));
+    int begin = pages_.cache.block_of(rows.first(0));
+    if (pages_.cache.pairs())
+      begin -= begin % 2;
     const int end = pages_.cache.block_of(position + task.piece.queries - 1) + 1;
     const Blocks blocks = {pages_.cache, a.place, task.piece.head, work_.pages(group_, task.piece.row), end};
     const int from = (task.from + task.part) * CHUNK, to = task.parts > 1 ? std::min(from + CHUNK, end) : end;

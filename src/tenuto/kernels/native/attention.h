@@ -7,7 +7,8 @@
 
 // Keys and values in pages of `page_size` token slots: for each layer and head of a page blocks of 16 slots. As
 // bfloat16, a block holds the keys of one head as [head_dim / 2][16 slots][2] and its values as [8 pairs of
-// slots][head_dim][2], so that a vector has a pair for each of 16 slots, or for each of 16 dimensions. In `bytes`, it
+// slots][head_dim][2], so that a vector has a pair for each of 16 slots, or for each of 16 dimensions. The values of a
+// page's blocks follow each other, after the keys of all, so that a tile can have those of two. In `bytes`, a block
 // holds quants of keys, plus 128, as uint8 [head_dim / 4][16 slots][4], then of values, int8 [4 fours of
 // slots][head_dim][4], and then what quants are multiplied with, bfloat16 [16 slots] for each 32 dimensions of the keys
 // and then for the values. All values are finite: what is masked counts as 0 times them. Slots are written one by one,
@@ -19,14 +20,21 @@ struct Cache {
 
   // Where the token at a position has its slot, of the blocks of a sequence's head.
   int block_of(int position) const { return position / page_size * blocks + position % page_size / LANES; }
+  // Whether the blocks of a sequence are in pairs, each in one page.
+  bool pairs() const { return blocks % 2 == 0; }
   int parts() const { return (head_dim + BLOCK - 1) / BLOCK; } // of a key, with scales of their own
   int64_t block_bytes() const {
     return bytes ? 2 * LANES * head_dim + (parts() + 2) / 2 * 64 : 4 * LANES * head_dim; // whole lines
   }
   int64_t page_bytes() const { return (int64_t)layers * kv_heads * blocks * block_bytes(); }
+  // A block, from its keys on, and how far behind them its values are.
   char *block(int layer, int page, int head, int index) const {
-    return data + page * page_bytes() + (((int64_t)layer * kv_heads + head) * blocks + index) * block_bytes();
+    const int64_t first = ((int64_t)layer * kv_heads + head) * blocks * block_bytes();
+    return data + page * page_bytes() + first + index * run_bytes();
   }
+  int64_t to_values() const { return bytes ? LANES * head_dim : blocks * run_bytes(); }
+  // How much of a block lies together: all of it, or its keys, and then its values.
+  int64_t run_bytes() const { return bytes ? block_bytes() : block_bytes() / 2; }
   // What the quants of a block are multiplied with: those of a part of its keys, or, as part `parts()`, of its values.
   uint16_t *scales(const char *block, int part) const {
     return (uint16_t *)(block + 2 * LANES * head_dim) + part * LANES;
@@ -57,12 +65,12 @@ struct Cache {
   void write_value(char *block, int lane, const float *value) const {
     if (bytes) {
       const float inverse = set_scale(scales(block, parts()) + lane, value, head_dim);
-      uint8_t *to = (uint8_t *)block + LANES * head_dim + lane / 4 * 4 * head_dim;
+      uint8_t *to = (uint8_t *)block + to_values() + lane / 4 * 4 * head_dim;
       for (int d = 0; d < head_dim; d += LANES, to += 4 * LANES)
         store_bytes(to, lane % 4, as<u32x16>(nearest(load<f32x16>(value + d) * inverse)));
       return;
     }
-    uint16_t *to = (uint16_t *)block + LANES * head_dim + lane / 2 * 2 * head_dim;
+    uint16_t *to = (uint16_t *)(block + to_values()) + lane / 2 * 2 * head_dim;
     for (int d = 0; d < head_dim; d += LANES, to += 2 * LANES)
       store_words(to, lane % 2, to_bf16_bits(load<f32x16>(value + d)));
   }
@@ -151,8 +159,12 @@ static __attribute__((noinline)) void keep_within(float cap, float *scores, int 
 struct Chunk {
   int count;
   bool whole; // all blocks have 16 slots
+  bool pairs; // values of blocks 0 and 1 follow each other, those of 2 and 3, and so on, also of one behind the last
   const char *at[CHUNK];
+  int64_t to_values; // from there
   int first[CHUNK], end[CHUNK];
+
+  const uint16_t *values(int i) const { return (const uint16_t *)(at[i] + to_values); }
 
   // `scores`, of the slots of block i, with those that a row does not see set to `UNSEEN`.
   f32x16 masked(f32x16 scores, int i, int row_first, int row_end) const {
@@ -171,9 +183,10 @@ struct Blocks {
   int count; // of the sequence's
 
   // Blocks `from` up to `to`, at most to where chunks end: always at the same blocks, also if the first of them have
-  // left the window.
+  // left the window. Pairs are never parted, as sums would be rounded elsewhere.
   Chunk chunk(int from, int to) const {
-    Chunk chunk = {std::min(to, from / CHUNK * CHUNK + CHUNK) - from, cache.page_size % LANES == 0};
+    Chunk chunk = {std::min(to, from / CHUNK * CHUNK + CHUNK) - from, cache.page_size % LANES == 0, cache.pairs()};
+    chunk.to_values = cache.to_values();
     int page = from / cache.blocks, index = from % cache.blocks;
     for (int i = 0; i < chunk.count; i++) {
       chunk.at[i] = cache.block(layer, pages[page], head, index);
@@ -198,7 +211,7 @@ static void attend(const Blocks &blocks, const QueryRows &rows, int row, int fro
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
     for (int i = 0; i < count; i++) {
-      const uint16_t *block = (const uint16_t *)chunk.at[i], *values = block + LANES * dim;
+      const uint16_t *block = (const uint16_t *)chunk.at[i], *values = chunk.values(i);
       const uint16_t *next = (const uint16_t *)blocks.at(std::min(start + i + AHEAD, blocks.count - 1));
       f32x16 even[ROWS] = {}, odd[ROWS] = {};
       for (int j = 0; j < dim / 2; j += 2) {
@@ -228,7 +241,7 @@ static void attend(const Blocks &blocks, const QueryRows &rows, int row, int fro
         constexpr int WIDTH = decltype(width)::value;
         f32x16 acc[ROWS][WIDTH] = {};
         for (int i = 0; i < count; i++) {
-          const uint16_t *values = (const uint16_t *)chunk.at[i] + LANES * dim + 2 * d;
+          const uint16_t *values = chunk.values(i) + 2 * d;
           for (int pair = 0; pair < LANES / 2; pair++, values += 2 * dim) {
             Pairs both[WIDTH];
             for (int v = 0; v < WIDTH; v++)

@@ -6,25 +6,33 @@ namespace tiles {
 class Ahead {
 public:
   // `steps`: how many calls of `ask` there will be.
-  Ahead(const Blocks &blocks, int from, int steps) : blocks_(blocks), block_(from) {
+  Ahead(const Blocks &blocks, int from, int steps) : blocks_(blocks), from_(from), to_(from) {
     const int count = std::min(CHUNK, blocks.count - from);
-    bytes_ = (int)blocks.cache.block_bytes(), left_ = count * (bytes_ / 64), at_once_ = (left_ + steps - 1) / steps;
-    if (count > 0)
-      at_ = blocks.at(from), end_ = at_ + bytes_;
+    left_ = count * (int)(blocks.cache.block_bytes() / 64), at_once_ = (left_ + steps - 1) / steps;
   }
   void ask() {
     for (int i = std::min(at_once_, left_); i > 0; i--, left_--) {
       if (at_ == end_)
-        at_ = blocks_.at(++block_), end_ = at_ + bytes_;
+        go_on();
       __builtin_prefetch(at_, 0, 2);
       at_ += 64;
     }
   }
 
 private:
+  void go_on() { // page by page, as they lie
+    const Cache &cache = blocks_.cache;
+    values_ = !values_ && from_ < to_ && !cache.bytes;
+    if (!values_)
+      from_ = to_, to_ = std::min(from_ / cache.blocks * cache.blocks + cache.blocks, blocks_.count);
+    at_ = blocks_.at(from_) + (values_ ? cache.to_values() : 0), end_ = at_ + (to_ - from_) * cache.run_bytes();
+  }
+
   const Blocks &blocks_;
   const char *at_ = nullptr, *end_ = nullptr;
-  int block_, bytes_, left_, at_once_;
+  int from_, to_; // blocks of one page whose keys, or `values_`, are asked for
+  bool values_ = false;
+  int left_, at_once_;
 };
 
 // Shares are 2^(score - base) to the nearest 128th of a power of two, as bfloat16: what is behind the point becomes its
@@ -169,14 +177,14 @@ INLINE void score(const char *const *blocks, int count, const Half *queries, int
 // Add the values of a chunk, weighed by the shares of a group, to what its rows have attended to, unless it is the
 // first.
 INLINE void add_values(const Group &group, const Chunk &chunk, const QueryRows &rows, bool first, Ahead &ahead) {
-  const int dim = rows.head_dim;
+  const int dim = rows.head_dim, together = chunk.pairs ? 2 : 1;
   alignas(64) float values[4][LANES][LANES];
   for (int d = 0; d < dim; d += 4 * LANES) {
     const bool all = dim - d >= 4 * LANES; // else two tiles of 16
     written();
     clear();
-    for (int i = 0; i < group.seen; i++) {
-      const uint16_t *block = (const uint16_t *)chunk.at[i] + LANES * dim + 2 * d;
+    for (int i = 0; i < group.seen; i += together) {
+      const uint16_t *block = chunk.values(i) + 2 * d;
       ahead.ask();
       _tile_loadd(5, &group.shares[i / 2][0][i % 2 * LANES], 64);
       _tile_loadd(7, block, dim * 4);
@@ -213,14 +221,18 @@ public:
   // Have a chunk refer to what it is here.
   void take(Chunk &chunk, const Cache &cache) {
     const int dim = cache.head_dim;
+    chunk.to_values = (int64_t)CHUNK * 2 * LANES * dim;
+    if (chunk.count % 2) // a tile may have what follows
+      memset(blocks_ + (int64_t)(CHUNK + chunk.count) * LANES * dim, 0, 2 * LANES * dim);
     for (int i = 0; i < chunk.count; i++) {
       const char *from = chunk.at[i];
-      uint16_t *to = blocks_ + (int64_t)i * 2 * LANES * dim;
+      uint16_t *to = blocks_ + (int64_t)i * LANES * dim;
       chunk.at[i] = (const char *)to;
       for (int d = 0; d < dim; d += 4, from += 64, to += 4 * LANES) { // keys: two pairs of dimensions
         const f32x16 scale = bf16_to_float(cache.scales(from - d * LANES, d / BLOCK));
         unpack(load<u32x16>(from), scale, scale, scale, scale, to, to + 2 * LANES);
       }
+      to = blocks_ + (int64_t)(CHUNK + i) * LANES * dim;
       const uint16_t *const scales = cache.scales(from - LANES * dim, cache.parts());
       for (int slot = 0; slot < LANES; slot += 4, to += 2 * dim) { // values: two pairs of slots
         const f32x16 a = splat(float_of(scales[slot])), b = splat(float_of(scales[slot + 1]));
@@ -257,13 +269,14 @@ static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to
     groups[g].first = g * LANES, groups[g].count = std::min(LANES, rows.count - g * LANES);
     groups[g].highest = splat(-INFINITY), groups[g].sum = f32x16{};
   }
-  configure(ATTENTION, std::min(rows.count, LANES));
   for (int start = from, now; start < to; start += now) {
     Chunk chunk = blocks.chunk(start, to);
     now = chunk.count;
     if (blocks.cache.bytes)
       unpacked.take(chunk, blocks.cache);
-    Ahead ahead(blocks, start + now, rows.count + count * now * ((rows.head_dim + 63) / 64));
+    configure(chunk.pairs ? ATTENTION_TO_PAIRS : ATTENTION, std::min(rows.count, LANES));
+    const int together = chunk.pairs ? 2 : 1, steps = (now + together - 1) / together * ((rows.head_dim + 63) / 64);
+    Ahead ahead(blocks, start + now, rows.count + count * steps);
     for (int g = 0; g < count; g++) {
       Group &group = groups[g];
       const int end = rows.end(group.first + group.count - 1);

@@ -12,8 +12,8 @@ struct alignas(64) Config {
 // Tile loads are not declared as reading memory: stores before this are done, and those after it are not.
 INLINE void written() { asm volatile("" : : : "memory"); }
 
-// What the tiles are for: products, or attention of some query rows.
-enum Layout { NONE, HALVES, ATTENTION };
+// What the tiles are for: products, or attention of some query rows, to the values of blocks or of pairs of blocks.
+enum Layout { NONE, HALVES, ATTENTION, ATTENTION_TO_PAIRS };
 static thread_local Layout configured = NONE;
 static thread_local int configured_rows = 0;
 
@@ -23,11 +23,12 @@ static void configure(Layout layout, int query_rows = 0) {
   Config config;
   for (int t = 0; t < 8; t++)
     config.rows[t] = 16, config.row_bytes[t] = 64;
-  if (layout == ATTENTION) {
+  if (layout >= ATTENTION)
     for (int t = 0; t < 6; t++)
       config.rows[t] = query_rows; // results, queries, shares
-    config.row_bytes[5] = 32;      // shares of 16 token slots
-    config.rows[7] = 8;            // values: 8 pairs of slots
+  if (layout == ATTENTION) {
+    config.row_bytes[5] = 32; // shares of 16 token slots
+    config.rows[7] = 8;       // values: 8 pairs of slots
   }
   // The intrinsic is declared as reading 8 bytes; without this the stores above may be dropped.
   asm volatile("" : : "r"(&config) : "memory");
