@@ -160,7 +160,8 @@ class Prefill:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A step that computes `tokens` of a sequence after `context` others. `seconds`: of a step. `attention`: seconds
-    that what attention reads and what it multiplies take, measured by `read_seconds` and `product_seconds`."""
+    that what attention reads and what it multiplies take, measured by `read_seconds`, as a part of all that the step
+    reads, and `product_seconds`."""
 
     tokens: int
     context: int
@@ -193,8 +194,10 @@ class Figures:
 
     def turn(self, context: int, tokens: int) -> Turn:
         """What a turn waits for: `tokens` after `context`."""
-        reading = read_seconds((context + tokens) * self.token_bytes)
-        attention = reading + product_seconds(tokens * (context + tokens // 2) * self._per_pair)
+        kept = (context + tokens) * self.token_bytes
+        size = self.weight_bytes + kept  # alone, what is kept might stay in a cache that the weights drive it from
+        attention = read_seconds(size) * kept / size
+        attention += product_seconds(tokens * (context + tokens // 2) * self._per_pair)
         return Turn(tokens, context, self._step(1, context, tokens), attention)
 
     def _step(self, rows: int, start: int, count: int) -> Spread:

@@ -200,8 +200,8 @@ that takes. Tenuto: {kernels}. llama.cpp: its own `llama-batched-bench`, `-fa of
 
 
 TURNS = """What the first token of a turn waits for: a step of {tokens} tokens after those of the conversation.
-*Attention* is what reading their keys and values takes, and then multiplying them, at the rates of PyTorch in this
-run; *explained* is how much longer than the first that would make the step."""
+*Attention* is what reading their keys and values takes, beside the weights, and then multiplying them, at the rates
+of PyTorch in this run; *explained* is how much longer than the first that would make the step."""
 
 
 def _told(value: float | None, form: str) -> str:
