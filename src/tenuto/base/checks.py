@@ -83,21 +83,23 @@ def option(default: Any, description: str = "", bounds: Bounds | None = None) ->
 def check_options(options: Any, error: type[TenutoError] = InvalidRequest) -> None:
     """For `__post_init__`: turn every `option` field that has bounds into a Python number. Raises `error` if one is out
     of bounds."""
-    for name, bounds, may_be_none in _bounded(options.__class__):
+    for name, bounds, default in _bounded(options.__class__):
         value = getattr(options, name)
-        if not (value is None and may_be_none):
+        if value is not default:
             object.__setattr__(options, name, bounds.check(name, value, error))
 
 
 @cache
-def _bounded(options: type[Any]) -> tuple[tuple[str, Bounds, bool], ...]:
-    """The fields with bounds, these, and whether they may be `None`."""
-    each = ((one.name, one.metadata.get("bounds"), one.default is None) for one in fields(options))
-    return tuple((name, bounds, may_be_none) for name, bounds, may_be_none in each if bounds is not None)
+def _bounded(options: type[Any]) -> tuple[tuple[str, Bounds, object], ...]:
+    """The fields with bounds, these, and their defaults, which are in bounds or `None`."""
+    each = ((one.name, one.metadata.get("bounds"), one.default) for one in fields(options))
+    return tuple((name, bounds, default) for name, bounds, default in each if bounds is not None)
 
 
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
     """`value` as a tuple, if it is a collection and neither text nor bytes. Raises `InvalidRequest`."""
+    if isinstance(value, tuple):
+        return value
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping) and isinstance(value, Iterable):
         with suppress(TypeError):  # a zero-dimensional array claims to be iterable but is not
             return tuple(value)

@@ -23,7 +23,6 @@ def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
-        structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso"),
         structlog.processors.format_exc_info,
     ]
@@ -31,17 +30,26 @@ def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("tenuto").setLevel(level.upper())
-    structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
+    structlog.configure(  # not by way of the standard library, which would take most of the time of a line
+        processors=[*shared, renderer],
+        logger_factory=_Writer,
+        wrapper_class=structlog.make_filtering_bound_logger(level.lower()),
         cache_logger_on_first_use=True,
     )
+
+
+class _Writer(structlog.WriteLogger):
+    """Writes lines to stderr. `name`: the logger's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(sys.stderr)
+        self.name = name
 
 
 def _lines() -> structlog.dev.ConsoleRenderer:

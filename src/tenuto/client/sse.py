@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 _BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerEvent:
+class ServerEvent(NamedTuple):
     """One event. `name` defaults to "message"; `id` is the last id in the stream so far."""
 
     name: str
@@ -24,7 +23,7 @@ class EventParser:
     def __init__(self) -> None:
         self._rest = b""  # the incomplete last line
         self._after_cr = False  # a newline that comes next belongs to this line end
-        self._begun = False
+        self._begun = False  # the byte order mark, if any, is over
         self._name = ""
         self._data: list[str] = []
         self._id = ""
@@ -36,26 +35,36 @@ class EventParser:
         if self._after_cr:
             piece = piece.removeprefix(b"\n")
         self._after_cr = piece.endswith(b"\r")
-        *lines, self._rest = _LINE_END.split(self._rest + piece)
-        return [event for line in lines if (event := self._line(line)) is not None]
-
-    def _line(self, line: bytes) -> ServerEvent | None:
+        whole = self._rest + piece if self._rest else piece
         if not self._begun:
-            line, self._begun = line.removeprefix(_BOM), True
-        if not line:
-            return self._dispatch()
-        field, _, value = line.decode(errors="replace").partition(":")
-        value = value.removeprefix(" ")
-        match field:  # the field of a comment is empty
-            case "event":
-                self._name = value
-            case "data":
-                self._data.append(value)
-            case "id" if "\0" not in value:
-                self._id = value
-        return None
+            if whole != _BOM and _BOM.startswith(whole):  # it may be complete with the next piece
+                self._rest = whole
+                return []
+            whole, self._begun = whole.removeprefix(_BOM), True
+        *lines, self._rest = whole.split(b"\n") if b"\r" not in whole else _LINE_END.split(whole)
+        events: list[ServerEvent] = []
+        for line in lines:
+            if line:
+                self._field(line.decode(errors="replace"))
+            elif (event := self._dispatch()) is not None:
+                events.append(event)
+        return events
+
+    def _field(self, line: str) -> None:
+        field, _, value = line.partition(":")  # the field of a comment is empty
+        if value[:1] == " ":
+            value = value[1:]
+        if field == "data":
+            self._data.append(value)
+        elif field == "event":
+            self._name = value
+        elif field == "id" and "\0" not in value:
+            self._id = value
 
     def _dispatch(self) -> ServerEvent | None:
         name, data = self._name or "message", self._data
-        self._name, self._data = "", []
-        return ServerEvent(name, "\n".join(data), self._id) if data else None
+        self._name = ""
+        if not data:
+            return None
+        self._data = []
+        return ServerEvent(name, data[0] if len(data) == 1 else "\n".join(data), self._id)
