@@ -47,8 +47,11 @@ class Calls:
         """Handle a reply of the engine."""
         match reply:
             case Updates():
+                streams = self._streams
                 for call, delta in reply.updates:
-                    self._update(call, delta, ended=delta.result is not None)
+                    deliver = streams.get(call) if delta.result is None else streams.pop(call, None)
+                    if deliver is not None:
+                        deliver(delta)
             case Answer():
                 if (deliver := self._streams.get(reply.call)) is not None:
                     deliver(msgspec.msgpack.decode(reply.value, type=Ticket))
@@ -56,7 +59,7 @@ class Calls:
             case Refusal():
                 error = error_of(reply)
                 if not self._resolve(reply.call, error):
-                    self._update(reply.call, error, ended=True)
+                    self._fail(reply.call, error)
             case Stopped():
                 self.stop(reply)
 
@@ -68,7 +71,7 @@ class Calls:
         for number in list(self._waiting):
             self._resolve(number, stopped.error())
         for number in list(self._streams):
-            self._update(number, stopped.error(), ended=True)
+            self._fail(number, stopped.error())
 
     def _resolve(self, number: int, outcome: msgspec.Raw | TenutoError) -> bool:
         waiting = self._waiting.pop(number, None)
@@ -81,10 +84,10 @@ class Calls:
                 waiting.future.set_result(msgspec.msgpack.decode(outcome, type=waiting.answer))
         return True
 
-    def _update(self, number: int, update: TurnNews, *, ended: bool) -> None:
-        deliver = self._streams.pop(number, None) if ended else self._streams.get(number)
+    def _fail(self, number: int, error: TenutoError) -> None:
+        deliver = self._streams.pop(number, None)
         if deliver is not None:
-            deliver(update)
+            deliver(error)
 
 
 class Link(Calls, ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -166,12 +167,12 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     if not deltas:
         return Delta()
     return Delta(
-        tuple(token for delta in deltas for token in delta.tokens),
-        "".join(delta.text for delta in deltas),
+        tuple(chain.from_iterable([delta.tokens for delta in deltas])),
+        "".join([delta.text for delta in deltas]),
         deltas[-1].delivered,
         deltas[-1].result,
-        tuple(entry for delta in deltas for entry in delta.logprobs),
-        tuple(entry for delta in deltas for entry in delta.input_logprobs),
+        tuple(chain.from_iterable([delta.logprobs for delta in deltas])),
+        tuple(chain.from_iterable([delta.input_logprobs for delta in deltas])),
     )
 
 

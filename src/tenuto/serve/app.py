@@ -50,6 +50,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         redirect_slashes=False,
         docs_url=None,  # FastAPI's pages load scripts from elsewhere
         redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # else each request asks whether there is any
     )
     app.state.edge = edge
     app.state.metrics = metrics
@@ -135,6 +136,7 @@ class Envelope:
                 await exchange.refuse(scope, Failure(500, "internal_error", BROKEN))
             finally:
                 exchange.forget()
+                scope.pop("extensions", None)  # which refer to the request that the scope belongs to
                 self._log(scope, exchange.status, time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, headers: Headers, exchange: _Exchange) -> None:

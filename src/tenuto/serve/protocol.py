@@ -12,6 +12,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
+from tenuto.serve.shared.client import EXTENSION
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.unread import WatchedConnection
 
@@ -37,6 +38,43 @@ class ConnectionLimits:
     header_seconds: float
 
 
+class RequestClient:
+    """The `Client` of one request."""
+
+    __slots__ = ("_cycle", "_flow", "_gone", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+        self._gone: Callable[[], None] | None = None
+
+    def write(self, part: bytes) -> bool:
+        """See `Client`; written as uvicorn would."""
+        cycle = self._cycle
+        if cycle.disconnected or not cycle.chunked_encoding:  # which is unset before the body and for HEAD
+            return True
+        if self._flow.write_paused:
+            return False
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
+
+    async def drain(self) -> None:
+        """See `Client`."""
+        await self._flow.drain()
+
+    def watch(self, gone: Callable[[], None] | None) -> bool:
+        """See `Client`."""
+        self._gone = gone
+        self._flow.resume_reading()  # as uvicorn does for whoever waits for a disconnect
+        return not (self._cycle.disconnected or self._cycle.more_body or self._cycle.body)
+
+    def lost(self) -> None:
+        """The connection is lost."""
+        if self._gone is not None:
+            self._gone()
+
+
 class BoundedProtocol(WatchedConnection):
     """uvicorn's httptools protocol, with these bounds.
 
@@ -55,6 +93,7 @@ class BoundedProtocol(WatchedConnection):
         self._begun = False  # part of a request has arrived
         self._in_body = False  # its headers are complete
         self._around = 0  # bytes since it began, or since its last byte of body
+        self._client: RequestClient | None = None  # of the last request
 
     @property
     def _answering(self) -> bool:
@@ -72,6 +111,8 @@ class BoundedProtocol(WatchedConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        if self._client is not None:
+            self._client.lost()
 
     def data_received(self, data: bytes) -> None:
         for at in range(0, len(data), SLICE_BYTES):
@@ -103,6 +144,8 @@ class BoundedProtocol(WatchedConnection):
         self._stop_timer()
         self._in_body, self._around = True, 0
         super().on_headers_complete()
+        self._client = RequestClient(self.cycle)
+        self.cycle.scope["extensions"] = {EXTENSION: self._client}  # type: ignore[dict-item] # see `Client`
 
     def on_body(self, body: bytes) -> None:
         self._around = 0

@@ -101,6 +101,7 @@ async def _serve(
         lifespan="off",
         timeout_graceful_shutdown=int(CLOSING_SECONDS),
         server_header=False,
+        proxy_headers=False,  # nothing depends on a client's address
     )
     server, ending = _Server(config), asyncio.Event()
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.errors import TenutoError
-from tenuto.base.turns import EndReason, TurnResult, joined
+from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -50,27 +48,31 @@ class MessageWriter:
         ]
         return {**self._head, "content": content, **self._end(result), "usage": _usage(result)}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+    # -- the answer as server-sent events: see `Events`
+
+    def opening(self) -> bytes:
         ticket = self._turn.ticket
         usage = {"input_tokens": ticket.prompt_tokens if ticket is not None else 0, "output_tokens": 0}
         opened = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield event("message_start", {"type": "message_start", "message": opened})
+        return event("message_start", {"type": "message_start", "message": opened})
+
+    def news(self, _: int, deltas: list[Delta]) -> bytes:
+        delta = joined(deltas)
+        said = self._reader.push(delta.text)
+        if delta.result is None:
+            return b"".join(self._parts(said))
+        parts = self._parts(_together(said, self._reader.finish()))
         try:
-            async with aclosing(self._turn.follow()) as stream:
-                async for _, deltas in stream:
-                    delta = joined(deltas)
-                    said = self._reader.push(delta.text)
-                    if delta.result is not None:
-                        said = _together(said, self._reader.finish())
-                    for part in self._parts(said):
-                        yield part
-                    if delta.result is not None:
-                        check_end(self._edge, delta.result)
-                        for part in self._closing(delta.result):
-                            yield part
-        except TenutoError as error:
-            yield event("error", {"type": "error", **Failure.of(error).body})
+            check_end(self._edge, delta.result)
+        except TenutoError as error:  # after what has been said
+            return b"".join([*parts, self.failed(error)])
+        return b"".join([*parts, *self._closing(delta.result)])
+
+    def closing(self) -> bytes:
+        return b""
+
+    def failed(self, error: TenutoError) -> bytes:
+        return event("error", {"type": "error", **Failure.of(error).body})
 
     def _parts(self, said: Said) -> list[bytes]:
         """Events for what has been said: thoughts, then text, then calls."""

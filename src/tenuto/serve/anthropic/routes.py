@@ -48,7 +48,7 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
         writer = MessageWriter(edge, turn, reader)
         if body.stream:
             streams = True
-            return EventStream(writer.events(), lambda: edge.turns.abandon(turn))
+            return EventStream([turn], writer, lambda: edge.turns.abandon(turn))
         whole = await while_connected(request, writer.whole())
         return Response(msgspec.json.encode(whole), media_type="application/json")
     finally:

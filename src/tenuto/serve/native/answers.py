@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import fields
 from typing import Any
 
+import msgspec
 from fastapi import Response
 
 from tenuto.base.answers import Said
@@ -66,28 +65,53 @@ def turn_body(turn: LiveTurn) -> Turn:
     return body
 
 
-async def turn_events(turn: LiveTurn, position: int) -> AsyncIterator[bytes]:
+class Plain(msgspec.Struct, gc=False):
+    """A delta with nothing else to tell: what `_delta` would make of it, in a third of the time."""
+
+    text: str
+    tokens: tuple[int, ...]
+    delivered: int
+
+
+class TurnEvents:
     """The events of an accepted turn after the first `position`; at 0, `started` comes first."""
-    assert turn.ticket is not None
-    if position == 0:
-        yield _started(turn, turn.ticket)
-    reader = turn.reading.reader(turn.id) if turn.reading is not None else None
-    if reader is not None:
-        reader.push(joined(turn.deltas[:position]).text)
-    try:
-        async with aclosing(turn.follow(position)) as stream:
-            async for last, deltas in stream:
-                for number, delta in enumerate(deltas, last - len(deltas) + 1):
-                    if delta.tokens or delta.text:
-                        said = reader.push(delta.text) if reader is not None else None
-                        yield event("delta", _delta(delta, said), number)
-                    if delta.result is not None:
-                        if reader is not None and (rest := reader.finish()):  # what was held back
-                            yield event("delta", _delta(Delta(delivered=delta.delivered), rest))
-                        ended = turn_body(turn).model_dump(exclude={"text", "tokens", "logprobs"}, exclude_none=True)
-                        yield event("committed" if delta.result.committed else "aborted", ended, number)
-    except TenutoError as error:
-        yield event("error", Failure.of(error).body)
+
+    def __init__(self, turn: LiveTurn, position: int) -> None:
+        self._turn = turn
+        self._number = position  # of the last event
+        self._reader = turn.reading.reader(turn.id) if turn.reading is not None else None
+        if self._reader is not None:
+            self._reader.push(joined(turn.deltas[:position]).text)
+
+    def opening(self) -> bytes:
+        """See `Events`, as for all that follow."""
+        assert self._turn.ticket is not None
+        return _started(self._turn, self._turn.ticket) if self._number == 0 else b""
+
+    def news(self, _: int, deltas: list[Delta]) -> bytes:
+        return self._event(deltas[0]) if len(deltas) == 1 else b"".join(map(self._event, deltas))
+
+    def closing(self) -> bytes:
+        return b""
+
+    def failed(self, error: TenutoError) -> bytes:
+        return event("error", Failure.of(error).body)
+
+    def _event(self, delta: Delta) -> bytes:
+        """A delta's event; a result's may have another before it, with what was held back."""
+        self._number += 1
+        reader, told = self._reader, b""
+        if reader is None and delta.tokens and delta.result is None and not delta.logprobs:
+            return event("delta", Plain(delta.text, delta.tokens, delta.delivered), self._number)
+        if delta.tokens or delta.text:
+            said = reader.push(delta.text) if reader is not None else None
+            told = event("delta", _delta(delta, said), self._number)
+        if delta.result is not None:
+            if reader is not None and (rest := reader.finish()):
+                told += event("delta", _delta(Delta(delivered=delta.delivered), rest))
+            ended = turn_body(self._turn).model_dump(exclude={"text", "tokens", "logprobs"}, exclude_none=True)
+            told += event("committed" if delta.result.committed else "aborted", ended, self._number)
+        return told
 
 
 def _started(turn: LiveTurn, ticket: Ticket) -> bytes:

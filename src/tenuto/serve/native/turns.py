@@ -16,7 +16,7 @@ from tenuto.base.messages import AbortTurn, Draft, StartTurn
 from tenuto.base.options import turn_params
 from tenuto.base.tools import NO_TOOLS
 from tenuto.base.turns import TurnKind, check_keep
-from tenuto.serve.native.answers import shown, turn_body, turn_events
+from tenuto.serve.native.answers import TurnEvents, shown, turn_body
 from tenuto.serve.native.schemas import (
     STREAMED,
     Abort,
@@ -120,7 +120,8 @@ CallOf = Annotated[TurnCall, Depends(_turn_call)]
 
 
 def _stream(edge: Edge, turn: LiveTurn, position: int) -> Response:
-    return EventStream(turn_events(turn, position), lambda: edge.turns.abandon(turn), {"x-turn-id": turn.id})
+    events, headers = TurnEvents(turn, position), {"x-turn-id": turn.id}
+    return EventStream([turn], events, lambda: edge.turns.abandon(turn), position=position, headers=headers)
 
 
 @router.post("/turns", response_model=None, responses=REFUSALS | STREAMED)

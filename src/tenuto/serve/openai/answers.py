@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tenuto.base.errors import TenutoError
@@ -13,7 +12,7 @@ from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.samples import Samples, check_end, merged
+from tenuto.serve.shared.samples import Samples, check_end
 from tenuto.serve.shared.sse import DONE, data
 
 FINISH_REASONS = {
@@ -68,7 +67,7 @@ class Choices:
     ) -> None:
         self._edge = edge
         self._samples = samples
-        self._turns: list[LiveTurn] = [turn for answers in samples for turn in answers.turns]
+        self.turns: list[LiveTurn] = [turn for answers in samples for turn in answers.turns]
         self._writers = writers
         self._usage_at_end = usage_at_end
         self._session_id = session_id
@@ -83,34 +82,23 @@ class Choices:
     async def whole(self) -> dict[str, Any]:
         """The answer when all turns have ended. Raises the error that one ended with."""
         choices = []
-        for index, (turn, writer) in enumerate(zip(self._turns, self._writers, strict=True)):
+        for index, (turn, writer) in enumerate(zip(self.turns, self._writers, strict=True)):
             result = await turn.finished()
             check_end(self._edge, result)
             written = writer.whole(turn.reply())
             choices.append(_choice(index, written, result, called=writer.called))
         return {**self._head, "choices": choices, "usage": self._usage(), **self._session()}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+    # -- the answer as server-sent events: see `Events`
+
+    def opening(self) -> bytes:
         self._head["object"] = "text_completion" if self._kind == "text_completion" else f"{self._kind}.chunk"
         if self._usage_at_end:
             self._head["usage"] = None
-        try:
-            for index, writer in enumerate(self._writers):
-                if (opening := writer.opening()) is not None:
-                    yield self._chunk(_choice(index, opening))
-            async with aclosing(merged(self._turns)) as stream:
-                async for index, deltas in stream:
-                    if event := self._event(index, deltas):
-                        yield event
-            if self._usage_at_end:
-                yield data({**self._head, "choices": [], "usage": self._usage(), **self._session()})
-        except TenutoError as error:
-            yield data(Failure.of(error).body)
-        yield DONE
+        openings = [(index, writer.opening()) for index, writer in enumerate(self._writers)]
+        return b"".join(self._chunk(_choice(index, opening)) for index, opening in openings if opening is not None)
 
-    def _event(self, index: int, deltas: list[Delta]) -> bytes:
-        """The new part of a choice; empty if a reader would see nothing new."""
+    def news(self, index: int, deltas: list[Delta]) -> bytes:
         delta, writer = joined(deltas), self._writers[index]
         event = b""
         if delta.text or delta.logprobs or delta.input_logprobs:
@@ -122,12 +110,20 @@ class Choices:
             event += self._chunk(_choice(index, closing, delta.result, called=writer.called), self._session())
         return event
 
+    def closing(self) -> bytes:
+        if not self._usage_at_end:
+            return DONE
+        return data({**self._head, "choices": [], "usage": self._usage(), **self._session()}) + DONE
+
+    def failed(self, error: TenutoError) -> bytes:
+        return data(Failure.of(error).body) + DONE
+
     def _chunk(self, choice: dict[str, Any], session: dict[str, Any] | None = None) -> bytes:
         return data({**self._head, "choices": [choice], **(session or {})})
 
     def _session(self) -> dict[str, Any]:
         """The fields about the client's session."""
-        result = self._turns[0].result
+        result = self.turns[0].result
         if self._session_id is None or result is None:
             return {}
         return {"session_id": self._session_id, "version": result.version}

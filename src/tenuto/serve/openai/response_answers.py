@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.errors import TenutoError
-from tenuto.base.turns import EndReason, TurnResult, joined
+from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -59,28 +58,33 @@ class ResponseWriter:
         self._close()
         return self._done(result)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events."""
+    # -- the response as server-sent events: see `Events`
+
+    def opening(self) -> bytes:
         begun = self._response("in_progress")
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-        try:
-            async with aclosing(self._turn.follow()) as stream:
-                async for _, deltas in stream:
-                    delta = joined(deltas)
-                    for part in self._parts(self._reader.push(delta.text)):
-                        yield part
-                    if delta.result is None:
-                        continue
-                    check_end(self._edge, delta.result)
-                    for part in [*self._parts(self._reader.finish()), *self._close()]:
-                        yield part
-                    response = self._done(delta.result)
-                    yield self._event(f"response.{response['status']}", response=response)
-        except TenutoError as error:
-            failure = Failure.of(error)
-            told = {"code": failure.code, "message": failure.message}
-            yield self._event("response.failed", response={**self._response("failed"), "error": told})
+        names = ("response.created", "response.in_progress")
+        return b"".join(self._event(name, response=begun) for name in names)
+
+    def news(self, _: int, deltas: list[Delta]) -> bytes:
+        delta = joined(deltas)
+        parts = self._parts(self._reader.push(delta.text))
+        if delta.result is not None:
+            try:
+                check_end(self._edge, delta.result)
+            except TenutoError as error:  # after what has been said
+                return b"".join([*parts, self.failed(error)])
+            parts += [*self._parts(self._reader.finish()), *self._close()]
+            response = self._done(delta.result)
+            parts.append(self._event(f"response.{response['status']}", response=response))
+        return b"".join(parts)
+
+    def closing(self) -> bytes:
+        return b""
+
+    def failed(self, error: TenutoError) -> bytes:
+        failure = Failure.of(error)
+        told = {"code": failure.code, "message": failure.message}
+        return self._event("response.failed", response={**self._response("failed"), "error": told})
 
     def _response(self, status: str) -> dict[str, Any]:
         return {**self._head, "status": status, "output": list(self._output), "usage": None}

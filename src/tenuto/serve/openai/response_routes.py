@@ -94,7 +94,7 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
         writer = ResponseWriter(edge, turn, reader, name, body.echoed(), keep)
         if body.stream:
             streams = True
-            return EventStream(writer.events(), leave)
+            return EventStream([turn], writer, leave)
         whole = await while_connected(request, writer.whole())
         return Response(msgspec.json.encode(whole), media_type="application/json")
     finally:

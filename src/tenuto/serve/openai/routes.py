@@ -218,7 +218,7 @@ async def _respond(
         )
         streams = bool(body.stream)
         if streams:
-            return EventStream(answer.events(), lambda: close_all(samples))
+            return EventStream(answer.turns, answer, lambda: close_all(samples))
         whole = await while_connected(request, answer.whole())
         return Response(msgspec.json.encode(whole), media_type="application/json")
     finally:

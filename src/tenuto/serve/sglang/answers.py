@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.messages import Detokenize
 from tenuto.base.sampling import Candidate, TokenLogprob
-from tenuto.base.turns import EndReason, TurnResult, joined
+from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.sglang.requests import Running
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
-from tenuto.serve.shared.samples import merged
-from tenuto.serve.shared.sse import DONE, data
+from tenuto.serve.shared.sse import DONE, Part, data
 
 ABORT_MESSAGES = {
     EndReason.ABORT: "the request was aborted",
@@ -31,23 +30,57 @@ async def whole_answer(edge: Edge, running: Running) -> dict[str, Any]:
     return await _answer(edge, running, running.accepted.result)
 
 
-async def events(edge: Edge, running: Sequence[Running], *, several: bool) -> AsyncIterator[bytes]:
-    """The answers as server-sent events, each with all output so far."""
-    try:
-        async with aclosing(merged([each.accepted for each in running])) as stream:
-            async for index, deltas in stream:
-                delta = joined(deltas)
-                running[index].reply.take(delta)
-                answer = await _answer(edge, running[index], delta.result, delta.delivered)
-                yield data({**answer, "index": index} if several else answer)
-    except TenutoError as error:
-        yield data(Failure.of(error).body)
-    yield DONE
+class AnswerEvents:
+    """The answers as server-sent events, each with all output so far: see `Events`."""
+
+    def __init__(self, edge: Edge, running: Sequence[Running], *, several: bool) -> None:
+        self._edge = edge
+        self._running = running
+        self._several = several
+
+    def opening(self) -> bytes:
+        return b""
+
+    def news(self, index: int, deltas: list[Delta]) -> Part:
+        delta, running = joined(deltas), self._running[index]
+        running.reply.take(delta)
+        if _asks(self._edge, running, delta.result):
+            return partial(self._asked, index, delta)
+        return self._event(index, _plain(self._edge, running, delta.result))
+
+    async def _asked(self, index: int, delta: Delta) -> bytes:
+        return self._event(index, await _answer(self._edge, self._running[index], delta.result, delta.delivered))
+
+    def closing(self) -> bytes:
+        return DONE
+
+    def failed(self, error: TenutoError) -> bytes:
+        return data(Failure.of(error).body) + DONE
+
+    def _event(self, index: int, answer: dict[str, Any]) -> bytes:
+        return data({**answer, "index": index} if self._several else answer)
+
+
+def _asks(edge: Edge, running: Running, result: TurnResult | None) -> bool:
+    """Whether the engine must be asked for texts of the output."""
+    output = running.item.output
+    stop = result.stop if result is not None else None
+    return output.logprobs or output.special_tokens or _differs(edge, stop, trim_stop=output.trim_stop)
 
 
 async def _answer(edge: Edge, running: Running, result: TurnResult | None, delivered: int = 0) -> dict[str, Any]:
     """The output of a request so far. `result`: of its turn, once it has ended; before that, `delivered` is the number
     of tokens with delivered text."""
+    answer = _plain(edge, running, result)
+    if running.item.output.logprobs:
+        answer["meta_info"] |= await _logprobs(edge, running)
+    if _asks(edge, running, result):
+        answer["text"] = await _text(edge, running, result, delivered)
+    return answer
+
+
+def _plain(edge: Edge, running: Running, result: TurnResult | None) -> dict[str, Any]:
+    """The same as far as the engine need not be asked."""
     reply, ticket = running.reply, running.accepted.ticket
     assert ticket is not None
     meta: dict[str, Any] = {
@@ -58,12 +91,9 @@ async def _answer(edge: Edge, running: Running, result: TurnResult | None, deliv
         "completion_tokens": len(reply.token_ids),
         "cached_tokens": _cached(running, result) if result is not None else None,
     }
-    if running.item.output.logprobs:
-        meta |= await _logprobs(edge, running)
     if result is not None:
         meta["e2e_latency"] = (running.ended or time.perf_counter()) - running.started
-    text = await _text(edge, running, result, delivered)
-    return {"text": text, "output_ids": reply.token_ids, "meta_info": meta}
+    return {"text": reply.text, "output_ids": reply.token_ids, "meta_info": meta}
 
 
 def _finish_reason(result: TurnResult, generated: int) -> dict[str, Any]:

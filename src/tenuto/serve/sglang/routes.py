@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.serve.sglang.answers import events, whole_answer
+from tenuto.serve.sglang.answers import AnswerEvents, whole_answer
 from tenuto.serve.sglang.requests import RequestsOf
 from tenuto.serve.sglang.schemas import AbortRequest, CloseSessionRequest, GenerateRequest, OpenSessionRequest
 from tenuto.serve.shared.edge import Caller, EdgeOf
@@ -60,7 +60,8 @@ async def generate(
         raise
     several = len(running) > 1 or body.several
     if body.stream:
-        return EventStream(events(edge, running, several=several), lambda: requests.leave(running))
+        events = AnswerEvents(edge, running, several=several)
+        return EventStream([each.accepted for each in running], events, lambda: requests.leave(running))
     try:
         await while_connected(request, all_of(each.accepted.finished() for each in running))
         answers = [await whole_answer(edge, each) for each in running]

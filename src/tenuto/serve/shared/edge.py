@@ -24,7 +24,7 @@ from tenuto.base.messages import StartTurn
 from tenuto.base.views import ModelView
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.settings import ServeSettings, Tenant
+from tenuto.serve.shared.settings import EVERYONE, ServeSettings, Tenant
 from tenuto.serve.shared.tasks import Background
 from tenuto.serve.shared.turns import Turns
 
@@ -81,8 +81,11 @@ class Edge:
 
     def tenant(self, headers: Headers) -> Tenant:
         """The tenant whose key is in the headers. Raises `Unauthorized`."""
+        keys = self.settings.keys
+        if not keys:
+            return EVERYONE
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        tenant = self.settings.keys.tenant(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key"))
+        tenant = keys.tenant(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key"))
         if tenant is None:
             raise Unauthorized("no valid API key; give one as Authorization: Bearer KEY")
         return tenant

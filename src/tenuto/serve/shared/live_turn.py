@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 
 import msgspec
 
@@ -36,12 +36,13 @@ class LiveTurn:
         self.error: TenutoError | None = None
         self.reading: Reading | None = None  # how its answer is taken apart, if it is; written by who started it
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
-        self.readers = 0  # in `follow`, or about to be
+        self.readers = 0  # who want it to go on; counted by themselves
+        self.listeners: list[Callable[[], None]] = []  # called after every delta and after the end; they do not raise
         self.refused: TenutoError | None = None  # why it is not to begin; written by who aborts it
         self.rolling_back = False  # it is being aborted because nobody reads it
         self._gate = AbortGate()
         self.begin_abort = self._gate.begin_abort
-        self._wakers: list[asyncio.Future[None]] = []  # of readers who have read everything so far
+        self._over = asyncio.Event()
 
     @property
     def tenant(self) -> str:
@@ -94,7 +95,7 @@ class LiveTurn:
         self._drop_input()
         self.error = error.with_traceback(None)  # which would keep the input alive
         self.answered.set()
-        self._wake()
+        self._tell()
 
     def _add(self, delta: Delta) -> None:
         if delta.result is not None and (delta.tokens or delta.text):  # the end is its own event, to resume at
@@ -102,38 +103,22 @@ class LiveTurn:
             delta = Delta(delivered=delta.delivered, result=delta.result)
         self.deltas.append(delta)
         self.result = delta.result
-        self._wake()
+        self._tell()
 
     def _drop_input(self) -> None:
         self.request = msgspec.structs.replace(self.request, input=[])
 
     # -- read by anyone
 
-    async def follow(self, position: int = 0) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-        """Deltas after the first `position`, as they arrive: the number of the last one, and all new ones. Raises the
-        error that ended the turn."""
+    async def finished(self) -> TurnResult:
+        """Wait for the end, as a reader. Raises the error that ended the turn."""
         self.readers += 1
         try:
-            while True:
-                if position < len(self.deltas):
-                    new = self.deltas[position:]
-                    position = len(self.deltas)
-                    yield position, new
-                if self.error is not None:
-                    raise self.error
-                if self.result is not None and position >= len(self.deltas):
-                    return
-                if position >= len(self.deltas):
-                    waker = asyncio.get_running_loop().create_future()
-                    self._wakers.append(waker)
-                    await waker
+            await self._over.wait()
         finally:
             self.readers -= 1
-
-    async def finished(self) -> TurnResult:
-        """Wait for the end. Raises the error that ended the turn."""
-        async for _ in self.follow(len(self.deltas)):
-            pass
+        if self.error is not None:
+            raise self.error
         assert self.result is not None
         return self.result
 
@@ -151,8 +136,8 @@ class LiveTurn:
             said.add(reader.finish())
         return said
 
-    def _wake(self) -> None:
-        wakers, self._wakers = self._wakers, []
-        for waker in wakers:
-            if not waker.done():
-                waker.set_result(None)
+    def _tell(self) -> None:
+        if self.result is not None or self.error is not None:
+            self._over.set()
+        for listener in self.listeners:
+            listener()

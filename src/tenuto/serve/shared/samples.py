@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
@@ -13,7 +12,7 @@ from tenuto.base.errors import DeadlinePassed, Draining, GrammarFailed, TurnAbor
 from tenuto.base.messages import CloseSession, Fork, OpenSession, StartTurn
 from tenuto.base.options import OF_PREFILL, Policy, TurnParams
 from tenuto.base.sampling import MAX_SEED
-from tenuto.base.turns import Delta, EndReason, TurnResult
+from tenuto.base.turns import EndReason, TurnResult
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant, hidden_session_id
@@ -143,35 +142,3 @@ def check_end(edge: Edge, result: TurnResult) -> None:
     if edge.draining:
         raise Draining("the server is shutting down, and the turn was rolled back; try again later")
     raise TurnAborted("the turn was aborted, and rolled back")
-
-
-async def merged(turns: Sequence[LiveTurn]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-    """Deltas of several turns as they arrive: a turn's index and its new deltas. Raises the error that ended a turn."""
-    followed = [turn.follow() for turn in turns]
-    if len(followed) == 1:
-        async with aclosing(followed[0]) as stream:
-            async for _, deltas in stream:
-                yield 0, deltas
-        return
-    waiting = {asyncio.ensure_future(_next(stream)): i for i, stream in enumerate(followed)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i, new = waiting[task], task.result()
-                del waiting[task]
-                if new is not None:
-                    waiting[asyncio.ensure_future(_next(followed[i]))] = i
-                    yield i, new
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for stream in followed:
-            await stream.aclose()
-
-
-async def _next(stream: AsyncGenerator[tuple[int, list[Delta]], None]) -> list[Delta] | None:
-    with suppress(StopAsyncIteration):
-        return (await anext(stream))[1]
-    return None

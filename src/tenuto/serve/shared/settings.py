@@ -48,6 +48,10 @@ class Tenant:
     limits: Limits = field(default_factory=Limits)
 
 
+EVERYONE = Tenant("default", admin=True)
+"""Without keys."""
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The tenants by key. Without keys, everyone is the same tenant, with admin rights. `weights`: as in
@@ -63,7 +67,7 @@ class Keys:
         """The tenant with this key, or `None`. Keys are looked up by their digests, so that timing reveals nothing
         about them."""
         if not self.by_digest:
-            return Tenant("default", admin=True)
+            return EVERYONE
         return self.by_digest.get(sha256(key.encode()).digest()) if key is not None else None
 
     @staticmethod

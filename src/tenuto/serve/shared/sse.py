@@ -1,11 +1,12 @@
-"""Server-sent events, and clients that disconnect."""
+"""Server-sent events of turns, and clients that disconnect."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -13,6 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tenuto.base.errors import TenutoError
+from tenuto.base.turns import Delta
+from tenuto.serve.shared.client import Client, client_of
+from tenuto.serve.shared.live_turn import LiveTurn
 
 T = TypeVar("T")
 
@@ -29,50 +33,191 @@ def data(value: Any) -> bytes:
 
 def event(name: str, value: Any, number: int | None = None) -> bytes:
     """An event with a name, JSON data and, if given, a number to resume from."""
-    head = f"event: {name}\ndata: " if number is None else f"event: {name}\nid: {number}\ndata: "
-    return head.encode() + _json.encode(value) + b"\n\n"
+    if number is None:
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), _json.encode(value))
+    return b"event: %b\nid: %d\ndata: %b\n\n" % (name.encode(), number, _json.encode(value))
+
+
+Part = bytes | Callable[[], Awaitable[bytes]]
+"""A part of a stream, or what makes it, if the engine must be asked for that."""
+
+
+class Events(Protocol):
+    """Writes the events of a stream in some interface's form. Used once."""
+
+    def opening(self) -> bytes:
+        """What comes before any output."""
+        ...
+
+    def news(self, index: int, deltas: list[Delta]) -> Part:
+        """What tells the next `deltas` of a turn; empty if nothing does. Raises the error that is to end the stream."""
+        ...
+
+    def closing(self) -> bytes:
+        """What comes after the ends of all turns."""
+        ...
+
+    def failed(self, error: TenutoError) -> bytes:
+        """What ends the stream instead."""
+        ...
 
 
 class EventStream(Response):
-    """Sends events as they come. `on_close` is called once, when all are sent or the client has gone."""
+    """Sends the events of turns as they come. `on_close` is called once, when all are sent or the client has gone.
+
+    What comes while all before it is sent, which is nearly always, is written where it is delivered: waking the
+    request's task would take longer than all the rest. The task does what has to wait, and the beginnings and ends.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[bytes], on_close: Callable[[], None], headers: dict[str, str] | None = None
+        self,
+        turns: Sequence[LiveTurn],
+        events: Events,
+        on_close: Callable[[], None],
+        *,
+        position: int = 0,
+        headers: dict[str, str] | None = None,
     ) -> None:
+        """`position`: how many deltas of every turn have been read before."""
         super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
+        self._turns = turns
+        self._positions = [position] * len(turns)
         self._events = events
         self._on_close = on_close
+        self._client: Client | None = None
+        self._waiting: asyncio.Future[None] | None = None  # the task has sent all there was, and waits for more
+        self._left: Part = b""  # news that the task is to send
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI interface
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._client = client_of(scope)
         try:
             with suppress(ClientDisconnect):
-                await _until_disconnected(receive, self._send(send))
+                await _until_disconnected(scope, receive, self._send(send))
         finally:
-            await self._events.aclose()  # type: ignore[attr-defined] # an async generator: its readers are counted
             self._on_close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for part in self._events:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        with self._listening():
+            try:
+                await self._put(self._events.opening(), send)
+                await self._follow(send)
+                last = self._events.closing()
+            except TenutoError as error:
+                last = self._events.failed(error)
+        await self._put(last, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _follow(self, send: Send) -> None:
+        """Send what there is to all turns' ends. Raises the error that one ends with."""
+        while True:
+            for index in range(len(self._turns)):
+                if not self._read(index):
+                    await self._put(self._news(index), send)
+            if all(map(self._read, range(len(self._turns)))):
+                for turn in self._turns:
+                    if turn.error is not None:
+                        raise turn.error
+                if all(turn.ended for turn in self._turns):
+                    return
+                self._waiting = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiting
+                finally:
+                    self._waiting = None
+                left, self._left = self._left, b""
+                await self._put(left, send)
 
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    async def _put(self, part: Part, send: Send) -> None:
+        if not isinstance(part, bytes):
+            part = await part()
+        if not part:
+            return
+        if self._client is None:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            return
+        while not self._client.write(part):
+            await self._client.drain()
+
+    # -- what is delivered
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        heard = [(turn, partial(self._heard, index, turn)) for index, turn in enumerate(self._turns)]
+        for turn, listener in heard:
+            turn.listeners.append(listener)
+            turn.readers += 1
+        try:
+            yield
+        finally:
+            for turn, listener in heard:
+                turn.listeners.remove(listener)
+                turn.readers -= 1
+
+    def _heard(self, index: int, turn: LiveTurn) -> None:
+        """A turn has news: send them, or leave them to the task."""
+        waiting = self._waiting
+        if waiting is None or waiting.done():
+            return
+        if self._client is not None and turn.result is None and turn.error is None:
+            try:
+                part = self._news(index)
+            except Exception as error:  # noqa: BLE001 - ends this stream, not whatever else is delivered
+                waiting.set_exception(error)
+                return
+            if isinstance(part, bytes) and (not part or self._client.write(part)):
+                return
+            self._left = part
+        waiting.set_result(None)
+
+    def _read(self, index: int) -> bool:
+        """Whether all deltas so far have been read."""
+        return self._positions[index] == len(self._turns[index].deltas)
+
+    def _news(self, index: int) -> Part:
+        """The events that tell a turn's new deltas."""
+        deltas = self._turns[index].deltas
+        new = deltas[self._positions[index] :]
+        self._positions[index] = len(deltas)
+        return self._events.news(index, new)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. If the client disconnects first, `work` is cancelled and `ClientDisconnect` raised."""
-    return await _until_disconnected(request.receive, work)
+    return await _until_disconnected(request.scope, request.receive, work)
 
 
-async def _disconnected(receive: Receive) -> None:
-    with suppress(TenutoError):  # a body that is too large, or never ends, counts as a disconnect
-        while (await receive())["type"] != "http.disconnect":
-            pass
+async def _until_disconnected(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    client, task = client_of(scope), asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    def leave() -> None:
+        nonlocal gone
+        gone = True
+        task.cancel()
+
+    if client is None or not client.watch(leave):
+        return await _watching(receive, work)
+    try:
+        result = await work
+    except asyncio.CancelledError:
+        if gone and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        client.watch(None)
+    if gone:  # and the work ended nevertheless
+        task.uncancel()
+        raise ClientDisconnect
+    return result
 
 
-async def _until_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+async def _watching(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """`_until_disconnected` by what ASGI has."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -86,3 +231,9 @@ async def _until_disconnected(receive: Receive, work: Awaitable[T]) -> T:
             working.cancel()
             with suppress(asyncio.CancelledError):
                 await working
+
+
+async def _disconnected(receive: Receive) -> None:
+    with suppress(TenutoError):  # a body that is too large, or never ends, counts as a disconnect
+        while (await receive())["type"] != "http.disconnect":
+            pass

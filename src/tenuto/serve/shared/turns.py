@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -108,7 +109,7 @@ class Turns:
                 request = await self._begin(turn, turn.request.key, queue=queue, max_queued=max_queued)
             if request is None:
                 return
-            await self._link.start(request, lambda news: self._deliver(turn, news))
+            await self._link.start(request, partial(self._deliver, turn))
         except TenutoError as error:
             turn.fail(error)
             self._end(turn)
@@ -164,6 +165,8 @@ class Turns:
         if isinstance(news, Delta):
             for heard in self.on_delta:
                 heard(turn, news)
+            if news.result is None:
+                return
         if turn.ended and turn.ticket is not None:
             for heard_end in self.on_end:
                 heard_end(turn)
