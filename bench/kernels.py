@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -192,13 +192,22 @@ class Figures:
         """A prefill of an empty sequence."""
         return Prefill(tokens, self._step(1, 0, tokens))
 
-    def turn(self, context: int, tokens: int) -> Turn:
-        """What a turn waits for: `tokens` after `context`."""
+    def turns(self, contexts: Sequence[int], tokens: int) -> tuple[Turn, ...]:
+        """What turns wait for: `tokens` after each of `contexts`. Measured in turn, so that when the machine is slower
+        for a while, it is for all of them."""
+        self._steps.fill(1, max(contexts))
+        shares(self._steps.executor.forward)  # of the steps that follow
+        rounds = [[self._steps.run(1, context, tokens) for context in contexts] for _ in range(self._times + 1)]
+        each = zip(contexts, zip(*rounds[1:], strict=True), strict=True)  # the first does not count
+        return tuple(
+            Turn(tokens, context, Spread.of(seconds), self._attention(context, tokens)) for context, seconds in each
+        )
+
+    def _attention(self, context: int, tokens: int) -> float:
         kept = (context + tokens) * self.token_bytes
         size = self.weight_bytes + kept  # alone, what is kept might stay in a cache that the weights drive it from
-        attention = read_seconds(size) * kept / size
-        attention += product_seconds(tokens * (context + tokens // 2) * self._per_pair)
-        return Turn(tokens, context, self._step(1, context, tokens), attention)
+        products = tokens * (context + tokens // 2) * self._per_pair
+        return read_seconds(size) * kept / size + product_seconds(products)
 
     def _step(self, rows: int, start: int, count: int) -> Spread:
         self._steps.fill(rows, start)
@@ -214,7 +223,7 @@ def show(kernels: str, kv_cache_dtype: str, times: int) -> None:
         print(f"\n{figures.description}; {sizes}")
         print(f"prefill of 512  {512 / figures.prefill(512).seconds.median:8.0f} tokens/s")
         print(f"  of it  {shares(forward)}")
-        print(f"48 after 3,072  {figures.turn(3072, 48).seconds.scaled(1e3).shown('7.2f')} ms")
+        print(f"48 after 3,072  {figures.turns([3072], 48)[0].seconds.scaled(1e3).shown('7.2f')} ms")
         print(f"  of it  {shares(forward)}")
         for rows, context in DECODES:
             one = figures.decode(rows, context)

@@ -16,7 +16,7 @@ CHUNKS = (16, 48, 128, 512)
 """Tokens of the prefills."""
 TURNS = (80, 800, 1600, 3120)
 """Contexts of turns: in the workload, of the second and the last, and two between."""
-TIMES = 7
+TIMES = 15
 LLAMA_TOKENS = 16
 """Decoded at each point by llama.cpp's benchmark."""
 
@@ -42,7 +42,7 @@ def limits(setting: Setting) -> Limits:
         figures = Figures(executor, TIMES)
         decodes = tuple(figures.decode(rows, context) for rows, context in DECODES)
         prefills = tuple(figures.prefill(tokens) for tokens in CHUNKS)
-        turns = tuple(figures.turn(context, NEW_TOKENS) for context in TURNS)
+        turns = figures.turns(TURNS, NEW_TOKENS)
         kernels, weights, token = figures.description, figures.weight_bytes, figures.token_bytes
     steps, rates = _llama(setting) if (setting.peers / LLAMA_PROGRAMS).exists() else ({}, {})
     return Limits(kernels, weights, token, decodes, prefills, turns, steps, rates)
