@@ -6,8 +6,9 @@ namespace tiles {
 class Ahead {
 public:
   // `steps`: how many calls of `ask` there will be.
-  Ahead(const Blocks &blocks, int from, int steps) : blocks_(blocks), from_(from), to_(from) {
-    const int count = std::min(CHUNK, blocks.count - from);
+  Ahead(const Blocks &blocks, int from, int steps)
+      : blocks_(blocks), from_(from), to_(from), end_of_chunk_(std::min(from + CHUNK, blocks.count)) {
+    const int count = end_of_chunk_ - from;
     left_ = count * (int)(blocks.cache.block_bytes() / 64), at_once_ = (left_ + steps - 1) / steps;
   }
   void ask() {
@@ -24,13 +25,14 @@ private:
     const Cache &cache = blocks_.cache;
     values_ = !values_ && from_ < to_ && !cache.bytes;
     if (!values_)
-      from_ = to_, to_ = std::min(from_ / cache.blocks * cache.blocks + cache.blocks, blocks_.count);
+      from_ = to_, to_ = std::min(from_ / cache.blocks * cache.blocks + cache.blocks, end_of_chunk_);
     at_ = blocks_.at(from_) + (values_ ? cache.to_values() : 0), end_ = at_ + (to_ - from_) * cache.run_bytes();
   }
 
   const Blocks &blocks_;
   const char *at_ = nullptr, *end_ = nullptr;
   int from_, to_; // blocks of one page whose keys, or `values_`, are asked for
+  int end_of_chunk_;
   bool values_ = false;
   int left_, at_once_;
 };
