@@ -122,9 +122,11 @@ public:
   void attend(const TenutoOp &op, Member &member) {
     const TenutoAttention &a = *op.attention;
     const Input to = work_.b(a.heads * dim(), op.reader);
-    for (int i; (i = work_.team.take(member.number, (int)tasks_.size())) >= 0;) {
+    const int count = (int)tasks_.size();
+    const int first = work_.team.begin_of(member.number, count), last = work_.team.begin_of(member.number + 1, count);
+    for (int i; (i = work_.team.take(member.number, count)) >= 0;) {
       const AttentionTask &task = tasks_[i];
-      attend(task, a);
+      attend(task, a, i >= first && i + 1 < last ? &tasks_[i + 1] : nullptr);
       if (joined_[task.group].fetch_add(1, std::memory_order_acq_rel) + 1 < task.parts)
         continue;
       joined_[task.group].store(0, std::memory_order_relaxed);
@@ -209,26 +211,31 @@ private:
       cache.write_key(block, slot % LANES, vector);
   }
 
-  void attend(const AttentionTask &task, const TenutoAttention &a) const {
-    const int token = work_.batch.first(task.piece.row) + task.piece.query,
-              position = work_.step->starts[task.piece.row] + task.piece.query;
-    const bool many = work_.step->counts[task.piece.row] * a_key() >= 2 * LANES;
-    const Half *queries = work_.query(token, task.piece.head, a_key(), dim());
-    const QueryRows rows = {queries,
+  void attend(const AttentionTask &task, const TenutoAttention &a, const AttentionTask *next) const {
+    const int row = task.piece.row, token = work_.batch.first(row) + task.piece.query;
+    const QueryRows rows = {work_.query(token, task.piece.head, a_key(), dim()),
                             (char *)partial(task, task.part, 0),
                             task.piece.queries * a_key(),
-                            position,
+                            work_.batch.position(token),
                             a_key(),
                             pages_.window(),
                             dim(),
-                            many};
-    int begin = pages_.cache.block_of(rows.first(0));
-    if (pages_.cache.pairs())
+                            work_.step->counts[row] * a_key() >= 2 * LANES};
+    const Span own = span(task, a), then = next ? span(*next, a) : own;
+    ::attend(own, rows, a.cap * LOG2_E, next ? &then : nullptr);
+  }
+
+  // What the queries of a task attend to.
+  Span span(const AttentionTask &task, const TenutoAttention &a) const {
+    const Cache &cache = pages_.cache;
+    const int position = work_.step->starts[task.piece.row] + task.piece.query;
+    int begin = cache.block_of(pages_.first_seen(position));
+    if (cache.pairs())
       begin -= begin % 2;
-    const int end = pages_.cache.block_of(position + task.piece.queries - 1) + 1;
-    const Blocks blocks = {pages_.cache, a.place, task.piece.head, work_.pages(group_, task.piece.row), end};
-    const int from = (task.from + task.part) * CHUNK, to = task.parts > 1 ? std::min(from + CHUNK, end) : end;
-    ::attend(blocks, rows, std::max(from, begin), to, a.cap * LOG2_E);
+    const int end = cache.block_of(position + task.piece.queries - 1) + 1, from = (task.from + task.part) * CHUNK;
+    return {{cache, a.place, task.piece.head, work_.pages(group_, task.piece.row), end},
+            std::max(from, begin),
+            task.parts > 1 ? std::min(from + CHUNK, end) : end};
   }
 
   // What a head of a token has attended to becomes part of the next product's input.

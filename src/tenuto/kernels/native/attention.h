@@ -182,10 +182,12 @@ struct Blocks {
   const int32_t *pages;
   int count; // of the sequence's
 
+  // Where the chunk of block `from` ends, or `to`, if that is before.
+  static int chunk_end(int from, int to) { return std::min(to, from / CHUNK * CHUNK + CHUNK); }
   // Blocks `from` up to `to`, at most to where chunks end: always at the same blocks, also if the first of them have
   // left the window. Pairs are never parted, as sums would be rounded elsewhere.
   Chunk chunk(int from, int to) const {
-    Chunk chunk = {std::min(to, from / CHUNK * CHUNK + CHUNK) - from, cache.page_size % LANES == 0, cache.pairs()};
+    Chunk chunk = {chunk_end(from, to) - from, cache.page_size % LANES == 0, cache.pairs()};
     chunk.to_values = cache.to_values();
     int page = from / cache.blocks, index = from % cache.blocks;
     for (int i = 0; i < chunk.count; i++) {
@@ -198,6 +200,12 @@ struct Blocks {
     return chunk;
   }
   const char *at(int i) const { return cache.block(layer, pages[i / cache.blocks], head, i % cache.blocks); }
+};
+
+// Those of them, from `from` up to `to`, that query rows attend to.
+struct Span {
+  Blocks blocks;
+  int from, to;
 };
 
 // ROWS query rows from `row` on attend to blocks `from` up to `to` of one sequence's cache, a head of it. Their scores
@@ -278,26 +286,26 @@ static void attend(const Blocks &blocks, const QueryRows &rows, int row, int fro
 
 constexpr int STRIP = 2 * CHUNK; // blocks that all rows attend to before the next are read
 
-// Query rows attend to blocks `from` up to `to` of one sequence's cache.
-static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to, float cap) {
-  const bool bytes = blocks.cache.bytes;
+// Query rows attend to a span; `next`, if it is not null, is what this thread most likely attends to then.
+static void attend(const Span &span, const QueryRows &rows, float cap, const Span *next) {
+  const bool bytes = span.blocks.cache.bytes;
 #if TENUTO_AMX
   if (rows.head_dim % BLOCK == 0 && rows.count <= MOST_GROUPS * LANES && (!bytes || rows.many))
-    return tiles::attend(blocks, rows, from, to, cap);
+    return tiles::attend(span, rows, cap, next);
 #endif
   for (int r = 0; r < rows.count; r++) {
     *rows.result(r) = {-INFINITY, 0.0f};
     memset(weighted(rows.result(r)), 0, sizeof(float) * rows.head_dim);
   }
-  for (int start = from, end; start < to; start = end) {
-    end = std::min(to, start / STRIP * STRIP + STRIP);
+  for (int start = span.from, end; start < span.to; start = end) {
+    end = std::min(span.to, start / STRIP * STRIP + STRIP);
     for (int r = 0, now, seen; r < rows.count; r += now) {
       auto attend_now = [&](auto so_many) {
         constexpr int ROWS = decltype(so_many)::value;
-        (bytes ? attend_bytes<ROWS> : attend<ROWS>)(blocks, rows, r, start, seen, cap);
+        (bytes ? attend_bytes<ROWS> : attend<ROWS>)(span.blocks, rows, r, start, seen, cap);
       };
       now = std::min(rows.count - r, ROWS_AN_ATTENTION);
-      seen = std::min(end, blocks.cache.block_of(rows.end(r + now - 1) - 1) + 1);
+      seen = std::min(end, span.blocks.cache.block_of(rows.end(r + now - 1) - 1) + 1);
       switch (now) {
       case 6:
         attend_now(std::integral_constant<int, 6>());

@@ -1,40 +1,54 @@
 // Attention by tiles (AMX): groups of 16 query rows.
 namespace tiles {
 
-// Asks for the next chunk while one is attended to, some lines at a time, so that what is needed now need not wait. For
-// the second cache: more lines can be on their way there than to the first.
-class Ahead {
+// Asks for the next chunk while one is attended to, a few lines at a time. For the second cache, so that what is needed
+// now stays in the first. FEW rows wait for the memory alone, so it should never wait for them, and they ask as often
+// as can be; for many it has time.
+template <bool FEW> class Ahead {
 public:
-  // `steps`: how many calls of `ask` there will be.
-  Ahead(const Blocks &blocks, int from, int steps)
-      : blocks_(blocks), from_(from), to_(from), end_of_chunk_(std::min(from + CHUNK, blocks.count)) {
-    const int count = end_of_chunk_ - from;
-    left_ = count * (int)(blocks.cache.block_bytes() / 64), at_once_ = (left_ + steps - 1) / steps;
+  // For the blocks of `span` up to the end of a chunk, or for nothing.
+  explicit Ahead(const Span *span) {
+    if (!span)
+      return;
+    blocks_ = &span->blocks, from_ = to_ = span->from, end_of_chunk_ = Blocks::chunk_end(span->from, span->to);
+    go_on();
   }
-  void ask() {
-    for (int i = std::min(at_once_, left_); i > 0; i--, left_--) {
-      if (at_ == end_)
-        go_on();
-      __builtin_prefetch(at_, 0, 2);
-      at_ += 64;
-    }
+  __attribute__((always_inline)) void ask() {
+    if (!at_)
+      return;
+#pragma GCC unroll 8
+    for (int i = 0; i < LINES; i++) // of bytes, this may go beyond the end
+      __builtin_prefetch(at_ + 64 * i, 0, 2);
+    at_ += 64 * LINES;
+    if (at_ >= end_)
+      go_on();
+  }
+  __attribute__((always_inline)) void ask_often() {
+    if (FEW)
+      ask();
+  }
+  void ask_for_the_rest() {
+    while (at_)
+      ask();
   }
 
 private:
-  void go_on() { // page by page, as they lie
-    const Cache &cache = blocks_.cache;
+  static constexpr int LINES = FEW ? 8 : 4;
+
+  __attribute__((noinline)) void go_on() { // page by page, as they lie
+    const Cache &cache = blocks_->cache;
     values_ = !values_ && from_ < to_ && !cache.bytes;
     if (!values_)
       from_ = to_, to_ = std::min(from_ / cache.blocks * cache.blocks + cache.blocks, end_of_chunk_);
-    at_ = blocks_.at(from_) + (values_ ? cache.to_values() : 0), end_ = at_ + (to_ - from_) * cache.run_bytes();
+    at_ = from_ < to_ ? blocks_->at(from_) + (values_ ? cache.to_values() : 0) : nullptr;
+    end_ = at_ + (to_ - from_) * cache.run_bytes();
   }
 
-  const Blocks &blocks_;
-  const char *at_ = nullptr, *end_ = nullptr;
-  int from_, to_; // blocks of one page whose keys, or `values_`, are asked for
+  const Blocks *blocks_;
+  const char *at_ = nullptr, *end_; // null when all is asked for
+  int from_, to_;                   // blocks of one page whose keys, or `values_`, are asked for
   int end_of_chunk_;
   bool values_ = false;
-  int left_, at_once_;
 };
 
 // Shares are 2^(score - base) to the nearest 128th of a power of two, as bfloat16: what is behind the point becomes its
@@ -100,8 +114,9 @@ struct Group {
 typedef float Scores[CHUNK][LANES][LANES]; // of blocks, rows, and slots
 
 // Turn the scores of a group into shares, and bring what its rows have attended to so far up to date, as `weigh` does.
+template <bool FEW>
 INLINE void weigh_rows(Scores scores, const Chunk &chunk, const QueryRows &rows, float cap, Group &group,
-                       Ahead &ahead) {
+                       Ahead<FEW> &ahead) {
   const int seen = group.seen;
   alignas(64) f32x16 each_row[LANES];
   for (int r = group.count; r < LANES; r++)
@@ -114,6 +129,7 @@ INLINE void weigh_rows(Scores scores, const Chunk &chunk, const QueryRows &rows,
             chunk.masked(load<f32x16>(scores[i][r]), i, rows.first(group.first + r), rows.end(group.first + r)));
     if (cap != 0.0f)
       keep_within(cap, scores[0][r], seen, LANES);
+    ahead.ask_often();
     f32x16 top = load<f32x16>(scores[0][r]);
     for (int i = 1; i < seen; i++)
       top = max16(top, load<f32x16>(scores[i][r]));
@@ -135,6 +151,7 @@ INLINE void weigh_rows(Scores scores, const Chunk &chunk, const QueryRows &rows,
       const i32x16 first = logarithms(scores[i][r], offset[r]);
       const i32x16 second = i + 1 < seen ? logarithms(scores[i + 1][r], offset[r]) : i32x16{};
       const __m512i shares = shares_of(first, second);
+      ahead.ask_often();
       sum = _mm512_dpbf16_ps(sum, (__m512bh)shares, ones);
       _mm512_store_si512(group.shares[i / 2][r], shares);
     }
@@ -145,24 +162,30 @@ INLINE void weigh_rows(Scores scores, const Chunk &chunk, const QueryRows &rows,
 }
 
 // The scores of a group with up to 4 blocks.
-INLINE void score(const char *const *blocks, int count, const Half *queries, int dim, Scores scores) {
+template <bool FEW>
+INLINE void score(const char *const *blocks, int count, const Half *queries, int dim, Scores scores,
+                  Ahead<FEW> &ahead) {
   written();
   clear();
   for (int d = 0; d < dim; d += BLOCK) {
     const int64_t at = 2 * d * LANES;
     _tile_loadd(4, queries + d, 2 * dim);
     _tile_loadd(6, blocks[0] + at, 64);
+    ahead.ask_often();
     _tile_dpbf16ps(0, 4, 6);
     if (count > 1) {
       _tile_loadd(6, blocks[1] + at, 64);
+      ahead.ask_often();
       _tile_dpbf16ps(1, 4, 6);
     }
     if (count > 2) {
       _tile_loadd(6, blocks[2] + at, 64);
+      ahead.ask_often();
       _tile_dpbf16ps(2, 4, 6);
     }
     if (count > 3) {
       _tile_loadd(6, blocks[3] + at, 64);
+      ahead.ask_often();
       _tile_dpbf16ps(3, 4, 6);
     }
   }
@@ -178,7 +201,8 @@ INLINE void score(const char *const *blocks, int count, const Half *queries, int
 
 // Add the values of a chunk, weighed by the shares of a group, to what its rows have attended to, unless it is the
 // first.
-INLINE void add_values(const Group &group, const Chunk &chunk, const QueryRows &rows, bool first, Ahead &ahead) {
+template <bool FEW>
+INLINE void add_values(const Group &group, const Chunk &chunk, const QueryRows &rows, bool first, Ahead<FEW> &ahead) {
   const int dim = rows.head_dim, together = chunk.pairs ? 2 : 1;
   alignas(64) float values[4][LANES][LANES];
   for (int d = 0; d < dim; d += 4 * LANES) {
@@ -190,14 +214,22 @@ INLINE void add_values(const Group &group, const Chunk &chunk, const QueryRows &
       ahead.ask();
       _tile_loadd(5, &group.shares[i / 2][0][i % 2 * LANES], 64);
       _tile_loadd(7, block, dim * 4);
+      ahead.ask_often();
       _tile_dpbf16ps(0, 5, 7);
+      ahead.ask_often();
       _tile_loadd(7, block + 2 * LANES, dim * 4);
+      ahead.ask_often();
       _tile_dpbf16ps(1, 5, 7);
+      ahead.ask_often();
       if (all) {
         _tile_loadd(7, block + 4 * LANES, dim * 4);
+        ahead.ask_often();
         _tile_dpbf16ps(2, 5, 7);
+        ahead.ask_often();
         _tile_loadd(7, block + 6 * LANES, dim * 4);
+        ahead.ask_often();
         _tile_dpbf16ps(3, 5, 7);
+        ahead.ask_often();
       }
     }
     _tile_stored(0, values[0], 64);
@@ -262,7 +294,8 @@ private:
 
 // As `::attend`, for head dimensions that are multiples of 32. A chunk's keys serve for all rows, and then its values,
 // so that they stay in the first cache.
-static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to, float cap) {
+template <bool FEW> static void attend_by(const Span &span, const QueryRows &rows, float cap, const Span *next) {
+  const Blocks &blocks = span.blocks;
   alignas(64) Scores scores;
   Unpacked unpacked;
   Group groups[MOST_GROUPS];
@@ -271,25 +304,26 @@ static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to
     groups[g].first = g * LANES, groups[g].count = std::min(LANES, rows.count - g * LANES);
     groups[g].highest = splat(-INFINITY), groups[g].sum = f32x16{};
   }
-  for (int start = from, now; start < to; start += now) {
-    Chunk chunk = blocks.chunk(start, to);
+  for (int start = span.from, now; start < span.to; start += now) {
+    Chunk chunk = blocks.chunk(start, span.to);
     now = chunk.count;
+    const Span left = {blocks, start + now, span.to};
+    Ahead<FEW> ahead(left.from < left.to ? &left : next);
     if (blocks.cache.bytes)
       unpacked.take(chunk, blocks.cache);
     configure(chunk.pairs ? ATTENTION_TO_PAIRS : ATTENTION, std::min(rows.count, LANES));
-    const int together = chunk.pairs ? 2 : 1, steps = (now + together - 1) / together * ((rows.head_dim + 63) / 64);
-    Ahead ahead(blocks, start + now, rows.count + count * steps);
     for (int g = 0; g < count; g++) {
       Group &group = groups[g];
       const int end = rows.end(group.first + group.count - 1);
       for (group.seen = now; group.seen > 1 && chunk.first[group.seen - 1] >= end;)
         group.seen--;
       for (int i = 0; i < group.seen; i += 4)
-        score(chunk.at + i, group.seen - i, rows.query(group.first), rows.head_dim, scores + i);
+        score(chunk.at + i, group.seen - i, rows.query(group.first), rows.head_dim, scores + i, ahead);
       weigh_rows(scores, chunk, rows, cap, group, ahead);
     }
     for (int g = 0; g < count; g++)
-      add_values(groups[g], chunk, rows, start == from, ahead);
+      add_values(groups[g], chunk, rows, start == span.from, ahead);
+    ahead.ask_for_the_rest();
   }
   for (const Group *group = groups; group < groups + count; group++) {
     float highest[LANES], sum[LANES];
@@ -297,6 +331,13 @@ static void attend(const Blocks &blocks, const QueryRows &rows, int from, int to
     for (int r = 0; r < group->count; r++)
       *rows.result(group->first + r) = {highest[r], sum[r]};
   }
+}
+
+static void attend(const Span &span, const QueryRows &rows, float cap, const Span *next) {
+  if (rows.count <= LANES)
+    attend_by<true>(span, rows, cap, next);
+  else
+    attend_by<false>(span, rows, cap, next);
 }
 
 } // namespace tiles
