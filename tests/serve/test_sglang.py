@@ -683,9 +683,8 @@ def test_any_requests_to_a_session_see_the_tokens_of_what_they_continue(witness:
             name = opened(http, timeout=60)
             for step in range(25):
                 rid, ids = f"{name}-{step}", [random.randrange(900) for _ in range(random.randrange(1, 40))]
-                short = [
-                    earlier for earlier, (tokens, _) in known.items() if len(tokens) < 2000
-                ]  # an abort may be late
+                # an abort may come late, and the output grow until then
+                short = [earlier for earlier, (tokens, _) in known.items() if len(tokens) < 2000]
                 after = random.choice([*short, None])
                 more: dict[str, Any] = {"offset": random.choice([None, None, 0, 7, -3])}
                 more["drop_previous_output"] = random.random() < 0.2

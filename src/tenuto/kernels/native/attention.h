@@ -286,12 +286,13 @@ static void attend(const Blocks &blocks, const QueryRows &rows, int row, int fro
 
 constexpr int STRIP = 2 * CHUNK; // blocks that all rows attend to before the next are read
 
-// Query rows attend to a span; `next`, if it is not null, is what this thread most likely attends to then.
+// Query rows attend to a span. `next`, if it is not null, is what this thread most likely attends to then: tiles ask
+// for it early.
 static void attend(const Span &span, const QueryRows &rows, float cap, const Span *next) {
   const bool bytes = span.blocks.cache.bytes;
 #if TENUTO_AMX
   if (rows.head_dim % BLOCK == 0 && rows.count <= MOST_GROUPS * LANES && (!bytes || rows.many))
-    return tiles::attend(span, rows, cap, next);
+    return (rows.count <= LANES ? tiles::attend<true> : tiles::attend<false>)(span, rows, cap, next);
 #endif
   for (int r = 0; r < rows.count; r++) {
     *rows.result(r) = {-INFINITY, 0.0f};

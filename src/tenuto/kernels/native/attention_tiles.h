@@ -294,7 +294,7 @@ private:
 
 // As `::attend`, for head dimensions that are multiples of 32. A chunk's keys serve for all rows, and then its values,
 // so that they stay in the first cache.
-template <bool FEW> static void attend_by(const Span &span, const QueryRows &rows, float cap, const Span *next) {
+template <bool FEW> static void attend(const Span &span, const QueryRows &rows, float cap, const Span *next) {
   const Blocks &blocks = span.blocks;
   alignas(64) Scores scores;
   Unpacked unpacked;
@@ -331,13 +331,6 @@ template <bool FEW> static void attend_by(const Span &span, const QueryRows &row
     for (int r = 0; r < group->count; r++)
       *rows.result(group->first + r) = {highest[r], sum[r]};
   }
-}
-
-static void attend(const Span &span, const QueryRows &rows, float cap, const Span *next) {
-  if (rows.count <= LANES)
-    attend_by<true>(span, rows, cap, next);
-  else
-    attend_by<false>(span, rows, cap, next);
 }
 
 } // namespace tiles
