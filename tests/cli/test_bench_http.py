@@ -74,7 +74,7 @@ def test_what_one_read_brings_came_at_one_time_and_connections_are_used_again() 
                 b"GET /base/other",
             ]
             assert b"authorization: Bearer key\r\n" in asked[1]
-            assert asked[1].endswith(b'\r\n\r\n{"a": 1}')
+            assert asked[1].endswith(b'\r\n\r\n{"a":1}')
 
     asyncio.run(story())
 
@@ -105,6 +105,21 @@ def test_what_goes_wrong_is_a_typed_error(answer: list[bytes], error: type[Tenut
         async with answering(answer) as (http, _):
             with pytest.raises(error, match=says):
                 await read(http)
+
+    asyncio.run(story())
+
+
+def test_the_proxy_of_the_environment_is_used_unless_it_excludes_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]"
+        async with answering([answer], [answer]) as (proxy, asked):
+            monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.url.port}")
+            monkeypatch.setenv("no_proxy", "127.0.0.1")
+            for url in ("http://elsewhere.invalid/base/", str(proxy.url)):
+                async with BenchHttp(httpx.URL(url)) as http:
+                    assert await http.ask("GET", "/path") == []
+            lines = [request.partition(b" HTTP")[0] for request in asked if request != b"connected"]
+            assert lines == [b"GET http://elsewhere.invalid/base/path", b"GET /base/path"]
 
     asyncio.run(story())
 

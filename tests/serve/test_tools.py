@@ -70,7 +70,7 @@ def test_several_calls_may_come_in_parallel(client: OpenAI) -> None:
 
 def test_without_a_call_the_answer_is_text(client: OpenAI) -> None:
     for choice in ("auto", "none"):
-        answer = ask(client, tools=[WEATHER], tool_choice=choice, max_tokens=8).choices[0]
+        answer = ask(client, tools=[WEATHER], tool_choice=choice, max_tokens=8, temperature=0).choices[0]
         assert answer.message.tool_calls is None
         assert answer.finish_reason == "length"
 

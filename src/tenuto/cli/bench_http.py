@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx
@@ -27,14 +28,16 @@ class BenchHttp:
     def __init__(self, url: httpx.URL, api_key: str | None = None) -> None:
         self.url = url
         self._base = str(url).rstrip("/")
-        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._headers = {"content-type": "application/json"}
+        if api_key is not None:
+            self._headers["authorization"] = f"Bearer {api_key}"
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            trust_env=True,
+            proxy=_proxy(self.url),
         )
         return self
 
@@ -44,7 +47,7 @@ class BenchHttp:
     async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """A server's answer, from JSON; `None` if it is something else. Raises the error that it is."""
         with _typed_errors():
-            async with self._http.request(method, self._base + path, json=body) as answer:
+            async with self._http.request(method, self._base + path, data=_json(body)) as answer:
                 content = await _checked(answer)
         try:
             return msgspec.json.decode(content) if content else None
@@ -57,10 +60,10 @@ class BenchHttp:
         """The events of a stream: when they came, their names and their data. Raises the error that one reports."""
         parser = EventParser()
         with _typed_errors():
-            async with self._http.post(self._base + path, json=body, headers=headers) as answer:
+            async with self._http.post(self._base + path, data=_json(body), headers=headers) as answer:
                 if answer.status >= 400:
                     await _checked(answer)
-                async for piece in answer.content.iter_any():
+                while piece := await answer.content.readany():
                     when = time.perf_counter()
                     for event in parser.feed(piece):
                         if event.data == "[DONE]":
@@ -69,6 +72,15 @@ class BenchHttp:
                         if "error" in data:
                             raise error_from(500, event.data.encode())
                         yield when, event.name, data
+
+
+def _proxy(url: httpx.URL) -> str | None:
+    """The one that the environment names. Asked once: aiohttp would do it for every request, and read `~/.netrc`."""
+    return None if proxy_bypass(url.host) else getproxies().get(url.scheme)
+
+
+def _json(body: dict[str, Any] | None) -> bytes | None:
+    return None if body is None else msgspec.json.encode(body)
 
 
 async def _checked(answer: aiohttp.ClientResponse) -> bytes:
