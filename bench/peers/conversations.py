@@ -24,7 +24,7 @@ class LlamaConversation(BenchConversation):
             "return_tokens": True,
             "stream": True,
         }
-        async for when, _, data in self._http.events("/completion", body, {"connection": "close"}):
+        for when, _, data in await self._http.events("/completion", body, {"connection": "close"}):
             if ids := data.get("tokens"):
                 self._history += ids
                 yield Arrival(when, len(ids))
@@ -49,7 +49,7 @@ class CompletionsConversation(OpenAIConversation):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        async for when, _, data in self._http.events("/v1/completions", body):
+        for when, _, data in await self._http.events("/v1/completions", body):
             for choice in data["choices"]:
                 ids = choice.get("token_ids") or []
                 self._history += ids

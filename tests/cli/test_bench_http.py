@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tenuto.base.errors import Disconnected, InvalidRequest, TenutoError, Unreachable
-from tenuto.cli.bench_http import BenchHttp
+from tenuto.cli.bench_http import BenchHttp, TimedEvent
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -50,8 +50,8 @@ async def answering(*answers: list[bytes]) -> AsyncIterator[tuple[BenchHttp, lis
         await asyncio.gather(*(task for task in serving if task is not None))
 
 
-async def read(http: BenchHttp) -> list[tuple[float, str, object]]:
-    return [event async for event in http.events("/path", {"a": 1})]
+async def read(http: BenchHttp) -> list[TimedEvent]:
+    return await http.events("/path", {"a": 1})
 
 
 def test_what_one_read_brings_came_at_one_time_and_connections_are_used_again() -> None:
@@ -95,8 +95,13 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
     [
         ([CHUNKED + chunk(b"data: [1]\n\n"), b""], Disconnected, "connection to the server broke"),
         ([b""], Disconnected, "connection to the server broke"),
+        ([HEAD, b""], Disconnected, "connection to the server broke"),
         ([b"SSH-2.0\r\n\r\n"], Disconnected, "connection to the server broke"),
-        ([CHUNKED + chunk(b'data: {"error": {"message": "no", "code": "invalid_request"}}\n\n')], InvalidRequest, "no"),
+        (
+            [CHUNKED + chunk(b'data: {"error": {"message": "no", "code": "invalid_request"}}\n\n') + b"0\r\n\r\n"],
+            InvalidRequest,
+            "no",
+        ),
         ([b"HTTP/1.1 400 Bad\r\ncontent-length: 4\r\n\r\noops"], TenutoError, "status 400 and no reason"),
     ],
 )
@@ -105,21 +110,6 @@ def test_what_goes_wrong_is_a_typed_error(answer: list[bytes], error: type[Tenut
         async with answering(answer) as (http, _):
             with pytest.raises(error, match=says):
                 await read(http)
-
-    asyncio.run(story())
-
-
-def test_the_proxy_of_the_environment_is_used_unless_it_excludes_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]"
-        async with answering([answer], [answer]) as (proxy, asked):
-            monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.url.port}")
-            monkeypatch.setenv("no_proxy", "127.0.0.1")
-            for url in ("http://elsewhere.invalid/base/", str(proxy.url)):
-                async with BenchHttp(httpx.URL(url)) as http:
-                    assert await http.ask("GET", "/path") == []
-            lines = [request.partition(b" HTTP")[0] for request in asked if request != b"connected"]
-            assert lines == [b"GET http://elsewhere.invalid/base/path", b"GET /base/path"]
 
     asyncio.run(story())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from tenuto.base.errors import TenutoError
 from tenuto.cli.bench_http import BenchHttp
@@ -21,8 +21,7 @@ class Counts:
     generated: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """`tokens` output tokens that came at `when` (`time.perf_counter`)."""
 
     when: float
@@ -91,7 +90,7 @@ class TenutoConversation(BenchConversation):
             "max_new_tokens": self._request.output_tokens,
             "ignore_eos": True,
         }
-        async for when, name, data in self._http.events(f"/v1/sessions/{self._session}/turns", body):
+        for when, name, data in await self._http.events(f"/v1/sessions/{self._session}/turns", body):
             match name:
                 case "delta":
                     self._history += data["tokens"]
@@ -137,7 +136,7 @@ class OpenAIConversation(BenchConversation):
             **({"session_id": self._name} if self._keeps else {}),
         }
         text, counts = "", None
-        async for when, _, data in self._http.events("/v1/chat/completions", body):
+        for when, _, data in await self._http.events("/v1/chat/completions", body):
             counts = counts or Counts(None, None, None)  # there is an answer
             for choice in data.get("choices") or ():
                 if piece := choice["delta"].get("content"):
@@ -173,7 +172,7 @@ class SGLangConversation(BenchConversation):
             **({"session_params": {"id": self._session}} if self._keeps else {}),
         }
         seen, output, meta = 0, list[int](), dict[str, Any]()
-        async for when, _, data in self._http.events("/generate", body):
+        for when, _, data in await self._http.events("/generate", body):
             meta = data["meta_info"]
             reason = meta.get("finish_reason") or {}
             if reason.get("type") == "abort":
