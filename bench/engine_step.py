@@ -101,6 +101,7 @@ def make(
         context_length=context,
         max_running=max(running, 256),
         token_budget=max(running, 256) * 64,
+        mixed_budget=max(running, 256) * 64,
         overlap=overlap,
         audit_every=0,
         max_queued=100_000,

@@ -91,5 +91,6 @@ def test_a_session_is_shown_as_itself() -> None:
 def test_settings_of_an_engine_are_checked_where_they_are_given() -> None:
     with pytest.raises(ConfigError, match="unknown engine options"):
         WorkerSettings(model="witness", config={"no_such_option": 1})  # type: ignore[typeddict-unknown-key]
-    with pytest.raises(ConfigError, match="token_budget"):
-        WorkerSettings(model="witness", config={"max_running": 9, "token_budget": 9})
+    for budget in ("token_budget", "mixed_budget"):
+        with pytest.raises(ConfigError, match=budget):
+            WorkerSettings(model="witness", config={"max_running": 9, budget: 9})  # type: ignore[misc]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.base.config import EngineConfig
 from tenuto.base.errors import InvariantError
 from tenuto.base.options import Policy
 from tenuto.memory.memory import Memory
@@ -26,12 +27,14 @@ wishes = st.one_of(st.integers(0, 2), st.integers(0, 60))
 rows = st.lists(st.tuples(wishes, st.integers(0, 2), st.booleans()), max_size=8)
 
 
-def divide(wants: list[Row], budget: int) -> list[int]:
+def divide(wants: list[Row], budget: int, mixed: int = 512) -> list[int]:
     """What the planner gives each of `wants`."""
-    return divide_among_tenants([(row, "") for row in wants], budget, {})
+    return divide_among_tenants([(row, "") for row in wants], budget, {}, mixed)
 
 
-def divide_among_tenants(wants: list[tuple[Row, str]], budget: int, weights: dict[str, float]) -> list[int]:
+def divide_among_tenants(
+    wants: list[tuple[Row, str]], budget: int, weights: dict[str, float], mixed: int = 512
+) -> list[int]:
     """The same for rows of several tenants."""
     turns = [
         SimpleNamespace(drafting=draft, priority=priority, session=SimpleNamespace(policy=Policy(tenant=tenant)))
@@ -39,7 +42,8 @@ def divide_among_tenants(wants: list[tuple[Row, str]], budget: int, weights: dic
     ]
     memory = Memory(make_spec([FULL]), [50], make_shape())
     batch = SimpleNamespace(turns=np.array(turns, object), shares=Shares(weights))
-    planner = Planner(memory, batch, Suspects(), budget, None, 0)  # type: ignore[arg-type]
+    config = EngineConfig(max_running=8, token_budget=budget, mixed_budget=mixed)
+    planner = Planner(memory, batch, Suspects(), config, None)  # type: ignore[arg-type]
     wanted = np.array([wanted for (wanted, _, _), _ in wants], np.int64)
     return planner._divide(np.arange(len(wants)), wanted).tolist()
 
@@ -113,6 +117,12 @@ def test_a_tenant_that_wants_more_has_got_its_share_by_weight(wants, weights, bu
     for tenant in hungry:
         for other, tokens in got.items():
             assert (got[tenant] + 2) / weights[tenant] >= (tokens - 1) / weights[other] - 1e-9
+
+
+@given(rows, st.integers(9, 80), st.integers(9, 80))
+def test_steps_that_hold_up_decodes_have_a_smaller_budget(wants: list[Row], budget: int, mixed: int) -> None:
+    decodes = any(wanted == 1 for wanted, _, _ in wants)
+    assert divide(wants, budget, mixed) == divide(wants, min(budget, mixed) if decodes else budget)
 
 
 def test_a_short_prefill_is_done_in_one_step_beside_long_ones() -> None:

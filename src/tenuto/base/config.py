@@ -41,24 +41,25 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class EngineConfig:
     """How an engine runs.
 
-    `context_length` is in tokens. `token_budget` is the most tokens one step computes; it must exceed `max_running`,
-    the most turns in one step, so that prefills progress beside decodes. `overlap` 1 plans a step while the previous
-    one is in flight. `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for
-    every `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill,
-    rounded up to whole pages; those that only save work hold at most `checkpoint_share` of each pool. With
-    `prefix_cache`, turns start from what other sessions of their tenant, closed ones included, have in memory of the
-    same tokens. The memory of idle sessions that has to yield goes to `host_tier` bytes of host memory, and from there
-    to files in the directory `disk_tier` (empty: none), at most `disk_tier_size` bytes (0: no limit).
-    An engine that is closed and whose sessions outlive it takes up to `snapshot_seconds` to leave their memory there.
-    `tenant_weights` are tenants' relative shares of rows and prefill tokens, 1 unless named here.
-    `draft_timeout` is in seconds since the draft last changed. A full recount, which may take several steps, begins
-    every `audit_every` steps (0: only on demand)."""
+    `context_length` is in tokens. `token_budget` is the most tokens one step computes, and `mixed_budget` the most if
+    there are decodes among them, which have to wait for its end. Both must exceed `max_running`, the most turns in one
+    step, so that prefills progress beside decodes. `overlap` 1 plans a step while the previous one is in flight.
+    `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for every
+    `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill, rounded up to
+    whole pages; those that only save work hold at most `checkpoint_share` of each pool. With `prefix_cache`, turns
+    start from what other sessions of their tenant, closed ones included, have in memory of the same tokens. The memory
+    of idle sessions that has to yield goes to `host_tier` bytes of host memory, and from there to files in the
+    directory `disk_tier` (empty: none), at most `disk_tier_size` bytes (0: no limit). An engine that is closed and
+    whose sessions outlive it takes up to `snapshot_seconds` to leave their memory there. `tenant_weights` are tenants'
+    relative shares of rows and prefill tokens, 1 unless named here. `draft_timeout` is in seconds since the draft last
+    changed. A full recount, which may take several steps, begins every `audit_every` steps (0: only on demand)."""
 
     context_length: int = option(8192, bounds=_AT_LEAST_ONE)
     max_running: int = option(32, bounds=_AT_LEAST_ONE)
     max_sessions: int = option(100_000, bounds=_AT_LEAST_ONE)
     max_queued: int = option(10_000, bounds=_AT_LEAST_ONE)
-    token_budget: int = option(512, bounds=_AT_LEAST_ONE)
+    token_budget: int = option(1024, bounds=_AT_LEAST_ONE)
+    mixed_budget: int = option(512, bounds=_AT_LEAST_ONE)
     overlap: int = option(0, bounds=Bounds(0, 1))
     lookahead: int = option(0, bounds=Bounds(0, MAX_COUNT))
     aging_seconds: float = option(10.0, bounds=SECONDS)
@@ -75,11 +76,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
-        if self.token_budget <= self.max_running:
-            raise ConfigError(
-                f"token_budget is {self.token_budget}; allowed: more than max_running ({self.max_running}), "
-                "so that prefills progress beside decodes"
-            )
+        for name in ("token_budget", "mixed_budget"):
+            if (budget := getattr(self, name)) <= self.max_running:
+                raise ConfigError(
+                    f"{name} is {budget}; allowed: more than max_running ({self.max_running}), "
+                    "so that prefills progress beside decodes"
+                )
         for tenant, weight in self.tenant_weights:
             WEIGHTS.check(f"the weight of tenant {tenant!r}", weight, ConfigError)
 
@@ -92,6 +94,7 @@ class EngineOptions(TypedDict, total=False):
     max_sessions: int
     max_queued: int
     token_budget: int
+    mixed_budget: int
     overlap: int
     lookahead: int
     aging_seconds: float

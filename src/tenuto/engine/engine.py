@@ -130,7 +130,7 @@ class Engine:
             self.parking,
         )
         self.suspects = Suspects()
-        self._planner = Planner(self.memory, self.batch, self.suspects, config.token_budget, proposer, config.lookahead)
+        self._planner = Planner(self.memory, self.batch, self.suspects, config, proposer)
         self._settler = Settler(self.memory, self.batch)
         self._flights = Flights(
             executor,

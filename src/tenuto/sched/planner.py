@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tenuto.base.config import EngineConfig
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import PREVIOUS_SAMPLE, InputScores, Plan, TokenMasks
 from tenuto.memory.group import Mask, Moves
@@ -85,23 +86,19 @@ class Flight:
 
 
 class Planner:
-    """Makes and applies plans of at most `token_budget` tokens."""
+    """Makes and applies plans of at most `config.token_budget` tokens. A step in which turns decode holds up their next
+    tokens, and has at most `config.mixed_budget`."""
 
     def __init__(
-        self,
-        memory: Memory,
-        batch: Batch,
-        suspects: Suspects,
-        token_budget: int,
-        proposer: Proposer | None,
-        lookahead: int,
+        self, memory: Memory, batch: Batch, suspects: Suspects, config: EngineConfig, proposer: Proposer | None
     ) -> None:
         self._memory = memory
         self._batch = batch
         self._suspects = suspects
-        self._budget = token_budget
+        self._budget = config.token_budget
+        self._mixed_budget = min(config.mixed_budget, config.token_budget)
         self._proposer = proposer
-        self._lookahead = lookahead
+        self._lookahead = config.lookahead
         self._steps = 0
         self.rows_considered = 0  # in total: a measure of work
 
@@ -158,10 +155,11 @@ class Planner:
         """Tokens for each row. Every decode gets its token; prefills share the rest by their tenants' weights; drafts
         get what nobody else wants."""
         counts = np.minimum(wanted, 1)
-        left = self._budget - int(counts.sum())
         prefills = (wanted > 1).nonzero()[0].tolist()
         if not prefills:
             return counts
+        rows = int(counts.sum())
+        left = (self._budget if rows == len(prefills) else self._mixed_budget) - rows
         turns = self._batch.turns
         for drafting in (False, True):
             tenants: dict[str, list[int]] = {}
@@ -213,7 +211,7 @@ class Planner:
         ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
         for group in memory.groups:
             ready &= group.can_reject(chosen)
-        left = self._budget - int(proposal.counts.sum())
+        left = self._mixed_budget - int(proposal.counts.sum())
         spare = (memory.free() - proposal.needs.sum(axis=1)).tolist()
         for index in ready.nonzero()[0].tolist():
             start, row = int(proposal.starts[index]), int(chosen[index])
