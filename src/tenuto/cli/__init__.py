@@ -177,7 +177,7 @@ def serve(
     kv_cache_dtype: KVCache = "auto",
     context_length: ContextLength = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="The most tokens one step computes.")] = 1024,
-    mixed_chunk_size: Annotated[int, typer.Option(help="The most of a step in which turns decode.")] = 512,
+    mixed_chunk_size: Annotated[int, typer.Option(help="The most tokens of a step in which turns decode.")] = 512,
     max_running_requests: Annotated[int, typer.Option(help="The most turns in one step.")] = 32,
     max_queued_requests: Annotated[int, typer.Option(help="The most turns that wait for a step.")] = 10_000,
     max_sessions: Annotated[int, typer.Option(help="The most open sessions.")] = 100_000,
