@@ -38,13 +38,15 @@ def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) 
 
 def _show(model: ModelView, address: str) -> None:
     """Print the resolved configuration and the address."""
+    config = model.config
+    mixed = min(config.mixed_budget, config.token_budget)
     units = ", ".join(f"{name} {count}" for name, count in model.units.items())
     lines = [
         f"model      {model.model}{f' ({model.path})' if model.path else ''}",
         f"compute    {model.compute}",
         f"context    {model.context_length} tokens a session (the model's own limit is {model.max_context})",
         f"memory     {model.capacity_tokens} tokens fit, in pages of {model.page_size} ({units})",
-        f"steps      {model.config.max_running} turns at once, {model.config.token_budget} tokens a step",
+        f"steps      {config.max_running} turns at once, {config.token_budget} tokens a step ({mixed} with decodes)",
         f"listening  {address}  (API description at {address}/docs)",
     ]
     typer.echo("\n".join(lines))
