@@ -33,7 +33,7 @@ class Poison:
 
     def _submitting(self, plan: Plan) -> None:
         engine = self._stage.engine
-        self.parts += bool(engine.suspects.rows())
+        self.parts += bool(engine.suspects.rows(engine.batch.held))
         turns = engine.batch.turns[plan.rows].tolist()
         self._ends[plan.step] = dict(zip(turns, (plan.starts + plan.counts).tolist(), strict=True))
         self._submit(plan)
@@ -137,6 +137,54 @@ def test_a_draft_that_failed_far_along_and_is_then_shortened_is_no_suspect_for_e
     stage.until(lambda: all(other.result for other in others), most=10)
     assert not stage.engine.suspects
     assert turn.failures == 0
+
+
+def test_a_suspect_that_waits_for_what_another_computes_holds_up_nobody() -> None:
+    """Known fault: it was the only one allowed to run, and could not, so all others were preempted time after time."""
+    stage = Stage(units=300, context_length=300, max_running=8, token_budget=24, prefix_cache=True)
+    same = count_from(1, 200)
+    turns = {"first": stage.say(stage.open("first").id, same, 4)}
+    stage.step()
+    turns["waits"] = stage.say(stage.open("waits").id, [*same, 7], 4)
+    for name in ("c", "d"):
+        turns[name] = stage.say(stage.open(name).id, count_from(len(turns), 30), 60)
+    for _ in range(8):
+        stage.step()
+    sharing = present(stage.engine.lifecycle.sharing)
+    assert sharing.waits(turns["waits"])
+    stage.engine.lifecycle.preempt(turns["first"])
+    failing = iter([True])
+    stage.executor._fail = lambda: next(failing, False)
+    stage.until(lambda: turns["waits"] in stage.engine.suspects and len(stage.engine.suspects) == 1)
+    assert sharing.waits(turns["waits"])
+    said = len(turns["c"].output), len(turns["d"].output)
+    for _ in range(4):
+        stage.step()
+    assert (len(turns["c"].output), len(turns["d"].output)) == (said[0] + 4, said[1] + 4)
+    stage.play()
+    assert stage.engine.transitions[Transition("preempt")] == 1  # the test's own
+    assert list(turns["waits"].output) == continuation([*same, 7], 4)
+
+
+def test_a_suspect_draft_without_room_yields_itself() -> None:
+    """Known fault: a draft after it yielded, which had not been in the failed step."""
+    stage = Stage(units=40, recount=False, failing=(1,))
+    stage.open("running")
+    running = stage.say("running", [1], 40)
+    stage.open("suspect")
+    suspect = stage.engine.draft("suspect", count_from(2, 60))
+    stage.step()
+    stage.step()
+    stage.open("other")
+    other = stage.engine.draft("other", count_from(3, 20))
+    stage.until(lambda: suspect in stage.engine.suspects and running not in stage.engine.suspects)
+    pool = stage.engine.memory.pools[0]
+    taken = present(pool.acquire(pool.free, stage.engine.states))
+    stage.step()
+    assert [present(other.session.memory.turn).row >= 0, suspect.session.memory.turn] == [True, None]
+    taken.release()
+    stage.play()
+    assert list(running.output) == continuation([1], 40)
 
 
 @every_mix

@@ -67,8 +67,7 @@ class Flights:
                     raise InvariantError(f"{lacking.turn.name} was given the room it lacked, and lacks it still")
             if len(proposal.rows):
                 return self._planner.apply(proposal)
-            stuck = proposal.lacking.turn if proposal.lacking is not None and self._suspects else None
-            if self._flights or self._lifecycle.copying or not pressure.unstick(stuck):
+            if self._flights or self._lifecycle.copying or not pressure.unstick(proposal.last_lacking):
                 break
         return None
 

@@ -50,14 +50,15 @@ class Lacking:
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, and `needs` int64 [groups, n]
-    units to acquire. `lacking`: the first turn, excluding drafts, left out for lack of units. `guesses`: lookahead
-    tokens by index."""
+    units to acquire. `lacking`: the first turn, excluding drafts, left out for lack of units; `last_lacking`: the last
+    one, drafts included. `guesses`: lookahead tokens by index."""
 
     rows: Longs
     starts: Longs
     counts: Longs
     needs: npt.NDArray[np.int64]
     lacking: Lacking | None
+    last_lacking: Turn | None
     guesses: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -112,7 +113,7 @@ class Planner:
         wanted[rows.uncertain[order]] = 0
         if self._batch.held:
             wanted[np.isin(order, list(self._batch.held))] = 0
-        if suspected := self._suspects.rows():
+        if suspected := self._suspects.rows(self._batch.held):
             wanted[~np.isin(order, suspected)] = 0
         if self._batch.constrained[order].any():
             self._leave_out_slow(order, wanted)
@@ -122,13 +123,17 @@ class Planner:
             self._limit_scoring(order, wanted)
         counts = self._divide(order, wanted)
         needs, fits = self._fit(order, starts + counts)
-        lacking = self._lacking(order, needs, fits) if not fits.all() else None
-        counts[~fits] = 0
+        lacking = last_lacking = None
+        if not fits.all():
+            lacking = self._lacking(order, needs, fits)
+            last_lacking = self._batch.turns[order[(~fits).nonzero()[0][-1]]]
+            counts[~fits] = 0
         chosen = counts.nonzero()[0]
         if len(chosen) == len(order):
-            proposal = Proposal(order, starts, counts, needs, lacking)
+            proposal = Proposal(order, starts, counts, needs, lacking, last_lacking)
         else:
-            proposal = Proposal(order[chosen], starts[chosen], counts[chosen], needs[:, chosen], lacking)
+            part = order[chosen], starts[chosen], counts[chosen], needs[:, chosen]
+            proposal = Proposal(*part, lacking, last_lacking)
         if self._proposer is not None:
             self._look_ahead(proposal, self._proposer)
         return proposal

@@ -153,17 +153,18 @@ class Pressure:
         self.relieve(lambda: lacking.needed, kept, victims)
         return bool((lacking.needed <= self._memory.free()).all())
 
-    def unstick(self, suspect: Turn | None) -> bool:
-        """No running turn has room and nothing in flight could make any: have one turn yield, `suspect` if failed steps
-        singled it out. False if nobody would gain by that: at most one draft runs."""
+    def unstick(self, lacking: Turn | None) -> bool:
+        """No running turn can go on and nothing in flight could change that: have `lacking` yield, the last turn that
+        was left out for lack of room. False if nobody would gain by that: it is a draft that runs alone."""
         running = self._batch.running()
-        if suspect is not None or len(running) > 1:
-            self._preempt(suspect if suspect is not None else running[-1], "preempted")
-        elif running and not running[0].drafting:
-            raise InvariantError(f"{running[0].name} runs alone, and does not fit memory")
-        else:
-            return False
-        return True
+        if lacking is None:
+            waiting = ", ".join(turn.name for turn in running)
+            raise InvariantError(f"no running turn can go on, though none lacks room: {waiting}")
+        if len(running) > 1:
+            self._preempt(lacking, "preempted")
+        elif not lacking.drafting:
+            raise InvariantError(f"{lacking.name} runs alone, and does not fit memory")
+        return len(running) > 1
 
     def _short(self, needed: Longs) -> list[int]:
         pools = self._memory.pools

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tenuto.session.session import Turn
 
@@ -13,10 +13,12 @@ MAX_FAILURES = 3
 class Suspects:
     """Turns that were in a failed step and have not reached its end since, in groups.
 
-    While there are any, each step runs one group and nobody else. A group that fails is split in two; a turn that has
-    computed everything the failed step was to compute of it is cleared. So k turns that make every step fail, among n,
-    cost at most k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more partial steps, except those that
-    recompute what a turn with state lost when it went back to a checkpoint.
+    While there are any that can run, each step runs one group and nobody else. A group that fails is split in two; a
+    turn that has computed everything the failed step was to compute of it is cleared. So k turns that make every step
+    fail, among n, cost at most k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more partial steps, except
+    those that recompute what a turn with state lost when it went back to a checkpoint.
+
+    A suspect that waits, in its row or for one, holds up nobody: what it waits for may be computed by the others.
 
     Invariant: a turn is in at most one group.
     """
@@ -27,10 +29,14 @@ class Suspects:
     def __len__(self) -> int:
         return sum(map(len, self._groups))
 
-    def rows(self) -> list[int]:
-        """The rows that the next step may run; empty if no suspect has a row, so that all may run."""
+    def __contains__(self, turn: Turn) -> bool:
+        return any(turn in group for group in self._groups)
+
+    def rows(self, held: Collection[int]) -> list[int]:
+        """The rows that the next step may run; empty if no suspect can run, so that all others may. The rows `held`
+        compute nothing for now."""
         for group in reversed(self._groups):
-            rows = [_row(turn) for turn in group if _row(turn) >= 0]
+            rows = [row for row in map(_row, group) if row >= 0 and row not in held]
             if rows:
                 return rows
         return []
