@@ -74,6 +74,30 @@ def test_an_imported_session_computes_only_what_is_new(mix, where: str, tmp_path
     assert all(pool.free == pool.capacity for pool in there.engine.memory.pools)
 
 
+def test_what_was_parked_under_a_turn_that_was_aborted_can_be_imported(tmp_path: Path) -> None:
+    """Known fault: what a waiting turn had found elsewhere was parked with the state of all its session's tokens, the
+    last too, which no engine takes."""
+    here = Stage(host_tier=10**6, prefix_cache=True, max_running=1)
+    for name, tokens in (("s", 20), ("longer", 24)):
+        here.open(name)
+        here.append(name, range(tokens))
+        here.play()
+    session = here.engine.sessions.get("s")
+    here.engine.drop("s")
+    here.open("busy")
+    here.say("busy", range(500, 510), 50)
+    here.step()
+    here.say("s", [20], 1)
+    here.step()
+    assert session.memory.computed == len(session.history) == 20
+    here.engine.lifecycle.drop(session)
+    here.engine.audit()
+    here.engine.abort("s")
+    there = Stage()
+    imported(there, exported(here, "s", tmp_path / "file"))
+    assert goes_on(there, "s", 7) == 0
+
+
 @every_mix
 def test_idle_sessions_yield_to_an_imported_one(mix, tmp_path: Path) -> None:
     path = exported(told(mix), "s", tmp_path / "file")

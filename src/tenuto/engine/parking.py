@@ -13,6 +13,7 @@ import numpy as np
 
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.config import EngineConfig
+from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Copier
 from tenuto.base.state_file import CopiedState
 from tenuto.memory.memory import Memory
@@ -39,8 +40,8 @@ class Arrival:
 class Parking:
     """Which session is parked where. What is parked of a session is a cache: its tokens can always be computed again.
 
-    Invariant: what is parked of a session holds for the first tokens of its history. It stays while the session is in
-    memory, so that only what is new is copied when it leaves again.
+    Invariant: what is parked of a session holds for the first tokens of its history, never for its last, as memory at
+    rest does. It stays while the session is in memory, so that only what is new is copied when it leaves again.
     """
 
     holder_kind: ClassVar[HolderKind] = "copy"
@@ -69,10 +70,9 @@ class Parking:
     def park(self, session: Session) -> bool:
         """Copy what the session keeps, which is about to be released. Whether all of it is parked now."""
         memory = session.memory
-        position = min(memory.computed, len(session.history))
-        if position < memory.computed or memory.computed == 0:
-            return False  # it has more, of its turn's input, which may not become history
-        parked = self.tiers.park(position, memory.kept())
+        if not 0 < memory.computed < len(session.history):
+            return False  # it has nothing, or more: of its turn's input, which may not become history
+        parked = self.tiers.park(memory.computed, memory.kept())
         if parked is None:
             return False
         self._replace(session, parked)
@@ -144,6 +144,15 @@ class Parking:
             self.tiers.forget(before)
         if parked is not None:
             self._sessions[session] = parked
+            self._check(session, parked)
+
+    @staticmethod
+    def _check(session: Session, parked: Parked) -> None:
+        """The invariant. Raises `InvariantError`."""
+        if not 0 < parked.position < len(session.history):
+            raise InvariantError(
+                f"session {session.id} of {len(session.history)} tokens is parked with the state of {parked.position}"
+            )
 
     # -- what happens to the session
 
@@ -316,6 +325,8 @@ class Parking:
 
     def audit(self) -> None:
         """Raises `InvariantError`."""
+        for session, parked in self._sessions.items():
+            self._check(session, parked)
         self.tiers.audit()
 
 
