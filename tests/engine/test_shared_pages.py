@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.base.errors import InvariantError
 from tenuto.base.options import TurnParams
 from tenuto.session.session import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from
@@ -58,3 +59,67 @@ def test_a_sample_that_is_regenerated_and_stopped_at_once_does_not_write_the_pro
     say_right(stage, "prompt", [5], 2)
     say_right(stage, "sample", [6], 2)
     say_right(stage, "prompt", [6], 2)
+
+
+paged_mixes = pytest.mark.parametrize(
+    "mix",
+    [(FULL,), (SLIDING,), (FULL, SLIDING), (FULL, SLIDING, STATE)],
+    ids=lambda mix: "+".join(k.value for k in mix),
+)
+
+
+def begin_with_a_running_turn(stage: Stage, prompt: list[int], lost: bool) -> tuple[Turn, Turn]:
+    """A turn of session `first` with this prompt, and one of `second` that begins with what the first has computed of
+    it: within a page, which the first owns. `lost`: the second session has the prompt as its history."""
+    stage.open("second")
+    if lost:
+        stage.append("second", prompt)
+        stage.play()
+        stage.engine.drop()
+    stage.open("first")
+    first = stage.say("first", prompt, 2)
+    stage.step()
+    second = stage.say("second", [1] if lost else [*prompt[:-1], 7, 8, 9], 4)
+    stage.step()
+    assert second.looked == "running"
+    assert second.session.memory.computed % stage.engine.memory.page_size
+    return first, second
+
+
+@paged_mixes
+def test_who_goes_back_in_a_page_that_another_began_with_while_it_was_computed_does_not_write_it(mix) -> None:
+    stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True)
+    begin_with_a_running_turn(stage, count_from(1, 20), lost=True)
+    stage.engine.abort("second")  # before it has copied the page
+    stage.play()
+    stage.engine.rewind("first", position=18)
+    say_right(stage, "first", [900, 901, 902, 903], 1)
+    say_right(stage, "second", [1], 4)
+
+
+@paged_mixes
+def test_who_lost_its_row_still_finds_what_it_began_with_when_the_other_has_gone_back(mix) -> None:
+    stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True)
+    first, second = begin_with_a_running_turn(stage, count_from(1, 20), lost=False)
+    stage.engine.lifecycle.preempt(second)
+    stage.engine._queue.remove(second)  # under pressure it waits until there is room again
+    stage.until(lambda: first.state.ended)
+    stage.engine.rewind("first", position=18)
+    say_right(stage, "first", [900, 901, 902, 903], 1)
+    stage.engine._queue.push(second)
+    stage.play()
+    _is_right(second)
+
+
+@paged_mixes
+def test_an_audit_names_a_page_that_may_be_written_below_what_another_reads(mix) -> None:
+    stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True, recount=False)
+    begin_with_a_running_turn(stage, count_from(1, 20), lost=True)
+    stage.engine.abort("second")
+    stage.play()
+    stage.engine.audit()
+    pool = stage.engine.memory.pools[0]
+    table = stage.engine.sessions.get("first").memory.tables[0]
+    pool.floors[table.tail] = 0  # type: ignore[attr-defined]
+    with pytest.raises(InvariantError, match="may (still )?be written"):
+        stage.engine.audit()

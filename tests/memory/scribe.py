@@ -83,6 +83,7 @@ class Writing:
     tokens: list[int]
     tables: list[dict[int, int]]
     least: int = 0  # tokens of history and input, which a commit keeps
+    begun_with: int = 0  # tokens that others have begun with, which it keeps until it ends
 
     @property
     def computed(self) -> int:
@@ -119,6 +120,19 @@ class Scribe:
         child = self.session()
         child.history = parent.history[: len(parent.history) if at is None else at]
         parent.memory.fork(child.memory, max(0, len(child.history) - 1))
+        return child
+
+    def fork_turn(self, writing: Writing, target: int) -> Script | None:
+        """A session that begins with what the open turn has computed below `target`, if it can; from then on the turn
+        keeps that."""
+        position = writing.memory.shareable(target)
+        if not position:
+            return None
+        child = self.session()
+        child.history = writing.tokens[: position + 1]
+        writing.memory.fork(child.memory, position)
+        writing.begun_with = max(writing.begun_with, position)
+        writing.least = max(writing.least, position + 1)
         return child
 
     def rewind(self, script: Script, at: int) -> None:

@@ -84,7 +84,8 @@ class SequenceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def redraft(self, data: st.DataObject) -> None:
         writing = self._pick_writing(data)
-        self.scribe.redraft(writing, data.draw(st.integers(writing.base, max(writing.base, writing.computed))))
+        least = max(writing.base, writing.begun_with)
+        self.scribe.redraft(writing, data.draw(st.integers(least, max(least, writing.computed))))
 
     @precondition(lambda self: self._any(SequenceMachine._busy))
     @rule(data=st.data())
@@ -101,6 +102,13 @@ class SequenceMachine(RuleBasedStateMachine):
         could = parent.memory.resumable(max(0, at - 1))
         child = self.scribe.fork(parent, at)
         assert child.memory.computed == could
+
+    @precondition(lambda self: self._any(SequenceMachine._busy) and len(self.scribe.scripts) < MAX_SESSIONS)
+    @rule(data=st.data())
+    def begin_with_a_turns(self, data: st.DataObject) -> None:
+        writing = self._pick_writing(data)
+        child = self.scribe.fork_turn(writing, data.draw(st.integers(0, writing.computed)))
+        assert child is None or child.memory.computed == len(child.history) - 1
 
     @precondition(lambda self: self._any(SequenceMachine._idle))
     @rule(data=st.data(), little=st.booleans())

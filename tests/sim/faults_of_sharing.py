@@ -11,8 +11,7 @@ import numpy as np
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.checkpoint_cache import CheckpointCache
-from tenuto.memory.full import FullTable
-from tenuto.memory.paged import PagedTable, Tail
+from tenuto.memory.paged import NO_PAGE, PagedTable
 from tenuto.memory.pool import Pool
 from tenuto.sched import planner
 from tenuto.sched.admission import Admission
@@ -20,35 +19,22 @@ from tenuto.sched.batch import Batch
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
 from tenuto.session.session import Turn
-from tests.sim.faults import replaced, together
+from tests.sim.faults import replaced
 
 
-def a_tail_names_an_index_again() -> Any:
-    """Whoever has a page at the place where its tail was thinks that it may fill it, whichever page that is."""
+def a_tail_goes_along_with_its_session() -> Any:
+    """Whoever has had a tail thinks that it has that of the page in which it ends now, whichever page that is."""
 
-    def begin(original: Any) -> Any:
-        def begin_at(self: FullTable, units: Any, start: int, part: Any, *, at_end: bool) -> None:
-            in_place = at_end and self.writable(start)
-            if in_place and start % self.page_size and not self.has_tail(0, start):
-                self.tail = Tail(start // self.page_size, start)
-            self.open(units, start, self._page_at(start), in_place=in_place)
+    def make(original: Any) -> Any:
+        def end_at(self: PagedTable, position: int, page: int, *, brought: bool = False) -> None:
+            had = self.tail
+            original(self, position, page, brought=brought)
+            if had != NO_PAGE and position % self.page_size:
+                self.tail = page
 
-        return begin_at
+        return end_at
 
-    def by_index(original: Any) -> Any:
-        return lambda self, page, position: original(self, position // self.page_size, position)
-
-    def end_at(original: Any) -> Any:
-        return lambda self, position, page, *, brought=False: original(
-            self, position, position // self.page_size, brought=brought
-        )
-
-    return together(
-        replaced(FullTable, "begin", begin),
-        replaced(PagedTable, "has_tail", by_index),
-        replaced(PagedTable, "lend", by_index),
-        replaced(PagedTable, "end_at", end_at),
-    )
+    return replaced(PagedTable, "end_at", make)
 
 
 def limbo_of_the_second_step_is_merged_with_the_firsts() -> Any:
@@ -180,7 +166,7 @@ def tokens_go_to_the_first_tenant() -> Any:
 
 
 FAULTS_OF_SHARING = (
-    a_tail_names_an_index_again,
+    a_tail_goes_along_with_its_session,
     limbo_of_the_second_step_is_merged_with_the_firsts,
     what_was_computed_for_a_turn_that_left_its_row_is_forgotten,
     a_retry_keeps_the_failed_steps_checkpoint,

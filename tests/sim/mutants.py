@@ -29,7 +29,8 @@ WORDS = (
     "unpin",
     "relax",
     "refer",
-    "lend",
+    "reader",
+    "lose",
     "reject",
 )
 

@@ -57,14 +57,8 @@ STORIES: dict[str, str] = {
     "test_two_requests_with_a_common_prompt_compute_it_once",
     "call tenuto.engine.session_states lease.release()": "tests/engine/test_session_states.py::"
     "test_copies_that_fail_cost_only_time",
-    "call tenuto.memory.full self.lend_of_turn(self.base.units[self.first - 1], position)": "tests/engine/"
-    "test_running_prefixes.py::test_an_aborted_turn_gives_up_the_free_slots_that_others_read",
-    "call tenuto.memory.paged self.lend(page, position)": "tests/engine/"
-    "test_running_prefixes.py::test_an_aborted_turn_gives_up_the_free_slots_that_others_read",
     "call tenuto.engine.sharing self._cannot_share(turn) #2": "tests/engine/test_running_prefixes.py::"
     "test_a_turn_whose_input_is_scored_waits_for_nobody",
-    "call tenuto.memory.sliding self.lend_of_turn(last_page(self._source), position)": "tests/engine/"
-    "test_running_prefixes.py::test_an_aborted_turn_gives_up_the_free_slots_that_others_read",
     "call tenuto.memory.turn_memory child.checkpoints.refer_to(self.session.checkpoints, self.start + 1)": "tests/"
     "engine/test_running_prefixes.py::test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it",
     "call tenuto.memory.turn_memory child.checkpoints.refer_to(self.checkpoints, position)": "tests/engine/"

@@ -33,8 +33,10 @@ class Slip:
 SLIPS = (
     Slip("memory.full", "self.base.truncate(pages_for(position, self", "self.base.truncate(pages_for(position + 1, self"),
     Slip("memory.sliding", "max(0, position - self.window + 1)", "max(0, position - self.window + 2)"),
-    Slip("memory.paged", "position >= tail.floor", "position + 1 >= tail.floor"),
-    Slip("memory.paged", "tail.floor = max(self.tail.floor, position)", "tail.floor = max(self.tail.floor, position - 1)"),
+    Slip("memory.paged", "position % self.page_size >= self.pool", "position % self.page_size + 1 >= self.pool"),
+    Slip("memory.pool", "max(self.floors[units[-1]], last)", "max(self.floors[units[-1]], last - 1)"),
+    Slip("memory.pool", "return (position - 1) % self.slots + 1", "return (position - 1) % self.slots"),
+    Slip("memory.pool", "            self.floors[unit] = 0\n", ""),
     Slip("memory.paged", "else start % self.page_size\n", "else max(0, start % self.page_size - 1)\n"),
     Slip("memory.sliding", "self.first - self.released\n", "self.first - self.released + 1\n"),
     Slip("memory.sliding", "low, high = self.first_entry(position)", "low, high = self.first_entry(position + 1)"),

@@ -232,7 +232,7 @@ class Parking:
         self.tiers.use(parked)
         leases: list[Lease] = []
         for group, count in enumerate(self._counts(session, position)):
-            lease = self._acquire(parked, group, count, slots)
+            lease = self._acquire(parked, group, count, position, slots)
             if lease is None:
                 for taken in leases:
                     taken.release()
@@ -301,8 +301,10 @@ class Parking:
         session.memory.drop()
         session.memory.lost = "parked"
 
-    def _acquire(self, parked: Parked, group: int, count: int, slots: tuple[Lease, ...]) -> Lease | None:
-        """A lease on `count` units: those that the device still has, and fresh ones."""
+    def _acquire(
+        self, parked: Parked, group: int, count: int, position: int, slots: tuple[Lease, ...]
+    ) -> Lease | None:
+        """A lease on `count` units, all of `position`: those that the device still has, and fresh ones."""
         pool = self._memory.pools[group]
         there = self.tiers.on_device(parked, group, count)
         missing = sum(unit is None for unit in there)
@@ -314,7 +316,7 @@ class Parking:
             return None
         new = iter(fresh.units)
         units = array("i", (next(new) if unit is None else unit for unit in there))
-        shared = pool.share(units, self)
+        shared = pool.share(units, self, pool.reads(position))
         fresh.release()
         return shared
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import SHARED, AuditReport, PoolReport
+from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.committed import CommittedMemory
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, HolderKind, Lease, Pool
 from tenuto.memory.session_memory import SessionMemory
@@ -123,6 +125,7 @@ class _Recount(_Audit):
 
     def visit(self, holder: Holder) -> None:
         leases = _leases_of(holder)
+        _check_floors(holder)
         self._holders += bool(leases)
         for lease in leases:
             self._count(lease)
@@ -196,6 +199,8 @@ class AuditCycle(_Audit):
     def _visit(self, holder: Holder) -> None:
         leases = _leases_of(holder)
         unchanged = [lease for lease in leases if lease.counted_in != lease.pool.cycle]
+        if unchanged or isinstance(holder, CommittedMemory):  # a checkpoint that many share is looked at once
+            _check_floors(holder)
         self._holders += bool(unchanged) and holder not in self._changed
         units = 0
         for lease in unchanged:
@@ -214,6 +219,13 @@ def _expand(sessions: Iterable[SessionMemory], others: Iterable[Holder]) -> Iter
     for session in sessions:
         yield from list(session.holders())  # at one time: what moves between them meanwhile is not missed
     yield from others
+
+
+def _check_floors(holder: Holder) -> None:
+    """What the holder reads now cannot be written by anybody else now, also if its leases have changed since the audit
+    began. Raises `InvariantError`."""
+    if isinstance(holder, CommittedMemory | Checkpoint):
+        holder.check_floors()
 
 
 def _leases_of(holder: Holder) -> list[Lease]:

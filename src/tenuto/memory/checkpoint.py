@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from tenuto.base.errors import InvariantError
 from tenuto.memory.pool import HolderKind, Lease
 
 
@@ -14,6 +15,9 @@ class Checkpoint:
     `parts[g]` is the lease in group g of the memory spec: a sliding window's pages, a state slot, or `None` for full
     attention. It does not change until its end, when it holds nothing. Any number of sequences may refer to it; each
     unit is held once for all of them.
+
+    A second sequence that refers to it reads what the first may still be writing: from then on it is `shared`, and the
+    floors of its units protect what it holds. While only one does, that one may be cut and write it anew.
 
     Invariant: `references` counts the sequences that refer to it, and `pins` those that need it; it is in the cache if
     it has references and no pins. It ends with its last reference, or earlier when it is evicted, which `evicted` tells
@@ -35,6 +39,7 @@ class Checkpoint:
         "reach",
         "reached",
         "references",
+        "shared",
     )
 
     def __init__(self, position: int, maker: str, below: Checkpoint | None = None) -> None:
@@ -43,6 +48,7 @@ class Checkpoint:
         self.parts: list[Lease | None] = []  # filled by whoever makes it, once
         self.references = 0
         self.pins = 0
+        self.shared = False  # written by `share`
         self.evicted = False
         self.below = below  # or one that has ended since, above it
         self.ended = False
@@ -68,6 +74,19 @@ class Checkpoint:
         """Have an audit in progress count its leases before who refers to it changes."""
         for lease in self.leases():
             lease.count_now()
+
+    def share(self) -> None:
+        """A second sequence refers to it from now on."""
+        if not self.shared:
+            self.shared = True
+            for lease in self.leases():
+                lease.pool.add_reader(lease.units, lease.pool.reads(self.position))
+
+    def check_floors(self) -> None:
+        """For the audit: raises `InvariantError` if what several sequences rely on may still be written."""
+        for lease in self.leases() if self.references > 1 else ():
+            if wrong := lease.pool.unprotected(lease.units, lease.pool.reads(self.position)):
+                raise InvariantError(f"{lease.pool.name}: units {wrong} of {self.holder_name} may still be written")
 
     def release(self) -> None:
         """End it."""

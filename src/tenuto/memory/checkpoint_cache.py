@@ -79,15 +79,21 @@ class CheckpointCache:
         """One more sequence refers to it, to save work."""
         if not checkpoint.references:
             raise InvariantError(f"{checkpoint.holder_name} is referred to after its end")
-        checkpoint.references += 1
+        self._add_reference(checkpoint)
 
     def pin(self, checkpoint: Checkpoint) -> None:
         """One more sequence refers to it and needs it: it cannot be evicted. The first is that of whoever has made
         it."""
         if not checkpoint.references and not checkpoint.ended:
             self.order.made(checkpoint)
-        checkpoint.references += 1
+        self._add_reference(checkpoint)
         self.require(checkpoint)
+
+    @staticmethod
+    def _add_reference(checkpoint: Checkpoint) -> None:
+        if checkpoint.references:
+            checkpoint.share()
+        checkpoint.references += 1
 
     def require(self, checkpoint: Checkpoint) -> None:
         """A sequence that refers to it needs it from now on."""

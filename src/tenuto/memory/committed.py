@@ -102,6 +102,12 @@ class CommittedMemory:
             table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
         self.stand_at(position, checkpoint)
 
+    def check_floors(self) -> None:
+        """For the audit: raises `InvariantError` if somebody else may write what this reads."""
+        needed = self.checkpoints.needed
+        for group, table in enumerate(self.tables):
+            table.check_floors(self.computed, needed.parts[group] if needed is not None else None)
+
     # -- leaving the device and coming back
 
     def kept(self) -> list[KeptUnits]:

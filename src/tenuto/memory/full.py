@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Iterator
 from typing import Self
 
-from tenuto.memory.paged import NO_PAGE, PagedGroup, PagedTable, Tail, pages_for
+from tenuto.base.errors import InvariantError
+from tenuto.memory.paged import NO_PAGE, PagedGroup, PagedTable, pages_for
 from tenuto.memory.pool import Holder, Lease
 from tenuto.memory.rows import Longs
 
@@ -40,6 +41,7 @@ class FullTable(PagedTable):
     def __init__(self, group: FullGroup, holder: Holder) -> None:
         super().__init__(group)
         self.base = Lease(group.pool, array("i"), holder)
+        self._began = 0  # entry in which the open turn began
 
     def leases(self) -> Iterator[Lease]:
         yield self.base
@@ -59,10 +61,11 @@ class FullTable(PagedTable):
     # -- the open turn
 
     def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
-        in_place = self.writes_in_place(start, at_end=at_end)
-        if in_place and start % self.page_size and not self.has_tail(self._page_at(start), start):
-            self.tail = Tail(self._page_at(start), start)
-        self.open(units, start, self._page_at(start), in_place=in_place)
+        page, in_place = self._page_at(start), self.writes_in_place(start, at_end=at_end)
+        if in_place and start % self.page_size and not self.has_tail(page, start):
+            self.pool.take_alone(page, start % self.page_size)
+        self.open(units, start, page, in_place=in_place)
+        self._began = start // self.page_size
 
     def writes_in_place(self, start: int, *, at_end: bool) -> bool:
         return at_end and self.writable(start)
@@ -94,6 +97,7 @@ class FullTable(PagedTable):
         that precedes its first token may not have been made."""
         began = self.first * self.page_size + self._copy_slots
         self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first) if position > began else 0)
+        self.go_on(position)
 
     def commit(self, position: int, part: Lease | None) -> None:
         own, brought = self.opened, self.brings(position)
@@ -102,24 +106,35 @@ class FullTable(PagedTable):
             self.base.truncate(self.first)
         self.base.absorb(own)
         self.own = None
+        self.pool.add_reader(self.base.units[self._began : position // self.page_size])  # full: nobody writes them now
         self.end_at(position, self._page_at(position), brought=brought)
 
     # -- the session
 
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
         """Share the pages below `position` with the fresh table `child`. The tail stays here."""
-        child.base.absorb(self.base.share(0, pages_for(position, self.page_size), child.base.holder))
-        self.lend(self._page_at(position), position)
+        entries, holder = pages_for(position, self.page_size), child.base.holder
+        child.base.absorb(self.base.share(0, entries, holder, self.used(position)))
 
     def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
         entries, holder = pages_for(position, self.page_size), child.base.holder
-        child.base.absorb(self.base.share(0, min(entries, self.first), holder))
-        if entries > self.first:
-            child.base.absorb(self.opened.share(0, entries - self.first, holder))
-        if self.first:
-            self.lend_of_turn(self.base.units[self.first - 1], position)
+        reads = self.used(position)
+        if entries <= self.first:
+            child.base.absorb(self.base.share(0, entries, holder, reads))
+        else:
+            child.base.absorb(self.base.share(0, self.first, holder))
+            child.base.absorb(self.opened.share(0, entries - self.first, holder, reads))
 
     def truncate(self, position: int, part: Lease | None) -> None:
         """Cut the session's pages to slots below `position`."""
         self.base.truncate(pages_for(position, self.page_size))
         self.end_at(position, self._page_at(position))
+
+    def check_floors(self, position: int, part: Lease | None) -> None:
+        units = self.base.units
+        self.check_tail(units[-1] if len(units) else NO_PAGE, position)
+        wrong = self.pool.unprotected(units, self.used(position))
+        wrong = [unit for unit in wrong if unit != self.tail and self.pool.counts[unit] > 1]
+        if wrong:
+            name = self.base.holder.holder_name
+            raise InvariantError(f"{self.pool.name}: {name} reads slots of units {wrong} that may still be written")

@@ -203,6 +203,11 @@ class Table(ABC):
     def truncate(self, position: int, part: Lease | None) -> None:
         """Cut the session to `position`, where a checkpoint with `part` stands."""
 
+    def check_floors(self, position: int, part: Lease | None) -> None:
+        """For the audit: raises `InvariantError` if somebody else may write what the session reads, which ends at
+        `position`, where a checkpoint with `part` stands."""
+        return
+
     # -- admission
 
     @abstractmethod

@@ -124,7 +124,10 @@ class Memory:
         self.shape = shape
         self.page_size = spec.page_size
         names = [f"{g.kind.value}{i}" for i, g in enumerate(spec.groups)]
-        self.pools = tuple(Pool(name, n) for name, n in zip(names, units, strict=True))
+        self.pools = tuple(
+            Pool(name, n, spec.page_size if group.paged else 1)
+            for name, n, group in zip(names, units, spec.groups, strict=True)
+        )
         self.rows = Rows(shape.max_running)
         self.groups = tuple(
             KINDS[group.kind](i, group, pool, spec.page_size, shape, self.rows)

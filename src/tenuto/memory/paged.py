@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,19 +23,6 @@ NO_PAGE = -1
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens` token slots."""
     return -(-tokens // page_size)
-
-
-@dataclass(slots=True)
-class Tail:
-    """The right to fill the free slots of `page`, a unit of the pool.
-
-    Invariant: of all sequences that hold the page at most one has its tail, and its session's memory ends in the page.
-    `floor` is the lowest position the holder may write: forks of it read what lies below. Written by the table that has
-    it.
-    """
-
-    page: int
-    floor: int
 
 
 class PagedGroup(Group):
@@ -69,7 +55,10 @@ class PagedTable(Table):
     """One sequence's pages in one group: what its session keeps, and what its open turn has added.
 
     Token slot p is in table entry p // page_size. A turn reads kept entries below `first` and its own from `first` on.
-    It writes into its own pages, and into the last kept page only if the session has that page's tail.
+    It writes into its own pages, and into the last kept page only if the session has that page's *tail*: the right to
+    fill its free slots, from the page's floor on (see `Pool`).
+
+    Invariant: of all sequences that hold a page at most one has its tail, and that one's session ends in the page.
     """
 
     _group: PagedGroup
@@ -77,7 +66,7 @@ class PagedTable(Table):
     def __init__(self, group: PagedGroup) -> None:
         super().__init__(group)
         self.page_size = group.page_size
-        self.tail: Tail | None = None  # written by begin, commit, fork and truncate of this table
+        self.tail = NO_PAGE  # the page whose tail this is; written by `_take_tail` and `_lose_tail`
         self.first = 0  # entry of the first page the turn ever owned
         self.released = 0  # own pages given back from the front, windows only
         self._copy_slots = 0  # used slots to copy into entry `first`; 0: written in place
@@ -103,7 +92,7 @@ class PagedTable(Table):
 
     def share_part(self, part: Lease, at: int, position: int, holder: Holder) -> Lease:
         skip = self.first_entry(position) - self.first_entry(at)
-        return part.share(skip, skip + self.span(position), holder)
+        return part.share(skip, skip + self.span(position), holder, self.used(position))
 
     # -- admission
 
@@ -130,7 +119,8 @@ class PagedTable(Table):
         self._copy_slots = 0 if in_place else start % self.page_size
         self.first = start // self.page_size if self._copy_slots else pages_for(start, self.page_size)
         if in_place and start % self.page_size:
-            self.pool.generation[page] += 1
+            self.pool.write_on(page, start % self.page_size)
+            self._take_tail(page)
 
     @property
     def has_grown(self) -> bool:
@@ -168,23 +158,23 @@ class PagedTable(Table):
     def view(self) -> tuple[int, array[int]]:
         """The pages the turn reads, as (first entry, pages)."""
 
+    def go_on(self, position: int) -> None:
+        """The open turn has been cut to `position`, and goes on there in a page that it has begun to fill."""
+        index, slot = position // self.page_size, position % self.page_size
+        own = index - self.first - self.released
+        if slot and 0 <= own < len(self.opened):
+            page = self.opened.units[own]
+            if self.pool.counts[page] == 1:
+                self.pool.take_alone(page, slot)
+            self.pool.write_on(page, slot)
+        elif slot and own == -1 and not self._copy_slots and not self.released:  # the last of what it started from
+            self.pool.write_on(self.kept_page(index), slot)
+
     # -- the tail
 
     def has_tail(self, page: int, position: int) -> bool:
         """Whether the session may write slot `position`, which lies in its page `page`."""
-        tail = self.tail
-        return tail is not None and tail.page == page and position >= tail.floor
-
-    def lend(self, page: int, position: int) -> None:
-        """Another sequence now reads `page` below `position`, without getting the tail."""
-        if self.tail is not None and self.tail.page == page:
-            self.tail.floor = max(self.tail.floor, position)
-
-    def lend_of_turn(self, page: int, position: int) -> None:
-        """Another sequence now reads what the open turn has computed below `position`. If the turn writes in place, to
-        the session's last page `page`, the session cannot go on there without it."""
-        if not self._copy_slots:
-            self.lend(page, position)
+        return page != NO_PAGE and self.tail == page and position % self.page_size >= self.pool.floors[page]
 
     def brings(self, position: int) -> bool:
         """Whether the open turn acquired the page of slot `position`."""
@@ -192,13 +182,35 @@ class PagedTable(Table):
 
     def end_at(self, position: int, page: int, *, brought: bool = False) -> None:
         """The session's memory now ends at `position`, in `page`: take the tail if the turn `brought` the page, keep it
-        if it is of this page, or lose it."""
-        if position % self.page_size == 0:
-            self.tail = None
-        elif brought:
-            self.tail = Tail(page, 0)
-        elif not self.has_tail(page, position):
-            self.tail = None
+        if it is of this page, or lose it. What others read of the page is below its floor in any case."""
+        if brought and position % self.page_size:
+            self._take_tail(page)
+        elif position % self.page_size == 0 or not self.has_tail(page, position):
+            self._lose_tail()
+
+    def _take_tail(self, page: int) -> None:
+        self._lose_tail()
+        other = self.pool.tails.setdefault(page, self)
+        if other is not self:
+            raise InvariantError(f"{self.pool.name} unit {page} would get a second tail")
+        self.tail = page
+
+    def _lose_tail(self) -> None:
+        if self.tail != NO_PAGE:
+            del self.pool.tails[self.tail]
+            self.tail = NO_PAGE
+
+    def check_tail(self, page: int, position: int) -> None:
+        """For the audit: the session ends at `position`, in `page`. Raises `InvariantError` if it has the tail of
+        another page, or somebody else may write what it reads of this one."""
+        if self.tail not in (NO_PAGE, page) or (self.tail != NO_PAGE and self.pool.tails.get(self.tail) is not self):
+            raise InvariantError(f"{self.pool.name}: a session that ends in unit {page} has the tail of {self.tail}")
+        other = self.pool.tails.get(page, self)
+        if other is not self and self.used(position) > self.pool.floors[page]:
+            raise InvariantError(
+                f"{self.pool.name} unit {page} may be written from slot {self.pool.floors[page]} on; "
+                f"a session that cannot write it reads {self.used(position)} slots"
+            )
 
 
 def _changes(grown: Sequence[Growth]) -> TableChanges:

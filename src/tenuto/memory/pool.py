@@ -41,16 +41,25 @@ class Pool:
     Invariant: every unit is in exactly one of three places: on the free list (count 0), in limbo (count 0, released
     while steps are in flight that may still touch it, or a copy that may still write it), or leased (count = number of
     leases that list it).
+
+    A unit has `slots` token slots, and a *floor*. Invariant: no slot below the floor is ever written while the unit is
+    leased, and every sequence that reads the unit, except the one that may write it, reads only slots below the floor.
+    So a second lease on units, and a second reference to a checkpoint, raise floors in `add_reader`; whoever goes on in
+    a unit asks `write_on`, which refuses slots below its floor. A floor falls only when a single lease is left.
     """
 
-    def __init__(self, name: str, capacity: int) -> None:
+    def __init__(self, name: str, capacity: int, slots: int = 1) -> None:
         self.name = name
         self.capacity = capacity
+        self.slots = slots
         # One buffer, two views: scalar access is fastest through `array`, bulk access through NumPy.
         self.counts = array("i", bytes(4 * capacity))
         self._counts = np.frombuffer(self.counts, dtype=np.int32)
         # Of each unit, raised when it is acquired, or slots of it may be written that held something else:
         self.generation = array("q", bytes(8 * capacity))
+        self.floors = array("i", bytes(4 * capacity))  # of each unit; see above
+        self._floors = np.frombuffer(self.floors, dtype=np.int32)
+        self.tails: dict[int, object] = {}  # units with a tail, and the table that has it
         self._free = list(range(capacity - 1, -1, -1))
         self._limbo: deque[list[int]] = deque()  # a list for each step in flight, of what was released since it began
         self._written: set[int] = set()  # units that copies under way write
@@ -75,10 +84,60 @@ class Pool:
         lease = Lease(self, array("i"), holder)
         return lease if lease.grow(count) else None
 
-    def share(self, units: array[int], holder: Holder) -> Lease:
-        """A lease on units, int32, that others hold."""
+    def share(self, units: array[int], holder: Holder, reads: int | None = None) -> Lease:
+        """A lease on units, int32, that others hold. `reads`: how many slots of the last one the holder reads (`None`:
+        all of them); it reads every slot of the others."""
         self._add(units)
+        self.add_reader(units, reads)
         return Lease(self, units, holder)
+
+    # -- floors
+
+    def reads(self, position: int) -> int:
+        """How many slots of its last unit resuming at `position` reads."""
+        return (position - 1) % self.slots + 1
+
+    def add_reader(self, units: array[int], reads: int | None = None) -> None:
+        """Another sequence reads `units`, of the last one only the first `reads` slots (`None`: all), and none of these
+        slots may be written from now on."""
+        if not units:
+            return
+        last = self.slots if reads is None else reads
+        floor = max(self.floors[units[-1]], last)
+        if len(units) < BULK:
+            for unit in units:
+                self.floors[unit] = self.slots
+        else:
+            self._floors[np.frombuffer(units, dtype=np.int32)] = self.slots
+        self.floors[units[-1]] = floor
+
+    def write_on(self, unit: int, slot: int) -> None:
+        """Whoever may write the leased `unit` goes on at `slot`: what the slots from there on held is written anew.
+        Raises `InvariantError` if somebody else reads them."""
+        if slot < self.floors[unit]:
+            raise InvariantError(
+                f"{self.name} unit {unit} would be written from slot {slot} on; "
+                f"others read its first {self.floors[unit]} slots"
+            )
+        self.generation[unit] += 1
+
+    def take_alone(self, unit: int, slot: int) -> None:
+        """The only sequence that still reads `unit` may write it from `slot` on. Raises `InvariantError` if more than
+        one lease lists it."""
+        if self.counts[unit] != 1:
+            raise InvariantError(f"{self.name} unit {unit} is taken by one of {self.counts[unit]} that hold it")
+        self.floors[unit] = min(slot, self.floors[unit])
+
+    def unprotected(self, units: array[int], reads: int) -> list[int]:
+        """Which of `units`, int32, have floors below what somebody reads: the first `reads` slots of the last one, and
+        every slot of the others."""
+        if not units:
+            return []
+        index = np.frombuffer(units, dtype=np.int32)
+        wrong = self._floors[index] < self.slots
+        wrong[-1] = self.floors[units[-1]] < reads
+        found: list[int] = index[wrong].tolist()
+        return found
 
     def step_submitted(self) -> None:
         """One more step is in flight, which may touch what is released from now on."""
@@ -150,6 +209,7 @@ class Pool:
             if self.counts[unit]:
                 raise InvariantError(f"{self.name} unit {unit} is on the free list with count {self.counts[unit]}")
             self.counts[unit] = 1
+            self.floors[unit] = 0
             self.generation[unit] += 1
         self.touched += count
         self.leased += count
@@ -239,8 +299,15 @@ class Lease:
         held.extend(units)
         return True
 
-    def share(self, start: int, stop: int, holder: Holder) -> Lease:
-        """A second lease on units [start, stop), for `holder`."""
+    def share(self, start: int, stop: int, holder: Holder, reads: int | None = None) -> Lease:
+        """A second lease on units [start, stop), for `holder`, which reads the first `reads` slots of the last one; see
+        `Pool.share`."""
+        lease = self.share_within(start, stop, holder)
+        self.pool.add_reader(lease.units, reads)
+        return lease
+
+    def share_within(self, start: int, stop: int, holder: Holder) -> Lease:
+        """A second lease on units [start, stop), for a `holder` of the same sequence, which may go on writing them."""
         if not 0 <= start <= stop <= len(self):
             raise InvariantError(f"share [{start}, {stop}) of a lease on {len(self)} units of {self.pool.name}")
         units = self.units[start:stop]

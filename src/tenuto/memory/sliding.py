@@ -120,10 +120,10 @@ class SlidingTable(PagedTable):
         low, high = self.first_entry(position), pages_for(position, self.page_size)
         if self._source is not None and low < self.first:
             offset = self._source_end - len(self._source)
-            lease.absorb(self._source.share(low - offset, min(high, self.first) - offset, holder))
+            lease.absorb(self._source.share_within(low - offset, min(high, self.first) - offset, holder))
         own_from = self.first + self.released
         if high > self.first:
-            lease.absorb(self.opened.share(max(low, self.first) - own_from, high - own_from, holder))
+            lease.absorb(self.opened.share_within(max(low, self.first) - own_from, high - own_from, holder))
         return lease
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
@@ -132,12 +132,15 @@ class SlidingTable(PagedTable):
         if again:
             self.opened.truncate(0)
             self.released = 0
+            self.go_on(position)
         elif part is not None:
             self.opened.truncate(0)
             self.first, self.released, self._copy_slots = pages_for(position, self.page_size), 0, 0
             self._read_through(part, position)
+            self.go_on(position)
         else:
             self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first - self.released))
+            self.go_on(position)
 
     def commit(self, position: int, part: Lease | None) -> None:
         self.end_at(position, last_page(part), brought=self.brings(position))
@@ -150,14 +153,16 @@ class SlidingTable(PagedTable):
     # -- the session
 
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """The child refers to the same checkpoints. The tail stays here."""
-        self.lend(last_page(part), position)
+        """The child refers to the same checkpoints, which raises the floors of their pages. The tail stays here."""
 
     def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
-        self.lend_of_turn(last_page(self._source), position)
+        """Likewise."""
 
     def truncate(self, position: int, part: Lease | None) -> None:
         self.end_at(position, last_page(part))
+
+    def check_floors(self, position: int, part: Lease | None) -> None:
+        self.check_tail(last_page(part), position)
 
 
 def last_page(window: Lease | None) -> int:

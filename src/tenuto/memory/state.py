@@ -189,6 +189,8 @@ class StateTable(Table):
         return self.opened.take(at, at + 1, holder)
 
     def take_back(self, part: Lease) -> None:
+        for slot in part.units:
+            self.pool.take_alone(slot, 0)
         self.opened.absorb(part)
 
     @property
