@@ -122,7 +122,7 @@ def test_an_answer_follows_a_schema(client: Anthropic) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [*HI, {"role": "assistant", "content": "so"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"type": "bash_20250124", "name": "f"}], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{"name": "f", "input_schema": {"type": "x"}}], "tool_choice": {"type": "any"}}, "tools"),
         ({"temperature": -1}, "temperature"),

@@ -269,7 +269,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "thinking_token_budget": 7,
             "truncate_prompt_tokens": 5,
             "use_beam_search": True,
-            "web_search_options": {"a": 1},
         },
     ),
     "/v1/completions": (
@@ -303,8 +302,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/messages": (
         MESSAGE,
         {
-            "container": "a",
-            "mcp_servers": [{"type": "url", "url": "a", "name": "b"}],
             "chat_template_kwargs": {"a": 1},
             "kv_transfer_params": {"a": 1},
         },

@@ -436,12 +436,10 @@ def test_a_session_s_answer_may_be_broken_off_and_kept_or_not(slow: Server) -> N
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
         ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
         ({"messages": [{"role": "function", "content": "x"}]}, "function"),
     ],

@@ -142,7 +142,7 @@ def test_a_refused_response_leaves_no_session(client: OpenAI, witness: Server) -
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}}, "text.format.schema"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),

@@ -142,7 +142,7 @@ def test_a_session_without_tools_gets_none_later(client: OpenAI, witness: Server
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "retrieval"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
         ({"tools": [CLOCK], "tool_choice": NAMED}, "tool_choice"),

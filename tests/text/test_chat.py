@@ -142,6 +142,11 @@ def test_turns_of_templates_that_insist_on_alternation_add_up(
         assert turn_by_turn(chat, small, started) == at_once(chat, started)
 
 
+def test_whether_system_messages_may_follow_others_is_found_by_trying(small: Tokenizer) -> None:
+    late = {name: load(source, small).habits.late_system for name, source in (ANY_ROLE | ALTERNATING).items()}
+    assert late == {"chatml": True, "headers": True, "grouped": True, "turns": False, "brackets": False}
+
+
 @given(content=contents)
 def test_what_users_write_never_becomes_a_control_token(smollm2: Tokenizer, content: str) -> None:
     assert smollm2.chat_template is not None

@@ -137,7 +137,8 @@ class ModelHabits:
     between `<think>` and `</think>`, `opened` if the template writes the first. Control tokens, which have no text:
     `opens` and `closes` stand around calls, `before_id` and `before_arguments` inside those with names. `short_ids`:
     the ids of calls are nine letters and digits, which the model writes itself. `switches`: variables of the template,
-    their values and how it thinks with each, where that is otherwise."""
+    their values and how it thinks with each, where that is otherwise. `late_system`: system messages may follow
+    others."""
 
     tools: ToolFormat = "json"
     arguments: str = "arguments"
@@ -148,6 +149,7 @@ class ModelHabits:
     before_arguments: int | None = None
     short_ids: bool = False
     switches: tuple[tuple[str, bool, Thinks], ...] = ()
+    late_system: bool = True
 
     def told(self, variables: Mapping[str, Any]) -> ModelHabits:
         """The habits where the template is told `variables`."""

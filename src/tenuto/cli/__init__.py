@@ -156,7 +156,12 @@ def serve(
     dtype: Dtype = None,
     host: Annotated[str, typer.Option(help="Anything but this machine needs an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model; may be given several times.")
+    ] = None,
+    any_model_name: Annotated[
+        bool, typer.Option(help="Clients may call the model anything: for those that insist on a name.")
+    ] = False,
     api_key: Annotated[
         str | None, typer.Option(envvar="TENUTO_API_KEY", show_envvar=True, help="The key that clients must give.")
     ] = None,
@@ -307,7 +312,8 @@ def serve(
         host=host,
         port=port,
         keys=held,
-        served_name=served_model_name,
+        served_names=tuple(served_model_name or ()),
+        any_model_name=any_model_name,
         max_body_bytes=max_body_bytes,
         max_state_bytes=max_state_bytes,
         max_bodies_bytes=max_bodies_bytes,

@@ -6,6 +6,7 @@ import asyncio
 import re
 import secrets
 import time
+from collections.abc import Collection
 
 import structlog
 from fastapi import FastAPI, Request
@@ -32,6 +33,8 @@ from tenuto.serve.sglang import server as sglang_server
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, Failure
 from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
+from tenuto.serve.shared.undone import HEADER as LEFT_UNDONE
+from tenuto.serve.shared.undone import noting
 
 log = structlog.get_logger("tenuto.http")
 
@@ -125,7 +128,11 @@ class Envelope:
             return
         started, headers = time.perf_counter(), Headers(scope=scope)
         to_disk = scope["path"] == native_sessions.IMPORT_STATE
-        exchange = _Exchange(receive, send, _request_id(headers), self._edge, to_disk=to_disk)
+        with noting() as undone:
+            exchange = _Exchange(receive, send, _request_id(headers), self._edge, undone, to_disk=to_disk)
+            await self._handle(scope, headers, exchange, started)
+
+    async def _handle(self, scope: Scope, headers: Headers, exchange: _Exchange, started: float) -> None:
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
             try:
                 await self._answer(scope, headers, exchange)
@@ -137,7 +144,7 @@ class Envelope:
             finally:
                 exchange.forget()
                 scope.pop("extensions", None)  # which refer to the request that the scope belongs to
-                self._log(scope, exchange.status, time.perf_counter() - started)
+                self._log(scope, exchange, time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, headers: Headers, exchange: _Exchange) -> None:
         try:
@@ -151,12 +158,12 @@ class Envelope:
             if exchange.excess is not None and not exchange.status:
                 await exchange.refuse(scope, Failure.of(exchange.excess))
 
-    def _log(self, scope: Scope, status: int, seconds: float) -> None:
-        status, method, state = status or CLIENT_GONE, scope["method"], scope.get("state", {})
+    def _log(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+        status, method, state = exchange.status or CLIENT_GONE, scope["method"], scope.get("state", {})
+        told = {"left_undone": list(exchange.undone)} if exchange.undone else {}
         path = scope["raw_path"].decode("ascii", "backslashreplace")  # without control characters
-        log.info(
-            "request", method=method, path=path, status=status, ms=round(1000 * seconds, 1), tenant=state.get("tenant")
-        )
+        ms = round(1000 * seconds, 1)
+        log.info("request", method=method, path=path, status=status, ms=ms, tenant=state.get("tenant"), **told)
         self._metrics.request_ended(method, getattr(scope.get("route"), "path", None), status)
 
 
@@ -167,9 +174,20 @@ class _Exchange:
     settings allow; the application's answer is then not sent.
     """
 
-    def __init__(self, receive: Receive, send: Send, request_id: str, edge: Edge, *, to_disk: bool) -> None:
-        """`to_disk`: the body is not kept in memory."""
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        request_id: str,
+        edge: Edge,
+        undone: Collection[str] = (),
+        *,
+        to_disk: bool = False,
+    ) -> None:
+        """`undone`: what the request asks for and is left undone; complete when the answer begins. `to_disk`: the body
+        is not kept in memory."""
         self.request_id = request_id
+        self.undone = undone
         self.status = 0
         self.excess: TenutoError | None = None
         self._receive = receive
@@ -230,7 +248,10 @@ class _Exchange:
             return
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
+            own = [(b"x-request-id", self.request_id.encode())]
+            if self.undone and self.status < 400:
+                own.append((LEFT_UNDONE.encode(), ", ".join(self.undone).encode()))
+            message["headers"] = [*message["headers"], *own]
         await self._send(message)
 
     async def refuse(self, scope: Scope, failure: Failure) -> None:

@@ -116,7 +116,9 @@ class ChatTemplate:
         except TenutoError as error:
             self._system_refusal = str(error)
         habits = habits_of(source, prompt, tokenizer.control_id)
-        self.habits = replace(habits, switches=tuple(self._switches(asked, prompt)))
+        self.habits = replace(
+            habits, switches=tuple(self._switches(asked, prompt)), late_system=self._writes_late_system(answered)
+        )
         """How its model writes calls and thoughts."""
         first = next(tokenizer.split_markup(closer), None)
         self.end_of_turn = first if isinstance(first, int) else None
@@ -127,6 +129,14 @@ class ChatTemplate:
         self._closers = frozenset({first, followed}) if isinstance(followed, int) and first != followed else frozenset()
         self.rewrites = self._rewrites()
         """What the template would write otherwise of earlier turns, for people. Sessions keep it as it was."""
+
+    def _writes_late_system(self, answered: Conversation) -> bool:
+        """Whether the template writes a system message that follows an answer, in its place."""
+        try:
+            self._tail(answered, [Message("system", "x"), Message("user", "x")], generate=True)
+        except TenutoError:
+            return False
+        return True
 
     def _switches(self, asked: Conversation, prompt: str) -> Iterator[tuple[str, bool, Thinks]]:
         """The variables that change whether an answer begins with thoughts. `prompt` is asked with without them."""

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tenuto.base.errors import TenutoError
+from tenuto.base.errors import ContextExceeded, TenutoError
 from tenuto.base.messages import StartTurn, Tokenize
 from tenuto.serve.anthropic.answers import MessageWriter
 from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
+from tenuto.serve.shared.context import context_error
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import EventStream, while_connected
@@ -33,13 +34,15 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
     start = StartTurn(
         kind="turn",
         tenant=tenant.name,
-        input=body.rendered(),
+        input=body.rendered(habits),
         params=body.params(habits),
         tools=body.tool_use.told,
         limits=tenant.limits,
     )
     try:
         turn = await while_connected(request, edge.start(tenant, start))
+    except ContextExceeded as error:
+        raise context_error(error, edge.model.context_length, "messages", "anthropic") from None
     except TenutoError as error:
         error.param = body.param(error.param)
         raise
@@ -60,5 +63,5 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
 async def count_tokens(edge: EdgeOf, _: Caller, body: Conversation) -> dict[str, int]:
     """How many tokens messages come to."""
     edge.check_model(body.model)
-    tokens = await edge.link.call(Tokenize(input=body.rendered(), tools=body.tool_use.told))
+    tokens = await edge.link.call(Tokenize(input=body.rendered(edge.model.habits), tools=body.tool_use.told))
     return {"input_tokens": len(tokens)}

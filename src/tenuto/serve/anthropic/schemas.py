@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from tenuto.base.checks import shown
-from tenuto.base.errors import InvalidRequest
+from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.tool_use import ToolChoice as Choice
 from tenuto.base.tool_use import ToolUse
-from tenuto.base.tools import MAX_TOOLS, ModelHabits, ToolCall
+from tenuto.base.tools import ModelHabits, ToolCall
 from tenuto.base.turns import Message
+from tenuto.serve.shared.errors import DetailedError
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
+from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.schemas import Messages, field_of, random_seed, unsupported
+from tenuto.serve.shared.undone import ToolList, of_type
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", examples=["get_weather"])]
-KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+KINDS = ("text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking")
 
 
 class Block(ForeignObject):
@@ -27,7 +30,7 @@ class Block(ForeignObject):
 
     ignored = frozenset({"cache_control", "caller", "citations", "data", "is_error", "signature", "toolset_name"})
 
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    type: Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
     text: str = ""
     thinking: str = ""
     id: str = Field("", max_length=256, description="Of a `tool_use`.")
@@ -35,6 +38,7 @@ class Block(ForeignObject):
     input: dict[str, Any] | None = None
     tool_use_id: str = Field("", max_length=256, description="Of a `tool_result`: the call it answers.")
     content: str | Messages[Block] | None = Field(None, description="Of a `tool_result`.")
+    tool_name: str = Field("", max_length=256, description="Of a `tool_reference`: a tool that was found.")
 
     @model_validator(mode="before")
     @classmethod
@@ -46,16 +50,17 @@ class Block(ForeignObject):
 
 
 def text_of(content: str | list[Block] | None) -> str:
-    """The texts of content, one a line."""
+    """The texts of content, one a line, and the names of tools that were found."""
     if not isinstance(content, list):
         return content or ""
-    return "\n".join(block.text for block in content if block.type == "text")
+    found = ("text", "tool_reference")
+    return "\n".join(block.text or block.tool_name for block in content if block.type in found)
 
 
 class NewMessage(ForeignObject):
     """A message."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Messages[Block]
 
     def rendered(self) -> list[Message]:
@@ -67,6 +72,8 @@ class NewMessage(ForeignObject):
                      for block in self.content if block.type == "tool_use"]  # fmt: skip
             thoughts = "\n".join(block.thinking for block in self.content if block.type == "thinking")
             return [Message("assistant", text_of(self.content), tuple(calls), reasoning=thoughts)]
+        if self.role == "system":
+            return [Message("system", text_of(self.content))]
         results = [block for block in self.content if block.type == "tool_result"]
         messages = [Message("tool", text_of(block.content), tool_call_id=block.tool_use_id) for block in results]
         if len(results) < len(self.content) or not results:
@@ -83,14 +90,6 @@ class Tool(ForeignObject):
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_functions(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "custom":
-            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: 'custom'")
-        return given
 
     def told(self) -> dict[str, Any]:
         """What the model is told of it."""
@@ -116,7 +115,7 @@ class OutputFormat(ForeignObject):
 class OutputConfig(ForeignObject):
     """What the answer must be."""
 
-    ignored = frozenset({"effort"})
+    undone: ClassVar[dict[str, tuple[Any, ...]]] = {"effort": NOTHING, "task_budget": NOTHING}
 
     format: OutputFormat | None = None
 
@@ -124,17 +123,21 @@ class OutputConfig(ForeignObject):
 class Conversation(ForeignObject):
     """The fields that say what is to be answered."""
 
-    ignored = frozenset(
-        {"betas", "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "thinking"}
-    )
-    not_supported = dict.fromkeys(
-        ("chat_template_kwargs", "container", "context_management", "kv_transfer_params", "mcp_servers"), NOTHING
-    )
+    ignored = frozenset({"betas", "cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"})
+    undone: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("container", "context_management", "fallbacks", "inference_geo", "mcp_servers"), NOTHING),
+        "service_tier": (None, "auto", "standard_only"),
+        "speed": (None, "standard"),
+        "thinking": (None, {"type": "disabled"}),
+    }
+    not_supported = dict.fromkeys(("chat_template_kwargs", "kv_transfer_params"), NOTHING)
 
     model: str = Field(description="As listed by `/v1/models`, or `default`.")
     messages: Messages[NewMessage] = Field(min_length=1)
     system: str | Messages[Block] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: ToolList[Annotated[Tool, of_type("custom")]] | None = Field(
+        None, description="The client's. Those with a type of their own are left out, and the answer's header says so."
+    )
     tool_choice: ToolChoice | None = Field(None, description="`any`, or a tool, is enforced.")
     output_config: OutputConfig | None = Field(None, description="A JSON schema, which is enforced.")
 
@@ -149,13 +152,13 @@ class Conversation(ForeignObject):
         kind: Choice = "required" if choice.type in ("any", "tool") else "none" if choice.type == "none" else "auto"
         return ToolUse(told, kind, choice.name or "", parallel=not choice.disable_parallel_tool_use)
 
-    def rendered(self) -> list[Message]:
+    def rendered(self, habits: ModelHabits) -> list[Message]:
         """The messages as the engine takes them. Raises `InvalidRequest`."""
         if self.messages[-1].role == "assistant":
             raise unsupported_prefill()
         system = text_of(self.system)
         messages = [Message("system", system)] if system else []
-        return messages + [one for message in self.messages for one in message.rendered()]
+        return placed(messages + [one for message in self.messages for one in message.rendered()], habits)
 
     def grammar(self, habits: ModelHabits) -> Grammar | None:
         """What the answer must follow, if anything. Raises `InvalidRequest`."""
@@ -171,9 +174,22 @@ def unsupported_prefill() -> InvalidRequest:
     )
 
 
+class ThreadUnsupported(DetailedError, Unsupported):
+    """The request asks the server to keep the conversation, which it cannot go without: the next request would have
+    only what is new. Anthropic's clients then send the whole conversation."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "thread is given; this server keeps none, allowed: to leave it out and send all messages",
+            {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+            param="thread",
+        )
+
+
 class MessagesBody(Conversation):
     """Messages to answer."""
 
+    thread: dict[str, Any] | None = Field(None, description="Not supported: clients are told to do without.")
     max_tokens: int = Field(ge=1, le=MAX_NEW_TOKENS)
     stream: bool | None = None
     stop_sequences: list[str] | None = None
@@ -183,6 +199,8 @@ class MessagesBody(Conversation):
 
     def params(self, habits: ModelHabits) -> TurnParams:
         """The turn's parameters. Raises `InvalidRequest`."""
+        if self.thread is not None:
+            raise ThreadUnsupported
         temperature = 1.0 if self.temperature is None else self.temperature
         given: TurnOptions = {"max_new_tokens": self.max_tokens, "temperature": temperature}
         if temperature > 0:

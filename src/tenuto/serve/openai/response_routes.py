@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from tenuto.base.errors import NotFound, SessionBusy, TenutoError
+from tenuto.base.errors import ContextExceeded, NotFound, SessionBusy, TenutoError
 from tenuto.base.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.views import SessionInfo
 from tenuto.serve.openai.response_answers import ResponseWriter
 from tenuto.serve.openai.response_schemas import ResponseBody
+from tenuto.serve.shared.context import context_error
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
@@ -76,6 +77,8 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
     name, streams = f"resp_{secrets.token_hex(16)}", False
     try:
         turn = await while_connected(request, _start(edge, tenant, body, name))
+    except ContextExceeded as error:
+        raise context_error(error, edge.model.context_length, "input", "openai") from None
     except TenutoError as error:
         error.param = body.param(error.param)
         raise
@@ -110,7 +113,7 @@ async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, name: str) -> L
         kind="turn",
         tenant=tenant.name,
         session=name if stores or previous is not None else None,
-        input=body.rendered(instructed=state is not None and _instructed(body, state)),
+        input=body.rendered(edge.model.habits, instructed=state is not None and _instructed(body, state)),
         params=body.params(edge.model.habits),
         tools=body.tool_use.told,
         limits=tenant.limits,

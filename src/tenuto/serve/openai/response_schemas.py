@@ -11,12 +11,14 @@ from tenuto.base.checks import shown
 from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.tool_use import ToolUse
-from tenuto.base.tools import MAX_TOOLS, ModelHabits, ToolCall
+from tenuto.base.tools import ModelHabits, ToolCall
 from tenuto.base.turns import Message
 from tenuto.serve.openai.tools import FlatNamedTool, FlatTool, tool_use
 from tenuto.serve.shared.grammars import of_schema
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
+from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.schemas import Id, Messages, field_of, random_seed, unsupported
+from tenuto.serve.shared.undone import ToolList, of_type
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -82,7 +84,7 @@ class TextFormat(ForeignObject):
 class TextConfig(ForeignObject):
     """What the answer's text must be."""
 
-    ignored = frozenset({"verbosity"})
+    undone: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": (None,)}
 
     format: TextFormat | None = None
 
@@ -92,22 +94,26 @@ class ResponseBody(ForeignObject):
 
     ignored = frozenset(
         {
-            "include",
+            "client_metadata",
             "max_tool_calls",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
-            "reasoning",
             "request_id",
             "safety_identifier",
-            "service_tier",
             "stream_options",
-            "truncation",
             "user",
         }
     )
+    undone: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "context_management": NOTHING,
+        "include": NOTHING,
+        "reasoning": (*NOTHING, {"effort": None}, {"effort": None, "summary": None}),
+        "service_tier": (None, "auto", "default"),
+        "truncation": (None, "disabled"),
+    }
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("background", "context_management", "conversation", "moderation", "prompt"), NOTHING),
+        **dict.fromkeys(("background", "conversation", "moderation", "prompt"), NOTHING),
         "cache_salt": (None, ""),
         "enable_response_messages": NOTHING,
         "frequency_penalty": (None, 0),
@@ -142,7 +148,9 @@ class ResponseBody(ForeignObject):
     temperature: float | None = field_of("temperature", "1 if not given.")
     top_p: float | None = field_of("top_p")
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: ToolList[Annotated[FlatTool, of_type("function")]] | None = Field(
+        None, description="Functions. Tools of other types are left out; the response and its header say so."
+    )
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -152,8 +160,11 @@ class ResponseBody(ForeignObject):
         """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
         return tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
-    def rendered(self, *, instructed: bool = False) -> list[Message]:
+    def rendered(self, habits: ModelHabits, *, instructed: bool = False) -> list[Message]:
         """The messages as the engine takes them. `instructed`: the conversation has these instructions already."""
+        return placed(self._messages(instructed=instructed), habits)
+
+    def _messages(self, *, instructed: bool) -> list[Message]:
         messages = [Message("user", self.input)] if isinstance(self.input, str) else _rendered(self.input)
         if not self.instructions or instructed:
             return messages

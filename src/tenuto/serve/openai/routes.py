@@ -20,8 +20,10 @@ from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
-from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.context import context_error
+from tenuto.serve.shared.edge import DEFAULT_MODEL, Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
+from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.samples import Samples, close_all, start_all
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
@@ -31,12 +33,6 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 
 MAX_CHOICES = 1024
 """Answers to one request: prompts times `n`."""
-
-
-class ContextLengthExceeded(ContextExceeded):
-    """`ContextExceeded`, with the code that OpenAI's clients know."""
-
-    code = "context_length_exceeded"
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -52,9 +48,9 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 @router.get("/models", responses=REFUSALS)
 async def list_models(edge: EdgeOf, _: Caller) -> dict[str, Any]:
-    """List the served model."""
+    """List the served model, under each of its names."""
     edge.require_engine()
-    return {"object": "list", "data": [_model(edge)]}
+    return {"object": "list", "data": [_model(edge, name) for name in edge.served_names]}
 
 
 @router.get("/models/{model_id:path}", responses=REFUSALS)
@@ -62,12 +58,12 @@ async def get_model(edge: EdgeOf, _: Caller, model_id: str) -> dict[str, Any]:
     """The model, by its name or as `default`."""
     edge.require_engine()
     edge.check_model(model_id)
-    return _model(edge)
+    return _model(edge, edge.served_name if model_id == DEFAULT_MODEL else model_id)
 
 
-def _model(edge: Edge) -> dict[str, Any]:
+def _model(edge: Edge, name: str) -> dict[str, Any]:
     return {
-        "id": edge.served_name,
+        "id": name,
         "object": "model",
         "created": int(edge.started),
         "owned_by": "tenuto",
@@ -109,7 +105,8 @@ async def chat(
 ) -> Response:
     """Answer messages. With `session_id`, send only the new ones: the session has the earlier ones."""
     _check(edge, body, 1)
-    start = _start(edge, tenant, body, [message.rendered() for message in body.messages])
+    messages = placed([message.rendered() for message in body.messages], edge.model.habits)
+    start = _start(edge, tenant, body, messages)
     samples = await _begin(edge, tenant, body, request, [start], idempotency_key)
     return await _respond(edge, body, request, samples, lambda: _chat_writers(edge, body, samples))
 
@@ -163,7 +160,7 @@ async def _begin(
     try:
         return await while_connected(request, starting)
     except ContextExceeded as error:
-        raise ContextLengthExceeded(str(error), param=body.input_field) from None
+        raise context_error(error, edge.model.context_length, body.input_field, "openai") from None
     except TenutoError as error:
         error.param = body.param(error.param)
         raise

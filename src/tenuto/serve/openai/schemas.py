@@ -46,13 +46,21 @@ IGNORED = frozenset(
         "rid",
         "safety_identifier",
         "separate_reasoning",
-        "service_tier",
         "spaces_between_special_tokens",
         "stream_reasoning",
         "user",
     }
 )
 """Fields that never change an answer here."""
+UNDONE: dict[str, tuple[Any, ...]] = {
+    "prediction": NOTHING,
+    "reasoning_effort": (None, "none"),
+    "service_tier": (None, "auto", "default"),
+    "store": NOTHING,
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+"""Fields that ask for what is left undone, with the values that ask for nothing."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": NOTHING,
     "bad_words": NOTHING,
@@ -101,13 +109,8 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": NOTHING,
     "modalities": (None, ["text"]),
     "moderation": NOTHING,
-    "prediction": NOTHING,
-    "reasoning_effort": (None, "none"),
     "skip_special_tokens": (None, True),
-    "store": NOTHING,
     "suffix": (None,),
-    "verbosity": (None,),
-    "web_search_options": (None,),
 }
 """Known fields that are not supported, with the values that ask for nothing."""
 
@@ -144,6 +147,7 @@ class Generation(Structured):
     timeouts."""
 
     ignored = IGNORED
+    undone = UNDONE
     not_supported = NOT_SUPPORTED
 
     model: str = Field(description="As listed by `/v1/models`, or `default`.")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.tool_use import NAME, ToolUse
 from tenuto.base.tools import MAX_TOOLS, ToolCall
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
-from tenuto.serve.shared.schemas import unsupported
+from tenuto.serve.shared.undone import ToolList, of_type
 
 Name = Annotated[str, Field(pattern=NAME, examples=["get_weather"])]
 
@@ -31,30 +30,19 @@ class Function(ForeignObject):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class OnlyFunctions(ForeignObject):
-    """A tool; only functions can be."""
-
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_functions(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: 'function'")
-        return given
-
-
-class Tool(OnlyFunctions):
+class Tool(ForeignObject):
     """A function that the model may call."""
 
+    type: Literal["function"]
     function: Function
 
 
-class FlatTool(OnlyFunctions, Function):
+class FlatTool(Function):
     """The same, as Responses have it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "output_schema", "allowed_callers"})
+
+    type: Literal["function"]
 
 
 class NamedFunction(ForeignObject):
@@ -105,8 +93,10 @@ Choice = Literal["none", "auto", "required"] | NamedTool
 class WithTools(ForeignObject):
     """The fields of a request about tools."""
 
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
-        None, description="Functions the model may call. A session is told of them with its first messages."
+    tools: ToolList[Annotated[Tool, of_type("function")]] | None = Field(
+        None,
+        description="Functions the model may call. A session is told of them with its first messages. Tools of other"
+        " types are left out, and the answer's header says so.",
     )
     tool_choice: Choice | None = Field(None, description="`auto` if not given. `required`, or a function, is enforced.")
     parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true if not given.")

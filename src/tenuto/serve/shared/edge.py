@@ -68,15 +68,20 @@ class Edge:
 
     @property
     def served_name(self) -> str:
-        """What clients call the model."""
-        return self.settings.served_name or self.model.model
+        """What answers call the model."""
+        return self.served_names[0]
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What clients call the model: one name or more."""
+        return self.settings.served_names or (self.model.model,)
 
     def check_model(self, name: str) -> None:
-        """Raises `ModelNotFound` unless `name` is the served model's."""
-        if name not in (self.served_name, DEFAULT_MODEL):
+        """Raises `ModelNotFound` unless `name` is the served model's, or any name is."""
+        if not self.settings.any_model_name and name not in (*self.served_names, DEFAULT_MODEL):
+            names = ", ".join(map(repr, self.served_names))
             raise ModelNotFound(
-                f"there is no model {name[:200]!r}; allowed: {self.served_name!r}, or {DEFAULT_MODEL!r} for the same",
-                param="model",
+                f"there is no model {name[:200]!r}; allowed: {names}, or {DEFAULT_MODEL!r} for the same", param="model"
             )
 
     def tenant(self, headers: Headers) -> Tenant:

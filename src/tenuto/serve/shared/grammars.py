@@ -37,9 +37,10 @@ def of_schema(name: str, schema: object) -> Grammar:
 
 
 def only_one(given: Mapping[str, Grammar | None]) -> GrammarField | None:
-    """The grammar that the request's fields, by name, ask for, if one does. Raises `InvalidRequest` if several do."""
+    """The grammar that the request's fields, by name, ask for, if one does; several may ask for the same. Raises
+    `InvalidRequest` if they ask for different ones."""
     asked = [GrammarField(name, grammar) for name, grammar in given.items() if grammar is not None]
-    if len(asked) > 1:
+    if len({field.grammar for field in asked}) > 1:
         names = " and ".join(name for name, _ in asked)
-        raise InvalidRequest(f"there are {names}; allowed: one of them", param=asked[1].name)
+        raise InvalidRequest(f"there are {names}; allowed: one of them, or the same in each", param=asked[1].name)
     return asked[0] if asked else None

@@ -147,7 +147,8 @@ def read_ttl(text: str) -> float | None:
 class ServeSettings:
     """How the server listens, and what clients may ask of it.
 
-    `served_name`: what clients call the model, `None` for its own name. `max_body_bytes`: per request,
+    `served_names`: what clients call the model, of which answers have the first; its own name if there are none.
+    `any_model_name`: clients may call it anything. `max_body_bytes`: per request,
     `max_bodies_bytes`: of all open requests together. `max_state_bytes`: of sessions that are imported with their
     state, one or all together; they go to temporary files. `max_turns`: open turns of all tenants. `max_connections`:
     open connections. `header_seconds`: until a request's headers are complete; `body_seconds`: until its body is, plus
@@ -161,7 +162,8 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Keys = field(default_factory=Keys)
-    served_name: str | None = None
+    served_names: tuple[str, ...] = ()
+    any_model_name: bool = False
     max_body_bytes: int = 32 * 2**20
     max_bodies_bytes: int = 2**30
     max_state_bytes: int = 2**34

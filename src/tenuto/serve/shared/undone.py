@@ -1,0 +1,62 @@
+"""What requests ask for and this server leaves undone. The answer is as good without it, so the request is not refused;
+what was left undone is named in a header of the answer and in the log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
+
+from tenuto.base.tools import MAX_TOOLS
+
+T = TypeVar("T")
+
+HEADER = "x-tenuto-left-undone"
+MAX_NOTES = 32
+"""Things named in one answer."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.:-]")
+_notes: ContextVar[dict[str, None] | None] = ContextVar("left_undone", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[dict[str, None]]:
+    """Collects what `leave_undone` is told inside the block, in order and each once."""
+    notes: dict[str, None] = {}
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def leave_undone(name: str) -> None:
+    """Note that the field `name` of the request being read asks for something that is not done."""
+    notes = _notes.get()
+    if notes is not None and len(notes) < MAX_NOTES:
+        notes[_UNSAFE.sub("_", name[:64])] = None
+
+
+def _kept(tools: list[Any]) -> list[Any]:
+    return [tool for tool in tools if tool is not None]
+
+
+ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_kept)]
+"""Of tools annotated with `of_type`."""
+
+
+def of_type(kind: str) -> WrapValidator:
+    """Annotates a tool. Those of another type, which neither the client's functions nor the server can run, are left
+    out; one without a type is of this `kind`."""
+
+    def known(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        other = given.get("type") if isinstance(given, dict) else None
+        if isinstance(other, str) and other != kind:
+            leave_undone(f"tools.{other}")
+            return None
+        return validate(given)
+
+    return WrapValidator(known)

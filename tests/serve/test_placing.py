@@ -1,0 +1,44 @@
+"""System messages anywhere in a conversation, for models whose templates have a place for them or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.base.tools import ModelHabits
+from tenuto.base.turns import Message
+from tenuto.serve.shared.placing import placed
+from tenuto.serve.shared.undone import noting
+
+
+def conversation(text: str) -> list[Message]:
+    """`s:a u:b` is a system message with text a and a user's with b."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [Message(roles[word[0]], word[2:].replace("+", "\n\n")) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("u:1", "u:1"),
+        ("s:1 u:2 a:3 u:4", "s:1 u:2 a:3 u:4"),
+        ("s:1 s:2 u:3", "s:1+2 u:3"),
+        ("u:1 s:2", "u:1+2"),
+        ("u:1 s:2 u:3", "u:1+2 u:3"),
+        ("u:1 a:2 s:3 s:4 u:5", "u:1 a:2 u:3+4+5"),
+        ("u:1 s:2 a:3 u:4", "u:1+2 a:3 u:4"),
+        ("u:1 a:2 t:3 s:4", "u:1 a:2 t:3 u:4"),
+        ("s:1 s:2", "s:1+2"),
+    ],
+)
+def test_a_late_system_message_is_told_as_the_users_where_the_template_has_no_place_for_it(
+    given: str, expected: str
+) -> None:
+    assert placed(conversation(given), ModelHabits(late_system=False)) == conversation(expected)
+    assert placed(conversation(given), ModelHabits(late_system=True)) == conversation(given)
+
+
+def test_only_a_message_that_changed_its_role_is_named() -> None:
+    for given, names in (("s:1 s:2 u:3", []), ("u:1 s:2", ["messages.role.system"])):
+        with noting() as notes:
+            placed(conversation(given), ModelHabits(late_system=False))
+        assert list(notes) == names
