@@ -12,7 +12,7 @@ import pytest
 
 from tenuto.base.errors import ModelError
 from tenuto.models import store
-from tenuto.models.store import FileFormat, ModelFiles, pull_default, resolve, verify_default, weights_digest
+from tenuto.models.store import FileFormat, ModelFiles, pull_default, resolve, verify_default
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20_000
 
@@ -210,40 +210,3 @@ def test_what_comes_from_the_hub_is_reported_once() -> None:
     with bar(total=2, desc="files") as files:
         files.update(1)
     assert seen == [(4, 10, "download"), (4, 10, "download"), (8, 10, "download")]
-
-
-def test_weights_are_told_apart_by_any_part_of_a_large_file_and_any_byte_of_a_small_one(tmp_path: Path) -> None:
-    path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
-    content = bytearray(bytes(range(256)) * 40_000)
-    path.write_bytes(content)
-    digest = weights_digest(ModelFiles("m", FileFormat.GGUF, path))
-    other.write_bytes(content)
-    assert weights_digest(ModelFiles("n", FileFormat.GGUF, other)) == digest
-    found = {digest}
-    for start in range(0, len(content), 2**20):  # a change of a whole tensor
-        changed = bytearray(content)
-        changed[start : start + 2**19] = bytes(2**19)
-        other.write_bytes(changed)
-        found.add(weights_digest(ModelFiles("m", FileFormat.GGUF, other)))
-    other.write_bytes(content[:-1])
-    found.add(weights_digest(ModelFiles("m", FileFormat.GGUF, other)))
-    assert len(found) == 12
-    (tmp_path / "config.json").write_text('{"rope_theta": 1}')
-    (tmp_path / "model.safetensors").write_bytes(content)
-    directory = ModelFiles("m", FileFormat.HUGGING_FACE, tmp_path)
-    before = weights_digest(directory)
-    (tmp_path / "config.json").write_text('{"rope_theta": 2}')
-    assert weights_digest(directory) != before
-
-
-def test_weights_in_any_file_of_a_split_model_are_told_apart(tmp_path: Path) -> None:
-    paths = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
-    for path in (*paths, tmp_path / "m-00001-of-00003.gguf", tmp_path / "m.gguf"):
-        path.write_bytes(b"GGUF")
-    split = ModelFiles("m", FileFormat.GGUF, paths[0])
-    digest = weights_digest(split)
-    (tmp_path / "m.gguf").write_bytes(b"another")
-    (tmp_path / "m-00001-of-00003.gguf").write_bytes(b"another")
-    assert weights_digest(split) == digest
-    paths[1].write_bytes(b"GGUG")
-    assert weights_digest(split) != digest

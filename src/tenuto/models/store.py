@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import io
 import os
@@ -31,9 +30,6 @@ _FILE_BYTES = 98_362_432
 _FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _CHUNK = 1 << 20
-_SAMPLES = 4096
-_SAMPLE_BYTES = 4096
-_OF_MODELS = frozenset({".json", ".safetensors"})
 _POLL_SECONDS = 0.2
 
 
@@ -84,7 +80,7 @@ def resolve(
         return ModelFiles(DEFAULT_MODEL, FileFormat.GGUF, pull_default(cache_dir, progress))
     path = Path(name_or_path).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return ModelFiles(_PART.sub("", path.stem), FileFormat.GGUF, path)
+        return ModelFiles(PART.sub("", path.stem), FileFormat.GGUF, path)
     if path.is_dir():
         return _directory(path.resolve().name, path)
     if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name_or_path):
@@ -95,29 +91,8 @@ def resolve(
     )
 
 
-_PART = re.compile(r"-\d+-of-(\d+)$")
+PART = re.compile(r"-\d+-of-(\d+)$")
 """How names of files end that a model was split into."""
-
-
-def weights_digest(files: ModelFiles) -> str:
-    """Tells models apart, and versions of one: a SHA-256 of the sizes of all files, of small ones whole, and of samples
-    from all over large ones, so that it takes no time even for the largest."""
-    digest = hashlib.sha256()
-    if files.path.is_dir():
-        paths = sorted(path for path in files.path.iterdir() if path.suffix in _OF_MODELS)
-    else:
-        parts = _PART.search(files.path.stem)
-        pattern = _PART.sub("", glob.escape(files.path.stem)) + (f"-*-of-{parts[1]}.gguf" if parts else ".gguf")
-        paths = sorted(files.path.parent.glob(pattern))
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.suffix} {size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_CHUNK))
-            for at in range(_CHUNK, size, max(_CHUNK, size // _SAMPLES)):
-                file.seek(at)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _directory(name: str, path: Path) -> ModelFiles:

@@ -9,6 +9,7 @@ from functools import partial
 from hashlib import sha256
 from random import SystemRandom
 from time import sleep
+from typing import Protocol
 
 from tenuto.base.checks import real, whole
 from tenuto.base.clock import SystemClock
@@ -35,11 +36,41 @@ milliseconds a step."""
 WITNESS_VOCABULARY = 1000
 
 
+class WeightsIdentity(Protocol):
+    """Tells weights from others."""
+
+    @property
+    def stamps(self) -> tuple[object, ...]:
+        """Equal for the same files if these have not been written in between."""
+        ...
+
+    @property
+    def value(self) -> str:
+        """Equal only for equal weights."""
+        ...
+
+    def again(self) -> WeightsIdentity:
+        """That of the same files as they are now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NamedWeights:
+    """Weights that have a name and no files."""
+
+    value: str
+    stamps: tuple[object, ...] = ()
+
+    def again(self) -> NamedWeights:
+        """See `WeightsIdentity`."""
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """An executor and what belongs to its model. `max_context` is the longest context it was made for, in tokens;
     `spare_bytes` what its device has for the state of a server's sessions; `compute` what computes, for people;
-    `weights` gives a digest of the weights, by reading some of them, `digest` that of the weights at a path."""
+    `weights` tells its weights from others, and `reading` makes the same for the weights at a path."""
 
     executor: Executor
     vocab_size: int
@@ -51,9 +82,9 @@ class Model:
     path: str = ""
     spare_bytes: int = 2**28
     compute: str = "no model: each token follows from a hash of the history"
-    weights: Callable[[], str] = lambda: WITNESS
+    weights: WeightsIdentity = NamedWeights(WITNESS)
     ropes: bytes = b""
-    digest: Callable[[str], str] = str
+    reading: Callable[[str], WeightsIdentity] = NamedWeights
 
     def grammars(self) -> GrammarCompiler | None:
         """Compiles grammars for its tokens, if it has a tokenizer."""
@@ -70,12 +101,17 @@ class Model:
 
     def state_fingerprint(self) -> str:
         """Equal for models whose units of memory mean the same: those of one serve the other."""
-        parts = (self.fingerprint, self.weights(), self.ropes, self.executor.layout, self.executor.spec)
+        parts = (self.fingerprint, self.weights.value, self.ropes, self.executor.layout, self.executor.spec)
         return sha256(repr(parts).encode()).hexdigest()
 
-    def with_weights(self, path: str) -> Model:
-        """The same model with the weights at `path`, which its executor has loaded."""
-        return replace(self, weights=partial(self.digest, path))
+    def tier_identity(self, config: EngineConfig) -> str:
+        """`state_fingerprint` if there is a disk tier. Only that asks for it: large models take seconds to hash."""
+        return self.state_fingerprint() if config.disk_tier else ""
+
+    def with_weights(self, path: str | None) -> Model:
+        """The same model with the weights that are at `path` now, or with `None` where its own were read. Make it
+        before its executor loads them."""
+        return replace(self, weights=self.weights.again() if path is None else self.reading(path))
 
 
 def load_model(
@@ -100,10 +136,12 @@ def load_model(
     from tenuto.exec.load import load_executor  # noqa: PLC0415 - loaded where it is used
     from tenuto.formats.gguf_file import GgufFile  # noqa: PLC0415 - loaded where it is used
     from tenuto.models.checkpoint import open_checkpoint  # noqa: PLC0415 - loaded where it is used
-    from tenuto.models.store import FileFormat, resolve, weights_digest  # noqa: PLC0415 - loaded where it is used
+    from tenuto.models.digest import WeightsDigest  # noqa: PLC0415 - loaded where it is used
+    from tenuto.models.store import FileFormat, resolve  # noqa: PLC0415 - loaded where it is used
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415 - loaded where it is used
 
     files = resolve(name, cache_dir())
+    weights = WeightsDigest(files)
     opened = GgufFile(files.path) if files.format is FileFormat.GGUF else None  # vocabularies take a while to read
     executor = load_executor(
         files,
@@ -135,9 +173,9 @@ def load_model(
         str(files.path),
         spare_bytes(device),
         forward.description,
-        partial(weights_digest, files),
+        weights,
         config.ropes(),
-        lambda path: weights_digest(resolve(path, cache_dir())),
+        lambda path: WeightsDigest(resolve(path, cache_dir())),
     )
 
 
@@ -172,7 +210,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
         random=SystemRandom(),
         text=text,
         masks=masks,
-        identity=model.state_fingerprint() if config.disk_tier else "",
+        identity=model.tier_identity(config),
     )
 
 

@@ -250,7 +250,6 @@ class Service:
             try:
                 match request:
                     case ReleaseMemory():
-                        _ = self._identity  # of the weights that there are now
                         self._loop.call(lambda _: self._dispatcher.execute(request)).result()
                     case ResumeMemory():
                         self._resume_memory(request)
@@ -270,24 +269,26 @@ class Service:
         if "weights" not in request.parts or "weights" not in released:
             self._put(None, lambda engine: engine.restore_memory(request.parts))
             return
+        model = self._model.with_weights(None)
         weights = self._model.executor.load(None)
-        found = self._model.state_fingerprint()  # somebody may have written other weights in their place
-        changed = found if found != self._identity else None
+        same = model.weights.stamps == self._model.weights.stamps  # somebody may have written others in their place
+        changed = None if same else model.tier_identity(self._engine.config)
         self._put(weights, lambda engine: engine.restore_memory(request.parts, weights, changed))
-        self._identity = found
+        if not same:
+            self._model = model
 
     def _update_weights(self, request: UpdateWeights) -> None:
         try:
-            weights = self._model.executor.load(request.path)
             model = self._model.with_weights(request.path)
-            identity = model.state_fingerprint()
+            weights = self._model.executor.load(request.path)
+            identity = model.tier_identity(self._engine.config)
         except (ModelError, ConfigError, OSError) as error:
             raise InvalidRequest(
                 f"the weights at {request.path!r} cannot be used: {error}; allowed: a whole model of the same shape",
                 param="model_path",
             ) from error
         self._put(weights, lambda engine: engine.update_weights(weights, identity, abort=request.abort))
-        self._model, self._identity = model, identity
+        self._model = model
 
     def _put(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:
         """Have the engine use what was read; if it does not, nobody does. Raises `Overloaded` if there is no memory."""
@@ -332,7 +333,7 @@ class Service:
     def _fingerprint(self) -> str:
         return self._model.fingerprint
 
-    @cached_property
+    @property
     def _identity(self) -> str:
         return self._model.state_fingerprint()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import tokenizers
 
@@ -66,7 +67,7 @@ class Tokenizer:
         """One more than the highest token id. A model may have more rows, which stand for nothing."""
         return max(self._bytes) + 1
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for tokenizers in which every token means the same."""
         digest = hashlib.sha256()

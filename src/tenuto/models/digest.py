@@ -1,0 +1,102 @@
+"""A digest of a model's weights: equal for the same weights, different for any others."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple
+
+from tenuto.formats.mapped import mapped
+from tenuto.models.store import PART, ModelFiles
+
+_OF_MODELS = frozenset({".json", ".safetensors"})
+_PIECE = 1 << 24
+"""Bytes that one thread hashes at a time."""
+
+
+class Stamp(NamedTuple):
+    """A file's identity and the time of its last write. The system sets `changed` (ctime) at every write, and programs
+    cannot, so a file that is written again gets another stamp."""
+
+    path: Path
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: Path) -> Stamp:
+        """Of a file as it is now."""
+        now = path.stat()
+        return cls(path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+
+
+class WeightsDigest:
+    """The digest of the weights in a model's files.
+
+    It covers every byte of every file. Samples would be faster, but two models may differ in a single matrix (a merged
+    adapter), and the state of one would be taken for the other's. So the digest takes as long as reading the files, and
+    only what needs it pays: a disk tier at the start, otherwise the first export or import of a session.
+
+    Make it before the weights are read. If the files change or go after that, nobody can tell any more what was loaded,
+    and the digest is a random one, which equals no other: state is recomputed then, never confused.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+        self.stamps = tuple(map(Stamp.of, _paths(files)))
+        """Equal for two digests of the same files if these have not been written in between."""
+
+    def again(self) -> WeightsDigest:
+        """That of the same files as they are now."""
+        return WeightsDigest(self._files)
+
+    @cached_property
+    def value(self) -> str:
+        """In hexadecimal digits."""
+        try:
+            found = _hashed([stamp.path for stamp in self.stamps])
+            if self.stamps and self.stamps == self.again().stamps:
+                return found
+        except OSError:  # they are gone
+            pass
+        return f"changed-{token_hex(32)}"
+
+
+def _paths(files: ModelFiles) -> list[Path]:
+    """The files that describe and hold a model."""
+    if files.path.is_dir():
+        return sorted(path for path in files.path.iterdir() if path.suffix in _OF_MODELS)
+    parts = PART.search(files.path.stem)
+    pattern = PART.sub("", glob.escape(files.path.stem)) + (f"-*-of-{parts[1]}.gguf" if parts else ".gguf")
+    return sorted(files.path.parent.glob(pattern))
+
+
+def _hashed(paths: list[Path]) -> str:
+    """A SHA-256 of the SHA-256s of all pieces. Threads hash pieces at the same time, without Python's lock."""
+    whole = hashlib.sha256()
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+        for path in paths:
+            whole.update(f"{path.suffix} {path.stat().st_size}\n".encode())
+            for piece in pool.map(_digest_of, _pieces(path)):
+                whole.update(piece)
+    return whole.hexdigest()
+
+
+def _digest_of(piece: memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()
+
+
+def _pieces(path: Path) -> Iterator[memoryview]:
+    if not path.stat().st_size:
+        return
+    content = mapped(path).data
+    for at in range(0, len(content), _PIECE):
+        yield content[at : at + _PIECE]
