@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from tenuto.base.errors import ModelError
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.checkpoint import open_checkpoint
 from tenuto.models.config import Attention
 from tenuto.models.decoder import Decoder
@@ -17,6 +20,7 @@ from tenuto.models.hf import HfCheckpoint
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.rope import Rope
 from tenuto.models.store import FileFormat, ModelFiles
+from tests.exec.mixed_driver import MixedDriver
 from tests.models.tiny import LLAMA3, save_hf, tiny_llama
 from tests.models.tiny_dense import tiny_phi3
 
@@ -181,3 +185,18 @@ def test_tensors_that_repeat_the_configuration_are_skipped(directory: Path) -> N
     }
     save_file(load_file(file) | repeated, file)
     load(directory)
+
+
+def test_a_head_of_its_own_is_computed_with_although_the_configuration_says_that_it_is_tied(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    whole = load_file(file)
+    embedding = whole["model.embed_tokens.weight"]
+    save_file(whole | {"lm_head.weight": embedding.clone()}, file)
+    assert HfCheckpoint(directory).config.tied  # some files store the same matrix twice
+    head = torch.randn(embedding.shape)
+    save_file(whole | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    text = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.inference_mode():
+        expected = LlamaForCausalLM.from_pretrained(directory)(text).logits[0]
+        driver = MixedDriver(ModelExecutor(TorchForward(load(directory), 16)), 1, 20)
+        torch.testing.assert_close(driver.logits({0: text[0].tolist()}), expected, rtol=1e-4, atol=1e-4)

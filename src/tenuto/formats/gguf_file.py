@@ -23,6 +23,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SIZE = struct.Struct("<Q")
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+_MOST_DIMENSIONS = 4
 _DIGITS = 5
 """Models may be split into files such as `name-00001-of-00003.gguf`, whose metadata say so."""
 _SCALARS = {
@@ -157,7 +158,10 @@ class _One:
     def _tensor_header(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         """Name, type, shape and offset in the data section."""
         name = self._string()
-        shape = tuple(self._scalar("Q") for _ in range(self._scalar("I")))[::-1]
+        dimensions = self._scalar("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {dimensions} dimensions; allowed: at most {_MOST_DIMENSIONS}")
+        shape = tuple(self._scalar("Q") for _ in range(dimensions))[::-1]
         return name, GGMLQuantizationType(self._scalar("I")), shape, self._scalar("Q")
 
     def _value(self, kind: GGUFValueType) -> Any:

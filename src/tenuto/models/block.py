@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from tenuto.base.errors import ModelError
 from tenuto.kernels.recurrent import Piece
 from tenuto.models.rope import Rope
 
@@ -52,20 +54,29 @@ def activate(activation: str, projected: torch.Tensor, gate_scale: float = 1.0) 
     return GATES[activation](scaled(gate, gate_scale), up)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Room:
-    """Where weights are kept: matrices in `dtype`, and vectors whose rounding would be felt everywhere in float32."""
+    """Where weights are kept: matrices in `dtype`, and vectors whose rounding would be felt everywhere in float32.
+    `left`: how many more elements may be allocated, by what the model's files hold. All methods raise `ModelError`,
+    before they allocate anything, if a configuration describes more than that."""
 
     device: torch.device
     dtype: torch.dtype
+    left: int
 
     def matrix(self, *shape: int) -> torch.Tensor:
         """An uninitialised tensor in the model's element type."""
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
+        return self._empty(shape, self.dtype)
 
     def floats(self, *shape: int) -> torch.Tensor:
         """An uninitialised tensor of float32."""
-        return torch.empty(shape, device=self.device, dtype=torch.float32)
+        return self._empty(shape, torch.float32)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.left -= math.prod(shape)
+        if self.left < 0:
+            raise ModelError(f"the model's configuration needs a tensor of shape {list(shape)}; its files hold less")
+        return torch.empty(shape, device=self.device, dtype=dtype)
 
 
 class Norm:

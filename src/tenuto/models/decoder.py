@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from tenuto.models.mamba2 import Mamba2Block
 from tenuto.models.mlp import MlpBlock
 from tenuto.models.tensors import tensor_of
 from tenuto.models.weights import StoredWeight, without_place, wrong_shape
+
+_SPARE = 2**20
 
 
 class MixerBlock(Protocol):
@@ -108,7 +111,9 @@ class Decoder:
         self.config = config
         self.device = device
         self.dtype = dtype
-        room = Room(device, dtype)
+        stored = dict(weights)
+        held = sum(math.prod(weight.shape) for weight in stored.values())
+        room = Room(device, dtype, 2 * held + _SPARE)  # so that what is wrong by little is found by its name
         self._embedding = room.matrix(config.vocab, config.hidden)
         self._head = self._embedding if config.tied else room.matrix(config.vocab, config.hidden)
         self._norm = Norm(config.hidden, config.norm_eps, room)
@@ -116,15 +121,15 @@ class Decoder:
         self._layers = [
             _LayerBlock(layer, first, config, room) for layer, first in zip(config.layers, firsts, strict=False)
         ]
-        self._fill(weights)
+        self._fill(stored)
 
-    def _fill(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
+    def _fill(self, weights: Mapping[str, StoredWeight]) -> None:
         places = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
         if not self.config.tied:
             places["lm_head.weight"] = self._head
         for i, layer in enumerate(self._layers):
             places |= {f"model.layers.{i}.{name}": place for name, place in layer.places().items()}
-        for name, weight in weights:
+        for name, weight in weights.items():
             place = places.pop(name, None)
             if place is None:
                 raise without_place(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tenuto.base.errors import ModelError
@@ -45,6 +46,7 @@ FAMILIES = (
     tenuto.FAMILY,
 )
 SUPPORTED = ", ".join(family.name for family in FAMILIES)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -57,7 +59,11 @@ class HfCheckpoint:
         settings = Settings(read_json(directory / "config.json"), directory / "config.json")
         self._family = _family(settings)
         _check_quantization(settings, self._family)
+        self._stored = {name: tensor for file in self._files() for name, tensor in read_safetensors(file).items()}
+        self._check_sizes(settings)
         self.config = self._family.read(settings, _eos(directory, settings))
+        if self.config.tied and self._has_own_head():
+            self.config = replace(self.config, tied=False)
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """See `Checkpoint.weights`."""
@@ -65,10 +71,29 @@ class HfCheckpoint:
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
         """Everything that is stored, under the names it is stored by."""
-        for file in self._files():
-            for name, tensor in read_safetensors(file).items():
-                if not self._derived(name):
-                    yield name, _stored(name, tensor, self._family)
+        for name, tensor in self._stored.items():
+            if not self._derived(name):
+                yield name, _as_weight(name, tensor, self._family)
+
+    def _check_sizes(self, settings: Settings) -> None:
+        """Raise `ModelError` for sizes that would take memory though no file holds as much."""
+        layers = settings.get("num_hidden_layers", int, 0)
+        if layers > len(self._stored):
+            raise ModelError(
+                f"{settings.source} has num_hidden_layers {layers}, but there are {len(self._stored)} tensors"
+            )
+        for name, tensor in self._stored.items():
+            if 0 in tensor.shape:
+                raise ModelError(f"tensor {name!r} is of shape {list(tensor.shape)}; allowed: sizes of at least 1")
+
+    def _has_own_head(self) -> bool:
+        """Whether the files have a head that is not the embedding, though `config.json` says that both are one: that
+        of a merged adapter, or one that was trained apart. It is what transformers computes with."""
+        if _HEAD not in self._stored:
+            return False
+        embedding = next((weight for name, weight in self.weights() if name == _EMBEDDING), None)
+        head = _as_weight(_HEAD, self._stored[_HEAD], self._family)
+        return embedding is not None and not embedding.equals(head)
 
     def _files(self) -> list[Path]:
         index = self._directory / _INDEX
@@ -81,10 +106,10 @@ class HfCheckpoint:
 
     def _derived(self, name: str) -> bool:
         """Whether a tensor repeats what the configuration says: old files store frequencies, some a tied head."""
-        return name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == _HEAD)
 
 
-def _stored(name: str, tensor: SafeTensor, family: Family) -> StoredWeight:
+def _as_weight(name: str, tensor: SafeTensor, family: Family) -> StoredWeight:
     known = FLOATS | ({"U8": BYTES} if family.quantized else {})
     if tensor.dtype not in known:
         raise ModelError(

@@ -21,11 +21,11 @@ class Mamba2Block:
         s = self._shape = shape
         self._scan_rows = mamba2_scan(room.device)
         inputs = s.channels + s.convolved + s.heads
-        parts = zip(s.convolved_parts, s.input_scales, strict=True)
-        self._input_scales = torch.cat([torch.full((n,), scale) for n, scale in parts]).to(room.device, room.dtype)
         self._in = room.matrix(inputs, hidden)
         self._in_bias = room.matrix(inputs) if s.proj_bias else None
         self._conv = room.matrix(s.convolved, 1, s.kernel)
+        parts = zip(s.convolved_parts, s.input_scales, strict=True)
+        self._input_scales = torch.cat([torch.full((n,), scale) for n, scale in parts]).to(room.device, room.dtype)
         self._conv_bias = room.matrix(s.convolved) if s.conv_bias else None
         self._log_rates = room.floats(s.heads)
         self._step_bias = room.floats(s.heads)

@@ -55,10 +55,16 @@ class Rope:
         return frequencies
 
 
+MOST_ROTATED = 2**16
+"""Elements of a head. No model comes near, and there is a divisor for every other one."""
+
+
 def linear_divisors(rotated: int, factor: float) -> tuple[float, ...]:
     """Divisors that slow every frequency by `factor` (position interpolation, arXiv:2306.15595); 1.0 is no scaling."""
-    if rotated < 2 or rotated % 2:
-        raise ModelError(f"{rotated} elements of a head are to be rotated; allowed: an even number")
+    if not 2 <= rotated <= MOST_ROTATED or rotated % 2:
+        raise ModelError(
+            f"{rotated} elements of a head are to be rotated; allowed: an even number from 2 to {MOST_ROTATED}"
+        )
     return (float(factor),) * (rotated // 2)
 
 

@@ -34,6 +34,10 @@ BYTES = Kind.I8
 """The type of tensors that are not weights yet: only their family knows what their bytes mean."""
 
 
+_COMPARED = 1024
+"""Outputs that are compared at once: weights may be larger than memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
     """A tensor of GGML type `kind` and `shape`, (outputs, inputs) for a matrix.
@@ -67,6 +71,15 @@ class StoredWeight:
     def decode(self) -> Floats:
         """As float32. Raises `ModelError` as `dequantize`."""
         return dequantize(self.read().reshape(-1), self.kind, self.shape)
+
+    def equals(self, other: StoredWeight) -> bool:
+        """Whether both hold the same bytes of the same kind and shape."""
+        if (self.kind, self.shape) != (other.kind, other.shape):
+            return False
+        first, second = self.read(), other.read()
+        return all(
+            np.array_equal(first[i : i + _COMPARED], second[i : i + _COMPARED]) for i in range(0, len(first), _COMPARED)
+        )
 
     def words(self, kind: Kind, count: int) -> Iterator[Words]:
         """The bits of its elements as those of a `kind` that is not quantized, in pieces of `count` outputs. Raises

@@ -57,10 +57,10 @@ class GgufFamily:
 def unstacked_experts(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
     """The matrices of all experts, stored as one tensor: `mlp.experts.up_proj.weight` as `mlp.experts.0.up_proj.weight`
     and so on. Others as they are."""
-    if len(weight.shape) != 3:
+    before, stacked, after = name.partition(".experts.")
+    if not stacked or len(weight.shape) != 3:
         yield name, weight
         return
-    before, after = name.split(".experts.", 1)
     for i, expert in enumerate(weight.each()):
         yield f"{before}.experts.{i}.{after}", expert
 

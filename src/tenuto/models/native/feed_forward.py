@@ -45,6 +45,7 @@ def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
     as in GGUF files, whose routers are float32: together they would all have to be."""
     part, hidden, activation = f"{name}mlp.", b.config.hidden, _activation(e.activation)
     halves = _halves(e.activation)
+    b.panels.require(f"{part}gate.weight", e.count, hidden)  # before anything is made for each expert
     own, shared = [f"{part}experts.{i}." for i in range(e.count)], f"{part}shared_expert."
     scored = {f"{part}gate": e.count}
     gate = {f"{part}shared_expert_gate": 1} if e.shared and e.shared_gate else {}

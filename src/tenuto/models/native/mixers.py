@@ -92,6 +92,8 @@ def _gated_delta(b: Building, d: GatedDelta, layer: int, name: str, *, apart: bo
         f"{part}in_proj_qkvz": [d.key_dim, d.key_dim, served * d.value_dim, served * d.value_dim],
         f"{part}in_proj_ba": [served, served],
     }
+    for key, parts in sizes.items():  # before anything is made for each output
+        panels.require(f"{key}.weight", d.key_heads * sum(parts), hidden)
     first, second = panels.matrices(
         {key: d.key_heads * sum(parts) for key, parts in sizes.items()},
         hidden,

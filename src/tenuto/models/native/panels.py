@@ -45,6 +45,14 @@ class Panels:
         if self._weights:
             raise without_place(min(self._weights))
 
+    def require(self, name: str, *shape: int) -> None:
+        """Raise `ModelError` unless there is a tensor of this shape, still to be taken."""
+        stored = self._weights.get(name)
+        if stored is None:
+            raise ModelError(f"the model's files lack the tensor {name!r}")
+        if stored.shape != shape:
+            raise wrong_shape(name, stored.shape, shape)
+
     def vector(self, name: str, length: int) -> int:
         """The address of a vector of floats."""
         return self.floats(self.tensor(name, length))
@@ -93,12 +101,8 @@ class Panels:
         return pack_floats(stored.words(_KINDS[kind], step), outputs, inputs, kind, self._arena)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
-        if name not in self._weights:
-            raise ModelError(f"the model's files lack the tensor {name!r}")
-        stored = self._weights.pop(name)
-        if stored.shape != shape:
-            raise wrong_shape(name, stored.shape, shape)
-        return stored
+        self.require(name, *shape)
+        return self._weights.pop(name)
 
 
 def _ordered(stored: StoredWeight, order: Longs | None) -> StoredWeight:
