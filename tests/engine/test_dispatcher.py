@@ -18,6 +18,7 @@ from tenuto.base.messages import (
     GetSession,
     ListTurns,
     OpenSession,
+    ReleaseMemory,
     Request,
     Rewind,
     StartTurn,
@@ -218,3 +219,8 @@ def test_a_closed_session_is_gone(talk: Talk) -> None:
     talk.dispatcher.execute(CloseSession(**PLACE))
     sessions: list[Session] = list(talk.engine.sessions)
     assert sessions == []
+
+
+def test_the_command_to_release_memory_releases_it(talk: Talk) -> None:
+    talk.dispatcher.execute(ReleaseMemory(parts=["kv_cache"]))
+    assert talk.engine.released == {"kv_cache"}

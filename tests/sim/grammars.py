@@ -142,6 +142,7 @@ class LateMasks:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._waiting: list[MaskRequest] = []
+        self.were_slow: set[Constraint] = set()  # in this step, and may not be any more
 
     def ask(self, requests: Sequence[MaskRequest]) -> None:
         self._waiting += requests
@@ -160,6 +161,8 @@ class LateMasks:
         self._rng.shuffle(requests)
         for request in requests:
             self._waiting.remove(request)
+            if request.constraint.slow:
+                self.were_slow.add(request.constraint)
             request.carry_out()
             request.constraint.slow = self._rng.random() < SLOW
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.state import StateGroup, StateTable
 from tenuto.session.session import Session, Turn
+from tenuto.text.constraint import Constraint
 
 MAX_EVENTS = 2000
 """Transitions within one step: far more than there are turns."""
@@ -352,10 +353,11 @@ def copying(engine: Engine) -> bool:
     return engine.lifecycle.copying
 
 
-def slow_turns(engine: Engine) -> set[int]:
-    """Numbers of running turns that others need not wait for, as their masks take long."""
+def slow_turns(engine: Engine, were_slow: Collection[Constraint]) -> set[int]:
+    """Numbers of running turns that others need not wait for, as their masks take long, or did when the step was
+    planned."""
     running = [turn for turn in engine.batch.turns.tolist() if turn is not None and turn.constraint is not None]
-    return {turn.number for turn in running if turn.constraint.slow}
+    return {turn.number for turn in running if turn.constraint.slow or turn.constraint in were_slow}
 
 
 def in_flight(engine: Engine) -> bool:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import tenuto
+from tests.sim.rewritten import rewrite
 
 SOURCE = Path(tenuto.__file__).parent
 PACKAGES = ("memory", "session", "sched", "engine")
@@ -47,6 +43,14 @@ class Mutant:
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line} {self.text}"
+
+    def plant(self) -> None:
+        """For good."""
+        rewrite(self.module, self._without)
+        vars(sys.modules[self.module])["_uncounted"] = _uncounted
+
+    def _without(self, source: str) -> ast.Module:
+        return ast.fix_missing_locations(_Remover(self).visit(ast.parse(source)))
 
 
 def concerns_memory(name: str) -> bool:
@@ -88,7 +92,7 @@ class _Remover(ast.NodeTransformer):
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         if self._is_it(node.value):
-            return ast.copy_location(ast.Pass(), node)
+            return ast.copy_location(_left_of(node.value), node)
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -105,35 +109,14 @@ class _Remover(ast.NodeTransformer):
         return ast.copy_location(replaced, node)
 
 
+def _left_of(call: ast.expr) -> ast.stmt:
+    """What stays of a call that is removed: `super()`, so that the function refers to all that it referred to."""
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Attribute)
+    owner = call.func.value
+    return ast.Expr(owner) if ast.unparse(owner) == "super()" else ast.Pass()
+
+
 def _uncounted(lease, start: int, stop: int, holder):
     """A share that raises no count."""
     return type(lease)(lease.pool, lease.units[start:stop], holder)
-
-
-class _MutatingLoader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, mutant: Mutant) -> None:
-        super().__init__(name, path)
-        self._mutant = mutant
-
-    def exec_module(self, module: ModuleType) -> None:
-        tree = _Remover(self._mutant).visit(ast.parse(Path(self.path).read_text()))
-        vars(module)["_uncounted"] = _uncounted
-        exec(compile(ast.fix_missing_locations(tree), self.path, "exec"), vars(module))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None):
-        if name != self._mutant.module:
-            return None
-        file = str(SOURCE.joinpath(*name.split(".")[1:]).with_suffix(".py"))
-        return importlib.util.spec_from_file_location(name, file, loader=_MutatingLoader(name, file, self._mutant))
-
-
-def plant(mutant: Mutant) -> None:
-    """Load the core anew without the mutant's call, in a process of its own."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim")]:
-        del sys.modules[name]  # also the packages, which refer to the modules in them
-    sys.meta_path.insert(0, _Finder(mutant))

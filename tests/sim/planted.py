@@ -1,40 +1,40 @@
-"""Worlds with something planted, in a process of its own, until one of them fails."""
+"""Worlds and stories with something planted, in a process of its own, until one of them fails."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 import multiprocessing
 import os
 import resource
 import signal
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Connection
-
-import pytest
+from time import process_time
 
 from tests.sim.mutants import Mutant
-from tests.sim.mutants import plant as plant_mutant
+from tests.sim.run import GRAMMARS, PREFIXED, any_world, run_world
 from tests.sim.slips import Slip
-from tests.sim.slips import plant as plant_slip
+from tests.sim.telling import module_of, tell
 
 Planted = Callable[[], AbstractContextManager[None]] | Slip | Mutant
-"""A fault, which is planted on the loaded core, or what is planted when the core is loaded."""
+"""A fault, which replaces methods, or what changes the source of one."""
+
+Catcher = int | str
+"""The seed of a world, or a test's id."""
 
 WORLD_STEPS = 150
-WORLD_SECONDS = 2
-"""Processor time of one world, several times what the longest takes: a step that does not end has been found, too."""
+CPU_SECONDS = 2
+"""Processor time of a world or a story, several times what any needs: a step that does not end is found, too."""
+SECONDS = 120
+"""What a story may take with all its waiting."""
 
 MAX_MEMORY = 3 << 30
 """Bytes: what does not end may also grow."""
-
-STORY_FAILED = "story failed"
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 _FAULTS: list[object] = []
@@ -46,34 +46,41 @@ class EndlessStepError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What to plant, for how many steps to look for it, in which seeds' worlds first, and rules that may be broken.
-    With a `story`, a test's id, that is run instead of worlds."""
+    """What to plant, and where to look for it: the story, or the worlds, first the one that is known, for `most_steps`.
+    Rules in `past` may be broken."""
 
     planted: Planted
     most_steps: int
-    first: Sequence[int] = ()
+    known: Catcher | None = None
     past: Collection[str] = ()
-    story: str | None = None
 
 
-def look_for_all(jobs: Iterable[Job]) -> Iterator[str]:
-    """What comes of each job, in order: seed, steps and the rule that was broken, "story failed", "survived", or what
-    went wrong.
+@dataclass(frozen=True)
+class Outcome:
+    """`catcher` is what noticed, and `how`; `None`: nobody. `seconds`: processor time of all that was looked at."""
+
+    catcher: Catcher | None
+    how: str
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.seconds:5.2f} s  {self.how if self.catcher is not None else self.how.upper():<40}"
+
+
+def look_for_all(jobs: Iterable[Job]) -> Iterator[Outcome]:
+    """What comes of each job, in order.
 
     Each has a process of its own. It is forked from one that has loaded all modules: to start Python anew would take
     longer than most of the worlds.
     """
-    FORKSERVER.set_forkserver_preload(["tests.sim.proof", "tests.sim.run"])
+    jobs = list(jobs)
+    stories = {module_of(job.known) for job in jobs if isinstance(job.known, str)}
+    FORKSERVER.set_forkserver_preload(["tests.sim.everything", *sorted(stories)])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(_look, jobs)
 
 
-def is_caught(outcome: str) -> bool:
-    """Whether what was planted has been noticed."""
-    return outcome[:1].isdigit() or outcome == STORY_FAILED
-
-
-def _look(job: Job) -> str:
+def _look(job: Job) -> Outcome:
     """One job in its process."""
     receiving, sending = FORKSERVER.Pipe(duplex=False)
     process = FORKSERVER.Process(target=_tell, args=(job, sending))
@@ -81,9 +88,11 @@ def _look(job: Job) -> str:
     sending.close()
     with receiving:
         try:
-            outcome: str = receiving.recv()
+            seconds = SECONDS if isinstance(job.known, str) else None
+            outcome = receiving.recv() if receiving.poll(seconds) else Outcome(job.known, "waits for ever")
         except EOFError:
-            outcome = "the process died"
+            outcome = Outcome(job.known, "the process died")
+    process.kill()
     process.join()
     return outcome
 
@@ -92,47 +101,40 @@ def _tell(job: Job, sending: Connection) -> None:
     try:
         outcome = _plant_and_look(job)
     except Exception:  # noqa: BLE001 - it is reported beside the outcomes of the others
-        outcome = traceback.format_exc()[-2000:]
+        outcome = Outcome(None, traceback.format_exc()[-2000:])
     sending.send(outcome)
 
 
-def _plant_and_look(job: Job) -> str:
+def _plant_and_look(job: Job) -> Outcome:
     _plant(job.planted)
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGVTALRM, _give_up)
-    if job.story is not None:
-        return _tell_story(job.story)
-    from tests.sim.run import GRAMMARS, PREFIXED, any_world, run_world  # noqa: PLC0415 - the core must be loaded with it
-
-    steps, seeds = (
-        0,
-        chain(job.first, chain.from_iterable((seed, PREFIXED + seed, GRAMMARS + seed) for seed in range(PREFIXED))),
-    )
-    while steps < job.most_steps:
-        seed = next(seeds)
-        signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_SECONDS, 1)
+    began = process_time()
+    if isinstance(job.known, str):
+        signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, 1)
+        try:
+            tell(job.known)
+        except Exception as error:  # noqa: BLE001 - however a test fails
+            return Outcome(job.known, f"{type(error).__name__} in a story", process_time() - began)
+        return Outcome(None, "survived its story", process_time() - began)
+    steps, first = 0, () if job.known is None else (job.known,)
+    others = chain.from_iterable((seed, PREFIXED + seed, GRAMMARS + seed) for seed in range(PREFIXED))
+    for seed in chain(first, others):
+        signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, 1)
         summary = run_world(any_world(seed), WORLD_STEPS, job.past)
         steps += summary.steps
         for report in summary.failures.values():
-            return f"{seed} {steps} {report.split(' after ', 1)[0]}"
-    return "survived"
-
-
-def _tell_story(story: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        ended = pytest.main(["-q", "-p", "no:cacheprovider", story])
-    if ended == pytest.ExitCode.OK:
-        return "survived"
-    return STORY_FAILED if ended == pytest.ExitCode.TESTS_FAILED else output.getvalue()[-2000:]
+            return Outcome(seed, f"{seed} {steps} {report.split(' after ', 1)[0]}", process_time() - began)
+        if steps >= job.most_steps:
+            break
+    return Outcome(None, f"survived {steps} steps", process_time() - began)
 
 
 def _plant(planted: Planted) -> None:
-    """For good: slips and removed calls load the core anew."""
-    if isinstance(planted, Slip):
-        plant_slip(planted)
-    elif isinstance(planted, Mutant):
-        plant_mutant(planted)
+    """For good."""
+    if isinstance(planted, Slip | Mutant):
+        planted.plant()
     else:
         fault = planted()
         fault.__enter__()
@@ -140,4 +142,4 @@ def _plant(planted: Planted) -> None:
 
 
 def _give_up(*_: object) -> None:
-    raise EndlessStepError(f"a world took {WORLD_SECONDS} seconds")
+    raise EndlessStepError(f"a world or a story took {CPU_SECONDS} seconds")

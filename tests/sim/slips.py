@@ -4,18 +4,9 @@ Each replaces a piece of a module's source. A slip whose source is no longer the
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 
-import tenuto
-
-SOURCE = Path(tenuto.__file__).parent
+from tests.sim.rewritten import rewrite
 
 
 @dataclass(frozen=True)
@@ -28,6 +19,15 @@ class Slip:
 
     def __str__(self) -> str:
         return f"{self.module}: {self.old.strip()}  ->  {self.new.strip() or 'nothing'}"
+
+    def plant(self) -> None:
+        """For good."""
+        rewrite(f"tenuto.{self.module}", self._slip)
+
+    def _slip(self, source: str) -> str:
+        if self.old not in source:
+            raise ValueError(f"the source of this slip is gone: {self}")
+        return source.replace(self.old, self.new, 1)
 
 
 SLIPS = (
@@ -116,33 +116,3 @@ SLIPS = (
     Slip("engine.flights", "return flight.plan.step <= self._void", "return flight.plan.step < self._void"),
     Slip("engine.lifecycle", "turn.failed_end = min(turn.failed_end, position + 1)", "pass"),
 )  # fmt: skip
-
-
-class _SlippingLoader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, slip: Slip) -> None:
-        super().__init__(name, path)
-        self._slip = slip
-
-    def exec_module(self, module: ModuleType) -> None:
-        source = Path(self.path).read_text()
-        if self._slip.old not in source:
-            raise ValueError(f"the source of this slip is gone: {self._slip}")
-        exec(compile(source.replace(self._slip.old, self._slip.new, 1), self.path, "exec"), vars(module))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, slip: Slip) -> None:
-        self._slip = slip
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None):
-        if name != f"tenuto.{self._slip.module}":
-            return None
-        file = str(SOURCE.joinpath(*name.split(".")[1:]).with_suffix(".py"))
-        return importlib.util.spec_from_file_location(name, file, loader=_SlippingLoader(name, file, self._slip))
-
-
-def plant(slip: Slip) -> None:
-    """Load the core anew with the slip, in a process of its own."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "tenuto" or name.startswith("tests.sim")]:
-        del sys.modules[name]  # also the packages, which refer to the modules in them
-    sys.meta_path.insert(0, _Finder(slip))

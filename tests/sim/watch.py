@@ -69,6 +69,7 @@ class Watch:
         self._judged = False
         self._planned = set()
         self._slow = set()
+        world.masks.were_slow.clear()
         self._suspected = internals.has_suspects(world.engine)
         self._failures = world.failures
         world.log.events.clear()
@@ -76,7 +77,7 @@ class Watch:
     def submitted(self, members: Collection[int]) -> None:
         """A plan with these turns in it has been given to the executor: what yields in this step has yielded."""
         self._planned.update(members)
-        self._slow.update(internals.slow_turns(self._world.engine))
+        self._slow.update(internals.slow_turns(self._world.engine, self._world.masks.were_slow))
         self._judge()
 
     def after(self, report: StepReport) -> None:

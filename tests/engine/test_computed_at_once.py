@@ -1,0 +1,23 @@
+"""Turns that find all they need in memory when they start."""
+
+from __future__ import annotations
+
+from tenuto.base.turns import EndReason
+from tests.engine.stage import FULL, STATE, Stage
+from tests.present import present
+
+
+def test_a_turn_whose_session_comes_back_without_a_copy_gives_its_units_back():
+    stage = Stage((FULL, STATE), host_tier=10**6, units=60)
+    session = stage.told("s")
+    stage.engine.fork("s", child="fork")
+    stage.engine.lifecycle.drop(session)
+    assert present(stage.engine.parking).has(session)
+    turn = stage.append("s", [])
+    stage.play()
+    assert present(turn.result).reason is EndReason.APPENDED
+    assert session.memory.computed == len(session.history) - 1
+    stage.engine.close("s")
+    stage.engine.close("fork")
+    stage.step()
+    assert [pool.free for pool in stage.engine.memory.pools] == [60, 60]

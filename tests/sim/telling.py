@@ -1,0 +1,60 @@
+"""Runs single tests without pytest, which would take longer than most of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+import pytest
+from _pytest.fixtures import FixtureFunctionDefinition
+from _pytest.mark import ParameterSet
+
+
+def module_of(story: str) -> str:
+    """The module of a test's id."""
+    return story.partition("::")[0].removesuffix(".py").replace("/", ".")
+
+
+def tell(story: str) -> None:
+    """Run a test, a function of a module, with all its parameters. Raises what it raises."""
+    module = importlib.import_module(module_of(story))
+    test: Callable[..., object] = getattr(module, story.partition("::")[2])
+    for parameters in _parameters(test):
+        with ExitStack() as stack:
+            wanted = [name for name in inspect.signature(test).parameters if name not in parameters]
+            made: dict[str, Any] = {}
+            test(**parameters, **{name: _fixture(name, module, made, stack) for name in wanted})
+
+
+def _parameters(test: Callable[..., object]) -> Iterator[dict[str, Any]]:
+    """What the marks of a test give it, in all combinations."""
+    marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
+    combinations: list[dict[str, Any]] = [{}]
+    for mark in marks:
+        names = [name.strip() for name in mark.args[0].split(",")]
+        rows = [ParameterSet.extract_from(row, force_tuple=len(names) == 1).values for row in mark.args[1]]
+        combinations = [known | dict(zip(names, row, strict=True)) for known in combinations for row in rows]
+    yield from combinations
+
+
+def _fixture(name: str, module: ModuleType, made: dict[str, Any], stack: ExitStack) -> Any:
+    """A directory, or what a fixture of the module makes."""
+    if name == "tmp_path" and name not in made:
+        made[name] = Path(stack.enter_context(TemporaryDirectory()))
+    elif name == "monkeypatch" and name not in made:
+        made[name] = stack.enter_context(pytest.MonkeyPatch.context())
+    elif name not in made:
+        fixture: FixtureFunctionDefinition = getattr(module, name)
+        make = fixture._get_wrapped_function()
+        given = {other: _fixture(other, module, made, stack) for other in inspect.signature(make).parameters}
+        if inspect.isgeneratorfunction(make):
+            made[name] = stack.enter_context(contextmanager(make)(**given))
+        else:
+            made[name] = make(**given)
+    return made[name]
