@@ -30,9 +30,8 @@ def main() -> int:
     chosen = [name for name in every if re.search(arguments.only, name) and not is_justified(name)]
     if arguments.unknown:
         chosen = [name for name in chosen if name not in known]
-    if arguments.anew:
-        known = {name: catcher for name, catcher in known.items() if isinstance(catcher, str)}
-    jobs = [Job(every[name], arguments.steps, known.get(name), arguments.past) for name in chosen]
+    first = {name: catcher for name, catcher in known.items() if not arguments.anew or isinstance(catcher, str)}
+    jobs = [Job(every[name], arguments.steps, first.get(name), arguments.past) for name in chosen]
     survivors, seconds = 0, 0.0
     for name, outcome in zip(chosen, look_for_all(jobs), strict=True):
         print(f"{outcome}  {name}", flush=True)
@@ -40,7 +39,7 @@ def main() -> int:
         if outcome.catcher is None:
             survivors += 1
         elif arguments.write:
-            known[name] = outcome.catcher
+            known = {each: catcher for each, catcher in known.items() if each in every} | {name: outcome.catcher}
             CATCHERS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
     print(f"{len(chosen) - survivors} of {len(chosen)} were caught, in {seconds:.0f} seconds of processor time")
     return 1 if survivors else 0

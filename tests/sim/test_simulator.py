@@ -51,7 +51,8 @@ def test_planted_faults_slips_and_removed_calls_are_caught():
         if name in catchers and not is_justified(name)
     }
     assert len(planted) > 100
-    assert catchers.keys() == planted.keys(), "a world or a story has nothing to notice"
+    gone = [name for name, catcher in catchers.items() if name not in planted and isinstance(catcher, str)]
+    assert not gone, f"stories have nothing to notice: {gone}"
     outcomes = dict(zip(planted, look_for_all(planted.values()), strict=True))
     for name, outcome in outcomes.items():
         print(f"{outcome}  {name}")
