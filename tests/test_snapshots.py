@@ -10,18 +10,19 @@ import pytest
 import tenuto
 from tenuto.base.errors import InvalidRequest
 from tenuto.memory.rates import Rates
-from tests.exec.kernels import needs_variant
+from tests.exec.kernels import KERNELS, every_variant, needs_variant
 
 HYBRID = str(Path(__file__).parent / "hybrid" / "model")
 """Full attention, a sliding window and recurrent state."""
 
 
-@pytest.mark.parametrize(
-    ("kernels", "kept_as"), [("auto", "auto"), ("torch", "auto"), pytest.param("auto", "int8", marks=needs_variant)]
-)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kept_as", ["auto", "int8"])
 def test_a_model_goes_on_with_state_that_another_engine_has_left_or_exported(
     kernels: str, kept_as: str, tmp_path: Path
 ) -> None:
+    if (kernels, kept_as) == ("torch", "int8"):
+        pytest.skip("PyTorch keeps no bytes")
     own: dict[str, Any] = {"kernels": kernels, "kv_cache_dtype": kept_as}
     options: dict[str, Any] = {
         **own,
@@ -80,8 +81,9 @@ def test_a_snapshot_of_keys_and_values_of_another_type_is_left_alone_and_the_ses
         assert turn.result().usage.cached == 0
 
 
-@needs_variant
+@every_variant
 def test_sessions_in_8_bits_fork_rewind_abort_and_leave_the_device_as_those_in_16_do(
+    variant: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever they went through, what they say next is what is said from scratch; memory is short, and idle sessions
@@ -90,6 +92,7 @@ def test_sessions_in_8_bits_fork_rewind_abort_and_leave_the_device_as_those_in_1
     given = [20 + i % 50 for i in range(200)]
     with tenuto.Engine(
         HYBRID,
+        kernels=variant,
         kv_cache_dtype="int8",
         context_length=512,
         prefix_cache=False,

@@ -7,15 +7,16 @@ from tenuto.kernels.native.build import VARIANTS, Machine
 HERE = Machine.this()
 any_variant = bool(HERE.compiler and HERE.variants())
 needs_variant = pytest.mark.skipif(not any_variant, reason="there are no native kernels here")
-every_variant = pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(
-            name, marks=[] if HERE.compiler and name in HERE.variants() else pytest.mark.skip(f"{name} cannot run here")
-        )
-        for name in VARIANTS
-    ],
-)
+NATIVE = [
+    pytest.param(
+        name, marks=[] if HERE.compiler and name in HERE.variants() else pytest.mark.skip(f"{name} cannot run here")
+    )
+    for name in VARIANTS
+]
+"""Parameters: every variant there is; those that cannot run here are skipped."""
+every_variant = pytest.mark.parametrize("variant", NATIVE)
+KERNELS = [*NATIVE, "torch"]
+"""Parameters: whatever can compute."""
 
 
 def allowed_behind(compute: str) -> float:

@@ -29,6 +29,7 @@ from tenuto.models.store import resolve
 from tenuto.runtime.models import load_model
 from tests.exec.kernels import HERE, every_variant, needs_variant
 from tests.exec.mixed_driver import MixedDriver
+from tests.exec.rounding import RoundedForward, relative_error
 from tests.models.tiny import tiny_llama
 from tests.models.tiny_dense import tiny_gemma2
 from tests.models.tiny_hybrids import tiny_bamba, tiny_gpt_oss
@@ -60,19 +61,6 @@ def in_bytes(values: torch.Tensor, part: int) -> torch.Tensor:
     return torch.cat(found, dim=-1)
 
 
-class Rounding(TorchForward):
-    """Its keys and values are what bytes make of them."""
-
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        super().prepare(units, rows)
-        for memory in self.memories.pages.values():
-            memory.kv.write = partial(self._write, memory.kv.write)  # type: ignore[method-assign]
-
-    @staticmethod
-    def _write(write: Callable[..., None], layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        write(layer, slots, in_bytes(k, PART), in_bytes(v, v.shape[-1]))
-
-
 @pytest.fixture(scope="module", params=list(MODELS.values()), ids=list(MODELS))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
@@ -91,7 +79,8 @@ def exact(path: Path, text: list[int]) -> list[torch.Tensor]:
     checkpoint = HfCheckpoint(path)
     decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
     found = []
-    for forward in (Rounding(decoder, PAGE), TorchForward(decoder, PAGE)):
+    in_parts = RoundedForward(decoder, PAGE, partial(in_bytes, part=PART), lambda v: in_bytes(v, v.shape[-1]))
+    for forward in (in_parts, TorchForward(decoder, PAGE)):
         executor = ModelExecutor(forward)
         found.append(MixedDriver(executor, rows=1, units=100).logits({0: text}).clone())
         executor.close()
@@ -103,10 +92,6 @@ def native(path: Path, variant: str = "auto", kv_cache_dtype: str = "int8", **op
     return load_executor(
         files, PAGE, kernels=variant, kv_cache_dtype=kv_cache_dtype, **({"cache": cache_dir()} | options)
     )
-
-
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).abs().mean() / theirs.abs().mean()).item()
 
 
 @every_variant

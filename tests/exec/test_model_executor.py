@@ -20,7 +20,7 @@ from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import ModelFiles, resolve
 from tests.exec.driver import Driver, logits_of
-from tests.exec.kernels import any_variant
+from tests.exec.kernels import KERNELS
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
 
 WARM = Sampling(temperature=1.0, top_k=40, top_p=0.95, seed=11)
@@ -37,9 +37,9 @@ def files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
     return resolve(str(directory), directory)
 
 
-@pytest.fixture(params=["torch", "auto"])
+@pytest.fixture(params=KERNELS)
 def kernels(request: pytest.FixtureRequest) -> str:
-    """What computes: plain PyTorch in float32, or the best native kernels here, with bfloat16 keys and values."""
+    """What computes: plain PyTorch in float32, or native kernels, with bfloat16 keys and values."""
     return request.param
 
 
@@ -70,7 +70,7 @@ def continuation(driver: Driver, row: int, prompt: list[int], n: int, sampling: 
 def test_the_memory_spec_counts_all_layers_keys_and_values(executor: ModelExecutor, kernels: str) -> None:
     (group,) = executor.spec.groups
     assert executor.spec.page_size == 4
-    slots, element = (16, 2) if kernels == "auto" and any_variant else (4, 4)
+    slots, element = (4, 4) if kernels == "torch" else (16, 2)
     assert group.bytes_per_unit == slots * 3 * 2 * 2 * 16 * element
 
 

@@ -18,6 +18,7 @@ from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import resolve
 from tenuto.runtime.heap import give_back
 from tests.exec.driver import Driver
+from tests.exec.kernels import KERNELS
 from tests.models.tiny import save_hf, tiny_llama
 
 PROMPT = [3, 14, 15, 92, 65, 35]
@@ -39,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture(params=["torch", "auto"])
+@pytest.fixture(params=KERNELS)
 def executor(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[ModelExecutor]:
     executor = opened(models["first"], request.param)
     yield executor

@@ -18,7 +18,7 @@ from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
 from tests.exec.driver import columns, ints, logits_of
-from tests.exec.kernels import any_variant
+from tests.exec.kernels import KERNELS
 from tests.models.tiny_hybrids import tiny_bamba
 
 
@@ -35,15 +35,13 @@ def decoder(directory: Path) -> Decoder:
     return Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
 
 
-@pytest.fixture(params=["PyTorch", "native"])
+@pytest.fixture(params=KERNELS)
 def executor(request: pytest.FixtureRequest, decoder: Decoder, directory: Path) -> Iterator[ModelExecutor]:
     """Two rows with pages 0 and 1, and 6 state slots, the first of which holds the state after 5 tokens of row 0."""
-    if request.param == "PyTorch":
+    if request.param == "torch":
         executor = ModelExecutor(TorchForward(decoder, page_size=16))
-    elif any_variant:
-        executor = load_executor(resolve(str(directory), directory), 16, cache=cache_dir())
     else:
-        pytest.skip("there are no native kernels here")
+        executor = load_executor(resolve(str(directory), directory), 16, kernels=request.param, cache=cache_dir())
     executor.prepare((6, 2), 2)
     told = TableChanges(*columns([(0, 0, 0), (1, 0, 1)]))
     executor.submit(plan({0: [7, 8, 9, 10, 11]}, 0, [NO_SLOT], [0], told))
@@ -90,7 +88,7 @@ def test_rows_that_start_from_one_state_write_their_own_and_leave_it(executor: M
     assert changed(before, states(executor)) == {2, 3}
 
 
-@pytest.mark.parametrize("executor", ["PyTorch"], indirect=True)
+@pytest.mark.parametrize("executor", ["torch"], indirect=True)
 def test_a_step_that_fails_half_way_leaves_the_states_it_read(
     executor: ModelExecutor, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.text.load import load_tokenizer
+from tests.exec.kernels import KERNELS
 from tests.exec.mixed_driver import MixedDriver
 from tests.hybrid.net import Net
 from tests.hybrid.train import written
@@ -68,9 +69,9 @@ def test_it_knows_words() -> None:
     assert sum(losses) / len(losses) < 3.0
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[tenuto.Engine]:
-    with tenuto.Engine(str(MODEL), context_length=1024, audit_every=1) as running:
+@pytest.fixture(scope="module", params=KERNELS)
+def engine(request: pytest.FixtureRequest) -> Iterator[tenuto.Engine]:
+    with tenuto.Engine(str(MODEL), kernels=request.param, context_length=1024, audit_every=1) as running:
         yield running
         running.audit()
 

@@ -4,14 +4,14 @@ steps and whatever shares the steps.
 Compared are all logits after every token of sequences of 150 tokens: in one step, in fixed cuts, and in random mixed
 batches whose memory is full of garbage wherever a sequence did not write itself. Tolerance of PyTorch: 2e-4, and 1e-4
 of the logit, on logits that spread by 0.5 or more. The native kernels round keys and values to bfloat16, and give the
-same logits, bit for bit, however tokens are cut and batched; on average they differ by at most 3e-4 of the logits from
-those of PyTorch that rounds as they do.
+same logits, bit for bit, however tokens are cut and batched. On average these differ from those of PyTorch that rounds
+alike by at most 3e-4 of the logits, or by a tenth of what the rounding itself changes: a key or value that lies between
+two bfloat16 numbers may go the other way, and all later tokens see it.
 """
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
 from tests.exec.kernels import every_variant, needs_variant
 from tests.exec.mixed_driver import MixedDriver
+from tests.exec.rounding import RoundedForward, relative_error
 from tests.models.tiny_dense import (
     LONG_ROPE,
     tiny_gemma2,
@@ -178,19 +179,6 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     executor.close()
 
 
-class Rounding(TorchForward):
-    """Keys and values are rounded as the native kernels round them."""
-
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        super().prepare(units, rows)
-        for memory in self.memories.pages.values():
-            memory.kv.write = partial(self._write, memory.kv.write)  # type: ignore[method-assign]
-
-    @staticmethod
-    def _write(write: Callable[..., None], layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        write(layer, slots, k.bfloat16().float(), v.bfloat16().float())
-
-
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=RTOL, atol=ATOL)
 
@@ -262,10 +250,6 @@ def test_the_spec_is_what_the_memory_takes_to_the_byte(stage: Stage) -> None:
         assert taken == n * group.bytes_per_unit
 
 
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).abs().mean() / theirs.abs().mean()).item()
-
-
 def native(stage: Stage, kernels: str, **options: Any) -> ModelExecutor:
     files = resolve(str(stage.directory), stage.directory)
     executor = load_executor(files, PAGE, context=LENGTH, kernels=kernels, cache=cache_dir(), **options)
@@ -277,7 +261,7 @@ def native(stage: Stage, kernels: str, **options: Any) -> ModelExecutor:
 def rounded(stage: Stage) -> torch.Tensor:
     """Logits after each token of the first text, float32 [LENGTH, vocab], with keys and values in bfloat16."""
     decoder = Decoder(stage.config, stage.checkpoint.weights(), torch.device("cpu"), torch.float32)
-    executor = ModelExecutor(Rounding(decoder, PAGE))
+    executor = ModelExecutor(RoundedForward(decoder, PAGE))
     found = MixedDriver(executor, rows=1).logits({0: stage.texts[0]})
     executor.close()
     return found
@@ -293,16 +277,18 @@ def test_native_kernels_compute_what_pytorch_computes(stage: Stage, rounded: tor
     for a, b in zip([0, *ends], ends, strict=False):
         assert torch.equal(driver.logits({0: stage.texts[0][a:b]}), whole[a:b])
     if variant in ("avx2", "avx512"):
-        assert relative_error(whole, rounded) < 3e-4
+        assert relative_error(whole, rounded) < max(3e-4, 0.1 * relative_error(rounded, stage.expected[0]))
     errors = [relative_error(ours, theirs) for ours, theirs in zip(whole, stage.expected[0], strict=True)]
     assert statistics.median(errors) < 0.03
     assert statistics.mean(errors) < 0.03 or any(isinstance(one.feed_forward, Experts) for one in stage.config.layers)
     executor.close()
 
 
-@needs_variant
-def test_natively_mixed_batches_give_each_row_the_logits_of_its_text_alone_in_every_bit(stage: Stage) -> None:
-    executor = native(stage, "auto", dtype="bfloat16")
+@every_variant
+def test_natively_mixed_batches_give_each_row_the_logits_of_its_text_alone_in_every_bit(
+    stage: Stage, variant: str
+) -> None:
+    executor = native(stage, variant, dtype="bfloat16")
     alone = MixedDriver(executor, rows=4, units=220)
     expected = [alone.logits({row: text}).clone() for row, text in enumerate(stage.texts)]
     assert (expected[0] - stage.expected[0]).abs().mean() < 0.15 * stage.expected[0].std()

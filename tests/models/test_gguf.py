@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,16 +18,20 @@ from transformers import PreTrainedModel
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ModelError
 from tenuto.exec.load import load_executor
+from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
+from tenuto.exec.torch_forward import TorchForward
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, ModelConfig
+from tenuto.models.decoder import Decoder
 from tenuto.models.families import llama
 from tenuto.models.gguf import SUPPORTED, GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
 from tenuto.models.weights import dequantize
-from tests.exec.kernels import HERE, needs_variant
+from tests.exec.kernels import every_variant
 from tests.exec.mixed_driver import MixedDriver
+from tests.exec.rounding import RoundedForward, assert_rounded_as_said, round_products
 from tests.models.quantize import quantize
 from tests.models.tiny import LINEAR, LLAMA3, YARN, save_gguf, save_hf, tiny_llama
 from tests.models.tiny_dense import (
@@ -150,20 +155,30 @@ def test_files_of_every_family_hold_the_same_model_as_directories(architecture: 
     assert_same_model(save_dense_gguf(tmp_path / "m.gguf", model, architecture), tmp_path)
 
 
-@needs_variant
+@every_variant
 @pytest.mark.parametrize("architecture", ["phi3", "qwen3moe"])
-def test_parts_of_quantized_tensors_are_computed_natively_as_in_pytorch(architecture: str, tmp_path: Path) -> None:
-    """Fused projections are taken apart, and experts stored as one, without decoding them; routers stay float32."""
+def test_parts_of_quantized_tensors_are_computed_natively_as_in_pytorch(
+    variant: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused projections and stored experts are taken apart without being decoded; routers stay float32."""
     path = save_dense_gguf(tmp_path / "m.gguf", DENSE[architecture][0](), architecture, Kind.Q8_0)
-    files, texts = resolve(str(path), tmp_path), np.random.default_rng(1).integers(3, 101, 40).tolist()
-    found = []
-    for kernels in ("torch", HERE.variants()[0]):
-        executor = load_executor(files, 16, kernels=kernels, cache=cache_dir())
-        found.append(MixedDriver(executor, rows=1).logits({0: texts}).clone())
-        if isinstance(executor.forward, NativeForward):
-            assert executor.forward.weight_bytes < 1.5 * path.stat().st_size
+    texts = dict(enumerate(np.random.default_rng(1).integers(3, 101, (8, 5)).tolist()))
+
+    def logits(executor: ModelExecutor) -> torch.Tensor:
+        found = MixedDriver(executor, rows=8).logits(texts).clone()
         executor.close()
-    assert (found[0] - found[1]).abs().median() < 0.03 * found[0].abs().median()
+        return found
+
+    executor = load_executor(resolve(str(path), tmp_path), 16, kernels=variant, cache=cache_dir())
+    assert isinstance(executor.forward, NativeForward)
+    assert executor.forward.weight_bytes < 1.5 * path.stat().st_size
+    checkpoint = GgufCheckpoint(path)
+    config = checkpoint.config.within(checkpoint.config.max_context)
+    decoder = Decoder(config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    exact = logits(ModelExecutor(TorchForward(decoder, 16)))
+    round_products(monkeypatch, variant, Kind.Q8_0)
+    rounded = logits(ModelExecutor(RoundedForward(decoder, 16)))
+    assert_rounded_as_said(logits(executor), rounded, exact, variant, Kind.Q8_0)
 
 
 def test_a_model_split_into_files_is_opened_by_the_first(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
-from tests.exec.kernels import needs_variant
+from tests.exec.kernels import every_variant
 from tests.exec.mixed_driver import MixedDriver
 from tests.exec.spoil import spoil
 from tests.models.tiny_hybrids import (
@@ -145,7 +145,7 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
     assert_all_compared(comparison, running, close=CLOSE)
 
 
-@needs_variant
+@every_variant
 @pytest.mark.parametrize(
     ("make", "kept_as"),
     [
@@ -154,12 +154,12 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
     ],
 )
 def test_overlapped_steps_of_native_kernels_sample_what_they_sample_from_scratch(
-    tmp_path: Path, make: Callable[[], PreTrainedModel], kept_as: str
+    tmp_path: Path, variant: str, make: Callable[[], PreTrainedModel], kept_as: str
 ) -> None:
     """To the bit: from scratch is every sequence at once, in memory of its own."""
     make().save_pretrained(tmp_path)
     files = resolve(str(tmp_path), tmp_path)
-    executor = load_executor(files, PAGE, kv_cache_dtype=kept_as, cache=cache_dir())
+    executor = load_executor(files, PAGE, kernels=variant, kv_cache_dtype=kept_as, cache=cache_dir())
     forward = executor.forward
     assert isinstance(forward, NativeForward)
     spoiled = SpoiledNative(forward._library, forward._model, threads=2)

@@ -25,7 +25,7 @@ from tenuto.models.store import DEFAULT_MODEL, resolve
 from tenuto.text.load import load_tokenizer
 from tests.clock import ManualClock
 from tests.exec.driver import Driver, logits_of
-from tests.exec.kernels import allowed_behind, needs_variant
+from tests.exec.kernels import allowed_behind, every_variant
 from tests.numerics.test_conversations import Comparison
 from tests.present import present
 
@@ -136,16 +136,16 @@ def text_of_licence() -> list[int]:
     return load_tokenizer(resolve(DEFAULT_MODEL, cache_dir()).path).encode(LICENCE.read_text(encoding="utf-8"))
 
 
-@needs_variant
-def test_sessions_over_a_device_for_few_say_what_they_say_alone(tmp_path: Path) -> None:
-    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, cache=cache_dir())
+@every_variant
+def test_sessions_over_a_device_for_few_say_what_they_say_alone(variant: str, tmp_path: Path) -> None:
+    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, kernels=variant, cache=cache_dir())
     with closing(executor), closing(UnitFiles(tmp_path, 10**9)) as disk:
-        many = ManySessions(executor, text_of_licence(), 24, 4, disk, ManualClock())
+        many = ManySessions(executor, text_of_licence(), 12, 2, disk, ManualClock())
         many.run()
         figures = many.figures()
         many.close()
         comparison = compare_alone(executor, many.said)
-    assert figures["restored"] >= (TURNS - 1) * (24 - 2 * 4)
+    assert figures["restored"] >= (TURNS - 1) * (12 - 2 * 2)
     assert figures["moved to disk"] > 0
     assert not figures["restores that failed"]
     assert all(behind < allowed_behind(executor.forward.description) for behind in comparison.behind), str(comparison)
