@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from tenuto.base.config import EngineConfig, EngineOptions, engine_config
+from tenuto.base.config import EngineConfig, EngineOptions, cache_dir, engine_config, user_path
 from tenuto.base.errors import ConfigError
 
 
@@ -27,3 +30,52 @@ def test_weights_may_be_pairs_of_any_kind_and_are_checked() -> None:
     for wrong in ([["a"]], 3, [["a", 0]], [["a", "b"]], [["a", float("nan")]]):
         with pytest.raises(ConfigError, match="allowed"):
             engine_config({"tenant_weights": wrong})  # type: ignore[typeddict-item]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The system's temporary directory, for this test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_the_cache_is_where_the_environment_says_else_in_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir({}) == tmp_path / ".cache" / "tenuto"
+    assert cache_dir({"XDG_CACHE_HOME": str(tmp_path / "x")}) == tmp_path / "x" / "tenuto"
+    assert cache_dir({"XDG_CACHE_HOME": str(tmp_path / "x"), "TENUTO_CACHE": "~/own"}) == tmp_path / "own"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_home_that_can_be_written_the_cache_is_a_private_temporary_directory(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = temporary / f"tenuto-{os.getuid()}"
+    assert cache_dir({"XDG_CACHE_HOME": "/proc/1/nowhere"}) == expected  # nobody can make a directory there
+    assert expected.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_dir({}) == expected
+
+
+def test_a_temporary_cache_that_others_could_have_made_is_refused(temporary: Path) -> None:
+    place, unwritable = temporary / f"tenuto-{os.getuid()}", {"XDG_CACHE_HOME": "/proc/1/nowhere"}
+    place.symlink_to(temporary)
+    with pytest.raises(ConfigError, match="not a directory of this user alone: set TENUTO_CACHE"):
+        cache_dir(unwritable)
+    place.unlink()
+    place.mkdir()
+    place.chmod(0o755)
+    with pytest.raises(ConfigError, match="not a directory of this user alone"):
+        cache_dir(unwritable)
+
+
+def test_a_path_in_a_home_directory_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert user_path("~/journal") == Path.home() / "journal"
+    with pytest.raises(ConfigError, match=r"'~nobody-of-this-name/journal' begins with ~.*set HOME"):
+        user_path("~nobody-of-this-name/journal")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,5 +155,5 @@ def test_a_key_comes_from_the_environment() -> None:
 def test_help_loads_neither_models_nor_servers() -> None:
     heavy = "{'torch', 'numpy', 'httpx', 'fastapi', 'rich.table'}"
     code = f"import sys, tenuto.cli; sys.exit(bool({heavy} & set(sys.modules)))"
-    assert subprocess.run([TENUTO.replace("/tenuto", "/python"), "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert subprocess.run([TENUTO, "sessions", "rewind", "--help"], capture_output=True, check=False).returncode == 0

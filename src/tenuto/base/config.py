@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -134,10 +137,38 @@ def _pairs(weights: Iterable[Iterable[Any]]) -> tuple[tuple[str, float], ...]:
         raise ConfigError(f"tenant_weights is {shown(weights)}; allowed: pairs of a tenant and its weight") from None
 
 
+def user_path(path: str) -> Path:
+    """A path that may begin with `~`. Raises `ConfigError` if the home directory is not known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path!r} begins with ~, but there is no home directory: set HOME") from None
+
+
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where downloaded models are stored: `$TENUTO_CACHE`, else `tenuto` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """The directory of downloaded models and compiled kernels: `$TENUTO_CACHE`, else `tenuto` in `$XDG_CACHE_HOME` or
+    `~/.cache`. Where that neither exists nor can be made (no home, or a read-only one), it is `tenuto-` and the user's
+    number in the system's temporary directory. Raises `ConfigError` if that belongs to somebody else."""
     own = environ.get("TENUTO_CACHE")
     if own:
-        return Path(own).expanduser()
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tenuto"
+        return user_path(own)
+    with suppress(RuntimeError, PermissionError):  # there is no home directory, or it belongs to another user
+        base = environ.get("XDG_CACHE_HOME")
+        usual = (Path(base) if base else Path.home() / ".cache") / "tenuto"
+        if usual.exists() or _can_make(usual):
+            return usual
+    return _private(Path(tempfile.gettempdir()) / f"tenuto-{os.getuid()}")
+
+
+def _can_make(directory: Path) -> bool:
+    there = next(parent for parent in directory.absolute().parents if parent.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _private(directory: Path) -> Path:
+    """Make a directory that only its owner may use. In a place that all users share, another may have made it first."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{directory} is not a directory of this user alone: set TENUTO_CACHE to one, or remove it")
+    return directory

@@ -6,13 +6,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from tenuto.base.checks import MAX_COUNT
-from tenuto.base.config import EngineConfig
+from tenuto.base.config import EngineConfig, user_path
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Copier
 from tenuto.base.state_file import CopiedState
@@ -343,7 +342,7 @@ def parking_of(
 ) -> Parking | None:
     """Where the memory of idle sessions goes, if there is more than the device. Raises `ConfigError`."""
     if disk is None and config.disk_tier:
-        disk = UnitFiles(Path(config.disk_tier).expanduser(), config.disk_tier_size or MAX_COUNT, identity)
+        disk = UnitFiles(user_path(config.disk_tier), config.disk_tier_size or MAX_COUNT, identity)
     if disk is None and not config.host_tier:
         return None
     tiers = Tiers(memory.pools, copier, config.host_tier, disk, memory.page_size, timer, carrier, identity)

@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tenuto.base.config import user_path
 from tenuto.base.errors import ModelError
 
 DEFAULT_MODEL = "smollm2"
@@ -78,7 +79,7 @@ def resolve(
     """
     if name_or_path == DEFAULT_MODEL:
         return ModelFiles(DEFAULT_MODEL, FileFormat.GGUF, pull_default(cache_dir, progress))
-    path = Path(name_or_path).expanduser()
+    path = user_path(name_or_path)
     if path.is_file() and path.suffix == ".gguf":
         return ModelFiles(PART.sub("", path.stem), FileFormat.GGUF, path)
     if path.is_dir():

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tenuto.base.config import EngineConfig, engine_config
+from tenuto.base.config import EngineConfig, engine_config, user_path
 from tenuto.base.document import SessionDocument
 from tenuto.base.errors import ConfigError, InvalidRequest, ModelError, Overloaded, TenutoError
 from tenuto.base.messages import (
@@ -451,7 +451,7 @@ def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:
     if settings.journal is None:
         return None
     try:
-        path = Path(settings.journal).expanduser()
+        path = user_path(settings.journal)
     except RuntimeError as error:  # of a user that is not there
         raise ConfigError(f"the journal {settings.journal} cannot be used: {error}") from error
     return Journal(path, model.fingerprint)
