@@ -10,7 +10,7 @@ import pytest
 from tenuto.base.groups import Kind
 from tenuto.base.turns import EndReason
 from tenuto.engine.engine import Engine
-from tenuto.session.prefixes import PrefixIndex
+from tenuto.session.prefixes import MAX_COMPARED, PrefixIndex
 from tenuto.session.session import Turn
 from tests.engine.stage import (
     FULL,
@@ -156,6 +156,82 @@ def test_closed_sessions_yield_first_and_the_one_used_last_yields_last() -> None
     assert cached(once(stage, texts[0])) > 0
     assert stage.engine.pressure.yielded["prefix"] >= 1
     assert not stage.engine.pressure.yielded["idle"]
+
+
+@every_mix
+def test_closed_forks_with_nothing_of_their_own_are_not_kept(mix) -> None:
+    """Known fault: all were kept. They held no units of their own, so no pressure ever dropped them one by one, and
+    then it dropped all of them in one step."""
+    stage, tokens = make(mix), count_from(len("s"), 60)
+    session = stage.told("s", 60)
+    for position in (None, 40, 61, None):
+        for _ in range(10):
+            stage.engine.close(stage.engine.fork("s", position=position).id)
+    stage.engine.audit()
+    assert not stage.engine.sessions.prefixes
+    stage.engine.close("s")
+    assert list(stage.engine.sessions.prefixes) == [session]
+    assert cached(once(stage, [*tokens, *continuation(tokens, 6), 9])) == 65
+
+
+@every_mix
+def test_of_closed_sessions_that_have_the_same_one_is_kept(mix) -> None:
+    stage, tokens = make(mix), count_from(len("s"), 60)
+    stage.told("s", 60)
+    for name in ("one", "other"):
+        stage.engine.fork("s", child=name)
+    for name in ("s", "one", "other"):
+        stage.engine.close(name)
+        stage.engine.audit()
+    assert [session.id for session in stage.engine.sessions.prefixes] == ["other"]
+    assert cached(once(stage, [*tokens, *continuation(tokens, 6), 9])) == 65
+
+
+@every_mix
+def test_a_closed_session_is_kept_no_longer_once_an_open_one_has_all_it_had(mix) -> None:
+    stage, tokens = make(mix), count_from(len("s"), 60)
+    stage.told("s", 60)
+    stage.engine.close("s")
+    stage.open("open")
+    stage.say("open", [*tokens, *continuation(tokens, 6), 9], 3)
+    assert len(stage.engine.sessions.prefixes) == 1
+    stage.play()
+    stage.engine.audit()
+    assert not stage.engine.sessions.prefixes
+
+
+def test_a_closed_session_that_can_be_resumed_where_others_cannot_is_kept() -> None:
+    stage = make((FULL, STATE), checkpoint_interval=4096)
+    same = count_from(5, 40)
+    for name, more in (("long", 60), ("short", 0)):
+        stage.open(name)
+        stage.say(name, [*same, *count_from(77, more)], 2, input_logprobs=0)  # so it computes all by itself
+        stage.play()
+    stage.engine.close("short")
+    assert [session.id for session in stage.engine.sessions.prefixes] == ["short"]
+    assert cached(once(stage, [*same, *continuation(same, 2), 9])) == 41
+
+
+def test_a_closed_session_with_less_than_a_page_is_not_kept() -> None:
+    stage = make()
+    stage.told("s", PAGE - 1, 1)
+    stage.engine.close("s")
+    assert not stage.engine.sessions.prefixes
+    assert stage.engine.memory.pools[0].free == 200
+
+
+def test_closing_a_session_compares_it_with_a_few_others_however_many_begin_as_it_does() -> None:
+    stage = make((FULL, STATE), units=2000, checkpoint_interval=4096, max_sessions=200)
+    for i in range(60):
+        stage.open(f"s{i}")
+        stage.say(f"s{i}", [*COMMON[:40], i, i], 1, input_logprobs=0)
+    stage.play()
+    index = present(stage.engine.prefixes)
+    before = index.compared
+    for i in range(60):
+        stage.engine.close(f"s{i}")
+    assert len(stage.engine.sessions.prefixes) == 60
+    assert index.compared - before == 60 * MAX_COMPARED
 
 
 def test_a_draft_is_computed_where_closed_sessions_have_filled_memory() -> None:

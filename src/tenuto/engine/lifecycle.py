@@ -299,15 +299,21 @@ class Lifecycle:
 
     def note_memory(self, session: Session) -> None:
         """A session without a running turn has more or less memory than before, or another history."""
-        if self._prefixes is not None:
-            if session.state is SessionState.CLOSED and not session.memory.computed:
-                self._prefixes.forget(session)
-            else:
-                if session.turn is None:
-                    self._prefixes.changed(session, len(session.history))
-                self._prefixes.enter(session)
+        self._index(session)
         self._sessions.note_units(session)
         self.pressure.note(session)
+
+    def _index(self, session: Session) -> None:
+        """Others find what the session has in memory now. Kept sessions that it covers are of no use any more."""
+        if self._prefixes is None:
+            return
+        if session.state is SessionState.CLOSED and not session.memory.computed:
+            self._prefixes.forget(session)
+            return
+        if session.turn is None:
+            self._prefixes.changed(session, len(session.history))
+        for covered in self._prefixes.enter(session):
+            self.drop(covered, "covered")
 
     def share(self, turn: Turn) -> None:
         """A waiting turn begins with what others have in memory of its tokens."""
@@ -437,12 +443,11 @@ class Lifecycle:
             self.note_memory(session)
 
     def close(self, session: Session) -> None:
-        """Close and forget a session without an open turn. What it has in memory stays, for others to begin with."""
-        self._sessions.close(session, keep=self._prefixes is not None and session.memory.computed > 0)
+        """Close and forget a session without an open turn. What it has in memory stays, for others to begin with, unless
+        another session has that too."""
+        self._index(session)
+        self._sessions.close(session, keep=self._prefixes is not None and self._prefixes.keep(session))
         self.note_memory(session)
-        origin, session.origin = session.origin, None
-        if origin in self._sessions.prefixes and self._prefixes is not None and self._prefixes.covers(session, origin):
-            self.drop(origin, "covered")
         self.count("close")
         self.note("close", session, kept=len(session.history))
 

@@ -128,7 +128,6 @@ class Sharing:
             owner.memory.turn.fork(session.memory, found.position)
         else:
             owner.memory.fork(session.memory, found.position)
-        session.origin = owner
         kind = "running" if found.running else "closed" if owner.state is SessionState.CLOSED else "open"
         turn.looked = kind
         self.found_tokens[kind] += more

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import islice
 
 from tenuto.session.session import Session, Turn
+
+
+MAX_COMPARED = 8
+"""Sessions found by one page that are compared with another."""
 
 
 class PrefixIndex:
@@ -16,7 +21,8 @@ class PrefixIndex:
     only cost a hit.
 
     Invariant: a session is entered under the hashes of its first `_entered[session]` pages, all of which are in its
-    memory; `_hashes[session]` begins with those, and may know more.
+    memory; `_hashes[session]` begins with those, and may know more. `_kept` has the closed sessions that are kept, by
+    the hash of the last page that they are entered under.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -24,24 +30,30 @@ class PrefixIndex:
         self._owners: dict[int, dict[Session, None]] = {}
         self._hashes: dict[Session, list[int]] = {}
         self._entered: dict[Session, int] = {}
+        self._kept: dict[int, dict[Session, None]] = {}
         self.hashed = 0  # pages, ever: a measure of work
+        self.compared = 0  # pairs of sessions, ever: likewise
         self.version = 0  # raised whenever more can be found
 
     def __len__(self) -> int:
         return len(self._entered)
 
-    def enter(self, session: Session) -> None:
-        """The session has committed, or its memory has changed: it is found by the full pages that both have."""
+    def enter(self, session: Session) -> list[Session]:
+        """The session has committed, or its memory has changed: it is found by the full pages that both have. Returns
+        kept sessions that it covers from now on."""
         pages = min(session.memory.computed, len(session.history)) // self.page_size
         entered = self._entered.get(session, 0)
         if pages <= entered:
             self._leave(session, pages)
-            return
+            return []
         hashes = self._follow(session, session.history, pages)
+        alike: list[Session] = []
         for number in hashes[entered:pages]:
             self._owners.setdefault(number, {})[session] = None
+            alike += islice(_others(self._kept.get(number, {}), session), MAX_COMPARED)
         self._entered[session] = pages
         self.version += 1
+        return [other for other in alike if self._covers(session, other)]
 
     def changed(self, session: Session, kept: int) -> None:
         """Only the first `kept` tokens of what the session has entered, or looked for, still count."""
@@ -58,6 +70,8 @@ class PrefixIndex:
     def _leave(self, session: Session, pages: int) -> None:
         """The session is no longer found by more than its first `pages` pages."""
         entered = self._entered.pop(session, 0)
+        if pages < entered:
+            self._let_go(session, self._hashes[session][entered - 1])
         for number in self._hashes.get(session, [])[pages:entered]:
             owners = self._owners[number]
             owners.pop(session, None)
@@ -66,29 +80,51 @@ class PrefixIndex:
         if min(pages, entered):
             self._entered[session] = min(pages, entered)
 
-    def covers(self, session: Session, other: Session) -> bool:
-        """Whether the session is found by every page that `other` is."""
-        pages = self._entered.get(other, 0)
-        if pages == 0 or self._entered.get(session, 0) < pages:
-            return pages == 0
-        return self._hashes[session][pages - 1] == self._hashes[other][pages - 1]
+    # -- closed sessions
+
+    def keep(self, session: Session) -> bool:
+        """The session is about to be closed: keep it, if others could begin with a page or more of its memory that no
+        other session covers. False if it is of no use."""
+        pages = self._entered.get(session, 0)
+        if not pages:
+            return False
+        last = self._hashes[session][pages - 1]
+        if any(self._covers(other, session) for other in islice(_others(self._owners[last], session), MAX_COMPARED)):
+            return False
+        self._kept.setdefault(last, {})[session] = None
+        return True
+
+    def _let_go(self, session: Session, last: int) -> None:
+        """The session is not kept any more, if it was, under the hash of its last page."""
+        kept = self._kept.get(last, {})
+        if kept.pop(session, self) is None and not kept:
+            del self._kept[last]
+
+    def _covers(self, session: Session, other: Session) -> bool:
+        """Whether whoever could begin with full pages of `other`, which ends in one that both are found by, can begin
+        as well with as many of `session`."""
+        self.compared += 1
+        most = min(len(session.history), session.memory.computed, other.memory.computed)
+        common = _common(session.history, other.history, most)
+        return session.memory.resumable(common) >= self._entered[other] * self.page_size
 
     def find(self, session: Session, tokens: array[int], beyond: int) -> tuple[Session, int] | None:
         """Another session whose memory begins with the most of `tokens`, the sequence that `session` goes on with, and
-        with how many; `None` if with less than a page more than `beyond`."""
-        found: Session | None = None
-        tenant = session.policy.tenant  # hashes are salted with it, but may collide
+        with how many; `None` if with less than a page more than `beyond`. Of a few that have as many pages, it is the
+        one that can be resumed farthest."""
+        owners: dict[Session, None] = {}
         for page in range(beyond // self.page_size, len(tokens) // self.page_size):
-            owners = self._owners.get(self._follow(session, tokens, page + 1)[page], {})
-            other = next((owner for owner in owners if owner is not session and owner.policy.tenant == tenant), None)
-            if other is None:
+            alike = self._owners.get(self._follow(session, tokens, page + 1)[page], {})
+            if next(_others(alike, session), None) is None:
                 break
-            found = other
-        if found is None:
-            return None
-        most = min(len(found.history), found.memory.computed)  # what it has found elsewhere for its turn is no history
-        length = _common(found.history, tokens, min(len(tokens), most))
-        return (found, length) if length >= beyond + self.page_size else None
+            owners = alike
+        best: tuple[int, int, Session] | None = None
+        for other in islice(_others(owners, session), MAX_COMPARED):
+            most = min(len(other.history), other.memory.computed)  # what it found elsewhere for its turn is no history
+            length = _common(other.history, tokens, min(len(tokens), most))
+            if best is None or (other.memory.resumable(length), length) > best[:2]:
+                best = other.memory.resumable(length), length, other
+        return (best[2], best[1]) if best is not None and best[1] >= beyond + self.page_size else None
 
     def first_page(self, session: Session, tokens: array[int]) -> int | None:
         """The hash of the first page of the session's sequence `tokens`, if it has one."""
@@ -146,6 +182,12 @@ class RunningPrompts:
         for other, others in self._turns.get(first, {}).items() if first is not None else ():
             if other is not turn and other.session.policy.tenant == turn.session.policy.tenant:
                 yield other, _common(others, tokens, min(len(others), len(tokens)))
+
+
+def _others(owners: dict[Session, None], session: Session) -> Iterator[Session]:
+    """Those that are not `session`, of its tenant: hashes are salted with the tenant, but may collide."""
+    tenant = session.policy.tenant
+    return (owner for owner in owners if owner is not session and owner.policy.tenant == tenant)
 
 
 def _digest(before: int, tokens: bytes) -> int:

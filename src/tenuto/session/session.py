@@ -57,7 +57,6 @@ class Session:
         self.counted_units = 0
         self.counted_bytes = 0
         self.results = KeptTurns()
-        self.origin: Session | None = None  # whose memory its own last began with; written by `Sharing`
 
     def __repr__(self) -> str:
         return f"<session {self.id} {self.state.value}, {len(self.history)} tokens>"
