@@ -25,6 +25,7 @@ from tenuto.serve.invalid import refusal_of
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
+from tenuto.serve.openai import conversation_routes as openai_conversations
 from tenuto.serve.openai import response_routes as openai_responses
 from tenuto.serve.openai import routes as openai
 from tenuto.serve.openai import tokens as openai_tokens
@@ -66,6 +67,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         sglang_server,
         openai,
         openai_responses,
+        openai_conversations,
         anthropic,
         openai_tokens,
         admin,

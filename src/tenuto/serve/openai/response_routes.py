@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Annotated, Any
 
@@ -15,8 +16,10 @@ from tenuto.base.errors import ContextExceeded, NotFound, SessionBusy, TenutoErr
 from tenuto.base.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.views import SessionInfo
+from tenuto.serve.openai.conversation_routes import ConversationsOf
+from tenuto.serve.openai.conversations import GoingOn
 from tenuto.serve.openai.response_answers import ResponseWriter
-from tenuto.serve.openai.response_schemas import ResponseBody
+from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.shared.context import context_error
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -71,12 +74,26 @@ Kept = Annotated[KeptResponses, Depends(_kept)]
 
 
 @router.post("", response_model=None, responses=REFUSALS | STREAMED)
-async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: Kept) -> Response:
-    """Answer input. With `previous_response_id`, send only what is new: a fork of its state goes on."""
+async def respond(
+    edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: Kept, conversations: ConversationsOf
+) -> Response:
+    """Answer input. With `previous_response_id`, send only what is new: a fork of its state goes on. With
+    `conversation`, likewise: the answer is written after its items, to which it is added."""
     edge.check_model(body.model)
+    going_on = conversations.go_on(tenant.name, body.conversation_id, body.items)
+    try:
+        return await _respond(edge, tenant, body, request, kept, going_on)
+    except BaseException:
+        going_on.end()
+        raise
+
+
+async def _respond(
+    edge: Edge, tenant: Tenant, body: ResponseBody, request: Request, kept: KeptResponses, going_on: GoingOn
+) -> Response:
     name, streams = f"resp_{secrets.token_hex(16)}", False
     try:
-        turn = await while_connected(request, _start(edge, tenant, body, name))
+        turn = await while_connected(request, _start(edge, tenant, body, name, going_on.earlier))
     except ContextExceeded as error:
         raise context_error(error, edge.model.context_length, "input", "openai") from None
     except TenutoError as error:
@@ -86,8 +103,10 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
     def keep(response: dict[str, Any]) -> None:
         if body.store is not False:
             kept.keep(tenant.name, response)
+        going_on.add(response["output"])
 
     def leave() -> None:
+        going_on.end()
         edge.turns.abandon(turn)
         if turn.request.session is not None and (body.store is False or not turn.committed):
             edge.spawn(_close(edge, tenant, name))  # which aborts its turn
@@ -105,7 +124,7 @@ async def respond(edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Req
             leave()
 
 
-async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, name: str) -> LiveTurn:
+async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, name: str, earlier: Sequence[Item]) -> LiveTurn:
     """The turn, in a session called `name` unless nothing is to be kept, once the engine has accepted it."""
     previous, stores = body.previous_response_id, body.store is not False
     state = await _state(edge, tenant, previous) if previous is not None else None
@@ -113,7 +132,7 @@ async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, name: str) -> L
         kind="turn",
         tenant=tenant.name,
         session=name if stores or previous is not None else None,
-        input=body.rendered(edge.model.habits, instructed=state is not None and _instructed(body, state)),
+        input=body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state)),
         params=body.params(edge.model.habits),
         tools=body.tool_use.told,
         limits=tenant.limits,

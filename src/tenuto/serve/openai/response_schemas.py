@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from tenuto.base.checks import shown
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.tool_use import ToolUse
@@ -89,6 +91,12 @@ class TextConfig(ForeignObject):
     format: TextFormat | None = None
 
 
+class ConversationName(ForeignObject):
+    """A conversation by its id."""
+
+    id: str = Field(max_length=256)
+
+
 class ResponseBody(ForeignObject):
     """Input to answer."""
 
@@ -113,7 +121,7 @@ class ResponseBody(ForeignObject):
         "truncation": (None, "disabled"),
     }
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("background", "conversation", "moderation", "prompt"), NOTHING),
+        **dict.fromkeys(("background", "moderation", "prompt"), NOTHING),
         "cache_salt": (None, ""),
         "enable_response_messages": NOTHING,
         "frequency_penalty": (None, 0),
@@ -142,6 +150,9 @@ class ResponseBody(ForeignObject):
     previous_response_id: Id | None = Field(
         None, description="The conversation that goes on, from a fork of its state."
     )
+    conversation: str | ConversationName | None = Field(
+        None, description="The conversation to go on from, by its id; input and output are added to it."
+    )
     store: bool | None = Field(None, description="Keep the response, to go on from it; true if not given.")
     stream: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
@@ -160,12 +171,33 @@ class ResponseBody(ForeignObject):
         """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
         return tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
-    def rendered(self, habits: ModelHabits, *, instructed: bool = False) -> list[Message]:
-        """The messages as the engine takes them. `instructed`: the conversation has these instructions already."""
-        return placed(self._messages(instructed=instructed), habits)
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        return (
+            [Item.model_validate({"role": "user", "content": self.input})]
+            if isinstance(self.input, str)
+            else self.input
+        )
 
-    def _messages(self, *, instructed: bool) -> list[Message]:
-        messages = [Message("user", self.input)] if isinstance(self.input, str) else _rendered(self.input)
+    @property
+    def conversation_id(self) -> str | None:
+        """Of the conversation to go on from. Raises `InvalidRequest`."""
+        if self.conversation is None:
+            return None
+        if self.previous_response_id is not None:
+            raise InvalidRequest(
+                "conversation and previous_response_id are given; allowed: one of them", param="conversation"
+            )
+        return self.conversation if isinstance(self.conversation, str) else self.conversation.id
+
+    def rendered(self, habits: ModelHabits, earlier: Sequence[Item] = (), *, instructed: bool = False) -> list[Message]:
+        """The messages as the engine takes them, after `earlier` items. `instructed`: the conversation has these
+        instructions already."""
+        return placed(self._messages(earlier, instructed=instructed), habits)
+
+    def _messages(self, earlier: Sequence[Item], *, instructed: bool) -> list[Message]:
+        messages = _rendered([*earlier, *self.items])
         if not self.instructions or instructed:
             return messages
         if messages and messages[0].role == "system":
@@ -204,6 +236,7 @@ class ResponseBody(ForeignObject):
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, FlatNamedTool) else self.tool_choice
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text is not None else {}
         return {
+            "conversation": {"id": self.conversation_id} if self.conversation is not None else None,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},

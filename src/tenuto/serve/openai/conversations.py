@@ -1,0 +1,221 @@
+"""OpenAI's conversations: lists of items that clients write to and responses go on from."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+
+from tenuto.base.errors import InvalidRequest, LimitReached, NotFound, SessionBusy
+from tenuto.serve.openai.response_schemas import Item, Part
+from tenuto.serve.shared.objects import ForeignObject
+
+MAX_CONVERSATIONS = 10_000
+"""Of one tenant."""
+MAX_BYTES = 64 * 2**20
+"""Of one tenant's conversations, as JSON."""
+MAX_ITEMS = 20
+"""In one request."""
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
+
+
+class ConversationBody(ForeignObject):
+    """A conversation to open."""
+
+    items: Items | None = None
+    metadata: Metadata | None = None
+
+
+class MetadataBody(ForeignObject):
+    """New metadata."""
+
+    metadata: Metadata
+
+
+class ItemsBody(ForeignObject):
+    """Items to add."""
+
+    items: Items
+
+
+@dataclass(slots=True)
+class Conversation:
+    """`items`: as they are listed; `size`: theirs and the metadata's, as JSON; `busy`: a response is being written."""
+
+    id: str
+    metadata: dict[str, str]
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    items: list[dict[str, Any]] = field(default_factory=list)
+    size: int = 0
+    busy: bool = False
+
+    def view(self) -> dict[str, Any]:
+        """As clients are shown it."""
+        return {"id": self.id, "object": "conversation", "created_at": self.created_at, "metadata": self.metadata}
+
+    def page(self, after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
+        """A part of the items, behind the one called `after`. Raises `NotFound`."""
+        ordered = self.items[::-1] if newest_first else self.items
+        start = 0 if after is None else 1 + next((i for i, one in enumerate(ordered) if one["id"] == after), -1)
+        if after is not None and not start:
+            raise NotFound(f"conversation {self.id} has no item {after!r}", param="after")
+        return listed(ordered[start : start + limit], more=start + limit < len(ordered))
+
+
+class GoingOn:
+    """A response that goes on from a conversation, or from none. `earlier`: the conversation's items."""
+
+    def __init__(
+        self, conversations: Conversations, tenant: str, conversation: Conversation | None, items: Sequence[Item]
+    ) -> None:
+        """`items`: the response's input. Raises `InvalidRequest`."""
+        self.earlier: list[Item] = []
+        self._conversations = conversations
+        self._tenant = tenant
+        self._conversation = conversation
+        self._input: list[dict[str, Any]] = []
+        if conversation is not None:
+            self.earlier = [Item.model_validate(item) for item in conversation.items]
+            self._input = [kept(item) for item in items]
+            conversation.busy = True
+
+    def add(self, output: Sequence[dict[str, Any]]) -> None:
+        """The response is complete: its input and output belong to the conversation."""
+        if self._conversation is not None:
+            self._conversations.add(self._tenant, self._conversation, [*self._input, *output])
+
+    def end(self) -> None:
+        """The conversation is free for the next response."""
+        if self._conversation is not None:
+            self._conversation.busy = False
+
+
+class Conversations:
+    """The conversations of all tenants, in this process alone: they end with it. Every tenant has its own bounds."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[tuple[str, str], Conversation] = {}
+        self._counts: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    def open(self, tenant: str, items: Sequence[Item], metadata: dict[str, str]) -> Conversation:
+        """A new conversation. Raises `LimitReached`."""
+        if self._counts[tenant] >= MAX_CONVERSATIONS:
+            raise LimitReached(f"{MAX_CONVERSATIONS} conversations exist, the most allowed; delete some")
+        self.require_room(tenant)
+        conversation = Conversation(f"conv_{secrets.token_hex(16)}", {})
+        self._by_id[tenant, conversation.id] = conversation
+        self._counts[tenant] += 1
+        self.describe(tenant, conversation, metadata)
+        self.add(tenant, conversation, [kept(item) for item in items])
+        return conversation
+
+    def find(self, tenant: str, name: str) -> Conversation:
+        """Raises `NotFound`."""
+        found = self._by_id.get((tenant, name))
+        if found is None:
+            raise NotFound(f"there is no conversation {name[:80]!r}; conversations end with the server")
+        return found
+
+    def go_on(self, tenant: str, name: str | None, items: Sequence[Item]) -> GoingOn:
+        """A response with input `items`, from the conversation called `name` if that is given; whoever calls this ends
+        it. Raises `NotFound`, `SessionBusy`, `LimitReached`, `InvalidRequest`."""
+        if name is None:
+            return GoingOn(self, tenant, None, items)
+        self.require_room(tenant)
+        return GoingOn(self, tenant, self.idle(tenant, name), items)
+
+    def idle(self, tenant: str, name: str) -> Conversation:
+        """One whose items may change. Raises `NotFound`, `SessionBusy`."""
+        found = self.find(tenant, name)
+        if found.busy:
+            raise SessionBusy(f"a response in conversation {name} is not complete yet", param="conversation")
+        return found
+
+    def require_room(self, tenant: str) -> None:
+        """Raises `LimitReached` unless the tenant may add something."""
+        if self._bytes[tenant] >= MAX_BYTES:
+            raise LimitReached(f"conversations have {self._bytes[tenant]} bytes; allowed: {MAX_BYTES}; delete some")
+
+    def add(self, tenant: str, conversation: Conversation, items: Sequence[dict[str, Any]]) -> None:
+        """Append items, which have ids."""
+        conversation.items += items
+        self._resize(tenant, conversation, sum(map(_size, items)))
+
+    def describe(self, tenant: str, conversation: Conversation, metadata: dict[str, str]) -> None:
+        """Replace the metadata."""
+        self._resize(tenant, conversation, _size(metadata) - _size(conversation.metadata))
+        conversation.metadata = metadata
+
+    def remove(self, tenant: str, conversation: Conversation, item: str) -> None:
+        """Remove an item. Raises `NotFound`."""
+        found = self.item(conversation, item)
+        conversation.items.remove(found)
+        self._resize(tenant, conversation, -_size(found))
+
+    def close(self, tenant: str, conversation: Conversation) -> None:
+        """Forget a conversation."""
+        if self._by_id.pop((tenant, conversation.id), None) is not None:
+            self._counts[tenant] -= 1
+            self._bytes[tenant] -= conversation.size
+
+    @staticmethod
+    def item(conversation: Conversation, name: str) -> dict[str, Any]:
+        """Raises `NotFound`."""
+        for item in conversation.items:
+            if item["id"] == name:
+                return item
+        raise NotFound(f"conversation {conversation.id} has no item {name[:80]!r}")
+
+    def _resize(self, tenant: str, conversation: Conversation, by: int) -> None:
+        conversation.size += by
+        if (tenant, conversation.id) in self._by_id:  # else it was deleted while a response was written
+            self._bytes[tenant] += by
+
+
+def listed(items: Sequence[dict[str, Any]], *, more: bool = False) -> dict[str, Any]:
+    """Items as a list of OpenAI's."""
+    first, last = (items[0]["id"], items[-1]["id"]) if items else ("", "")
+    return {"object": "list", "data": list(items), "first_id": first, "last_id": last, "has_more": more}
+
+
+def kept(item: Item) -> dict[str, Any]:
+    """An item as it is listed, with an id of its own. Raises `InvalidRequest`."""
+    base = {"id": f"{_PREFIXES[item.type]}_{secrets.token_hex(12)}", "type": item.type, "status": "completed"}
+    if item.type == "message":
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        return {**base, "role": item.role, "content": _parts(item.content, kind)}
+    if item.type == "reasoning":
+        return {
+            **base,
+            "summary": _parts(item.summary, "summary_text"),
+            "content": _parts(item.content, "reasoning_text"),
+        }
+    if not item.call_id:
+        raise InvalidRequest(f"a {item.type} has no call_id; allowed: the id of the call", param="items")
+    if item.type == "function_call":
+        return {**base, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    output = item.output if isinstance(item.output, str) else _parts(item.output, "input_text")
+    return {**base, "call_id": item.call_id, "output": output}
+
+
+def _parts(content: str | list[Part] | None, kind: str) -> list[dict[str, Any]]:
+    texts = [content] if isinstance(content, str) else [part.text for part in content or ()]
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return [{"type": kind, "text": text, **more} for text in texts]
+
+
+def _size(value: Any) -> int:
+    return len(msgspec.json.encode(value))
