@@ -12,11 +12,11 @@ import torch
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, InvalidRequest, InvariantError, ModelError
+from tenuto.base.heap import give_back
 from tenuto.base.plan import PARTS
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import resolve
-from tenuto.runtime.heap import give_back
 from tests.exec.driver import Driver
 from tests.exec.kernels import KERNELS
 from tests.models.tiny import save_hf, tiny_llama

@@ -226,7 +226,6 @@ def test_a_body_that_is_not_declared_as_json_is_refused_by_its_content_type(http
         (b'{"a": 1,}', "the body is not JSON: .* at character 8"),
         (b"{'a': 1}", "the body is not JSON: .* at character 1"),
         (b'{"a": "\xff"}', "the body is not readable JSON"),
-        (b"[" * 100_000, "the body is not readable JSON"),
         (b'{"a": 1' + b"0" * 5000 + b"}", "the body is not readable JSON"),
     ],
 )

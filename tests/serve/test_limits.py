@@ -340,7 +340,7 @@ def test_a_page_has_one_entry_however_large_and_no_more_than_fit() -> None:
             "/v1/chat/completions",
             {
                 "model": "witness",
-                "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 9_000}] * 20,
+                "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 9_000}] * 9,
             },
         ),
         ("/v1/completions", {"model": "witness", "prompt": [[]] * 200_000}),

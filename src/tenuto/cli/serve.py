@@ -6,6 +6,7 @@ import typer
 
 from tenuto.base.errors import EngineStopped
 from tenuto.base.garbage import look_less_often
+from tenuto.base.heap import return_large_blocks
 from tenuto.base.messages import WorkerSettings
 from tenuto.base.views import ModelView
 from tenuto.serve.engine_process import EngineProcess
@@ -28,6 +29,7 @@ def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) 
 
         configure_logs(log_level)
         look_less_often()
+        return_large_blocks()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(serve(engine, settings, _show))

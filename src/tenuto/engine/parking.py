@@ -300,9 +300,7 @@ class Parking:
         session.memory.drop()
         session.memory.lost = "parked"
 
-    def _acquire(
-        self, parked: Parked, group: int, count: int, position: int, slots: tuple[Lease, ...]
-    ) -> Lease | None:
+    def _acquire(self, parked: Parked, group: int, count: int, position: int, slots: tuple[Lease, ...]) -> Lease | None:
         """A lease on `count` units, all of `position`: those that the device still has, and fresh ones."""
         pool = self._memory.pools[group]
         there = self.tiers.on_device(parked, group, count)

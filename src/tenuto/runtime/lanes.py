@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from tenuto.runtime.heap import give_back
+from tenuto.base.heap import give_back
 
 log = logging.getLogger("tenuto.runtime")
 

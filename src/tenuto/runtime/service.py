@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from tenuto.base.config import EngineConfig, engine_config, user_path
 from tenuto.base.document import SessionDocument
 from tenuto.base.errors import ConfigError, InvalidRequest, ModelError, Overloaded, TenutoError
+from tenuto.base.heap import give_back
 from tenuto.base.messages import (
     AbortTurn,
     AnyReply,
@@ -51,7 +52,6 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.journaling import JournalWriter
 from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Renderer
-from tenuto.runtime.heap import give_back
 from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.models import Model, build_engine, load_model, server_budget

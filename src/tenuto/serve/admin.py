@@ -9,10 +9,11 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from tenuto.base.messages import Audit
 from tenuto.serve.metrics import CONTENT_TYPE, Metrics
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Admin, Caller, EdgeOf, Scraper
 from tenuto.serve.shared.schemas import REFUSALS
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(route_class=JsonRoute, tags=["operations"])
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {status: REFUSALS[status] for status in (400, 401, 403, 500, 503)}
 _METRICS: dict[int | str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
+from tenuto.base.heap import give_back
 from tenuto.serve import admin, documents
 from tenuto.serve.anthropic import routes as anthropic
 from tenuto.serve.invalid import refusal_of
@@ -31,6 +32,7 @@ from tenuto.serve.openai import routes as openai
 from tenuto.serve.openai import tokens as openai_tokens
 from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
+from tenuto.serve.shared.bodies import LARGE, Structure
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, Failure
 from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
@@ -41,7 +43,9 @@ log = structlog.get_logger("tenuto.http")
 
 CLIENT_GONE = 499
 """The logged status of a request whose client did not wait for the answer."""
-UNREADABLE = "the body is not readable JSON: it is not UTF-8, nested too deeply, or has a number with too many digits"
+UNREADABLE = "the body is not readable JSON: it is not UTF-8, or has a number with too many digits"
+TRIM_SECONDS = 1.0
+"""From the end of a large request until memory is given back."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -87,21 +91,32 @@ def failure_response(failure: Failure) -> Response:
     return JSONResponse(failure.body, failure.status, failure.headers)
 
 
+def _forget_frames(error: BaseException | None) -> None:
+    """Nobody looks at the traceback of an error that is answered. Its frames, which refer to the error themselves, have
+    the request's body."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, TenutoError)
     if error.status == 500:
         log.error("failed", error=str(error))
+    _forget_frames(error)
     return failure_response(Failure.of(error))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     refusal = refusal_of(error.errors(), error.body, request.headers.get("content-type"))
+    _forget_frames(error)
     return failure_response(Failure.of(refusal))
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    _forget_frames(error)
     if error.status_code == 400:
         return failure_response(Failure(400, InvalidRequest.code, UNREADABLE))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
@@ -111,7 +126,8 @@ async def _http(request: Request, error: Exception) -> Response:
     return response
 
 
-async def _gone(_: Request, _error: Exception) -> Response:
+async def _gone(_: Request, error: Exception) -> Response:
+    _forget_frames(error)
     return Response(status_code=CLIENT_GONE)
 
 
@@ -123,6 +139,7 @@ class Envelope:
         self._app = app
         self._edge = edge
         self._metrics = metrics
+        self._trims = False  # memory is about to be given back
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -144,9 +161,23 @@ class Envelope:
                     raise  # the answer has begun, so only the connection can be broken
                 await exchange.refuse(scope, Failure(500, "internal_error", BROKEN))
             finally:
-                exchange.forget()
+                if exchange.forget() >= LARGE:
+                    self._trim_soon()
                 scope.pop("extensions", None)  # which refer to the request that the scope belongs to
                 self._log(scope, exchange, time.perf_counter() - started)
+
+    def _trim_soon(self) -> None:
+        """Give memory back once the objects of large requests are gone, in a thread, and for several requests once."""
+        if self._trims:
+            return
+        self._trims = True
+        loop = asyncio.get_running_loop()
+
+        def trim() -> None:
+            self._trims = False
+            loop.run_in_executor(None, give_back)
+
+        loop.call_later(TRIM_SECONDS, trim)
 
     async def _answer(self, scope: Scope, headers: Headers, exchange: _Exchange) -> None:
         try:
@@ -155,6 +186,7 @@ class Envelope:
                 self._edge.tenant(headers)  # a request without a key is refused before its body is read
             await self._app(scope, exchange.receive, exchange.send)
         except (Overloaded, RequestTimeout, TooLarge, Unauthorized) as error:
+            _forget_frames(error)
             await exchange.refuse(scope, Failure.of(error))
         else:
             if exchange.excess is not None and not exchange.status:
@@ -172,8 +204,8 @@ class Envelope:
 class _Exchange:
     """One request and its answer. Whoever creates it must call `forget` in the end.
 
-    `status`: of the answer, 0 until it has begun. `excess`: set once the body is larger, or takes longer, than the
-    settings allow; the application's answer is then not sent.
+    `status`: of the answer, 0 until it has begun. `excess`: set once the body is larger, has more in it, or takes
+    longer, than is allowed; the application's answer is then not sent.
     """
 
     def __init__(
@@ -197,6 +229,7 @@ class _Exchange:
         self._edge = edge
         self._to_disk = to_disk
         self._received = 0
+        self._structure = Structure() if not to_disk else None
         self._complete = False  # the whole body has arrived
         self._began = asyncio.get_running_loop().time()
 
@@ -214,10 +247,11 @@ class _Exchange:
         if self.excess is not None:
             raise self.excess
 
-    def forget(self) -> None:
-        """The request is over, and its body is freed."""
-        self._count(-self._received)
-        self._received = 0
+    def forget(self) -> int:
+        """The request is over, and its body is freed. Returns how many bytes it had."""
+        received, self._received = self._received, 0
+        self._count(-received)
+        return received
 
     def _count(self, size: int) -> None:
         if self._to_disk:
@@ -228,11 +262,20 @@ class _Exchange:
     async def receive(self) -> Message:
         message = await (self._receive() if self._complete else self._receive_body())
         self._complete = not message.get("more_body", False)
-        size = len(message.get("body", b""))
-        self._received += size
-        self._count(size)
+        piece = message.get("body", b"")
+        self._received += len(piece)
+        self._count(len(piece))
         self.expect(self._received)
+        if self._structure is not None:
+            self._look_into(self._structure, piece)
         return message
+
+    def _look_into(self, structure: Structure, piece: bytes) -> None:
+        try:
+            structure.feed(piece)
+        except TooLarge as error:
+            self.excess = error
+            raise
 
     async def _receive_body(self) -> Message:
         allowed = self._edge.settings.body_seconds + self._received / BODY_BYTES_A_SECOND

@@ -8,7 +8,6 @@ from itertools import islice
 
 from tenuto.session.session import Session, Turn
 
-
 MAX_COMPARED = 8
 """Sessions found by one page that are compared with another."""
 

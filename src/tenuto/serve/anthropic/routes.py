@@ -11,12 +11,13 @@ from tenuto.base.errors import ContextExceeded, TenutoError
 from tenuto.base.messages import StartTurn, Tokenize
 from tenuto.serve.anthropic.answers import MessageWriter
 from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.context import context_error
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import EventStream, while_connected
 
-router = APIRouter(prefix="/v1/messages", tags=["anthropic"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropic"])
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {

@@ -39,11 +39,12 @@ from tenuto.serve.native.schemas import (
     version_of,
 )
 from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_of, spool, spooled, streamed
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
 
-router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions", tags=["sessions"])
 IMPORT_STATE = "/v1/sessions/import/state"
 
 

@@ -33,6 +33,7 @@ from tenuto.serve.native.schemas import (
     turn_input,
     version_of,
 )
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -40,7 +41,7 @@ from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey, options_of, ra
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
 
-router = APIRouter(prefix="/v1/sessions/{session_id}", tags=["sessions"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions/{session_id}", tags=["sessions"])
 
 
 @dataclass(frozen=True, slots=True)

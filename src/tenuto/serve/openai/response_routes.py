@@ -20,6 +20,7 @@ from tenuto.serve.openai.conversation_routes import ConversationsOf
 from tenuto.serve.openai.conversations import GoingOn
 from tenuto.serve.openai.response_answers import ResponseWriter
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.context import context_error
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -27,7 +28,7 @@ from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
 
-router = APIRouter(prefix="/v1/responses", tags=["openai"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"])
 
 INSTRUCTIONS = "instructions"
 """In the metadata of a response's session: a digest of those that it was asked with."""

@@ -20,6 +20,7 @@ from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.context import context_error
 from tenuto.serve.shared.edge import DEFAULT_MODEL, Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
@@ -29,7 +30,7 @@ from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"])
 
 MAX_CHOICES = 1024
 """Answers to one request: prompts times `n`."""

@@ -14,11 +14,12 @@ from tenuto.base.tools import MAX_TOOLS, NO_TOOLS, Tools
 from tenuto.base.variables import Variables
 from tenuto.serve.openai.schemas import ChatMessage
 from tenuto.serve.openai.tools import Tool
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.schemas import REFUSALS, Items, Messages, Prompts, TokenId
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
 
 class TokenizeBody(ForeignObject):

@@ -11,12 +11,13 @@ from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.serve.sglang.answers import AnswerEvents, whole_answer
 from tenuto.serve.sglang.requests import RequestsOf
 from tenuto.serve.sglang.schemas import AbortRequest, CloseSessionRequest, GenerateRequest, OpenSessionRequest
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import EventStream, while_connected
 from tenuto.serve.shared.tasks import all_of
 
-router = APIRouter(tags=["sglang"])
+router = APIRouter(route_class=JsonRoute, tags=["sglang"])
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {

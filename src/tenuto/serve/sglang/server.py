@@ -24,12 +24,13 @@ from tenuto.base.messages import (
 from tenuto.base.options import TurnParams
 from tenuto.serve.sglang.requests import RequestsOf
 from tenuto.serve.sglang.schemas import MemoryRequest, PauseRequest, UpdateWeightsRequest
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Admin, Caller, Edge, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.tasks import all_of
 
-router = APIRouter(tags=["sglang"])
+router = APIRouter(route_class=JsonRoute, tags=["sglang"])
 
 PROBE_SECONDS = 20.0
 """Within which a healthy engine generates a token, or at least takes a step."""

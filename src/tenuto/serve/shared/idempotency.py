@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 
 from fastapi import Request
 
 from tenuto.base.errors import KeyReused, TenutoError
 from tenuto.base.messages import StartTurn
+from tenuto.serve.shared.bodies import JsonRequest
 from tenuto.serve.shared.live_turn import LiveTurn
 
 REUSED = "this idempotency key was used with another request; allowed: the same one, or a new key"
@@ -27,7 +27,8 @@ class RequestKey:
         """`None` if the client gave no `key`. Requests are equal if their paths and bodies are."""
         if key is None:
             return None
-        return RequestKey(key, sha256(request.url.path.encode() + b"\n" + await request.body()).digest())
+        assert isinstance(request, JsonRequest)
+        return RequestKey(key, await request.digest())
 
 
 @dataclass(frozen=True, slots=True)
