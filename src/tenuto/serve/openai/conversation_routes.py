@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 
 from tenuto.serve.openai.conversations import ConversationBody, Conversations, ItemsBody, MetadataBody, kept, listed
+from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller
 from tenuto.serve.shared.schemas import REFUSALS
 
-router = APIRouter(prefix="/v1/conversations", tags=["openai"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/conversations", tags=["openai"])
 
 
 async def _conversations(request: Request) -> Conversations:
