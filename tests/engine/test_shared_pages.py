@@ -121,5 +121,5 @@ def test_an_audit_names_a_page_that_may_be_written_below_what_another_reads(mix)
     pool = stage.engine.memory.pools[0]
     table = stage.engine.sessions.get("first").memory.tables[0]
     pool.floors[table.tail] = 0  # type: ignore[attr-defined]
-    with pytest.raises(InvariantError, match="may (still )?be written"):
+    with pytest.raises(InvariantError, match=r"may (still )?be written"):
         stage.engine.audit()
