@@ -1,0 +1,113 @@
+"""More slips, by what they concern. See `slips`."""
+
+from __future__ import annotations
+
+from tests.sim.slips import Slip
+
+HOLES = (
+    Slip("memory.pool", "        self.generation[unit] += 1\n\n    def take_alone", "\n    def take_alone"),
+    Slip("memory.paged", "elif position % self.page_size == 0 or not self.has_tail(page, position):", "elif position % self.page_size == 0:"),
+    Slip("memory.full", "began = self.first * self.page_size + self._copy_slots", "began = self.first * self.page_size"),
+    Slip("memory.tiers", "and copy.references and copy.used >= used else", "and copy.references else"),
+    Slip("engine.parking", "if not any(move in self.tiers.moves for move in each.moves)]", "if not all(move in self.tiers.moves for move in each.moves)]"),
+    Slip("engine.parking", "if not 0 < memory.computed < len(session.history):", "if not 0 < memory.computed:"),
+    Slip("engine.session_states", "            first += len(piece)", "            pass"),
+    Slip("engine.occupation", "self._lifecycle.parking.tiers.become(identity)", "pass"),
+    Slip("session.journal", "SET length = ?2 - position WHERE", "SET length = ?2 - position + 1 WHERE"),
+    Slip("session.prefixes", "        self.version += 1\n", ""),
+    Slip("sched.admission", "                    self._room_for = None\n", "                    pass\n"),
+)  # fmt: skip
+"""What an attack on this proof found to be unguarded."""
+
+GRAMMARS = (
+    Slip("text.grammars", "self._compiled.move_to_end(grammar)", "pass"),
+    Slip("text.grammars", "popitem(last=False)", "popitem()"),
+    Slip("text.grammars", "if not self._matcher.validate_tokens([token]):", "if self._matcher.validate_tokens([token]):"),
+    Slip("text.grammars", "return Constraint(matcher.copy(), len(first), first)", "return Constraint(matcher.copy(), len(first), np.full_like(first, 0xFFFFFFFF))"),
+    Slip("text.masks", "if not answer.done() and answer.set_running_or_notify_cancel():", "if answer.set_running_or_notify_cancel():"),
+    Slip("text.constraint", "self._stuck = bool(self._matcher.failure) or not masks[0].any()", "self._stuck = bool(self._matcher.failure)"),
+    Slip("sched.planner", "        if fast.any():\n            wanted[:] = fast", "        wanted[:] = fast"),
+    Slip("engine.flights", "turn.constraint is not None and turn.constraint.slow]", "turn.constraint is not None and turn.constraint.ready]"),
+    Slip("engine.flights", "            for masks in flight.plan.masks:\n                give_up(masks.allowed)", "            pass"),
+    Slip("sched.settle", "                settled.stuck.append(turn)\n                return", "                settled.stuck.append(turn)\n                break"),
+)  # fmt: skip
+
+THINNING = (
+    Slip("memory.thinning", "below.reach = max(below.reach, checkpoint.reach)", "below.reach = below.reach"),
+    Slip("memory.thinning", "below.reached = max(below.reached, checkpoint.reached)", "below.reached = below.reached"),
+    Slip("memory.thinning", "                self._enter(below)  # its gap has shrunk", "                pass"),
+    Slip("memory.thinning", "checkpoint.needed_at = self._now", "pass"),
+    Slip("memory.thinning", "if since == self._since(checkpoint) and place == self._class(checkpoint):", "if place == self._class(checkpoint):"),
+    Slip("memory.thinning", "self.gap(head) / (self.age(head) + 1)", "self.age(head) / (self.gap(head) + 1)"),
+    Slip("memory.checkpoint_cache", "self.distinct -= int((self._counts[index] == 0).sum())", "self.distinct -= len(index)"),
+    Slip("memory.checkpoint_cache", "        self.wanted.clear()\n", ""),
+    Slip("memory.checkpoint_cache", "                self.order.put_back(checkpoint)\n", "                pass\n"),
+)  # fmt: skip
+
+GATHERING = (
+    Slip("engine.gathering", "if now < self._expected[session] + EXPECTED_SECONDS:", "if now < self._expected[session]:"),
+    Slip("engine.gathering", "            self._deadline = now + MOST_SECONDS", "            self._deadline = now + 60 * MOST_SECONDS"),
+    Slip("engine.gathering", "        if left <= 0:\n            self._deadline = None", "        if left < 0:\n            self._deadline = None"),
+    Slip("engine.gathering", "            self._expected.pop(turn.session, None)\n            self._last = now", "            self._last = now"),
+    Slip("engine.gathering", "            self._expected.pop(change.session, None)\n            if", "            if"),
+    Slip("engine.gathering", "            self._expected.pop(turn.session, None)\n            self._last = now", "            self._expected.pop(turn.session, None)"),
+)  # fmt: skip
+
+TIMERS = (
+    Slip("engine.lifecycle", "self._timers[0][0] <= now:", "self._timers[0][0] < now:"),
+    Slip("engine.lifecycle", "and turn.number == number\n            and (timer is not", "and (timer is not"),
+    Slip("engine.lifecycle", "if turn is not None and turn.number == number and self._is_due(turn, timer, now):", "if turn is not None and self._is_due(turn, timer, now):"),
+    Slip("engine.lifecycle", "when >= turn.changed + self._draft_timeout", "when > turn.changed + self._draft_timeout"),
+    Slip("engine.lifecycle", "return drafting and turn.changed + self._draft_timeout <= now", "return turn.changed + self._draft_timeout <= now"),
+    Slip("session.registry", "idle = min(idle, max(0.0, session.policy.ttl - GRACE_SECONDS))", "pass"),
+    Slip("session.registry", "        session.last_turn_end = self._clock.now() - max(0.0, idle)\n        self._watched.pop(session.key, None)", "        session.last_turn_end = self._clock.now() - max(0.0, idle)"),
+    Slip("session.registry", "            self.watch(session)\n        return list(found.values())", "        return list(found.values())"),
+    Slip("session.registry", "                session.rests = True\n", ""),
+)  # fmt: skip
+
+PRESSURE = (
+    Slip("sched.pressure", "if session.has_running_turn or (memory.computed == 0 and memory.turn is None):", "if session.has_running_turn or memory.computed == 0:"),
+    Slip("sched.pressure", "if checkpoint is not None and checkpoint.pins == pins:", "if checkpoint is not None:"),
+    Slip("sched.pressure", "tuple((counts > 0) & (counts == np.frombuffer(pool.counts, np.int32))", "tuple((counts > 0)"),
+    Slip("sched.pressure", "if n > pools[g].free + pools[g].limbo]", "if n > pools[g].free]"),
+    Slip("sched.pressure", "        if self._drop_one(short, set(), Rung.PREFIX):\n            return True\n", ""),
+    Slip("sched.pressure", "if self._unused(short) > unused:", "if self._unused(short) >= unused:"),
+    Slip("sched.pressure", "if (lacking.alone > self.room_beside([turn])).any():", "if (lacking.alone > self.room_beside(())).any():"),
+    Slip("memory.session_memory", "if needed is None or needed.references > 1:", "if needed is None:"),
+    Slip("sched.admission", "return running.priority < turn.priority and turn.rank(aging) < running.rank(aging)", "return running.priority < turn.priority"),
+    Slip("sched.admission", "lambda: self._need(turn) + self._pledged(turn, later=not turn.drafting),", "lambda: self._need(turn),"),
+)  # fmt: skip
+
+MOVES = (
+    Slip("memory.moves", "or (piece[0].group, piece[0].file) != (target.group, target.file)):", "or piece[0].group != target.group):"),
+    Slip("memory.moves", "            job.settle()\n", ""),
+    Slip("memory.moves", "            for group, units in _by_group(move.targets).items():\n                self._pools[group].copy_ended(units)", "            pass"),
+    Slip("memory.tiers", "                if stored.move is move:\n                    stored.move = None\n", "                if stored.move is move:\n"),
+    Slip("memory.tiers", "            move.wanted += 1\n", "            move.wanted = 1\n"),
+    Slip("memory.tiers", "        unit.place = ELSEWHERE\n", ""),
+    Slip("memory.tiers", "                stored.references += 1\n                self._copies[stored.group, target.unit] = stored", "                self._copies[stored.group, target.unit] = stored"),
+    Slip("memory.tiers", "return number if there and (unit.move is None or unit.move.usable) else None", "return number if there else None"),
+    Slip("memory.tiers", "        if self._copies.get((unit.group, unit.place[0])) is unit:\n            del self._copies[unit.group, unit.place[0]]\n        if unit.data is not None:", "        if unit.data is not None:"),
+)  # fmt: skip
+
+NATIVE_PAGES = (
+    Slip("exec.native_forward", "            wider[:, :width] = self.pages\n", ""),
+    Slip("exec.native_forward", "needed = int(changes.index.max()) + 1", "needed = int(changes.index[-1]) + 1"),
+    Slip("exec.native_forward", "            table.apply(changes)\n            if count", "            if count"),
+    Slip("exec.native_forward", "if count := len(copies.sources):", "if (count := len(copies.sources)) > 1:"),
+    Slip("exec.native_forward", "_address(copies.sources), _address(copies.targets)", "_address(copies.targets), _address(copies.sources)"),
+    Slip("exec.native_forward", "made.append(Moves(reads=_address(moves.reads), writes=_address(moves.writes)))", "made.append(Moves(reads=_address(moves.writes), writes=_address(moves.writes)))"),
+    Slip("exec.native_forward", "for unit, copied in zip(units.tolist(), data, strict=True):", "for unit, copied in zip(sorted(units.tolist()), data, strict=True):"),
+    Slip("exec.native_forward", "copied: Bytes = self.memory(group)[units]", "copied: Bytes = self.memory(group)[np.sort(units)]"),
+)  # fmt: skip
+
+BY_AREA = {
+    "holes": HOLES,
+    "grammars": GRAMMARS,
+    "thinning": THINNING,
+    "gathering": GATHERING,
+    "timers": TIMERS,
+    "pressure": PRESSURE,
+    "moves": MOVES,
+    "native pages": NATIVE_PAGES,
+}
