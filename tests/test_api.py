@@ -29,7 +29,8 @@ from tenuto.base.errors import (
 )
 from tenuto.base.messages import WorkerSettings
 from tenuto.base.turns import EndReason
-from tenuto.exec.witness import WitnessExecutor, history_hash, next_token
+from tenuto.exec.witness import WitnessExecutor
+from tenuto.exec.witness_hashes import history_hash, next_token
 from tenuto.runtime.models import Model, load_model
 from tenuto.runtime.service import open_service
 from tenuto.text.tokenizer import Tokenizer

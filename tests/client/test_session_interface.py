@@ -26,7 +26,7 @@ from tenuto.base.errors import (
 from tenuto.base.turns import EndReason
 from tenuto.base.views import RecordPage
 from tenuto.client import core
-from tenuto.exec.witness import history_hash, next_token
+from tenuto.exec.witness_hashes import history_hash, next_token
 from tests.client.conftest import CONTEXT
 from tests.serve.server import Server
 

@@ -14,7 +14,8 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Plan, StepResult
 from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine, StepReport
-from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token
+from tenuto.exec.witness import WitnessExecutor
+from tenuto.exec.witness_hashes import advance, history_hash, next_token
 from tenuto.memory.full import FullTable
 from tenuto.memory.moves import Carrier
 from tenuto.memory.unit_files import Disk

@@ -15,7 +15,7 @@ from tenuto.base.grammar import Grammar
 from tenuto.base.options import TurnParams
 from tenuto.base.plan import Words
 from tenuto.base.turns import EndReason, TurnState
-from tenuto.exec.witness import advance, history_hash, next_allowed
+from tenuto.exec.witness_hashes import advance, history_hash, next_allowed
 from tenuto.session.session import Turn
 from tenuto.text.constraint import Constraint
 from tenuto.text.masks import MaskRequest, MaskThreads

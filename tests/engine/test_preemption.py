@@ -247,3 +247,15 @@ def test_what_a_turn_found_cached_counts_only_if_it_computed_something_on_top_of
     stage.play()
     result = present(turn.result)
     assert (result.usage.cached, result.usage.computed) == (0, len(session.history) - 1)
+
+
+@every_overlap
+def test_a_turn_that_does_not_fit_beside_what_its_session_keeps_begins_again_though_it_runs_alone(overlap: int) -> None:
+    stage = Stage(units=4, page_size=8, overlap=overlap)
+    session = stage.told("s", 17, 2)
+    stage.engine.fork("s", child="fork")  # it copies the last page before it writes there
+    history = list(session.history)
+    turn = stage.say("fork", [1], 12)
+    stage.play()
+    assert list(turn.output) == continuation([*history, 1], 12)
+    assert stage.engine.transitions[Transition("preempt")] == 1

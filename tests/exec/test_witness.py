@@ -24,7 +24,8 @@ from tenuto.base.plan import (
 )
 from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, Candidate, Sampling, TokenLogprob
 from tenuto.exec import witness as module
-from tenuto.exec.witness import WitnessExecutor, advance, history_hash, next_token, next_unmasked, seeded
+from tenuto.exec.witness import WitnessExecutor
+from tenuto.exec.witness_hashes import advance, history_hash, next_token, next_unmasked, seeded
 from tests.present import present
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
@@ -304,11 +305,11 @@ def test_a_row_reads_its_own_history_and_none_for_the_longest_beside_it(
     bench.run(*((row, 0, tokens, 0) for row, tokens in enumerate(histories)), tables=tables)
     read: list[int] = []
 
-    def advance_and_count(states, tokens, real=module._advance):
+    def advance_and_count(states, tokens, real=module.advance_all):
         read.append(states.size)
         return real(states, tokens)
 
-    monkeypatch.setattr(module, "_advance", advance_and_count)
+    monkeypatch.setattr(module, "advance_all", advance_and_count)
     found = bench.run(*((row, len(tokens), [3], 1) for row, tokens in enumerate(histories)), tables=())
     assert found == [said(*tokens, 3) for tokens in histories]
     new = 1 + shorts
@@ -402,6 +403,19 @@ def test_a_failed_step_has_written_and_the_next_one_runs() -> None:
     with pytest.raises(StepFailed):
         bench.run((0, 0, [1, 2], 1))
     assert bench.run((0, 2, [3], 1), sampling=((0, TOLD),)) == [said(1, 2, 3)]
+
+
+@pytest.mark.parametrize(("written", "there"), [(0.0, 0), (0.5, 2), (1.0, 4)])
+def test_a_failed_step_may_have_written_a_part_or_nothing(written: float, there: int) -> None:
+    failing = [True]
+    bench = Bench(FULL, fail=lambda: failing.pop() if failing else False, written=lambda: written)
+    with pytest.raises(StepFailed):
+        bench.run((0, 0, [1, 2, 3, 4], 1))
+    if there:
+        assert bench.run((0, there, [9], 1), sampling=((0, TOLD),)) == [said(*range(1, there + 1), 9)]
+    if there < 4:
+        with pytest.raises(InvariantError, match="never written"):
+            bench.run((0, there + 2, [9], 1), sampling=((0, TOLD),))
 
 
 def test_what_was_told_of_a_row_is_lost_in_a_failed_step() -> None:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import httpx
 
-from tenuto.exec.witness import advance, history_hash, next_token
+from tenuto.exec.witness_hashes import advance, history_hash, next_token
 from tests.exec.kernels import allowed_behind
 from tests.serve.server import Server, serving
 from tests.serve.test_killed_streams import VOCABULARY

@@ -9,7 +9,7 @@ from random import Random
 
 import httpx
 
-from tenuto.exec.witness import advance, history_hash, next_token
+from tenuto.exec.witness_hashes import advance, history_hash, next_token
 from tests.serve.server import Server
 
 SESSIONS = 24

@@ -11,7 +11,7 @@ import numpy as np
 
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import LEAST_LOGPROB, Candidate, TokenLogprob
-from tenuto.exec.witness import START, advance, next_allowed, next_token, next_unmasked, seeded
+from tenuto.exec.witness_hashes import START, advance, next_allowed, next_token, next_unmasked, seeded
 from tests.sim.grammars import Follower
 from tests.sim.letters import EOS, TOKEN_BYTES, VOCAB
 

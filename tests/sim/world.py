@@ -78,6 +78,7 @@ class World:
         self.executor: CheckedExecutor = CheckedExecutor(
             self,
             fail=lambda: self.step_fails(self.executor.collecting),
+            written=lambda: self._faults.choice((0.0, 1.0, self._faults.random())),
             late=lambda: self.rng.random() < 0.5,
             copy_fails=lambda: self._faults.random() < config.copy_fail_rate,
         )

@@ -35,81 +35,23 @@ from tenuto.base.plan import (
     Words,
 )
 from tenuto.base.sampling import LEAST_LOGPROB
+from tenuto.exec.witness_hashes import (
+    START,
+    Hashes,
+    Longs,
+    advance_all,
+    follows,
+    next_allowed,
+    next_unmasked,
+    seeded,
+)
 
-Hashes = npt.NDArray[np.uint64]
-Longs = npt.NDArray[np.int64]
-
-MULTIPLIER = 0x9E3779B97F4A7C15
-MASK = 2**64 - 1
-START = 0x243F6A8885A308D3
-"""The hash of the empty history."""
 NEVER = np.int64(-1)
 """Stored with a slot that was never written."""
 LOST = np.int64(-1)
 """In page tables, where what was told has been lost."""
 MAX_IN_FLIGHT = 2
 """Steps submitted and not yet collected."""
-
-
-def advance(state: int, token: int) -> int:
-    """The hash of a history one token longer."""
-    mixed = ((state ^ (token + 1)) * MULTIPLIER) & MASK
-    return mixed ^ (mixed >> 29)
-
-
-def history_hash(tokens: Sequence[int]) -> int:
-    """The hash of a whole history: the naive model's view."""
-    state = START
-    for token in tokens:
-        state = advance(state, token)
-    return state
-
-
-def seeded(state: int, seed: int) -> int:
-    """What `next_token` takes for a turn with `seed`, after a history with hash `state`; seed 0 changes nothing."""
-    return state ^ (seed * MULTIPLIER & MASK)
-
-
-def next_token(state: int, vocab_size: int) -> int:
-    """The token that follows a history, for a turn with seed 0; see `seeded`."""
-    return ((state >> 17) ^ (state >> 41)) % vocab_size
-
-
-def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
-    """As `next_token`; if that is one of `masked`, the next greater one that is not, beginning again at 0."""
-    token = next_token(state, vocab_size)
-    for _ in range(vocab_size):
-        if token not in masked:
-            break
-        token = (token + 1) % vocab_size
-    return token
-
-
-def next_allowed(state: int, vocab_size: int, masked: Collection[int], allowed: Words) -> int:
-    """One of the tokens that have their bit in `allowed` and are not among `masked`, all equally likely; as
-    `next_unmasked` if there are none."""
-    bits = np.unpackbits(allowed.view(np.uint8), count=vocab_size, bitorder="little")
-    bits[list(masked)] = 0
-    tokens = np.flatnonzero(bits)
-    if not len(tokens):
-        return next_unmasked(state, vocab_size, masked)
-    return int(tokens[next_token(state, len(tokens))])
-
-
-def _advance(states: Hashes, tokens: Longs) -> Hashes:
-    mixed = (states ^ (tokens + 1).astype(np.uint64)) * np.uint64(MULTIPLIER)
-    return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
-
-
-def _follows(
-    hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_], start: np.uint64
-) -> npt.NDArray[np.bool_]:
-    """Where in pages, [pages, page_size] read one after the other, a slot's hash follows from the one before and its
-    token. Pages at `beginnings` begin a history, whose hash is `start`."""
-    before = np.empty_like(hashes)
-    before.reshape(-1)[1:] = hashes.reshape(-1)[:-1]
-    before[beginnings, 0] = start
-    return np.asarray(_advance(before, tokens) == hashes, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +64,30 @@ class WitnessWeights:
         """Nothing to release."""
 
 
+Stored = tuple[int, Longs, Hashes, Longs]
+"""A group, some of its slots, and what they hold."""
+
+
 @dataclass(slots=True)
 class _Step:
-    """A step in flight; `result` is `None` until it is computed. `void`: one before it failed, so that what it reads
-    may be anything."""
+    """A step in flight; `result` is `None` until it is computed. `before`: what it has written over. `void`: one before
+    it failed, so that what it reads may be anything."""
 
     plan: Plan
     result: StepResult | None = None
+    before: Sequence[Stored] = ()
     void: bool = False
 
 
 class WitnessExecutor:
     """An `Executor` that computes hashes. `verify` False checks only the slots a token follows from, for benchmarks.
 
-    `fail` is asked at every `collect` whether this step fails; a failed step has still written what it writes, as a
-    real one may, and what was told of its rows, and of those of the step submitted after it, is lost. `wait` is called
-    at every `collect`, for steps that take time. Up to two steps are in flight and are computed in order: at `submit`,
-    if no earlier one is still to be computed, or at `collect`, as `late` says when a step is submitted, so that memory
-    is used by a step in flight until the very end.
+    `fail` is asked at every `collect` whether this step fails; `written`, how much of what a failed step was to write
+    has been written, in order: all (1, as without it), nothing (0), or a part. What was told of a failed step's rows,
+    and of those of the step submitted after it, is lost. `wait` is called at every `collect`, for steps that take time.
+    Up to two steps are in flight and are computed in order: at `submit`, if no earlier one is still to be computed, or
+    at `collect`, as `late` says when a step is submitted, so that memory is used by a step in flight until the very
+    end.
 
     With `eager`, what a plan acquires is written from `submit` on, as a real executor may, even while an earlier step
     is still to be computed: pages and state slots that are new to their sequences are then marked as never written at
@@ -158,6 +106,7 @@ class WitnessExecutor:
         verify: bool = True,
         fail: Callable[[], bool] = lambda: False,
         late: Callable[[], bool] = lambda: False,
+        written: Callable[[], float] | None = None,
         wait: Callable[[], None] = lambda: None,
         eager: bool = False,
         copy_fails: Callable[[], bool] = lambda: False,
@@ -167,6 +116,8 @@ class WitnessExecutor:
         self._verify = verify
         self._fail = fail
         self._late = late
+        self._written = written
+        self._before: list[Stored] = []  # what the step that is computed writes over, in order
         self._wait = wait
         self._eager = eager
         self._copy_fails = copy_fails
@@ -235,7 +186,7 @@ class WitnessExecutor:
         if behind and self._eager:
             self._begin_writing(plan, self._flight[-1].plan)
         if not behind and not late:
-            step.result = self._compute(plan)
+            self._carry_out(step)
         self._flight.append(step)
 
     def collect(self) -> StepResult:
@@ -243,13 +194,15 @@ class WitnessExecutor:
             raise InvariantError("a result was collected with no step in flight")
         step = self._flight.popleft()
         self._wait()
-        if step.result is None:
+        result = step.result
+        if result is None:
             self._trusting = step.void
-            step.result = self._compute(step.plan)
+            result = self._carry_out(step)
             self._trusting = False
         self.steps += 1
         failed = self._fail()
         if failed and not step.void:
+            self._take_back(step)
             for later in self._flight:
                 later.void = True
             self._losing += [step, *self._flight]
@@ -259,7 +212,7 @@ class WitnessExecutor:
             self._losing.clear()
         if failed:
             raise StepFailed("the witness was told to fail this step")
-        return step.result
+        return result
 
     def unit_bytes(self, group: int) -> int:
         """See `Copier.unit_bytes`: a hash and a token, or position, for every slot."""
@@ -325,6 +278,28 @@ class WitnessExecutor:
         may change its row; a test that knows the turns can say so."""
         return [int(row) for row in plan.rows]
 
+    def _carry_out(self, step: _Step) -> StepResult:
+        self._before = []
+        step.result = self._compute(step.plan)
+        step.before = self._before
+        return step.result
+
+    def _note(self, group: int, slots: Longs) -> None:
+        """The step that is computed is about to write these slots."""
+        if self._written is not None:
+            hashes, tokens = self._slots[group]
+            self._before.append((group, slots, hashes[slots], tokens[slots]))
+
+    def _take_back(self, step: _Step) -> None:
+        """The step failed before it wrote all."""
+        left = sum(len(slots) for _, slots, _, _ in step.before)
+        left -= int(left * self._written()) if self._written is not None else left
+        for group, slots, hashes, tokens in reversed(step.before):
+            kept = max(0, len(slots) - left)
+            left -= len(slots) - kept
+            self._slots[group][0][slots[kept:]] = hashes[kept:]
+            self._slots[group][1][slots[kept:]] = tokens[kept:]
+
     def _compute(self, plan: Plan) -> StepResult:
         self._update_tables(plan)
         self._copy_pages(plan)
@@ -342,7 +317,7 @@ class WitnessExecutor:
         offsets = np.cumsum(counts) - counts
         for step in range(int(counts.max())):  # each row's step-th token
             live = counts > step
-            states[live] = _advance(states[live], tokens[offsets[live] + step])
+            states[live] = advance_all(states[live], tokens[offsets[live] + step])
             hashes[offsets[live] + step] = states[live]
         self._write(plan, rows, starts, counts, tokens, hashes, states)
         scored = self._score(plan.scores, hashes) if plan.scores is not None else None
@@ -366,6 +341,7 @@ class WitnessExecutor:
             for source, target, slots in zip(
                 copy.sources.tolist(), copy.targets.tolist(), copy.slots.tolist(), strict=True
             ):
+                self._note(self._paged[i], np.arange(target * size, target * size + slots))
                 for slot in (hashes, tokens):
                     slot[target * size : target * size + slots] = slot[source * size : source * size + slots]
 
@@ -410,7 +386,7 @@ class WitnessExecutor:
             if ((tokens == NEVER) & ~skipped).any():
                 raise InvariantError(f"{kind}: a row reads a slot that was never written")
             skipped[ends - counts, first % size] |= first > 0  # a window begins here: what came before is not read
-            wrong = ~skipped & ~_follows(hashes, tokens, numbers == 0, self._start)
+            wrong = ~skipped & ~follows(hashes, tokens, numbers == 0, self._start)
             if wrong.any():
                 page, column = np.argwhere(wrong)[0]
                 row = owner[page]
@@ -445,11 +421,13 @@ class WitnessExecutor:
             slots = pages * size + positions % size
             if len(np.unique(slots)) != len(slots):
                 raise InvariantError(f"{self._spec.groups[group].kind.value}: two rows write the same slot in one step")
+            self._note(group, slots)
             stored_hashes, stored_tokens = self._slots[group]
             stored_hashes[slots], stored_tokens[slots] = hashes, tokens
         for moves, group in zip(plan.states, self._states, strict=True):
             if len(np.unique(moves.writes)) != len(moves.writes):
                 raise InvariantError("two rows write the same state slot in one step")
+            self._note(group, moves.writes.astype(np.int64))
             stored_hashes, stored_positions = self._slots[group]
             stored_hashes[moves.writes], stored_positions[moves.writes] = states, starts + counts
 

@@ -1,0 +1,80 @@
+"""The hashes that stand for histories in the witness, and the tokens that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tenuto.base.plan import Words
+
+Hashes = npt.NDArray[np.uint64]
+Longs = npt.NDArray[np.int64]
+
+MULTIPLIER = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
+START = 0x243F6A8885A308D3
+"""The hash of the empty history."""
+
+
+def advance(state: int, token: int) -> int:
+    """The hash of a history one token longer."""
+    mixed = ((state ^ (token + 1)) * MULTIPLIER) & MASK
+    return mixed ^ (mixed >> 29)
+
+
+def history_hash(tokens: Sequence[int]) -> int:
+    """The hash of a whole history: the naive model's view."""
+    state = START
+    for token in tokens:
+        state = advance(state, token)
+    return state
+
+
+def seeded(state: int, seed: int) -> int:
+    """What `next_token` takes for a turn with `seed`, after a history with hash `state`; seed 0 changes nothing."""
+    return state ^ (seed * MULTIPLIER & MASK)
+
+
+def next_token(state: int, vocab_size: int) -> int:
+    """The token that follows a history, for a turn with seed 0; see `seeded`."""
+    return ((state >> 17) ^ (state >> 41)) % vocab_size
+
+
+def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
+    """As `next_token`; if that is one of `masked`, the next greater one that is not, beginning again at 0."""
+    token = next_token(state, vocab_size)
+    for _ in range(vocab_size):
+        if token not in masked:
+            break
+        token = (token + 1) % vocab_size
+    return token
+
+
+def next_allowed(state: int, vocab_size: int, masked: Collection[int], allowed: Words) -> int:
+    """One of the tokens that have their bit in `allowed` and are not among `masked`, all equally likely; as
+    `next_unmasked` if there are none."""
+    bits = np.unpackbits(allowed.view(np.uint8), count=vocab_size, bitorder="little")
+    bits[list(masked)] = 0
+    tokens = np.flatnonzero(bits)
+    if not len(tokens):
+        return next_unmasked(state, vocab_size, masked)
+    return int(tokens[next_token(state, len(tokens))])
+
+
+def advance_all(states: Hashes, tokens: Longs) -> Hashes:
+    """As `advance`, of many histories."""
+    mixed = (states ^ (tokens + 1).astype(np.uint64)) * np.uint64(MULTIPLIER)
+    return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
+
+
+def follows(
+    hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_], start: np.uint64
+) -> npt.NDArray[np.bool_]:
+    """Where in pages, [pages, page_size] read one after the other, a slot's hash follows from the one before and its
+    token. Pages at `beginnings` begin a history, whose hash is `start`."""
+    before = np.empty_like(hashes)
+    before.reshape(-1)[1:] = hashes.reshape(-1)[:-1]
+    before[beginnings, 0] = start
+    return np.asarray(advance_all(before, tokens) == hashes, np.bool_)
