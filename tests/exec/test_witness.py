@@ -24,6 +24,7 @@ from tenuto.base.plan import (
 )
 from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, Candidate, Sampling, TokenLogprob
 from tenuto.exec import witness as module
+from tenuto.exec import witness_hashes
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import advance, history_hash, next_token, next_unmasked, seeded
 from tests.present import present
@@ -305,11 +306,12 @@ def test_a_row_reads_its_own_history_and_none_for_the_longest_beside_it(
     bench.run(*((row, 0, tokens, 0) for row, tokens in enumerate(histories)), tables=tables)
     read: list[int] = []
 
-    def advance_and_count(states, tokens, real=module.advance_all):
+    def advance_and_count(states, tokens, real=witness_hashes.advance_all):
         read.append(states.size)
         return real(states, tokens)
 
-    monkeypatch.setattr(module, "advance_all", advance_and_count)
+    for each in (module, witness_hashes):
+        monkeypatch.setattr(each, "advance_all", advance_and_count)
     found = bench.run(*((row, len(tokens), [3], 1) for row, tokens in enumerate(histories)), tables=())
     assert found == [said(*tokens, 3) for tokens in histories]
     new = 1 + shorts
