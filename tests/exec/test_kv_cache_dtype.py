@@ -6,6 +6,7 @@ Weights are float32.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,25 +14,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError
-from tenuto.base.groups import Kind
+from tenuto.base.groups import Kind as GroupKind
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import Machine
+from tenuto.models.config import Attention
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
+from tenuto.models.native.key_scales import key_scales
+from tenuto.models.native.panels import Panels
+from tenuto.models.rope import Rope, linear_divisors
 from tenuto.models.store import resolve
+from tenuto.models.weights import StoredWeight
 from tenuto.runtime.models import load_model
 from tests.exec.kernels import HERE, every_variant, needs_variant
 from tests.exec.mixed_driver import MixedDriver
 from tests.exec.rounding import RoundedForward, relative_error
 from tests.models.tiny import tiny_llama
-from tests.models.tiny_dense import tiny_gemma2
+from tests.models.tiny_dense import tiny_gemma2, tiny_qwen2
 from tests.models.tiny_hybrids import tiny_bamba, tiny_gpt_oss
 
 LENGTH, PAGE = 300, 4
@@ -117,11 +124,56 @@ def test_logits_are_those_of_pytorch_with_keys_and_values_rounded_as_here(
     executor.close()
 
 
+@pytest.fixture(scope="module")
+def with_outliers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 whose keys are far larger in two dimensions of each head, by their biases, and its queries smaller."""
+    model, directory = tiny_qwen2(max_position_embeddings=1024), tmp_path_factory.mktemp("outliers")
+    for layer in model.model.layers:
+        bias = layer.self_attn.k_proj.bias.data
+        bias.zero_()
+        bias[5::16], bias[11::16] = 60.0, -25.0
+        queries = layer.self_attn.q_proj
+        for dimension in (3, 5, 11, 13):  # 3 and 11 are rotated together, 5 and 13 too
+            queries.weight.data[dimension::16] /= 20
+            queries.bias.data[dimension::16] /= 20
+    model.float().save_pretrained(directory)
+    return directory
+
+
+@every_variant
+def test_dimensions_in_which_keys_are_far_larger_do_not_cost_the_others_their_precision(
+    with_outliers: Path, text: list[int], variant: str
+) -> None:
+    checkpoint = HfCheckpoint(with_outliers)
+    decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    in_parts = RoundedForward(decoder, PAGE, partial(in_bytes, part=PART), lambda v: in_bytes(v, v.shape[-1]))
+    found = []
+    for executor in (native(with_outliers, variant), ModelExecutor(in_parts), ModelExecutor(TorchForward(decoder, 4))):
+        found.append(MixedDriver(executor, rows=1, units=100).logits({0: text}).clone())
+        executor.close()
+    scaled, unscaled, exact = found
+    assert relative_error(scaled, exact) < 0.5 * relative_error(unscaled, exact)
+
+
+def test_keys_are_scaled_by_how_large_their_weights_make_them() -> None:
+    norm = torch.ones(64).numpy()
+    norm[3], norm[40] = 70.0, 9.0
+    shape = Attention(2, 1, 64, Rope(1e4, linear_divisors(64, 1.0)), 0.125, qk_norm=True)
+    panels = Panels([("a.k_norm.weight", StoredWeight.of(norm, Kind.F32))], plain=False)
+    scales = key_scales(panels, shape, "a.", "n", 32)
+    assert scales is not None
+    assert {i: float(scale) for i, scale in enumerate(scales) if scale != 1} == {
+        3: 1 / 64, 35: 1 / 64,  # rotated together
+        8: 1 / 8, 40: 1 / 8,
+    }  # fmt: skip
+    assert key_scales(panels, replace(shape, qk_norm=False), "a.", "n", 32) is None
+
+
 @needs_variant
 def test_a_page_takes_what_its_bytes_and_scales_take(path: Path) -> None:
     executor, wide = native(path), native(path, kv_cache_dtype="auto")
     for number, (group, other) in enumerate(zip(executor.spec.groups, wide.spec.groups, strict=True)):
-        if group.kind is Kind.STATE:
+        if group.kind is GroupKind.STATE:
             assert group == other
             continue
         assert group.bytes_per_unit < 0.76 * other.bytes_per_unit  # 0.53 with heads of 64

@@ -377,3 +377,30 @@ def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path: Pat
     (path / "config.json").write_text(config.replace('"intermediate_size": 128', '"intermediate_size": 64'))
     with pytest.raises(ModelError, match=r"is of shape \[128, 96\]; expected: \[64, 96\]"):
         native(path)
+
+
+@every_variant
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("size", [3e3, 1e9, 1e18])
+def test_scores_of_any_size_are_computed_with_as_pytorch_does(
+    tmp_path: Path, variant: str, kv_cache_dtype: str, size: float
+) -> None:
+    """Scores are size ** 2 times as large as usual, at last beyond float32."""
+    model = tiny_llama(num_hidden_layers=1)
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            parameter.data *= size
+    model.float().save_pretrained(tmp_path)
+    text = np.random.default_rng(1).integers(3, 100, 60).tolist()
+    files = resolve(str(tmp_path), tmp_path)
+    executor = load_executor(files, 16, kernels=variant, cache=cache_dir(), kv_cache_dtype=kv_cache_dtype)
+    whole = MixedDriver(executor, 1).logits({0: text}).clone()
+    driver = MixedDriver(executor, 1)
+    cut = torch.cat([driver.logits({0: text[a:b]}).clone() for a, b in ((0, 1), (1, 18), (18, 60))])
+    executor.close()
+    assert whole.isfinite().all()
+    assert torch.equal(cut, whole) or variant == "amx"
+    with torch.inference_mode():
+        expected = model(torch.tensor([text])).logits[0]
+    if expected.isfinite().all():
+        assert (whole.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8

@@ -100,7 +100,7 @@ class NativeForward:
     @property
     def layout(self) -> str:
         weights = "native, values apart, plain weights" if self._model.plain else "native, values apart"
-        return f"{weights}, {self._kept_as}" if self._kept_as else weights
+        return f"{weights}, {self._kept_as}, scaled keys" if self._kept_as else weights
 
     @property
     def description(self) -> str:

@@ -108,7 +108,7 @@ public:
         if (head >= values)
           keep(a, token, own, vector, true);
         else if (head >= first)
-          rotate(a, a.key_norm, token, vector), keep(a, token, own, vector, false);
+          rotate(a, a.key_norm, token, vector), scale(a, own, vector), keep(a, token, own, vector, false);
         else if (!a.gated)
           ask(a, token, own, vector);
         else if (own % 2 == 0)
@@ -189,10 +189,18 @@ private:
     }
   }
 
+  // Multiply a rotated key with its scales.
+  void scale(const TenutoAttention &a, int head, float *v) const {
+    for (int d = 0; d < dim() && a.key_scales; d += LANES)
+      store(v + d, load<f32x16>(v + d) * load<f32x16>(a.key_scales + head * dim() + d));
+  }
+
   // Keep a query of this step.
   void ask(const TenutoAttention &a, int token, int head, float *vector) const {
     rotate(a, a.query_norm, token, vector);
     Half *to = work_.query(token, head / a_key(), a_key(), dim()) + head % a_key() * dim();
+    for (int d = 0; d < dim() && a.key_scales; d += LANES)
+      store(vector + d, load<f32x16>(vector + d) / load<f32x16>(a.key_scales + head / a_key() * dim() + d));
     for (int d = 0; d < dim(); d += LANES)
       store_halves(to + d, storable(load<f32x16>(vector + d) * (a.scale * LOG2_E)));
   }
@@ -240,7 +248,7 @@ private:
 
   // What a head of a token has attended to becomes part of the next product's input.
   void deliver(const TenutoAttention &a, const Input &to, int token, int head, Partial *result) const {
-    float inverse = 1.0f / result->sum;
+    float inverse = result->sum > 0.0f ? 1.0f / result->sum : 0.0f; // 0 if no score is a number
     if (a.sinks) {
       const float sink = a.sinks[head] * LOG2_E, highest = std::max(result->highest, sink);
       const float kept = exp2f(result->highest - highest);

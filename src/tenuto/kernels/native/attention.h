@@ -105,7 +105,7 @@ INLINE int64_t partial_bytes(int head_dim) { return 64 + 4 * (int64_t)head_dim; 
 constexpr int MOST_GROUPS = TENUTO_AMX ? 12 : 3;
 constexpr int CHUNK = 8; // blocks whose scores are taken together
 constexpr int AHEAD = 2; // blocks whose keys are asked for early: one is too short for the CPU to foresee the next
-constexpr float UNSEEN = -8e6f; // the score of what is masked, far below what any other can be
+constexpr float UNSEEN = -INFINITY; // the score of what is masked
 
 // Query rows that attend together: of neighbouring tokens, each with the heads that share a key head. A query is
 // multiplied with what scores are to be scaled with.
@@ -128,8 +128,8 @@ struct QueryRows {
 INLINE float weigh(const float *scores, Half *shares, int count, int step, Partial &row) {
   f32x16 top = splat(UNSEEN);
   for (int i = 0; i < count; i++)
-    top = max16(top, load<f32x16>(scores + i * step * LANES));
-  const float highest = highest16(top), base = std::max(row.highest, ceilf(highest));
+    top = max16(load<f32x16>(scores + i * step * LANES), top); // in this order: what is no number is left out
+  const float highest = highest16(top), base = std::max(row.highest, whole_above(highest));
   if (highest <= UNSEEN) { // nothing to see here
     for (int i = 0; i < count; i++)
       store_halves(shares + i * step * LANES, f32x16{});
@@ -137,7 +137,7 @@ INLINE float weigh(const float *scores, Half *shares, int count, int step, Parti
   }
   f32x16 sum = {};
   for (int i = 0; i < count; i++) {
-    const f32x16 share = power_of_two(load<f32x16>(scores + i * step * LANES), (int)base);
+    const f32x16 share = power_below(load<f32x16>(scores + i * step * LANES), base);
     sum += share;
     store_halves(shares + i * step * LANES, share);
   }

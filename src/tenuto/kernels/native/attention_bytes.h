@@ -55,10 +55,10 @@ static __attribute__((noinline)) Weighed weigh_bytes(const float *scores, const 
   f32x16 top = splat(UNSEEN), most = {};
   for (int i = 0; i < count; i++) {
     const f32x16 score = load<f32x16>(scores + i * LANES);
-    top = max16(top, score);
+    top = max16(score, top); // in this order: what is no number is left out
     most = max16(most, select(score > UNSEEN, load<f32x16>(value_scales + i * LANES), f32x16{}));
   }
-  const float scale = highest16(most) / MOST_SHARED, own = ceilf(highest16(top));
+  const float scale = highest16(most) / MOST_SHARED, own = whole_above(highest16(top));
   if (own <= UNSEEN) { // nothing to see here
     memset(coarse, 0, count * LANES);
     memset(fine, 0, count * LANES);
@@ -67,7 +67,7 @@ static __attribute__((noinline)) Weighed weigh_bytes(const float *scores, const 
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   f32x16 sum = {};
   for (int i = 0; i < count; i++) {
-    const f32x16 share = power_of_two(load<f32x16>(scores + i * LANES), (int)own);
+    const f32x16 share = power_below(load<f32x16>(scores + i * LANES), own);
     const i32x16 quants = nearest(share * load<f32x16>(value_scales + i * LANES) * inverse); // in this order: finite
     sum += share;
     store(coarse + i * LANES, to_bytes(quants >> 7));

@@ -66,7 +66,12 @@ static const Mantissas mantissas;
 
 // What is taken off scores in 128ths for their shares' exponents.
 INLINE i32x16 offsets(f32x16 base) { return nearest((base - 127.0f) * 128.0f); }
-INLINE i32x16 logarithms(const float *scores, int offset) { return nearest(load<f32x16>(scores) * 128.0f) - offset; }
+INLINE i32x16 logarithms(const float *scores, float base, int offset) {
+  const f32x16 score = load<f32x16>(scores);
+  if (fabsf(base) < LARGE)
+    return nearest(max16(score * 128.0f, splat(-0x1p30f))) - offset;
+  return nearest(max16(-max16(f32x16{}, base - score), splat(-127.0f)) * 128.0f) + 127 * 128; // see `power_below`
+}
 
 // 32 shares from two vectors of their logarithms.
 INLINE __m512i shares_of(i32x16 first, i32x16 second) {
@@ -130,26 +135,28 @@ INLINE void weigh_rows(Scores scores, const Chunk &chunk, const QueryRows &rows,
     if (cap != 0.0f)
       keep_within(cap, scores[0][r], seen, LANES);
     ahead.ask_often();
-    f32x16 top = load<f32x16>(scores[0][r]);
-    for (int i = 1; i < seen; i++)
-      top = max16(top, load<f32x16>(scores[i][r]));
+    f32x16 top = splat(UNSEEN);
+    for (int i = 0; i < seen; i++)
+      top = max16(load<f32x16>(scores[i][r]), top); // in this order: what is no number is left out
     each_row[r] = top;
   }
   const f32x16 top = each(each_row, [](f32x16 a, f32x16 b) { return max16(a, b); });
-  const f32x16 own = (f32x16)_mm512_roundscale_ps((__m512)top, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+  const __m512 whole_top = _mm512_roundscale_ps((__m512)top, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+  const f32x16 own = (f32x16)_mm512_min_ps(whole_top, _mm512_set1_ps(3.4028235e38f));
   const f32x16 highest = select(top <= UNSEEN, group.highest, max16(group.highest, own));
   // A row that has seen nothing yet has nothing to shrink, and 0 stands in for its highest score.
   const f32x16 base = select(highest == -INFINITY, f32x16{}, highest);
   const f32x16 shrink = (f32x16)_mm512_scalef_ps((__m512)splat(1.0f), (__m512)(group.highest - base));
   alignas(64) int32_t offset[LANES];
-  store(offset, offsets(base)), store(group.shrink, shrink);
+  alignas(64) float bases[LANES];
+  store(offset, offsets(base)), store(bases, base), store(group.shrink, shrink);
   const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
   for (int r = 0; r < group.count; r++) {
     ahead.ask();
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < seen; i += 2) {
-      const i32x16 first = logarithms(scores[i][r], offset[r]);
-      const i32x16 second = i + 1 < seen ? logarithms(scores[i + 1][r], offset[r]) : i32x16{};
+      const i32x16 first = logarithms(scores[i][r], bases[r], offset[r]);
+      const i32x16 second = i + 1 < seen ? logarithms(scores[i + 1][r], bases[r], offset[r]) : i32x16{};
       const __m512i shares = shares_of(first, second);
       ahead.ask_often();
       sum = _mm512_dpbf16_ps(sum, (__m512bh)shares, ones);

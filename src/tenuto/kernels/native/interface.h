@@ -49,11 +49,12 @@ struct TenutoGroup {
 // An attention layer, number `place` of its memory group. `rope` is -1 where positions do not count. With `gated` the
 // projection of queries has each head's gate behind its query. Scores are multiplied by `scale`, then kept within `cap`
 // by a hyperbolic tangent unless that is 0. Norms float [head_dim], and sinks float [heads], scores of attending to
-// nothing, may be null.
+// nothing, may be null. So may `key_scales`, float [kv_heads][head_dim]: powers of two that rotated keys are multiplied
+// by, and queries divided by.
 struct TenutoAttention {
   int32_t group, place, heads, rope, gated;
   float scale, cap, epsilon;
-  const float *query_norm, *key_norm, *sinks;
+  const float *query_norm, *key_norm, *sinks, *key_scales;
 };
 
 // A recurrent layer, number `place` of its memory group. `heads` heads of `head_dim` lanes have states float

@@ -103,6 +103,7 @@ class Attention(ctypes.Structure):
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
         ("sinks", c_void_p),
+        ("key_scales", c_void_p),
     )
 
 

@@ -111,6 +111,17 @@ INLINE f32x16 power_of_two(f32x16 y, int base) {
   p = p * f + 1.0f;
   return p * as<f32x16>((whole + (127 - base)) << 23);
 }
+// Whole numbers from here on are too large for `power_of_two` to count in.
+constexpr float LARGE = 0x1p22f;
+// As `power_of_two`, for any whole `base`. If that is large, y - base is exact wherever the power is not 0; for y that
+// is no number the power is 0.
+INLINE f32x16 power_below(f32x16 y, float base) {
+  if (fabsf(base) < LARGE)
+    return power_of_two(y, (int)base);
+  return power_of_two(-max16(f32x16{}, base - y), 0);
+}
+// The lowest whole number that is not below any of the numbers whose highest is given, which may be infinite.
+INLINE float whole_above(float highest) { return std::fmin(ceilf(highest), 3.4028235e38f); }
 // 2^whole for a whole number up to 0; 0 below 2^-126.
 INLINE float power_of_two(float whole) {
   const uint32_t bits = whole < -126.0f ? 0 : (uint32_t)(127 + (int)whole) << 23;

@@ -34,6 +34,7 @@ TENUTO_OPERATOR(!=)
 #undef TENUTO_OPERATOR
 template <class V> INLINE Twice<V> operator-(Twice<V> a) { return {-a.low, -a.high}; }
 template <class V> INLINE Twice<V> operator+(Lane<V> a, Twice<V> b) { return {a + b.low, a + b.high}; }
+template <class V> INLINE Twice<V> operator-(Lane<V> a, Twice<V> b) { return {a - b.low, a - b.high}; }
 
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef int32_t i32x8 __attribute__((vector_size(32)));

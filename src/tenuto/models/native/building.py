@@ -23,8 +23,14 @@ class Building:
         self.kept: list[object] = []
         self.places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         """The group of every mixer, and its number in it."""
+        self._groups = groups
         self._ropes: dict[Rope, int] = {}
         self._norms: dict[str, int] = {}
+
+    def keeps_bytes(self, layer: int) -> bool:
+        """Whether a mixer's keys and values are kept as bytes."""
+        shape = self._groups[self.places[layer][0]].shape
+        return isinstance(shape, PageShape) and shape.in_bytes
 
     def norm(self, kind: OpKind, name: str, reader: Matrix, **more: Any) -> Op:
         """A normalisation of the residual stream, for products with matrices such as `reader`. Mixers side by side have

@@ -11,6 +11,7 @@ from tenuto.kernels.native.library import Matrix, Op, OpKind
 from tenuto.kernels.native.pack import LANES
 from tenuto.models.config import Attention, GatedDelta, Mamba2, Mixer
 from tenuto.models.native.building import Building, op
+from tenuto.models.native.key_scales import key_scales
 from tenuto.models.weights import Floats
 
 
@@ -29,6 +30,7 @@ def mixer(b: Building, shape: Mixer, layer: int, name: str, *, apart: bool) -> l
 def _attention(b: Building, a: Attention, layer: int, name: str, *, apart: bool) -> list[Op]:
     part, hidden, width = f"{name}self_attn.", b.config.hidden, a.heads * a.head_dim
     outputs = {"q": width * (2 if a.gated else 1), "k": a.kv_heads * a.head_dim, "v": a.kv_heads * a.head_dim}
+    scales = key_scales(b.panels, a, part, f"{name}input_layernorm", hidden) if b.keeps_bytes(layer) else None
     q, k, v = b.panels.matrices({f"{part}{n}_proj": size for n, size in outputs.items()}, hidden, bias=a.bias)
     (out,) = b.panels.matrices({f"{part}o_proj": hidden}, width, bias=a.out_bias)
     group, place = b.places[layer]
@@ -36,7 +38,18 @@ def _attention(b: Building, a: Attention, layer: int, name: str, *, apart: bool)
     sinks = b.panels.vector(f"{part}sinks", a.heads) if a.sinks else None
     shape = b.pointed(
         library.Attention(
-            group, place, a.heads, b.rope(a.rope), a.gated, a.scale, a.cap, b.config.norm_eps, norms[0], norms[1], sinks
+            group,
+            place,
+            a.heads,
+            b.rope(a.rope),
+            a.gated,
+            a.scale,
+            a.cap,
+            b.config.norm_eps,
+            norms[0],
+            norms[1],
+            sinks,
+            b.panels.floats(scales) if scales is not None else None,
         )
     )
     return [

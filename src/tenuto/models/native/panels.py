@@ -61,6 +61,11 @@ class Panels:
         """A tensor of floats, to be changed before it goes where the kernels read it."""
         return self._take(name, shape).decode()
 
+    def look(self, name: str, *shape: int) -> Floats:
+        """As `tensor`, but it is still to be taken."""
+        self.require(name, *shape)
+        return self._weights[name].decode()
+
     def floats(self, values: Floats) -> int:
         """The address of a copy of the values."""
         return self._arena.floats(values.reshape(-1))
