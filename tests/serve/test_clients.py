@@ -127,6 +127,21 @@ def test_fields_of_chats_that_only_advise_are_accepted_and_named(http: httpx.Cli
     assert set(undone(answer)) == set(advice)
 
 
+def test_what_clients_add_to_the_messages_they_send_back_is_accepted(http: httpx.Client) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "c", "type": "function", "function": function, "index": 0, "provider_specific_fields": None}
+    added = {"provider_specific_fields": {"a": 1}, "thinking_blocks": [], "reasoning_details": [{}], "id": "x"}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", **cached}], "metadata": {}},
+        {"role": "assistant", "content": None, "tool_calls": [call], **added},
+        {"role": "tool", "tool_call_id": "c", "content": "done", **cached},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}, **cached}]
+    answer = post(http, "/v1/chat/completions", {"messages": messages, "tools": tools, "max_tokens": 1})
+    assert undone(answer) == []
+
+
 def test_a_thread_is_refused_in_words_that_make_the_client_do_without(witness: Server) -> None:
     asked: list[str] = []
 

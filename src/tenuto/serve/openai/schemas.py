@@ -282,7 +282,7 @@ class CompletionBody(Generation):
 class Part(ForeignObject):
     """A piece of a message's content."""
 
-    ignored = frozenset({"prompt_cache_breakpoint"})
+    ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
     type: Literal["text"]
     text: str
@@ -297,9 +297,19 @@ class Part(ForeignObject):
 
 
 class ChatMessage(ForeignObject):
-    """A message. The other fields of messages in this server's answers are accepted."""
+    """A message. The other fields of messages in this server's answers, and those that clients add, are accepted."""
 
-    ignored = frozenset({"reasoning"})
+    ignored = frozenset(
+        {
+            "cache_control",
+            "id",
+            "metadata",
+            "provider_specific_fields",
+            "reasoning",
+            "reasoning_details",
+            "thinking_blocks",
+        }
+    )
     not_supported = NO_CALLS
 
     role: str = Field(max_length=64, examples=["user"])

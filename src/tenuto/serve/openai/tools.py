@@ -33,6 +33,8 @@ class Function(ForeignObject):
 class Tool(ForeignObject):
     """A function that the model may call."""
 
+    ignored = frozenset({"cache_control"})
+
     type: Literal["function"]
     function: Function
 
@@ -75,7 +77,7 @@ class CalledFunction(ForeignObject):
 class GivenCall(ForeignObject):
     """A call in an assistant's message."""
 
-    ignored = frozenset({"index"})
+    ignored = frozenset({"index", "provider_specific_fields"})
 
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"

@@ -1,0 +1,1 @@
+"""Clients as they are published, unmodified, on a server."""

@@ -1,0 +1,56 @@
+"""`python -m bench.clients [CLIENT ...]`: clients at their newest version, unmodified, on a server.
+
+Every client is fetched from its package index (npm or PyPI) into a directory of its own, by default a temporary one,
+and asks a server that this starts. Its model (`caller.py`) calls a tool when it has some, and answers when it has the
+result. Nothing but this machine is talked to once the packages are there. The exit status is 1 if a client did not get
+what it wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from bench.clients.agents import claude_code, codex
+from bench.clients.fetching import Fetched
+from bench.clients.libraries import LIBRARIES, library
+
+AGENTS = {"claude-code": claude_code, "codex": codex}
+CLIENTS = (*AGENTS, *LIBRARIES)
+
+
+def main(given: list[str]) -> int:
+    """Run the clients named on the command line. Gives the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.clients", description=__doc__)
+    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(CLIENTS)}; all if not given")
+    parser.add_argument("--packages", type=Path, help="a directory that keeps the packages for the next run")
+    chosen = parser.parse_args(given)
+    if unknown := set(chosen.clients) - set(CLIENTS):
+        parser.error(f"unknown {', '.join(sorted(unknown))}; known: {', '.join(CLIENTS)}")
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="tenuto-clients-") as made:
+        packages = (chosen.packages or Path(made) / "packages").resolve()
+        for name in chosen.clients or CLIENTS:
+            began = time.monotonic()
+            try:
+                version = run(name, Fetched(packages), Path(made) / name)
+            except Exception:  # noqa: BLE001 - the others are still to run
+                traceback.print_exc()
+                print(f"{name}: failed", flush=True)
+                failed = True
+            else:
+                print(f"{name} {version}: fine, {time.monotonic() - began:.0f} s", flush=True)
+    return int(failed)
+
+
+def run(name: str, fetched: Fetched, place: Path) -> str:
+    """Run one client, which may write to `place`. Gives its version, or raises what was wrong."""
+    place.mkdir(parents=True)
+    return AGENTS[name](fetched, place) if name in AGENTS else library(name, fetched, place)
+
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""Coding agents: each reads a file by a tool call, answers, and goes on with the conversation."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from bench.clients.caller import ANSWER, CONTEXT, write_caller
+from bench.clients.fetching import Fetched, call
+from bench.server import server
+
+NOTE = "note 4711 of the day"
+MODELS = ("claude-sonnet-4-5", "claude-opus-5")
+"""Names by which Claude Code writes its requests differently: with the second, it has system messages within the
+conversation."""
+
+
+def claude_code(fetched: Fetched, place: Path) -> str:
+    """Anthropic's, from npm. Its prompts have 50,000 bytes, which are as many tokens here."""
+    programs, version = fetched.npm("@anthropic-ai/claude-code")
+    note = place / "project" / "note.txt"
+    _write(note)
+    caller = write_caller(place / "model", "Read", {"file_path": str(note)})
+    with server(str(caller), CONTEXT, "--any-model-name") as running:
+        env = _environment(place) | {
+            "ANTHROPIC_BASE_URL": running.url,
+            "ANTHROPIC_API_KEY": "none",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            "DISABLE_ERROR_REPORTING": "1",
+            "DISABLE_TELEMETRY": "1",
+        }
+        for model in MODELS:
+            command = [str(programs / "claude"), "--model", model, "--output-format", "stream-json", "--verbose"]
+            events = _events(call([*command, "-p", "What is in note.txt?"], note.parent, env))
+            _expect(NOTE in _text_of(events, "user"), "the file's text is in no tool result", events)
+            _expect(events[-1]["result"] == ANSWER, "the answer is not the model's", events)
+            events = _events(call([*command, "--continue", "-p", "And now?"], note.parent, env))
+            _expect(events[-1]["result"] == ANSWER, "the second answer is not the model's", events)
+            cached = events[-1]["usage"]["cache_read_input_tokens"]
+            _expect(cached > 1000, f"only {cached} tokens were not computed again", events)
+    return version
+
+
+def codex(fetched: Fetched, place: Path) -> str:
+    """OpenAI's, from npm."""
+    programs, version = fetched.npm("@openai/codex")
+    note = place / "project" / "note.txt"
+    _write(note)
+    caller = write_caller(place / "model", "exec_command", {"cmd": f"cat '{note}'"})
+    with server(str(caller), CONTEXT, "--any-model-name") as running:
+        home = place / "codex"
+        home.mkdir()
+        (home / "config.toml").write_text(CODEX.format(url=running.url))
+        env = _environment(place) | {"CODEX_HOME": str(home), "TENUTO_KEY": "none"}
+        # Its sandbox needs more of the system than every machine gives; the one command is ours.
+        options = ["--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "gpt-x"]
+        for start in (["exec", *options, "What is in note.txt?"], ["exec", "resume", "--last", *options, "And now?"]):
+            events = _events(call([str(programs / "codex"), *start], note.parent, env))
+            items = [event["item"] for event in events if event["type"] == "item.completed"]
+            _expect(any(item.get("text") == ANSWER for item in items), "no answer is the model's", events)
+            if start[1] != "resume":
+                _expect(NOTE in _text_of(events, "item.completed"), "the file's text is in no item", events)
+    return version
+
+
+CODEX = """
+model = "gpt-x"
+model_provider = "tenuto"
+[model_providers.tenuto]
+name = "Tenuto"
+base_url = "{url}/v1"
+env_key = "TENUTO_KEY"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+[analytics]
+enabled = false
+"""
+
+
+def _write(note: Path) -> None:
+    note.parent.mkdir()
+    note.write_text(f"{NOTE}\n")
+
+
+def _environment(place: Path) -> dict[str, str]:
+    """Of a user who has nothing yet."""
+    home = place / "home"
+    home.mkdir()
+    return {"PATH": os.environ["PATH"], "HOME": str(home)}
+
+
+def _events(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def _text_of(events: list[dict[str, Any]], kind: str) -> str:
+    return json.dumps([event for event in events if event["type"] == kind])
+
+
+def _expect(holds: bool, problem: str, events: list[dict[str, Any]]) -> None:
+    if not holds:
+        raise AssertionError(f"{problem}: {json.dumps(events)[-3000:]}")

@@ -1,0 +1,104 @@
+"""A model whose weights are set by hand: asked with tools it calls one, and once it has a result it answers.
+
+It tells tokens apart and nothing else: its one layer adds nothing, so the last token alone decides the next. The chat
+template ends with one of two tokens, which says what is wanted. So clients' loops of tools can be run on a model that
+does not depend on luck, with prompts of any length.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
+
+ANSWER = "All of it is done."
+HEAD = 16
+VOCABULARY = 272
+"""A multiple of 16, for the native kernels; also the width, so that every token has a direction of its own."""
+CONTEXT = 2**18
+CONTROLS = ("<|im_start|>", "<|im_end|>", "<|call|>", "<|answer|>")
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if tools and not messages | selectattr('role', 'equalto', 'tool') | list %}<|call|>"
+    "{% else %}<|answer|>{% endif %}{% endif %}"
+)
+
+
+def write_caller(directory: Path, function: str, arguments: dict[str, Any]) -> Path:
+    """Write the model, which calls `function`, to a directory. Gives that."""
+    directory.mkdir(parents=True, exist_ok=True)
+    call = json.dumps({"name": function, "arguments": arguments}, ensure_ascii=False)
+    ids = _write_tokenizer(directory, [call, ANSWER])
+    follows = np.full(VOCABULARY, ids["<|im_end|>"])
+    follows[ids["<|call|>"]] = ids[call]
+    follows[ids["<|answer|>"]] = ids[ANSWER]
+    _write_weights(directory / "model.safetensors", follows)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": VOCABULARY,
+        "intermediate_size": HEAD,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "eos_token_id": ids["<|im_end|>"],
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _write_tokenizer(directory: Path, texts: list[str]) -> dict[str, int]:
+    """Every byte is a token, and so is each of the texts, which no input is encoded to. Gives the ids of these and of
+    the control tokens."""
+    letters = sorted(ByteLevelSplit.alphabet())
+    split = ByteLevelSplit(add_prefix_space=False, use_regex=False)
+    words = [split.pre_tokenize_str(text)[0][0] for text in texts]
+    words += [f"\u0120unused{number}" for number in range(VOCABULARY - len(letters) - len(words) - len(CONTROLS))]
+    backend = tokenizers.Tokenizer(BPE({text: number for number, text in enumerate([*letters, *words])}, []))
+    backend.pre_tokenizer = split
+    backend.decoder = ByteLevel()
+    backend.add_special_tokens(list(CONTROLS))
+    backend.save(str(directory / "tokenizer.json"))
+    told = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    ids, ids_of = {text: len(letters) + number for number, text in enumerate(texts)}, backend.get_vocab()
+    return ids | {text: ids_of[text] for text in CONTROLS}
+
+
+def _write_weights(path: Path, follows: np.ndarray[Any, Any]) -> None:
+    """Weights with which token `follows[i]` comes after token i."""
+    head = np.zeros((VOCABULARY, VOCABULARY), np.float32)
+    head[follows, np.arange(VOCABULARY)] = 2.0
+    layer = "model.layers.0"
+    shapes = {
+        f"{layer}.self_attn.q_proj.weight": (HEAD, VOCABULARY),
+        f"{layer}.self_attn.k_proj.weight": (HEAD, VOCABULARY),
+        f"{layer}.self_attn.v_proj.weight": (HEAD, VOCABULARY),
+        f"{layer}.self_attn.o_proj.weight": (VOCABULARY, HEAD),
+        f"{layer}.mlp.gate_proj.weight": (HEAD, VOCABULARY),
+        f"{layer}.mlp.up_proj.weight": (HEAD, VOCABULARY),
+        f"{layer}.mlp.down_proj.weight": (VOCABULARY, HEAD),
+    }
+    norms = ("model.norm", f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
+    tensors: dict[str, np.ndarray[Any, Any]] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    tensors |= {f"{name}.weight": np.ones(VOCABULARY, np.float32) for name in norms}
+    tensors |= {"model.embed_tokens.weight": np.eye(VOCABULARY, dtype=np.float32), "lm_head.weight": head}
+    save_file(tensors, path, metadata={"format": "pt"})

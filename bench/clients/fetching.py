@@ -1,0 +1,58 @@
+"""Fetches clients from their package indexes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FETCH_SECONDS = 500
+RUN_SECONDS = 240
+
+
+def call(command: list[str], place: Path, env: dict[str, str] | None = None, seconds: int = RUN_SECONDS) -> str:
+    """What a program writes to stdout. Raises `RuntimeError` with all that it wrote if it fails."""
+    done = subprocess.run(  # noqa: S603 - commands of our own
+        command,
+        cwd=place,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    if done.returncode != 0:
+        said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}:\n{said}")
+    return done.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Packages below a directory, each in a place of its own; what is there is taken as it is."""
+
+    directory: Path
+
+    def npm(self, package: str) -> tuple[Path, str]:
+        """The newest release of a package. Gives its directory of programs, and the version."""
+        place = self.directory / package.replace("/", "-").strip("@")
+        described = place / "node_modules" / package / "package.json"
+        if not described.exists():
+            place.mkdir(parents=True, exist_ok=True)
+            call(["npm", "install", "--prefix", str(place), f"{package}@latest"], place, seconds=FETCH_SECONDS)
+        return place / "node_modules" / ".bin", str(json.loads(described.read_text())["version"])
+
+    def python(self, name: str, packages: tuple[str, ...]) -> tuple[Path, str]:
+        """An environment with the newest releases of packages. Gives its Python, and the first one's version."""
+        place = self.directory / name
+        python = place / "bin" / "python"
+        if not (place / "complete").exists():
+            call([sys.executable, "-m", "venv", str(place)], Path.cwd())
+            pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
+            call([*pip, *packages], place, seconds=FETCH_SECONDS)
+            (place / "complete").touch()
+        asked = f"from importlib.metadata import version; print(version({packages[0]!r}))"
+        return python, call([str(python), "-c", asked], place).strip()
