@@ -13,6 +13,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
+from tenuto.serve.openai.kept_responses import MAX_BYTES, MAX_KEPT, KeptResponses
 from tests.serve.server import Server, serving
 
 SCHEMA = {
@@ -102,6 +103,32 @@ def test_calls_and_results(client: OpenAI) -> None:
 def test_openais_client_parses_what_it_asked_for(client: OpenAI) -> None:
     parsed = client.responses.parse(model="witness", input="hi", text_format=Pet)
     assert isinstance(parsed.output_parsed, Pet)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{f"k{n}": "v" for n in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}],
+    ids=["entries", "key", "value"],
+)
+def test_metadata_is_bounded_as_openais_is(client: OpenAI, metadata: dict[str, str]) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"metadata.*should have at most (16|64|512)"):
+        ask(client, metadata=metadata)
+
+
+def test_a_tenants_responses_are_forgotten_oldest_first_by_number_and_size_and_no_others() -> None:
+    kept = KeptResponses()
+    kept.keep("other", "first", b"{}")
+    for number in range(MAX_KEPT + 2):
+        kept.keep("tenant", f"r{number}", b"{}")
+    assert [kept.find("tenant", f"r{number}") for number in range(3)] == [None, None, b"{}"]
+    kept.keep("tenant", "large", b" " * (MAX_BYTES - 10))
+    assert [kept.find("tenant", f"r{number}") for number in range(MAX_KEPT - 4, MAX_KEPT + 2)] == [None] + [b"{}"] * 5
+    kept.forget("tenant", "large")
+    kept.keep("tenant", "larger", b" " * (MAX_BYTES - 8))
+    kept.keep("tenant", "too large", b" " * (MAX_BYTES + 1))
+    assert kept.find("tenant", "larger") is not None
+    assert kept.find("tenant", "too large") is None
+    assert kept.find("other", "first") == b"{}"
 
 
 def test_what_is_not_stored_or_deleted_is_gone(client: OpenAI, witness: Server) -> None:

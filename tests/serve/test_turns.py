@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,8 +11,11 @@ import msgspec
 import pytest
 
 from tenuto.base.errors import KeyReused, LimitReached, NotFound, ResultNotKept, SessionClosed
+from tenuto.base.grammar import Grammar
 from tenuto.base.messages import GetSession, OpenSession, StartTurn, Withdraw, WorkerSettings
 from tenuto.base.options import Policy, TurnParams
+from tenuto.base.tools import Tools
+from tenuto.base.turns import Message
 from tenuto.serve.shared import retention
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -40,7 +44,7 @@ def one_shot(tokens: int, session: str | None = None) -> StartTurn:
 
 def test_ended_turns_are_forgotten_oldest_first_by_number_and_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "MAX_TURNS", 5)
-    monkeypatch.setattr(retention, "MAX_DELTAS", 100)
+    monkeypatch.setattr(retention, "MAX_WEIGHT", 100)
 
     async def story(turns: Turns, _: LocalLink) -> None:
         small = [await turns.start(one_shot(3), request_key=RequestKey(f"k{n}", b"")) for n in range(8)]
@@ -54,6 +58,40 @@ def test_ended_turns_are_forgotten_oldest_first_by_number_and_by_size(monkeypatc
         assert list(turns._turns.values()) == [large]
         with pytest.raises(NotFound):
             turns.find("t", None, small[-1].id)
+
+    play(story)
+
+
+def test_an_ended_turn_keeps_nothing_that_was_large_in_its_request() -> None:
+    async def story(turns: Turns, _: LocalLink) -> None:
+        source, tools = "x" * 100_000, Tools.of([{"name": "f", "description": "d" * 1000}])
+        params = TurnParams(max_new_tokens=3, grammar=Grammar("choice", json.dumps(["ab", "cd" + source])))
+        asked = msgspec.structs.replace(one_shot(3), input=[Message("user", "hi")], params=params, tools=tools)
+        turn = await turns.start(asked)
+        await turn.finished()
+        assert len(msgspec.msgpack.encode(turn.request)) < 800
+
+    play(story)
+
+
+def test_log_probabilities_and_long_prompts_weigh_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "MAX_WEIGHT", 1000)
+
+    async def story(turns: Turns, _: LocalLink) -> None:
+        prompt = list(range(100))
+        scored = TurnParams(max_new_tokens=1, logprobs=5, input_logprobs=5)
+        for asked in (
+            msgspec.structs.replace(one_shot(1), input=prompt, params=scored),  # 100 tokens of 16 each
+            msgspec.structs.replace(one_shot(1), input=prompt * 25, echo=True),
+        ):
+            first, then = await turns.start(one_shot(1)), await turns.start(asked)
+            for turn in (first, then):
+                await turn.finished()
+            small = [await turns.start(one_shot(1)) for _ in range(800 if asked.echo else 1)]
+            for turn in small:
+                await turn.finished()
+            assert then.id not in turns._turns
+            assert small[-1].id in turns._turns
 
     play(story)
 

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest, LimitReached, NotFound, SessionBusy
-from tenuto.serve.openai.response_schemas import Item, Part
+from tenuto.serve.openai.response_schemas import Item, Metadata, Part
 from tenuto.serve.shared.objects import ForeignObject
 
 MAX_CONVERSATIONS = 10_000
@@ -25,9 +25,6 @@ MAX_ITEMS = 20
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-]
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 

@@ -4,7 +4,6 @@ from it is to fork it."""
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Annotated, Any
@@ -14,10 +13,11 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 
 from tenuto.base.errors import ContextExceeded, NotFound, SessionBusy, TenutoError
 from tenuto.base.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
-from tenuto.base.options import Policy
+from tenuto.base.options import Policy, TurnParams
 from tenuto.base.views import SessionInfo
 from tenuto.serve.openai.conversation_routes import ConversationsOf
 from tenuto.serve.openai.conversations import GoingOn
+from tenuto.serve.openai.kept_responses import KeptResponses
 from tenuto.serve.openai.response_answers import ResponseWriter
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.shared.bodies import JsonRoute
@@ -32,34 +32,16 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"
 
 INSTRUCTIONS = "instructions"
 """In the metadata of a response's session: a digest of those that it was asked with."""
-MAX_KEPT = 1000
-"""Responses that can be read again, the latest."""
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The response, or its events",
         "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}},
     }
 }
+READ: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The response", "content": {"application/json": {"schema": {"type": "object"}}}}
+}
 ResponseId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The response's id.")]
-
-
-class KeptResponses:
-    """The latest stored responses, by tenant and id. Their sessions live on without them."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
-
-    def keep(self, tenant: str, response: dict[str, Any]) -> None:
-        """The oldest is forgotten if there are too many."""
-        self._kept[tenant, response["id"]] = response
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-
-    def find(self, tenant: str, name: str) -> dict[str, Any] | None:
-        return self._kept.get((tenant, name))
-
-    def forget(self, tenant: str, name: str) -> None:
-        self._kept.pop((tenant, name), None)
 
 
 async def _kept(request: Request) -> KeptResponses:
@@ -94,7 +76,8 @@ async def _respond(
 ) -> Response:
     name, streams = f"resp_{secrets.token_hex(16)}", False
     try:
-        turn = await while_connected(request, _start(edge, tenant, body, name, going_on.earlier))
+        params = body.params(edge.model.habits)
+        turn = await while_connected(request, _start(edge, tenant, body, params, name, going_on.earlier))
     except ContextExceeded as error:
         raise context_error(error, edge.model.context_length, "input", "openai") from None
     except TenutoError as error:
@@ -103,7 +86,7 @@ async def _respond(
 
     def keep(response: dict[str, Any]) -> None:
         if body.store is not False:
-            kept.keep(tenant.name, response)
+            kept.keep(tenant.name, name, msgspec.json.encode(response))
         going_on.add(response["output"])
 
     def leave() -> None:
@@ -113,7 +96,7 @@ async def _respond(
             edge.spawn(_close(edge, tenant, name))  # which aborts its turn
 
     try:
-        reader = body.tool_use.reading(edge.model.habits, turn.request.params.grammar).reader(turn.id)
+        reader = body.tool_use.reading(edge.model.habits, params.grammar).reader(turn.id)
         writer = ResponseWriter(edge, turn, reader, name, body.echoed(), keep)
         if body.stream:
             streams = True
@@ -125,7 +108,9 @@ async def _respond(
             leave()
 
 
-async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, name: str, earlier: Sequence[Item]) -> LiveTurn:
+async def _start(
+    edge: Edge, tenant: Tenant, body: ResponseBody, params: TurnParams, name: str, earlier: Sequence[Item]
+) -> LiveTurn:
     """The turn, in a session called `name` unless nothing is to be kept, once the engine has accepted it."""
     previous, stores = body.previous_response_id, body.store is not False
     state = await _state(edge, tenant, previous) if previous is not None else None
@@ -134,7 +119,7 @@ async def _start(edge: Edge, tenant: Tenant, body: ResponseBody, name: str, earl
         tenant=tenant.name,
         session=name if stores or previous is not None else None,
         input=body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state)),
-        params=body.params(edge.model.habits),
+        params=params,
         tools=body.tool_use.told,
         limits=tenant.limits,
     )
@@ -186,13 +171,13 @@ async def _close(edge: Edge, tenant: Tenant, name: str) -> None:
         return  # it is closed, or was never opened
 
 
-@router.get("/{response_id}", responses=REFUSALS)
-async def read(tenant: Caller, kept: Kept, response_id: ResponseId) -> dict[str, Any]:
+@router.get("/{response_id}", response_model=None, responses=REFUSALS | READ)
+async def read(tenant: Caller, kept: Kept, response_id: ResponseId) -> Response:
     """A stored response, one of the latest thousand."""
     response = kept.find(tenant.name, response_id)
     if response is None:
-        raise NotFound(f"there is no response {response_id!r}; it was not stored, or too long ago")
-    return response
+        raise NotFound(f"there is no response {response_id!r}; it was not stored, too long ago, or is too large")
+    return Response(response, media_type="application/json")
 
 
 @router.delete("/{response_id}", responses=REFUSALS)

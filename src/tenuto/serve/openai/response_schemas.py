@@ -22,6 +22,9 @@ from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.schemas import Id, Messages, field_of, random_seed, unsupported
 from tenuto.serve.shared.undone import ToolList, of_type
 
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -158,7 +161,7 @@ class ResponseBody(ForeignObject):
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     temperature: float | None = field_of("temperature", "1 if not given.")
     top_p: float | None = field_of("top_p")
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
     tools: ToolList[Annotated[FlatTool, of_type("function")]] | None = Field(
         None, description="Functions. Tools of other types are left out; the response and its header say so."
     )

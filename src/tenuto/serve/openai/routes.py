@@ -109,16 +109,13 @@ async def chat(
     messages = placed([message.rendered() for message in body.messages], edge.model.habits)
     start = _start(edge, tenant, body, messages)
     samples = await _begin(edge, tenant, body, request, [start], idempotency_key)
-    return await _respond(edge, body, request, samples, lambda: _chat_writers(edge, body, samples))
+    return await _respond(edge, body, request, samples, lambda: _chat_writers(edge, body, start, samples))
 
 
-async def _chat_writers(edge: Edge, body: ChatBody, samples: Sequence[Samples]) -> list[Writer]:
+async def _chat_writers(edge: Edge, body: ChatBody, start: StartTurn, samples: Sequence[Samples]) -> list[Writer]:
+    reading = body.tool_use.reading(_habits(edge, body), start.params.grammar)
     turns = [turn for answers in samples for turn in answers.turns]
-    habits = _habits(edge, body)
-    grammars = [turn.request.params.grammar for turn in turns]
-    readings = [body.tool_use.reading(habits, grammar) for grammar in grammars]
-    readers = [reading.reader(turn.id) for reading, turn in zip(readings, turns, strict=True)]
-    return [ChatWriter(reader, logprobs=bool(body.logprobs)) for reader in readers]
+    return [ChatWriter(reading.reader(turn.id), logprobs=bool(body.logprobs)) for turn in turns]
 
 
 # -- from requests to turns, and from turns to answers

@@ -13,7 +13,10 @@ from tenuto.base.answers import Reading, Said
 from tenuto.base.errors import TenutoError
 from tenuto.base.link import TurnNews
 from tenuto.base.messages import StartTurn
+from tenuto.base.options import TurnParams
+from tenuto.base.tools import NO_TOOLS
 from tenuto.base.turns import AbortGate, Delta, TurnResult, joined
+from tenuto.base.variables import NO_VARIABLES
 from tenuto.base.views import Ticket
 
 
@@ -27,7 +30,7 @@ class LiveTurn:
     def __init__(self, request: StartTurn, *, continues: bool = False) -> None:
         """`continues`: even when nobody reads it any more."""
         self.id = f"turn-{secrets.token_hex(12)}"
-        self.request = msgspec.structs.replace(request, name=self.id)  # its input is dropped once the engine has it
+        self.request = msgspec.structs.replace(request, name=self.id)  # most of it is dropped once the engine has it
         self.continues = continues
         self.requested_at = time.perf_counter()
         self.deltas: list[Delta] = []
@@ -84,7 +87,7 @@ class LiveTurn:
                 if (delta := self._gate.take(news)) is not None:
                     self._add(delta)
             case Ticket():
-                self._drop_input()
+                self._drop_contents()
                 self.ticket = news
                 self.answered.set()
             case _:
@@ -92,7 +95,7 @@ class LiveTurn:
 
     def fail(self, error: TenutoError) -> None:
         """End without a result."""
-        self._drop_input()
+        self._drop_contents()
         self.error = error.with_traceback(None)  # which would keep the input alive
         self.answered.set()
         self._tell()
@@ -105,8 +108,12 @@ class LiveTurn:
         self.result = delta.result
         self._tell()
 
-    def _drop_input(self) -> None:
-        self.request = msgspec.structs.replace(self.request, input=[])
+    def _drop_contents(self) -> None:
+        """The input, the options, the tools and the variables may be large, and the turn is kept after its end."""
+        kept = TurnParams(logprobs=self.request.params.logprobs)
+        self.request = msgspec.structs.replace(
+            self.request, input=[], params=kept, tools=NO_TOOLS, variables=NO_VARIABLES
+        )
 
     # -- read by anyone
 

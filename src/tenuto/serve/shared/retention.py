@@ -8,33 +8,39 @@ from tenuto.serve.shared.live_turn import LiveTurn
 
 MAX_TURNS = 4096
 """Ended turns kept for returning readers and repeated requests."""
-MAX_DELTAS = 2**18
-"""Deltas kept of ended turns; those with log-probabilities count more."""
+MAX_WEIGHT = 2**18
+"""Of ended turns; a delta weighs 1, which is some 400 bytes."""
 LOGPROBS_WEIGHT = 16
-"""How many deltas one with log-probabilities counts as."""
+"""Of a token's log-probabilities."""
+TOKENS = 8
+"""Tokens that weigh as much as a delta."""
 
 
 class EndedTurns:
     """The turns that ended last.
 
     Invariant: `_turns` are in the order of their ends, and `_weight` is the sum of their weights. There are at most
-    `MAX_TURNS`, weighing at most `MAX_DELTAS` unless there is only one.
+    `MAX_TURNS`, weighing at most `MAX_WEIGHT` unless there is only one.
     """
 
     def __init__(self) -> None:
-        self._turns: deque[LiveTurn] = deque()
+        self._turns: deque[tuple[LiveTurn, int]] = deque()  # with their weights
         self._weight = 0
 
     def add(self, turn: LiveTurn) -> list[LiveTurn]:
         """Keep one more turn. Returns those no longer kept."""
-        self._turns.append(turn)
-        self._weight += _weight(turn)
+        weight = _weight(turn)
+        self._turns.append((turn, weight))
+        self._weight += weight
         dropped: list[LiveTurn] = []
-        while len(self._turns) > MAX_TURNS or (self._weight > MAX_DELTAS and len(self._turns) > 1):
-            dropped.append(self._turns.popleft())
-            self._weight -= _weight(dropped[-1])
+        while len(self._turns) > MAX_TURNS or (self._weight > MAX_WEIGHT and len(self._turns) > 1):
+            oldest, weight = self._turns.popleft()
+            dropped.append(oldest)
+            self._weight -= weight
         return dropped
 
 
 def _weight(turn: LiveTurn) -> int:
-    return len(turn.deltas) * (LOGPROBS_WEIGHT if turn.request.params.logprobs is not None else 1)
+    logprobs = sum(len(delta.logprobs) + len(delta.input_logprobs) for delta in turn.deltas)
+    tokens = sum(len(delta.tokens) for delta in turn.deltas) + (len(turn.ticket.prompt) if turn.ticket else 0)
+    return len(turn.deltas) + LOGPROBS_WEIGHT * logprobs + tokens // TOKENS

@@ -99,15 +99,15 @@ class SessionQueues:
         return msgspec.structs.replace(turn.request, params=params)
 
     def _check_room(self, turn: LiveTurn, session: SessionKey, max_queued: int | None) -> int:
-        """Raises unless one more turn may wait. Returns the bytes of its input."""
+        """Raises unless one more turn may wait. Returns the bytes of its request."""
         waiting = self.waiting[turn.tenant]
         if max_queued is not None and waiting >= max_queued:
             raise LimitReached(f"{waiting} turns wait for a session; allowed: {max_queued}; wait for one to begin")
         if len(self._queues.get(session, ())) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} turns wait for this session, the most allowed; try again later")
-        size = len(msgspec.msgpack.encode(turn.request.input))
+        size = len(msgspec.msgpack.encode(turn.request))
         if self._input_bytes + size > MAX_INPUT_BYTES:
-            raise Overloaded(f"turns that wait for a session have {self._input_bytes} bytes of input; try again later")
+            raise Overloaded(f"turns that wait for a session have {self._input_bytes} bytes; try again later")
         return size
 
     def leave(self, turn: LiveTurn, session: SessionKey) -> None:
