@@ -141,20 +141,11 @@ def test_files_that_cannot_be_trusted_cost_only_time(mix, harm: str, disk: UnitF
             header = re.sub(rb'(?<="shape":\[)(\d+),\d+', rb"\1,9" + b"0" * 15, content[8:end])
             path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
         else:
-            path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
+            path.write_bytes(path.read_bytes().replace(b'"version":"2"', b'"version":"9"'))
     for name in names:
         goes_on(stage, name, 5, 6)
     assert parking(stage).tiers.failures["checksum" if harm == "damaged" else "read"] > 0
     assert parking(stage).recomputed["unreadable"] > 0
-
-
-def test_a_disk_that_is_full_costs_only_time(tmp_path: Path) -> None:
-    files = UnitFiles(tmp_path, 2000)
-    stage = make(host_tier=0, disk=files)
-    for name in crowd(stage):
-        goes_on(stage, name, 5)
-    assert parking(stage).tiers.failures["full"] > 0
-    files.close()
 
 
 @every_mix
@@ -266,7 +257,8 @@ def test_a_tier_is_not_used_where_computing_is_faster() -> None:
     rates.note("host", 1000, 1000.0)
     crowd(stage)
     assert parking(stage).parked == 0
-    rates.note("compute", 1, 1e9)
+    for _ in range(rates.KEPT):
+        rates.note("compute", 1, 1e9)
     crowd_of = [f"z{'y' * i}" for i in range(8)]
     for name in crowd_of:
         stage.told(name, 60)

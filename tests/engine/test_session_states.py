@@ -14,6 +14,7 @@ import pytest
 from tenuto.base.document import SessionDocument
 from tenuto.base.errors import InvalidRequest, InvariantError, SessionBusy
 from tenuto.base.state_file import CopiedState, StateFile, is_state_file, replacing, write_state_file
+from tenuto.memory.lent import LentUnits
 from tenuto.memory.unit_files import UnitFiles
 from tenuto.session.records import SavedSession
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, every_mix
@@ -24,7 +25,11 @@ MODEL, WEIGHTS = "a model", "weights"
 
 def exported(stage: Stage, name: str, path: Path) -> Path:
     document = stage.engine.sessions.get(name).saved().document().signed(MODEL)
-    write_state_file(path, document, WEIGHTS, PAGE, stage.engine.states.unit_bytes, stage.engine.state(name))
+    state = stage.engine.state(name)
+    if isinstance(state, LentUnits):
+        lent, state = state, state.read()
+        stage.engine.states.take_back(lent)
+    write_state_file(path, document, WEIGHTS, PAGE, stage.engine.states.unit_bytes, state)
     return path
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tenuto.base.plan import Bytes
 from tenuto.engine.parking import Parking
+from tenuto.memory import moves
+from tenuto.memory.contents import Content, Contents
 from tenuto.memory.moves import Job, Move, Moves
 from tenuto.memory.parked import Parked
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers import Tiers
+from tenuto.memory.unit_files import Disk, UnitFile
 from tenuto.session.session import Turn
 from tests.sim.faults import replaced
 
@@ -28,8 +32,8 @@ def a_turn_starts_before_its_copies_have_arrived() -> Any:
     """Its session has the units, and nobody asks what is in them."""
 
     def make(original: Any) -> Any:
-        def bring_back(self: Tiers, parked: Parked, leases: Sequence[Lease]) -> list[Move]:
-            original(self, parked, leases)
+        def bring_back(self: Tiers, parked: Parked, leases: Sequence[Lease], names: Contents) -> list[Move]:
+            original(self, parked, leases, names)
             return []
 
         return bring_back
@@ -41,8 +45,8 @@ def what_is_on_its_way_for_another_is_not_waited_for() -> Any:
     """Two sessions share units: the one whose turn starts later waits for what it moves itself."""
 
     def make(original: Any) -> Any:
-        def bring_back(self: Tiers, parked: Parked, leases: Sequence[Lease]) -> list[Move]:
-            return [move for move in original(self, parked, leases) if move.wanted == 1]
+        def bring_back(self: Tiers, parked: Parked, leases: Sequence[Lease], names: Contents) -> list[Move]:
+            return [move for move in original(self, parked, leases, names) if move.wanted == 1]
 
         return bring_back
 
@@ -86,6 +90,23 @@ def a_fork_takes_what_has_not_arrived() -> Any:
     return replaced(Parking, "begun", lambda original: lambda self, turn: None)
 
 
+def what_a_file_holds_is_not_compared() -> Any:
+    """Files that have changed places are taken for each other."""
+
+    def make(original: Any) -> Any:
+        def read_units(disk: Disk, file: UnitFile, group: int, wanted: Sequence[tuple[int, Content]]) -> list[Bytes]:
+            return [unit.data for unit in disk.read(file, {group: [row for row, _ in wanted]})[group]]
+
+        return read_units
+
+    return replaced(moves, "read_units", make)
+
+
+def a_full_disk_is_written_to() -> Any:
+    """Nothing makes room for what leaves host memory."""
+    return replaced(Tiers, "_make_room", lambda original: lambda self, size, parked=None: True)
+
+
 FAULTS_OF_COPIES = (
     a_page_is_given_out_while_a_copy_writes_it,
     units_that_a_copy_wrote_are_never_given_back,
@@ -95,4 +116,6 @@ FAULTS_OF_COPIES = (
     a_copy_that_failed_is_taken_for_what_was_parked,
     a_session_keeps_what_has_not_arrived,
     a_fork_takes_what_has_not_arrived,
+    what_a_file_holds_is_not_compared,
+    a_full_disk_is_written_to,
 )

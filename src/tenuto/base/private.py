@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +14,16 @@ FILE, DIRECTORY = 0o600, 0o700
 def open_private(path: Path) -> BinaryIO:
     """Open a file to write it from its start. One that is there keeps its mode. Raises `OSError`."""
     return open(path, "wb", opener=_opener)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read it, unbuffered. Raises `OSError`, also for a pipe or a device, which could keep its
+    reader waiting for ever."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(file, "rb", buffering=0)
 
 
 def create_private(path: Path) -> None:

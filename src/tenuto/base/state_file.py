@@ -22,7 +22,7 @@ import numpy as np
 from tenuto.base.document import SessionDocument, read_document
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.plan import Bytes
-from tenuto.base.private import open_private
+from tenuto.base.private import open_private, open_regular
 
 FORMAT = "tenuto-session-state-1"
 _MAX_HEADER = 2**26
@@ -123,7 +123,7 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         """Reads all but the units. Raises `InvalidRequest` if it is no such file, or its header is damaged."""
         try:
-            self._file: BinaryIO = path.open("rb")
+            self._file: BinaryIO = open_regular(path)
         except OSError as error:
             raise InvalidRequest(f"{path} cannot be read: {error.strerror}") from error
         try:
@@ -177,12 +177,13 @@ class StateFile:
 
     def verify(self) -> None:
         """Read all units, which are of the sizes that the header has. Raises `InvalidRequest` if one is damaged."""
-        for group, sums in enumerate(self.header.checksums):
-            if [zlib.crc32(unit) for piece in self.pieces(group) for unit in piece] != sums:
-                raise _damaged()
+        for group in range(len(self.header.units)):
+            for _ in self.pieces(group):
+                pass
 
     def pieces(self, group: int) -> Iterator[Bytes]:
-        """The units of a group, in order, a few at a time: uint8 [units, bytes a unit]. Raises `InvalidRequest`."""
+        """The units of a group, in order, a few at a time: uint8 [units, bytes a unit]. Raises `InvalidRequest` if one
+        is damaged: the file may have been changed since it was verified."""
         header = self.header
         count, size = header.units[group], header.unit_bytes[group]
         begin = self._start + sum(n * each for n, each in zip(header.units[:group], header.unit_bytes, strict=False))
@@ -196,7 +197,10 @@ class StateFile:
                 raise InvalidRequest(f"the file can be read no longer: {error.strerror}") from error
             if len(data) < wanted:
                 raise _damaged()
-            yield np.frombuffer(data, np.uint8).reshape(-1, size)
+            units = np.frombuffer(data, np.uint8).reshape(-1, size)
+            if [zlib.crc32(unit.data) for unit in units] != header.checksums[group][first : first + len(units)]:
+                raise _damaged()
+            yield units
 
     def state(self) -> CopiedState:
         """All of it, in memory."""

@@ -31,6 +31,7 @@ from tenuto.engine.occupation import Occupation
 from tenuto.engine.parking import parking_of
 from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
+from tenuto.memory.lent import LentUnits
 from tenuto.memory.memory import Memory, session_units
 from tenuto.memory.moves import Carrier, CopyThreads
 from tenuto.memory.shape import Shape
@@ -308,8 +309,8 @@ class Engine:
         return session
 
     @guarded
-    def state(self, session_id: str, tenant: str = "") -> CopiedState:
-        """A copy of what there is of a session's state. Raises `SessionBusy` while a turn is open."""
+    def state(self, session_id: str, tenant: str = "") -> CopiedState | LentUnits:
+        """What there is of a session's state; see `SessionStates.of`. Raises `SessionBusy` while a turn is open."""
         return self.states.of(self.sessions.get(session_id, tenant))
 
     @guarded

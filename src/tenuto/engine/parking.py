@@ -15,6 +15,8 @@ from tenuto.base.config import EngineConfig, user_path
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Copier
 from tenuto.base.state_file import CopiedState
+from tenuto.memory.contents import Content, contents
+from tenuto.memory.lent import LentUnits
 from tenuto.memory.memory import Memory
 from tenuto.memory.moves import Carrier, Move
 from tenuto.memory.parked import Parked
@@ -40,7 +42,8 @@ class Parking:
     """Which session is parked where. What is parked of a session is a cache: its tokens can always be computed again.
 
     Invariant: what is parked of a session holds for the first tokens of its history, never for its last, as memory at
-    rest does. It stays while the session is in memory, so that only what is new is copied when it leaves again.
+    rest does. Units that come back are compared with these tokens. It stays while the session is in memory, so that
+    only what is new is copied when it leaves again.
     """
 
     holder_kind: ClassVar[HolderKind] = "copy"
@@ -71,7 +74,7 @@ class Parking:
         memory = session.memory
         if not 0 < memory.computed < len(session.history):
             return False  # it has nothing, or more: of its turn's input, which may not become history
-        parked = self.tiers.park(memory.computed, memory.kept())
+        parked = self.tiers.park(memory.computed, memory.kept(), self._contents(session, memory.computed))
         if parked is None:
             return False
         self._replace(session, parked)
@@ -88,12 +91,14 @@ class Parking:
         memory, parked = session.memory, self._sessions.get(session)
         there = parked.position if parked is not None and parked in self.tiers else 0
         if memory.computed > there and not late:
-            written = self.tiers.save(memory.computed, memory.kept())
+            written = self.tiers.save(memory.computed, memory.kept(), self._contents(session, memory.computed))
             if written is not None:
+                written.pinned = True
                 self._replace(session, written)
                 return written.position
         if parked is None or not there or (late and parked.in_host) or not self.tiers.move_to_disk(parked):
             return 0
+        parked.pinned = True
         return there
 
     def write_index(self, saved: Sequence[tuple[Session, int]]) -> bool:
@@ -105,18 +110,21 @@ class Parking:
             ]
         )
 
-    def state(self, session: Session) -> CopiedState | None:
-        """A copy of what is parked of a session, if it can be read."""
+    def lend(self, session: Session) -> LentUnits | None:
+        """What is parked of a session, to be read elsewhere; `Tiers.take_back` ends that."""
         parked = self._sessions.get(session)
         if parked is None or parked not in self.tiers:
             return None
-        position, groups = parked.position, self.tiers.copies(parked)
-        return CopiedState(position, groups) if groups is not None else None
+        return self.tiers.lend(parked, self._contents(session, parked.position))
+
+    def position(self, session: Session) -> int:
+        """Of how many tokens memory is parked."""
+        parked = self._sessions.get(session)
+        return parked.position if parked is not None and parked in self.tiers else 0
 
     def hold(self, session: Session, state: CopiedState) -> bool:
         """Park a session with state that comes from elsewhere. False if there is no room."""
-        used = [table.used(state.position) for table in session.memory.tables]
-        parked = self.tiers.hold(state.position, state.groups, used)
+        parked = self.tiers.hold(state.position, state.groups, self._contents(session, state.position))
         self._replace(session, parked)
         return parked is not None
 
@@ -131,7 +139,7 @@ class Parking:
         """Park sessions with the memory of so many tokens that was saved for them: how many each has now, or `None` if
         its files are gone. What was saved besides is removed."""
         taken = self.tiers.take_over(
-            snapshot, [(saved, position, self._counts(session, position)) for session, saved, position in wanted]
+            snapshot, [(saved, position, self._contents(session, position)) for session, saved, position in wanted]
         )
         for (session, saved, _), parked in zip(wanted, taken, strict=True):
             self._replace(session, parked)
@@ -174,7 +182,7 @@ class Parking:
     def _part(self, session: Session, parked: Parked, position: int) -> Parked | None:
         """A second `Parked` of at most `position` tokens; `None` if nothing of it serves."""
         position = self._resumable(parked, position)
-        return self.tiers.share(parked, position, self._counts(session, position)) if position else None
+        return self.tiers.share(parked, position, self._contents(session, position)) if position else None
 
     def _resumable(self, parked: Parked, target: int) -> int:
         """The highest position at or below `target` at which the parked memory can be resumed; 0 if nowhere."""
@@ -188,6 +196,12 @@ class Parking:
     def _counts(session: Session, position: int) -> list[int]:
         """Units of each group that are kept of a position."""
         return [table.kept_units(position) for table in session.memory.tables]
+
+    @staticmethod
+    def _contents(session: Session, position: int) -> list[list[Content]]:
+        """What those units hold."""
+        tokens = session.history[:position].tobytes()
+        return [contents(session.policy.tenant, tokens, table.kept_ranges(position)) for table in session.memory.tables]
 
     # -- coming back
 
@@ -205,7 +219,10 @@ class Parking:
         if position < session.memory.resumable(start_target(turn)) + self._memory.page_size:
             return 0
         tier = "disk" if parked.on_disk else "host"
-        return position if self.tiers.rates.worth(tier, parked.size, position) else 0
+        if not parked.trial and not self.tiers.rates.worth(tier, parked.size, position):
+            return 0
+        self.tiers.use(parked)  # it is not to make room for others now
+        return position
 
     def units(self, turn: Turn, *, alone: bool = False) -> Longs:
         """Units of each group to acquire for what was just planned, int64 [groups]; `alone`: when nobody has any of
@@ -228,7 +245,6 @@ class Parking:
         if planned is not turn or not position or is_computed(turn):  # it may have found more elsewhere since
             return
         session, parked = turn.session, self._sessions[turn.session]
-        self.tiers.use(parked)
         leases: list[Lease] = []
         for group, count in enumerate(self._counts(session, position)):
             lease = self._acquire(parked, group, count, position, slots)
@@ -238,7 +254,7 @@ class Parking:
                 self._failed(session, "no room")
                 return
             leases.append(lease)
-        arrival = Arrival(turn, position, self.tiers.bring_back(parked, leases))
+        arrival = Arrival(turn, position, self.tiers.bring_back(parked, leases, self._contents(session, position)))
         session.memory.drop()
         session.memory.receive(position, leases)
         if arrival.moves:

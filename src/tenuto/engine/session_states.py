@@ -13,6 +13,7 @@ from tenuto.base.errors import InvalidRequest, InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
 from tenuto.base.state_file import CopiedState, StateFile
 from tenuto.engine.parking import Parking
+from tenuto.memory.lent import LentUnits
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.session_memory import SessionMemory
@@ -55,19 +56,25 @@ class SessionStates:
         """The size of a unit of each group."""
         return [self._copier.unit_bytes(group) for group in range(len(self._memory.groups))]
 
-    def of(self, session: Session) -> CopiedState:
-        """What there is of the session's state, a copy. Raises `SessionBusy` while a turn is open."""
+    def of(self, session: Session) -> CopiedState | LentUnits:
+        """What there is of the session's state: a copy, or what is parked of it, which another thread may read and
+        `take_back` gets. Raises `SessionBusy` while a turn is open."""
         session.require_idle("export the state of")
-        parked = self._parking.state(session) if self._parking is not None else None
         memory = session.memory
-        if memory.computed and (parked is None or parked.position < memory.computed):
+        if memory.computed and (self._parking is None or self._parking.position(session) < memory.computed):
             try:
                 kept = memory.kept()
-                groups = [self._read(group, array("i", each.units)) for group, each in enumerate(kept)]
+                groups = [self._read(group, each) for group, each in enumerate(kept)]
             except CopyFailed as error:
                 raise InvalidRequest(f"the session's state cannot be copied: {error}; export it without") from error
             return CopiedState(memory.computed, groups)
-        return parked or CopiedState(0, [[] for _ in self._memory.groups])
+        lent = self._parking.lend(session) if self._parking is not None else None
+        return lent or CopiedState(0, [[] for _ in self._memory.groups])
+
+    def take_back(self, lent: LentUnits) -> None:
+        """What was parked has been read, or not."""
+        if self._parking is not None:
+            self._parking.tiers.take_back(lent)
 
     def _read(self, group: int, units: array[int]) -> list[Bytes]:
         return list(self._copier.read_units(group, np.array(units, np.int32)))

@@ -62,7 +62,7 @@ class Snapshots:
         saved = {(each.tenant, each.session): each for each in found.sessions} if found is not None else {}
         wanted = [
             (session, of, position)
-            for session in sessions
+            for session in sorted(sessions, key=lambda session: session.last_turn_end)
             if (of := saved.get(session.key)) is not None and (position := self._position(session, of))
         ]
         there: list[tuple[Session, int]] = []

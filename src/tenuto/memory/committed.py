@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Self
 
@@ -9,7 +10,6 @@ from tenuto.base.errors import InvariantError
 from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.checkpoints import Checkpoints
 from tenuto.memory.memory import Memory
-from tenuto.memory.parked import KeptUnits
 from tenuto.memory.pool import Holder, HolderKind, Lease
 
 
@@ -110,19 +110,16 @@ class CommittedMemory:
 
     # -- leaving the device and coming back
 
-    def kept(self) -> list[KeptUnits]:
-        """What is kept of `computed`, which is not 0, by group. Older checkpoints are left out."""
+    def kept(self) -> list[array[int]]:
+        """The units that are kept of `computed`, which is not 0, by group. Older checkpoints are left out."""
         needed = self.checkpoints.needed
         parts = needed.parts if needed is not None else [None] * len(self.tables)
-        return [
-            KeptUnits(table.kept(part).units, table.used(self.computed))
-            for table, part in zip(self.tables, parts, strict=True)
-        ]
+        return [table.kept(part).units for table, part in zip(self.tables, parts, strict=True)]
 
     @property
     def kept_units(self) -> int:
         """Units of all groups that are kept of `computed`."""
-        return sum(len(each.units) for each in self.kept()) if self.computed else 0
+        return sum(map(len, self.kept())) if self.computed else 0
 
     def receive(self, position: int, units: Sequence[Lease]) -> None:
         """Stand at `position`, having nothing, with `units` of each group, in which its state is."""

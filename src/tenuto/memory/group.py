@@ -171,8 +171,9 @@ class Table(ABC):
         """What the session keeps of its last position, where a checkpoint with `part` stands."""
 
     @abstractmethod
-    def used(self, position: int) -> int:
-        """Slots of value in the last unit that is kept of `position`."""
+    def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
+        """Which tokens each unit that is kept of `position` holds the state of, in order: those from the first number
+        on, up to the second. The two are equal where a unit holds the state after that many tokens."""
 
     @abstractmethod
     def kept_units(self, position: int) -> int:

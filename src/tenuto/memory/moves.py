@@ -13,8 +13,9 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
+from tenuto.memory.contents import Content, NamedUnit
 from tenuto.memory.pool import Pool
-from tenuto.memory.unit_files import Disk, DiskFailed, UnitFile
+from tenuto.memory.unit_files import Disk, DiskFailed, UnitFile, read_units
 
 THREADS = 2
 """Moves that are carried at once."""
@@ -22,10 +23,11 @@ THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Unit `unit` of a group is to be filled with `data`, or row `row` of `file`."""
+    """Unit `unit` of a group is to be filled with `data`, or row `row` of `file`, which has to hold `content`."""
 
     group: int
     unit: int
+    content: Content
     size: int
     data: Bytes | None
     file: UnitFile | None
@@ -86,7 +88,7 @@ class Job:
 class Write(Job):
     """Writes units, by group, to a new file of the disk: `file`, once it has ended."""
 
-    def __init__(self, units: Mapping[int, Sequence[Bytes]], disk: Disk, told: Callable[[Job], None]) -> None:
+    def __init__(self, units: Mapping[int, Sequence[NamedUnit]], disk: Disk, told: Callable[[Job], None]) -> None:
         super().__init__(told)
         self._units = units
         self._disk = disk
@@ -143,8 +145,7 @@ class Move(Job):
     def _read(self, file: UnitFile, piece: Sequence[Target]) -> list[Bytes]:
         if self._disk is None:
             raise InvariantError("units are on disk, and there is no disk")
-        group = piece[0].group
-        return self._disk.read(file, {group: [target.row for target in piece]})[group]
+        return read_units(self._disk, file, piece[0].group, [(target.row, target.content) for target in piece])
 
 
 def _pieces(targets: Iterable[Target], most: int) -> Iterator[list[Target]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -82,7 +82,13 @@ class PagedTable(Table):
         return pages_for(position, self.page_size) - self.first_entry(position)
 
     def used(self, position: int) -> int:
+        """Slots of value in the last page that is kept of `position`."""
         return (position - 1) % self.page_size + 1
+
+    def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
+        size, first = self.page_size, self.first_entry(position)
+        for entry in range(first, first + self.span(position)):
+            yield entry * size, min((entry + 1) * size, position)
 
     def kept_units(self, position: int) -> int:
         return self.span(position)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tenuto.base.plan import Bytes
+from tenuto.memory.contents import Content
 from tenuto.memory.moves import Move
 from tenuto.memory.unit_files import UnitFile
 
@@ -17,16 +18,17 @@ ELSEWHERE: Place = 0, -1
 
 @dataclass(eq=False, slots=True)
 class StoredUnit:
-    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. The first `used` token slots of
-    a page are of value. `place`: where the same is on the device, as long as that is leased and of the same generation;
-    with a `move`, where it will be when that has arrived.
+    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. `place`: where the same is on
+    the device, as long as that is leased and of the same generation; with a `move`, where it will be when that has
+    arrived.
 
-    Invariant: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it and
-    the moves and writes that have it.
+    Invariants: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it and the moves and
+    writes that have it. `content` is what its session's tokens said when it was copied; row `row` of `file` is used
+    only if the file names a content that covers it.
     """
 
     group: int
-    used: int
+    content: Content
     size: int
     data: Bytes | None
     place: Place
@@ -39,10 +41,14 @@ class StoredUnit:
 
 @dataclass(eq=False, slots=True)
 class Parked:
-    """The memory of the first `position` tokens of a sequence, off the device: for each group the units, in order."""
+    """The memory of the first `position` tokens of a sequence, off the device: for each group the units, in order.
+    `trial`: it comes back even if that seems to take longer than computing it, so that this is measured again.
+    `pinned`: it never makes room for others, because an index for the next process lists it, or a thread reads it."""
 
     position: int
     units: list[list[StoredUnit]]
+    trial: bool = False
+    pinned: bool = False
 
     def __iter__(self) -> Iterator[StoredUnit]:
         return (unit for group in self.units for unit in group)
@@ -61,11 +67,3 @@ class Parked:
     def in_host(self) -> bool:
         """Whether some of it is in host memory."""
         return any(unit.data is not None for group in self.units for unit in group)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptUnits:
-    """What a session keeps of one group: `units`, of whose last one the first `used` slots are of value."""
-
-    units: Sequence[int]
-    used: int

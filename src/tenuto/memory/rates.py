@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from statistics import median_low
+
 
 class Rates:
-    """What moving and computing have cost so far, in seconds, as moving averages; `None` until measured."""
+    """The cost of moving and computing, in seconds: medians of the last measurements, so that a single slow one (a page
+    fault, a pause of the machine) decides nothing. `None` until measured.
 
-    WEIGHT = 0.2
+    A tier that seems too slow would never be measured again. So it is tried now and then all the same: see `retry`.
+    """
+
+    KEPT = 9
+    """Measurements of each kind."""
+    RETRIED = 16
+    """A tier is tried again after this many refusals."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self._recent: dict[str, deque[float]] = {}
+        self._refused: Counter[str] = Counter()
 
     def note(self, what: str, amount: int, seconds: float) -> None:
         """`amount` tokens or bytes took `seconds`."""
         if amount > 0 and seconds > 0:
-            new = seconds / amount
-            self._seconds[what] = (1 - self.WEIGHT) * self._seconds.get(what, new) + self.WEIGHT * new
+            self._recent.setdefault(what, deque(maxlen=self.KEPT)).append(seconds / amount)
 
     def get(self, what: str) -> float | None:
         """Seconds for one token or byte."""
-        return self._seconds.get(what)
+        recent = self._recent.get(what)
+        return median_low(recent) if recent else None
 
     def worth(self, tier: str, size: int, tokens: int) -> bool:
         """Whether bringing back `size` bytes from a tier takes less time than computing `tokens`. Nothing is ruled out
         before it is measured."""
-        copying, computing = self._seconds.get(tier), self._seconds.get("compute")
+        copying, computing = self.get(tier), self.get("compute")
         return copying is None or computing is None or size * copying < tokens * computing
+
+    def retry(self, tier: str) -> bool:
+        """Counts a refusal of a tier, and returns whether to use it nevertheless, to measure again."""
+        self._refused[tier] += 1
+        return self._refused[tier] % self.RETRIED == 0

@@ -7,7 +7,7 @@ from array import array
 
 import msgspec
 
-_MAGIC = b"tenuto snapshot 1\n"
+_MAGIC = b"tenuto snapshot 2\n"
 
 
 class SnapshotUnusable(Exception):
@@ -19,12 +19,19 @@ class SnapshotUnusable(Exception):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Units in rows [row, row + count) of file number `file`, the first `used` token slots of each of value."""
+    """Units in rows [row, row + count) of file number `file`. What each holds follows from the session's tokens, and
+    the file has to say the same."""
 
     file: int
     row: int
     count: int
-    used: int
+
+
+class SavedFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A file with `size` bytes of units."""
+
+    name: str
+    size: int
 
 
 class SavedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +56,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     identity: str
     unit_bytes: list[int]
     page_size: int
-    files: list[str]
+    files: list[SavedFile]
     sessions: list[SavedMemory]
 
     def encoded(self) -> bytes:
@@ -76,7 +83,7 @@ def decoded(data: bytes, identity: str, unit_bytes: list[int], page_size: int) -
         if (
             len(saved.tokens) % 4
             or len(saved.groups) != len(unit_bytes)
-            or any(run.file not in files or min(run.row, run.count - 1, run.used) < 0 for run in runs)
+            or any(run.file not in files or min(run.row, run.count - 1) < 0 for run in runs)
         ):
             raise SnapshotUnusable("damaged")
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import numpy as np
@@ -117,8 +117,8 @@ class StateTable(Table):
     def receive(self, units: Lease, holder: Holder) -> Lease:
         return units.transfer(holder)
 
-    def used(self, position: int) -> int:
-        return 1
+    def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
+        yield position, position
 
     def kept_units(self, position: int) -> int:
         return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import cast
 
@@ -12,11 +12,14 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
+from tenuto.memory.contents import Content, Contents, NamedUnit
+from tenuto.memory.lent import LentUnit, LentUnits
 from tenuto.memory.moves import Carrier, Job, Jobs, Move, Moves, Target, Write
-from tenuto.memory.parked import ELSEWHERE, KeptUnits, Parked, StoredUnit
+from tenuto.memory.parked import ELSEWHERE, Parked, StoredUnit
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.rates import Rates
-from tenuto.memory.snapshots import Run, SavedMemory, Snapshot, decoded
+from tenuto.memory.snapshots import SavedMemory, Snapshot, decoded
+from tenuto.memory.taken_over import FoundUnits, snapshot_of
 from tenuto.memory.unit_files import Disk, DiskFailed, UnitFile
 
 MAX_LEAVING = 2**29
@@ -29,8 +32,10 @@ class Tiers:
     """Parks and brings back memory. Parked memory that was used least recently leaves host memory for disk, and disk
     for nowhere. A unit that several parked sequences share is kept, moved and restored once.
 
-    Invariant: `host_used` is the size of all stored units with `data`, each of which belongs to some `Parked` of
-    `_in_host`, or is `leaving`.
+    Invariants: `host_used` is the size of all stored units with `data`, each of which belongs to some `Parked` of
+    `_in_host`, or is `leaving`. Every `Parked` is in `_in_host` or in `_on_disk`, each in the order of their last use.
+    `_file_bytes` is the size of all files that stored units refer to, and with `_leaving_bytes` never exceeds the
+    disk's budget. A stored unit is only used for a sequence whose tokens its content covers.
     """
 
     def __init__(
@@ -53,8 +58,8 @@ class Tiers:
         self._timer = timer
         self._identity = identity
         self._copies: dict[tuple[int, int], StoredUnit] = {}  # the last copy of each unit, by group and unit
-        self._parked: dict[Parked, None] = {}
         self._in_host: OrderedDict[Parked, None] = OrderedDict()  # those not moved to disk, least recently used first
+        self._on_disk: OrderedDict[Parked, None] = OrderedDict()  # the others, or on their way there
         self.moves = Moves(pools, copier, disk, carrier, timer)
         self._moving: dict[Move, list[StoredUnit]] = {}  # what each move under way brings
         self.writes: Jobs[Write] = Jobs(carrier)
@@ -63,80 +68,85 @@ class Tiers:
         self._carrier = carrier
         self.host_used = 0
         self.disk_used = 0
+        self._file_bytes = 0
         self.rates = Rates()
-        self.moved: Counter[str] = Counter()  # units, by where to: "host", "disk", "device"
+        self.moved: Counter[str] = (
+            Counter()
+        )  # units, by where to: "host", "disk", "device"; "nowhere": for want of room
         self.failures: Counter[str] = Counter()  # by cause
 
     def __len__(self) -> int:
-        return len(self._parked)
+        return len(self._in_host) + len(self._on_disk)
 
     def become(self, identity: str) -> None:
         """What is in units is of another `identity` from now on. Nothing is parked yet."""
-        if self._parked:
-            raise InvariantError(f"{len(self._parked)} sequences are parked of another identity")
+        if len(self):
+            raise InvariantError(f"{len(self)} sequences are parked of another identity")
         self._identity = identity
         if self._disk is not None:
             self._disk.become(identity)
 
     # -- parking
 
-    def park(self, position: int, kept: Sequence[KeptUnits]) -> Parked | None:
-        """Copy what a session keeps for its first `position` tokens; `None` if there is no room, copying failed or
-        computing it again is faster."""
-        size = sum(self._unit_size(group) * len(each.units) for group, each in enumerate(kept))
+    def park(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
+        """Copy what a session keeps for its first `position` tokens: units of each group, and what they hold. `None` if
+        there is no room, copying failed or computing it again is faster."""
+        size = sum(self._unit_size(group) * len(units) for group, units in enumerate(kept))
         tier = "host" if size <= self._host_bytes else "disk"
-        if (tier == "disk" and self._disk is None) or not self.rates.worth(tier, size, position):
+        if tier == "disk" and self._disk is None:
             return None
-        parked = self._copied(position, kept)
-        if parked is not None and not self._fit():
-            self.forget(parked)
-        return parked if parked in self._parked else None
+        worth = self.rates.worth(tier, size, position)
+        if not worth and not self.rates.retry(tier):
+            return None
+        parked = self._copied(position, kept, names)
+        if parked is not None:
+            parked.trial = not worth
+            if not self._fit():
+                self.forget(parked)
+        return parked if parked in self else None
 
-    def save(self, position: int, kept: Sequence[KeptUnits]) -> Parked | None:
+    def save(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
         """As `park`, but to disk in any case; `None` if that is not possible."""
-        parked = self._copied(position, kept)
+        parked = self._copied(position, kept, names)
         if parked is not None and not self.move_to_disk(parked):
             self.forget(parked)
             return None
         return parked
 
-    def _copied(self, position: int, kept: Sequence[KeptUnits]) -> Parked | None:
+    def _copied(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
         """In host memory, however much that takes."""
         parked = Parked(position, [])
         try:
-            for group, each in enumerate(kept):
-                parked.units.append(self._stored(group, each))
+            for group, (units, held) in enumerate(zip(kept, names, strict=True)):
+                parked.units.append(self._stored(group, units, held))
         except CopyFailed:
             self.failures["copy"] += 1
             self._discard(parked)
             return None
-        self._parked[parked] = self._in_host[parked] = None
+        self._in_host[parked] = None
         return parked
 
-    def hold(self, position: int, groups: Sequence[Sequence[Bytes]], used: Sequence[int]) -> Parked | None:
-        """Park what was never on the device: units of each group, of the last of which the first `used` slots are of
-        value. `None` if there is no room."""
+    def hold(self, position: int, groups: Sequence[Sequence[Bytes]], names: Contents) -> Parked | None:
+        """Park what was never on the device: units of each group, and what they hold. `None` if there is no room."""
         parked = Parked(position, [])
-        for group, (units, last) in enumerate(zip(groups, used, strict=True)):
-            slots = [self._page_size] * (len(units) - 1) + [last]
+        for group, (units, held) in enumerate(zip(groups, names, strict=True)):
             stored = [
-                StoredUnit(group, n, data.nbytes, data, ELSEWHERE, references=1)
-                for data, n in zip(units, slots, strict=False)
+                StoredUnit(group, content, data.nbytes, data, ELSEWHERE, references=1)
+                for data, content in zip(units, held, strict=True)
             ]
             self.host_used += _size(stored)
             parked.units.append(stored)
-        self._parked[parked] = self._in_host[parked] = None
+        self._in_host[parked] = None
         if not self._fit():
             self.forget(parked)
-        return parked if parked in self._parked else None
+        return parked if parked in self else None
 
     def _unit_size(self, group: int) -> int:
         return self._copier.unit_bytes(group)
 
-    def _stored(self, group: int, kept: KeptUnits) -> list[StoredUnit]:
-        pool, units = self._pools[group], list(kept.units)
-        used = [self._page_size] * (len(units) - 1) + [kept.used] if units else []
-        found = [self._copy_of(group, unit, n) for unit, n in zip(units, used, strict=True)]
+    def _stored(self, group: int, units: Sequence[int], held: Sequence[Content]) -> list[StoredUnit]:
+        pool = self._pools[group]
+        found = [self._copy_of(group, unit, content) for unit, content in zip(units, held, strict=True)]
         missing = [i for i, copy in enumerate(found) if copy is None]
         if missing:
             began = self._timer()
@@ -144,7 +154,7 @@ class Tiers:
             self.rates.note("park", data.nbytes, self._timer() - began)
             for row, i in enumerate(missing):
                 place = units[i], pool.generation[units[i]]
-                copy = StoredUnit(group, used[i], data[row].nbytes, data[row], place)
+                copy = StoredUnit(group, held[i], data[row].nbytes, data[row], place)
                 self._copies[group, units[i]] = found[i] = copy
                 self.host_used += copy.size
             self.moved["host"] += len(missing)
@@ -153,18 +163,25 @@ class Tiers:
             copy.references += 1
         return stored
 
-    def _copy_of(self, group: int, unit: int, used: int) -> StoredUnit | None:
-        """A copy of the unit as it is now, or was when no more than `used` of its slots were."""
+    def _copy_of(self, group: int, unit: int, content: Content) -> StoredUnit | None:
+        """A copy of the unit as it is now, if that has all of `content`. It may have less, where more slots of a page
+        have been filled since. Raises `InvariantError` if it has anything else."""
         copy = self._copies.get((group, unit))
-        current = copy is not None and copy.place == (unit, self._pools[group].generation[unit])
-        return copy if copy is not None and current and copy.references and copy.used >= used else None
+        if copy is None or not copy.references or copy.place != (unit, self._pools[group].generation[unit]):
+            return None
+        if copy.content.covers(content):
+            return copy
+        if not content.covers(copy.content):
+            raise InvariantError(f"unit {unit} of {self._pools[group].name} holds other tokens than its copy")
+        return None
 
     def _fit(self) -> bool:
         """Move the least recently used to disk, or nowhere, until host memory holds the rest, not counting what is on
         its way to disk. False if that failed."""
         while self._too_much and self._in_host:
             parked = next(iter(self._in_host))
-            if not self.rates.worth("disk", parked.size, parked.position) or not self._leave(parked):
+            worth = parked.trial or self.rates.worth("disk", parked.size, parked.position)
+            if not worth or not self._leave(parked):
                 self.forget(parked)
         return not self._too_much
 
@@ -173,19 +190,27 @@ class Tiers:
         return self.host_used - self._leaving_bytes > self._host_bytes
 
     def _leave(self, parked: Parked) -> bool:
-        """Have what of it is in host memory written to disk. False if there is none. Waits, if more than `MAX_LEAVING`
-        bytes would be on their way."""
+        """Have what of it is in host memory written to disk. False if there is none, or no room on it. Waits, if more
+        than `MAX_LEAVING` bytes would be on their way."""
         if self._disk is None:
             return False
         if self._leaving_bytes and self._leaving_bytes + _size(self._staying(parked)) > MAX_LEAVING:
             self.writes.wait()
             self.take_written()
         units = self._staying(parked)  # now, since those of a write that has failed stay, too
-        self._in_host.pop(parked, None)
+        if units and not self._make_room(_size(units), parked):
+            self.failures["full"] += 1
+            return False
+        if parked in self._in_host:
+            del self._in_host[parked]
+            self._on_disk[parked] = None
         if not units:
             return True
         units.sort(key=lambda unit: unit.group)
-        data = {group: [u.data for u in same if u.data is not None] for group, same in groupby(units, _group_of)}
+        data = {
+            group: [NamedUnit(u.content, u.data) for u in same if u.data is not None]
+            for group, same in groupby(units, _group_of)
+        }
         write = Write(data, self._disk, cast("Callable[[Job], None]", self.writes.tell))
         self._leaving[write] = units
         self._leaving_bytes += _size(units)
@@ -194,6 +219,23 @@ class Tiers:
             unit.references += 1
         self.writes.carry(write)
         self.take_written()
+        return True
+
+    def _make_room(self, size: int, parked: Parked | None = None) -> bool:
+        """Forget the least recently used memory on disk until `size` more bytes, of `parked`, fit. Pinned memory stays,
+        and so does memory on its way there. False if that is not enough."""
+        budget = self._disk.budget if self._disk is not None else 0
+        while self._file_bytes + self._leaving_bytes + size > budget:
+            victims = (
+                each
+                for each in self._on_disk
+                if each is not parked and not each.pinned and not any(unit.leaving for unit in each)
+            )
+            victim = next(victims, None) if size <= budget else None
+            if victim is None:
+                return False
+            self.moved["nowhere"] += sum(map(len, victim.units))
+            self.forget(victim)
         return True
 
     @staticmethod
@@ -209,19 +251,26 @@ class Tiers:
             for unit in units:
                 unit.leaving = False
             if file is not None:
-                self._on_disk(units, file)
+                self._arrived(units, file)
             else:
-                self.failures[write.failure] += 1
-                lost = set(units)
-                for parked in [each for each in self._parked if each not in self._in_host]:
-                    if not lost.isdisjoint(parked):
-                        self.forget(parked)
+                self._not_written(units, write.failure)
             for unit in units:
                 self._release(unit)
 
-    def _on_disk(self, units: Sequence[StoredUnit], file: UnitFile) -> None:
+    def _not_written(self, units: Sequence[StoredUnit], cause: str) -> None:
+        """Forget the memory that these units were part of. If the file system filled up before our budget did, also
+        forget the least recently used memory on disk, so that the next write finds room."""
+        self.failures[cause] += 1
+        lost = set(units)
+        for parked in [each for each in self._on_disk if not lost.isdisjoint(each)]:
+            self.forget(parked)
+        if cause == "full" and self._disk is not None:
+            self._make_room(max(0, self._disk.budget - self._file_bytes - self._leaving_bytes) + _size(units))
+
+    def _arrived(self, units: Sequence[StoredUnit], file: UnitFile) -> None:
         """The units, group by group, have been written to `file`."""
         file.wanted = len(units)
+        self._file_bytes += file.size
         for _, same in groupby(units, _group_of):
             for row, unit in enumerate(same):
                 unit.data, unit.file, unit.row = None, file, row
@@ -235,7 +284,7 @@ class Tiers:
             return False
         self.writes.wait()
         self.take_written()
-        return parked in self._parked
+        return parked in self
 
     # -- bringing back
 
@@ -258,17 +307,19 @@ class Tiers:
         there is one."""
         return [self._on_device(unit) for unit in parked.units[group][:count]]
 
-    def bring_back(self, parked: Parked, leases: Sequence[Lease]) -> list[Move]:
+    def bring_back(self, parked: Parked, leases: Sequence[Lease], names: Contents) -> list[Move]:
         """Have the first units of each group come to those of `leases`, where they are not yet: the moves to wait for.
-        What is on its way for somebody else is not moved again."""
+        What is on its way for somebody else is not moved again. `names`: what the units have to hold, by the tokens of
+        who gets them. Raises `InvariantError` if they hold anything else."""
+        _check(parked, names)
         moves: dict[Move, None] = {}
         moving: list[StoredUnit] = []
         targets: list[Target] = []
         for group, lease in enumerate(leases):
-            for stored, unit in zip(parked.units[group], lease.units, strict=False):
+            for stored, unit, content in zip(parked.units[group], lease.units, names[group], strict=False):
                 if self._on_device(stored) is None:
                     moving.append(stored)
-                    targets.append(Target(group, unit, stored.size, stored.data, stored.file, stored.row))
+                    targets.append(Target(group, unit, content, stored.size, stored.data, stored.file, stored.row))
                 elif stored.move is not None:
                     moves[stored.move] = None
         if targets:
@@ -305,45 +356,50 @@ class Tiers:
             del self._copies[unit.group, unit.place[0]]
         unit.place = ELSEWHERE
 
-    def copies(self, parked: Parked) -> list[list[Bytes]] | None:
-        """All its units, those read that are not in host memory. `None` if that failed."""
-        read: dict[StoredUnit, Bytes] = {}
-        try:
-            for (group, file), units in _by_place(parked).items():
-                if file is not None and self._disk is not None:
-                    found = self._disk.read(file, {group: [unit.row for unit in units]})
-                    read.update(zip(units, found[group], strict=True))
-        except DiskFailed as error:
-            self.failures[error.cause] += 1
-            self.forget(parked)
-            return None
-        return [[unit.data if unit.data is not None else read[unit] for unit in group] for group in parked.units]
+    def lend(self, parked: Parked, names: Contents) -> LentUnits:
+        """All its units, for another thread to read; they stay until `take_back`. `names`: see `bring_back`."""
+        _check(parked, names)
+        units = [
+            [LentUnit(each.group, content, each.data, each.file, each.row) for each, content in zip(*pair, strict=True)]
+            for pair in zip(parked.units, names, strict=True)
+        ]
+        lent = LentUnits(parked.position, self.share(parked, parked.position, names), units, self._disk)
+        lent.parked.pinned = True
+        return lent
+
+    def take_back(self, lent: LentUnits) -> None:
+        """The other thread is done with them."""
+        if lent.failure:
+            self.failures[lent.failure] += 1
+        self.forget(lent.parked)
 
     # -- references
 
     def use(self, parked: Parked) -> None:
-        """It was of use."""
-        if parked in self._in_host:
-            self._in_host.move_to_end(parked)
+        """It is of use."""
+        for kept in (self._in_host, self._on_disk):
+            if parked in kept:
+                kept.move_to_end(parked)
 
-    def share(self, parked: Parked, position: int, counts: Sequence[int]) -> Parked:
-        """A second one of the first `position` tokens: the first `counts` units of each group."""
-        shared = Parked(position, [stored[:n] for stored, n in zip(parked.units, counts, strict=True)])
-        for group in shared.units:
-            for unit in group:
-                unit.references += 1
-        self._parked[shared] = self._in_host[shared] = None
+    def share(self, parked: Parked, position: int, names: Contents) -> Parked:
+        """A second one of the first `position` tokens, with the first units of each group. `names`: see
+        `bring_back`."""
+        _check(parked, names)
+        shared = Parked(position, [stored[: len(held)] for stored, held in zip(parked.units, names, strict=True)])
+        for unit in shared:
+            unit.references += 1
+        (self._in_host if parked in self._in_host else self._on_disk)[shared] = None
         return shared
 
     def forget(self, parked: Parked) -> None:
         """It is not needed any more."""
-        if parked in self._parked:
-            del self._parked[parked]
+        if parked in self:
             self._in_host.pop(parked, None)
+            self._on_disk.pop(parked, None)
             self._discard(parked)
 
-    def __contains__(self, parked: Parked) -> bool:
-        return parked in self._parked
+    def __contains__(self, parked: Parked | None) -> bool:
+        return parked in self._in_host or parked in self._on_disk
 
     def _discard(self, parked: Parked) -> None:
         for group in parked.units:
@@ -364,12 +420,13 @@ class Tiers:
             self.disk_used -= unit.size
             unit.file.wanted -= 1
             if not unit.file.wanted and self._disk is not None:
+                self._file_bytes -= unit.file.size
                 self._disk.remove(unit.file)
             unit.file = None
 
     def audit(self) -> None:
         """Recount references and bytes. Raises `InvariantError`."""
-        found: Counter[StoredUnit] = Counter(u for parked in self._parked for group in parked.units for u in group)
+        found: Counter[StoredUnit] = Counter(chain.from_iterable((*self._in_host, *self._on_disk)))
         for units in (*self._moving.values(), *self._leaving.values()):
             found.update(units)
         host = sum(unit.size for unit in found if unit.data is not None)
@@ -380,6 +437,11 @@ class Tiers:
             raise InvariantError(
                 f"stored units: {host} bytes in host memory and {disk} on disk, "
                 f"counted as {self.host_used} and {self.disk_used}"
+            )
+        files = sum(file.size for file in {unit.file for unit in found if unit.file is not None})
+        if files != self._file_bytes or (self._disk is not None and files + self._leaving_bytes > self._disk.budget):
+            raise InvariantError(
+                f"files have {files} bytes, {self._leaving_bytes} are leaving; {self._file_bytes} noted"
             )
 
     # -- from one process to the next
@@ -393,23 +455,7 @@ class Tiers:
         if that failed."""
         if self._disk is None:
             return False
-        files: dict[UnitFile, int] = {}
-        sessions = [
-            SavedMemory(
-                tenant=tenant,
-                session=session,
-                tokens=tokens,
-                groups=[_runs(group, files) for group in parked.units],
-            )
-            for tenant, session, tokens, parked in saved
-        ]
-        snapshot = Snapshot(
-            identity=self._identity,
-            unit_bytes=self._unit_bytes(),
-            page_size=self._page_size,
-            files=[file.name for file in files],
-            sessions=sessions,
-        )
+        snapshot = snapshot_of(self._identity, self._unit_bytes(), self._page_size, saved)
         try:
             self._disk.write_index(snapshot.encoded())
         except DiskFailed as error:
@@ -426,51 +472,22 @@ class Tiers:
         return decoded(data, self._identity, self._unit_bytes(), self._page_size) if data is not None else None
 
     def take_over(
-        self, snapshot: Snapshot | None, wanted: Iterable[tuple[SavedMemory, int, Sequence[int]]]
+        self, snapshot: Snapshot | None, wanted: Iterable[tuple[SavedMemory, int, Contents]]
     ) -> list[Parked | None]:
-        """Go on with what is on disk: of each saved memory the first `counts` units of each group, for its first
-        `position` tokens; `None` for those whose files are gone. All else that is on disk is removed."""
+        """Go on with what is on disk: of each saved memory the first units of each group, which have to hold what the
+        session's tokens say, for its first `position` tokens; `None` for those whose files are gone. All else that is
+        on disk is removed. `wanted`: in the order of their last use."""
         if self._disk is None:
             return []
-        there = self._disk.files()
-        names = snapshot.files if snapshot is not None else []
-        files = [UnitFile(name, there[name], 0) if name in there else None for name in names]
-        units: dict[tuple[int, int, int], StoredUnit] = {}
-        taken = [self._taken_over(saved, position, counts, files, units) for saved, position, counts in wanted]
-        self._disk.take_over(file for file in files if file is not None and file.wanted)
-        return taken
-
-    def _taken_over(
-        self,
-        saved: SavedMemory,
-        position: int,
-        counts: Sequence[int],
-        files: Sequence[UnitFile | None],
-        units: dict[tuple[int, int, int], StoredUnit],
-    ) -> Parked | None:
-        """`units`: those that others have, too, by group, file and row."""
-        places = [
-            [(run, run.row + i) for run in runs for i in range(run.count)][:count]
-            for runs, count in zip(saved.groups, counts, strict=True)
-        ]
-        complete = all(len(found) == count for found, count in zip(places, counts, strict=True))
-        if not complete or any(files[run.file] is None for found in places for run, _ in found):
-            return None
-        parked = Parked(position, [[] for _ in places])
-        for group, found in enumerate(places):
-            for run, row in found:
-                file = files[run.file]
-                unit = units.get((group, run.file, row))
-                if unit is None and file is not None:
-                    unit = StoredUnit(group, run.used, self._unit_size(group), None, ELSEWHERE, file=file, row=row)
-                    units[group, run.file, row] = unit
-                    self.disk_used += unit.size
-                    file.wanted += 1
-                if unit is not None:
-                    unit.references += 1
-                    parked.units[group].append(unit)
-        self._parked[parked] = None
-        return parked
+        found = FoundUnits(snapshot, self._disk.files(), self._unit_bytes())
+        taken = [found.parked(saved, position, names) for saved, position, names in wanted]
+        self._on_disk.update((parked, None) for parked in taken if parked is not None)
+        kept = found.files_in_use
+        self.disk_used = _size(found.units.values())
+        self._file_bytes = sum(file.size for file in kept)
+        self._disk.take_over(kept)
+        self._make_room(0)  # the budget may be smaller than it was
+        return [parked if parked in self else None for parked in taken]
 
     def close(self, *, keep: bool = False) -> None:
         """Nothing is parked or brought back any more; see `Disk.close`. Moves under way are cancelled and waited
@@ -487,26 +504,9 @@ def _size(units: Iterable[StoredUnit]) -> int:
     return sum(unit.size for unit in units)
 
 
-def _by_place(parked: Parked) -> dict[tuple[int, UnitFile | None], list[StoredUnit]]:
-    """Its units by group and file; `None`: in host memory."""
-    places: dict[tuple[int, UnitFile | None], list[StoredUnit]] = {}
-    for unit in parked:
-        places.setdefault((unit.group, unit.file), []).append(unit)
-    return places
-
-
-def _runs(units: Sequence[StoredUnit], files: dict[UnitFile, int]) -> list[Run]:
-    """Where units on disk are; `files` numbers the files."""
-    places = [
-        (files.setdefault(unit.file, len(files)), unit.row - i, unit.used)
-        for i, unit in enumerate(units)
-        if unit.file is not None
-    ]
-    if len(places) < len(units):
-        raise InvariantError("a unit that is not on disk would be written down as if it were")
-    runs, start = [], 0
-    for (file, shift, used), same in groupby(places):
-        count = sum(1 for _ in same)
-        runs.append(Run(file, shift + start, count, used))
-        start += count
-    return runs
+def _check(parked: Parked, names: Contents) -> None:
+    """Raises `InvariantError` if its first units hold anything but `names`."""
+    for stored, held in zip(parked.units, names, strict=True):
+        wrong = (unit for unit, content in zip(stored, held, strict=False) if not unit.content.covers(content))
+        if len(held) > len(stored) or next(wrong, None) is not None:
+            raise InvariantError(f"what is parked of {parked.position} tokens is of other tokens")

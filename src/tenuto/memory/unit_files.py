@@ -1,4 +1,4 @@
-"""The disk tier: copies of units in files, which nobody trusts before their checksums have been compared."""
+"""The disk tier: copies of units in files, used only after their names and checksums have been compared."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
+import stat
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,10 +23,11 @@ from safetensors.numpy import save_file
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Bytes
-from tenuto.base.private import create_private, make_private_directory, open_private
+from tenuto.base.private import create_private, make_private_directory, open_private, open_regular
+from tenuto.memory.contents import Content, NamedUnit
 
 FORMAT = "tenuto units"
-VERSION = "1"
+VERSION = "2"
 SUFFIX = ".units"
 INDEX = "sessions.index"
 LOCK = "tenuto.lock"
@@ -32,11 +35,25 @@ READERS = 2
 """Threads that read and check."""
 PIECE = 2**22
 """Bytes that one of them reads at once."""
+MAX_HEADER = 100_000_000
+"""Bytes; the format allows no more."""
 _LENGTH = 8
+_UNREADABLE = (
+    OSError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+)
+"""What reading a file with anything in it may raise."""
 
 
 class DiskFailed(Exception):
-    """Units could not be written or read; `cause`: "full", "write", "read", "foreign" or "checksum"."""
+    """Units could not be written or read; `cause`: "full", "write", "read", "foreign" (of another model), "content" (of
+    other tokens) or "checksum"."""
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
@@ -55,16 +72,22 @@ class UnitFile:
 class Disk(Protocol):
     """Where files of units are. Several threads may read and write at once."""
 
+    @property
+    def budget(self) -> int:
+        """Bytes of units that there may be."""
+        ...
+
     def become(self, identity: str) -> None:
         """What is written from now on is of another `identity`; nothing older is read again."""
         ...
 
-    def write(self, units: Mapping[int, Sequence[Bytes]]) -> UnitFile:
-        """Write units by group, each uint8 [bytes a unit]. Raises `DiskFailed`, having kept nothing."""
+    def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
+        """Write units by group. Raises `DiskFailed`, having kept nothing."""
         ...
 
-    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Bytes]]:
-        """Some units of a file, by group and their numbers in it. Raises `DiskFailed`."""
+    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
+        """Some units of a file, by group and their numbers in it, with the contents that the file names. `read_units`
+        compares these. Raises `DiskFailed`."""
         ...
 
     def remove(self, file: UnitFile) -> None:
@@ -92,18 +115,29 @@ class Disk(Protocol):
         ...
 
 
+def read_units(disk: Disk, file: UnitFile, group: int, wanted: Sequence[tuple[int, Content]]) -> list[Bytes]:
+    """Units of a group by their numbers in a file, if they have the wanted contents. All reads go through here: only
+    the file itself says what its units hold, not its name and not an index. Raises `DiskFailed`."""
+    found = disk.read(file, {group: [row for row, _ in wanted]})[group]
+    for (row, content), unit in zip(wanted, found, strict=True):
+        if not unit.content.covers(content):
+            raise DiskFailed("content", f"unit {row} of group {group} in {file.name} holds the state of other tokens")
+    return [unit.data for unit in found]
+
+
 class UnitFiles:
     """A `Disk` in a directory that one process uses at a time, at most `budget` bytes of units.
 
     A file has for each group a tensor `group N`, uint8 [units, bytes a unit], in the safetensors format, whose metadata
-    gives the format, its version, what the units are of (`identity`) and a CRC-32 of every unit. Files never change,
-    and no name is used twice, so that an old index never leads to other units than those it was written for.
+    gives the format, its version, what the units are of (`identity`), what each holds (`Content.name`) and a CRC-32 of
+    every unit with that name. Files never change, and no name of a file is used twice, so an old index leads to the
+    units that it was written for, or to none.
     """
 
     def __init__(self, directory: Path, budget: int, identity: str = "") -> None:
         """Files that another process has left stay until `take_over`. Raises `ConfigError`."""
         self._directory = directory
-        self._budget = budget
+        self.budget = budget
         self._identity = identity
         self._used = 0
         self._counting = threading.Lock()  # of `_used`: one thread writes while another removes
@@ -123,71 +157,91 @@ class UnitFiles:
         """See `Disk.become`."""
         self._identity = identity
 
-    def write(self, units: Mapping[int, Sequence[Bytes]]) -> UnitFile:
+    def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
         """See `Disk.write`."""
-        size = sum(unit.nbytes for group in units.values() for unit in group)
+        size = sum(unit.data.nbytes for group in units.values() for unit in group)
         with self._counting:
-            if self._used + size > self._budget:
-                raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self._budget}")
+            if self._used + size > self.budget:
+                raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self.budget}")
             self._used += size
         path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
         try:
-            tensors = {f"group {group}": np.stack(list(rows)) for group, rows in units.items() if rows}
-            sums = {name: [zlib.crc32(row) for row in rows] for name, rows in tensors.items()}
+            tensors = {_tensor(group): np.stack([row.data for row in rows]) for group, rows in units.items() if rows}
+            names = {_tensor(group): [row.content.name for row in rows] for group, rows in units.items() if rows}
+            sums = {
+                name: [_checksum(row.content, data) for row, data in zip(units[group], tensors[name], strict=True)]
+                for group, name in ((group, _tensor(group)) for group, rows in units.items() if rows)
+            }
             create_private(path)  # not every version of safetensors does
             save_file(
                 tensors,
                 path,
-                {"format": FORMAT, "version": VERSION, "identity": self._identity, "checksums": json.dumps(sums)},
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "identity": self._identity,
+                    "contents": json.dumps(names),
+                    "checksums": json.dumps(sums),
+                },
             )
         except (OSError, SafetensorError, MemoryError) as error:
             self._unlink(path)
             self._gave_back(size)
-            raise DiskFailed("write", f"{path} could not be written: {error}") from error
+            cause = "full" if self._lacks(size) else "write"
+            raise DiskFailed(cause, f"{path} could not be written: {error}") from error
         return UnitFile(path.name, size, sum(map(len, tensors.values())))
 
-    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[Bytes]]:
+    def _lacks(self, size: int) -> bool:
+        """Whether the file system has no room for so many bytes."""
+        with suppress(OSError):
+            return shutil.disk_usage(self._directory).free < size
+        return False
+
+    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
         """See `Disk.read`."""
         path = self._directory / file.name
         try:
-            with path.open("rb", buffering=0) as opened:
+            with open_regular(path) as opened:
                 header, begin = _header(opened)
                 metadata = header["__metadata__"]
                 if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
                     raise DiskFailed("read", f"{path} is of another format or version")
                 if metadata.get("identity") != self._identity:
                     raise DiskFailed("foreign", f"{path} has units of another model")
-                sums = json.loads(metadata["checksums"])
-                return {
-                    group: self._units(opened.fileno(), begin, header[f"group {group}"], wanted, sums[f"group {group}"])
-                    for group, wanted in rows.items()
-                }
-        except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+                sums, names = json.loads(metadata["checksums"]), json.loads(metadata["contents"])
+                found: dict[int, list[NamedUnit]] = {}
+                for group, wanted in rows.items():
+                    tensor = _tensor(group)
+                    expected = [(Content.named(names[tensor][row]), int(sums[tensor][row])) for row in wanted]
+                    place = _Place(opened.fileno(), begin, header[tensor], file.size)
+                    found[group] = self._units(place, wanted, expected)
+                return found
+        except _UNREADABLE as error:
             raise DiskFailed("read", f"{path} could not be read: {error}") from error
 
-    def _units(
-        self, file: int, begin: int, tensor: dict[str, Any], rows: Sequence[int], sums: Sequence[int]
-    ) -> list[Bytes]:
-        """The units numbered `rows` of a tensor, uint8 [units, bytes]. Some are read while others are compared with
-        their checksums. Raises `DiskFailed` if one is damaged."""
-        size = int(tensor["shape"][1])
-        start = begin + int(tensor["data_offsets"][0])
-        if start + (max(rows, default=-1) + 1) * size > os.fstat(file).st_size:
+    def _units(self, place: _Place, rows: Sequence[int], expected: Sequence[tuple[Content, int]]) -> list[NamedUnit]:
+        """The units numbered `rows` of a tensor, which should have these contents and checksums. Some are read while
+        others are compared. Raises `DiskFailed` if one is damaged."""
+        file, start, size = place.file, place.start, place.unit_size
+        if min([start, *rows]) < 0 or start + (max(rows, default=-1) + 1) * size > os.fstat(file).st_size:
             raise ValueError("it ends before the units that it should have")
+        if len(rows) * size > place.most:
+            raise ValueError("its units are larger than those that were written")
         units = np.empty((len(rows), size), np.uint8)
 
         def take(first: int) -> bool:
             """Read the units from the `first` on of `PIECE` bytes, or one; False if one is damaged."""
             piece = slice(first, first + step)
             for unit, row in zip(units[piece], rows[piece], strict=True):
-                if not 0 <= row < len(sums) or os.preadv(file, [unit.data], start + row * size) < size:
+                if os.preadv(file, [unit.data], start + row * size) < size:
                     raise ValueError(f"it has no unit {row}")
-            return all(zlib.crc32(unit) == sums[row] for unit, row in zip(units[piece], rows[piece], strict=True))
+            pairs = zip(units[piece], expected[piece], strict=True)
+            return all(_checksum(content, unit) == checksum for unit, (content, checksum) in pairs)
 
         step = max(1, PIECE // max(1, size))
         if not all(self._readers.map(take, range(0, len(rows), step))):
             raise DiskFailed("checksum", "a file of units is damaged")
-        return list(units)
+        return [NamedUnit(content, unit) for (content, _), unit in zip(expected, units, strict=True)]
 
     def remove(self, file: UnitFile) -> None:
         """See `Disk.remove`."""
@@ -218,21 +272,27 @@ class UnitFiles:
     def read_index(self) -> bytes | None:
         """See `Disk.read_index`."""
         try:
-            return (self._directory / INDEX).read_bytes()
+            with open_regular(self._directory / INDEX) as file:
+                return file.read()
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise DiskFailed("read", f"{self._directory / INDEX} could not be read: {error}") from error
 
     def files(self) -> dict[str, int]:
         """See `Disk.files`."""
-        return {path.name: path.stat().st_size for path in self._directory.glob(f"*{SUFFIX}")}
+        found = {path.name: path.lstat() for path in self._paths()}
+        return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
+
+    def _paths(self) -> Iterator[Path]:
+        """Everything that is named like a file of units."""
+        return self._directory.glob(f"*{SUFFIX}")
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
         """See `Disk.take_over`."""
         taken = {file.name: file.size for file in files}
         self._used += sum(taken.values())
-        self._remove(self.files().keys() - taken.keys())
+        self._remove({path.name for path in self._paths()} - taken.keys())
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -241,14 +301,42 @@ class UnitFiles:
     def close(self, *, keep: bool = False) -> None:
         """See `Disk.close`."""
         if not keep:
-            self._remove([*self.files(), INDEX])
+            self._remove([*(path.name for path in self._paths()), INDEX])
         self._readers.shutdown()
         os.close(self._lock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The units of one group in an open file. `begin`: where tensors begin. `most`: bytes of units in the file."""
+
+    file: int
+    begin: int
+    tensor: dict[str, Any]
+    most: int
+
+    @property
+    def start(self) -> int:
+        """Where its first unit is."""
+        return self.begin + int(self.tensor["data_offsets"][0])
+
+    @property
+    def unit_size(self) -> int:
+        return int(self.tensor["shape"][1])
+
+
+def _tensor(group: int) -> str:
+    return f"group {group}"
+
+
+def _checksum(content: Content, data: Bytes) -> int:
+    """Of a unit and what it holds: neither can be exchanged without the other."""
+    return zlib.crc32(data.data, zlib.crc32(content.before + content.tokens))
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, and where its tensors begin. Raises `ValueError`."""
     length = int.from_bytes(file.read(_LENGTH), "little")
-    if length > os.fstat(file.fileno()).st_size - _LENGTH:
-        raise ValueError("its header is truncated")
+    if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size - _LENGTH):
+        raise ValueError("its header is truncated, or too long")
     return json.loads(file.read(length)), _LENGTH + length

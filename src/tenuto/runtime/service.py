@@ -52,6 +52,7 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.journaling import JournalWriter
 from tenuto.engine.loop import EngineLoop
 from tenuto.engine.rendering import Renderer
+from tenuto.memory.lent import LentUnits
 from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.models import Model, build_engine, load_model, server_budget
@@ -183,14 +184,17 @@ class Service:
         """Write a session and its state to a file, and answer with the session. The state is copied between two steps;
         the file is written beside them. In the lane for files, so that there is one copy at a time."""
 
-        def take(engine: Engine) -> tuple[SessionDocument, CopiedState]:
+        def take(engine: Engine) -> tuple[SessionDocument, CopiedState | LentUnits]:
             return self._dispatcher.execute(request), engine.state(request.session, request.tenant)
 
         self._lanes.files.put(
             0, lambda: self._told(request, lambda: self._written(path, *self._loop.execute(take).result()))
         )
 
-    def _written(self, path: Path, document: SessionDocument, state: CopiedState) -> SessionDocument:
+    def _written(self, path: Path, document: SessionDocument, state: CopiedState | LentUnits) -> SessionDocument:
+        if isinstance(state, LentUnits):
+            lent, state = state, state.read()
+            self._loop.call(lambda engine: engine.states.take_back(lent))
         signed = document.signed(self._fingerprint)
         spec = self._model.executor.spec
         write_state_file(path, signed, self._identity, spec.page_size, self._engine.states.unit_bytes, state)

@@ -4,7 +4,7 @@ disk."""
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from tenuto.base.plan import Bytes
+from tenuto.memory.contents import NamedUnit
 from tenuto.memory.unit_files import UnitFile, UnitFiles
 from tenuto.session.changes import Change
 from tenuto.session.journal import Journal
@@ -24,7 +24,7 @@ def _write_slowly(journal: Journal, changes: Iterable[Change]) -> None:
 Journal.write = _write_slowly  # type: ignore[method-assign, assignment]
 
 
-def _write_units_slowly(files: UnitFiles, units: Mapping[int, Sequence[Bytes]]) -> UnitFile:
+def _write_units_slowly(files: UnitFiles, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
     time.sleep(SECONDS)
     return _write_units(files, units)
 

@@ -1,0 +1,64 @@
+"""Names for the content of units. A copy carries its name when it leaves the device, and every reader compares it with
+the name of the content it asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from tenuto.base.plan import Bytes
+
+_DIGEST = 16
+_TOKEN = 4
+"""Bytes of a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The state of `tokens` (int32; empty for a state slot) after certain earlier tokens of a tenant. `before` is a
+    digest of the tenant and of those earlier tokens, so it also fixes the position of `tokens`."""
+
+    before: bytes
+    tokens: bytes
+
+    def covers(self, other: Content) -> bool:
+        """Whether a unit with this content serves as one with `other`, past whose slots anything may be."""
+        return self.before == other.before and self.tokens.startswith(other.tokens)
+
+    @property
+    def name(self) -> str:
+        """The name in files."""
+        return (self.before + self.tokens).hex()
+
+    @classmethod
+    def named(cls, name: str) -> Content:
+        """The content with this name. Raises `ValueError` if the name is malformed."""
+        data = bytes.fromhex(name)
+        if len(data) < _DIGEST or len(data) % _TOKEN:
+            raise ValueError("malformed name of a unit's content")
+        return cls(data[:_DIGEST], data[_DIGEST:])
+
+
+Contents = Sequence[Sequence[Content]]
+"""The contents of units, by group."""
+
+
+class NamedUnit(NamedTuple):
+    """A copy of a unit, uint8 [bytes a unit], and its content."""
+
+    content: Content
+    data: Bytes
+
+
+def contents(tenant: str, tokens: bytes, ranges: Iterable[tuple[int, int]]) -> list[Content]:
+    """The contents of units that hold these `ranges`, in ascending order, of a tenant's `tokens` (int32)."""
+    owner = tenant.encode()
+    digest = blake2b(len(owner).to_bytes(8, "little") + owner, digest_size=_DIGEST)
+    found, done = [], 0
+    for begin, end in ranges:
+        digest.update(tokens[_TOKEN * done : _TOKEN * begin])
+        found.append(Content(digest.digest(), tokens[_TOKEN * begin : _TOKEN * end]))
+        done = begin
+    return found

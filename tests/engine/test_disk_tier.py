@@ -1,0 +1,319 @@
+"""A file on disk is used only if it names the wanted content, and a full disk gives up the least recently used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.base.errors import InvariantError
+from tenuto.engine.parking import Parking
+from tenuto.memory.contents import contents
+from tenuto.memory.lent import LentUnits
+from tenuto.memory.rates import Rates
+from tenuto.memory.unit_files import INDEX, SUFFIX, UnitFiles
+from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix
+from tests.present import present
+
+UNIT = 16 * PAGE
+"""Bytes of a page of full attention on the witness."""
+
+
+def make(tier: Path, mix: Any = (FULL,), **options: Any) -> Stage:
+    disk = UnitFiles(tier, options.pop("budget", 10**7), "a model")
+    return Stage(mix, **{"units": 120, "token_budget": 64, "disk": disk, "identity": "a model", **options})
+
+
+def parking(stage: Stage) -> Parking:
+    return present(stage.engine.parking)
+
+
+def park(stage: Stage, *names: str) -> None:
+    for name in names:
+        stage.engine.lifecycle.drop(stage.engine.sessions.get(name))
+
+
+def parked(stage: Stage) -> list[str]:
+    return [session.id for session in stage.engine.sessions if parking(stage).has(session)]
+
+
+def told(stage: Stage, *names: str, tokens: int = 30) -> None:
+    """Sessions with different histories, parked one after the other."""
+    for number, name in enumerate(names):
+        stage.open(name)
+        stage.say(name, count_from(number + 1, tokens), 2)
+        stage.play()
+        park(stage, name)
+
+
+def goes_on(stage: Stage, name: str, tenant: str = "") -> int:
+    """The session says what it should; how many tokens were cached."""
+    history = list(stage.engine.sessions.get(name, tenant).history)
+    turn = stage.say(name, [7], 3, tenant)
+    stage.play()
+    stage.engine.audit()
+    assert list(turn.output) == continuation([*history, 7], 3)
+    return present(turn.result).usage.cached
+
+
+def exchange(tier: Path) -> None:
+    """Every file gets the name of another."""
+    files = sorted(tier.glob(f"*{SUFFIX}"))
+    assert len(files) > 1
+    contents = [path.read_bytes() for path in files]
+    for path, content in zip(files, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+
+
+# -- files that changed places
+
+
+@every_mix
+def test_files_that_changed_places_are_not_taken_for_each_other(mix, tmp_path: Path) -> None:
+    stage = make(tmp_path, mix)
+    told(stage, "a", "b", "c")
+    exchange(tmp_path)
+    assert [goes_on(stage, name) for name in "abc"] == [0, 0, 0]
+    assert parking(stage).tiers.failures == {"content": 3}
+    assert parking(stage).recomputed == {"unreadable": 3}
+
+
+@every_mix
+def test_files_that_changed_places_between_two_processes_are_not_taken_for_each_other(mix, tmp_path: Path) -> None:
+    stage = make(tmp_path, mix)
+    told(stage, "a", "b")
+    saved = [session.saved() for session in stage.engine.sessions]
+    stage.engine.save()
+    stage.engine.end(keep=True)
+    exchange(tmp_path)
+    stage = make(tmp_path, mix)
+    for each in saved:
+        stage.engine.restore(each)
+    stage.engine.recover()
+    assert [goes_on(stage, name) for name in "ab"] == [0, 0]
+    assert parking(stage).tiers.failures == {"content": 2}
+
+
+@every_mix
+def test_a_tenant_is_not_given_what_another_has_said_word_for_word(mix, tmp_path: Path) -> None:
+    stage = make(tmp_path, mix)
+    for tenant in ("one", "two"):
+        session = stage.open("s", tenant=tenant)
+        stage.say("s", count_from(3, 30), 2, tenant)
+        stage.play()
+        stage.engine.lifecycle.drop(session)
+    exchange(tmp_path)
+    assert [goes_on(stage, "s", tenant) for tenant in ("one", "two")] == [0, 0]
+    assert parking(stage).tiers.failures == {"content": 2}
+
+
+def test_rows_within_a_file_that_changed_places_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """Two forks whose last pages begin alike and then differ have these in one file each."""
+    stage = make(tmp_path)
+    told(stage, "s", tokens=17)
+    for name, token in (("s", 1), ("fork", 2)):
+        if name == "fork":
+            stage.engine.fork("s", position=18, child="fork")
+        stage.append(name, [token])
+        stage.play()
+        park(stage, name)
+    exchange(tmp_path)
+    for name in ("s", "fork"):
+        assert goes_on(stage, name) < 19
+
+
+def test_a_session_is_exported_without_state_that_is_not_its_own(tmp_path: Path) -> None:
+    stage = make(tmp_path)
+    told(stage, "a", "b")
+    exchange(tmp_path)
+    lent = stage.engine.state("a")
+    assert isinstance(lent, LentUnits)
+    state = lent.read()
+    stage.engine.states.take_back(lent)
+    assert (state.position, parking(stage).tiers.failures) == (0, {"content": 1})
+    stage.engine.audit()
+
+
+def test_what_is_parked_is_compared_with_the_tokens_of_who_gets_it(tmp_path: Path) -> None:
+    """A mistake of ours in memory ends with a report, not with a wrong answer."""
+    stage = make(tmp_path)
+    told(stage, "a", "b")
+    a, b = (stage.engine.sessions.get(name) for name in "ab")
+    known = parking(stage)._sessions
+    known[a], known[b] = known[b], known[a]
+    stage.say("a", [7], 3)
+    with pytest.raises(InvariantError, match="of other tokens"):
+        stage.play()
+
+
+def test_a_name_says_tenant_position_and_tokens() -> None:
+    tokens = bytes(range(48))
+    (first, second) = contents("t", tokens, [(0, 4), (4, 7)])
+    (shorter,) = contents("t", tokens, [(4, 6)])
+    assert second.covers(shorter)
+    assert not shorter.covers(second)
+    for tenant, given, at in (("u", tokens, (4, 6)), ("t", tokens[4:] + tokens[:4], (4, 6)), ("t", tokens, (8, 9))):
+        assert not second.covers(contents(tenant, given, [at])[0])
+    assert not first.covers(second)
+    assert type(first).named(first.name) == first
+
+
+# -- what is no file of units at all
+
+
+@pytest.mark.parametrize("make_it", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_not_waited_for(make_it: Callable[[Path], None], tmp_path: Path) -> None:
+    stage = make(tmp_path)
+    told(stage, "a")
+    (path,) = tmp_path.glob(f"*{SUFFIX}")
+    path.unlink()
+    make_it(path)
+    assert goes_on(stage, "a") == 0
+    assert parking(stage).tiers.failures == {"read": 1}
+    stage.engine.end(keep=True)
+    index = tmp_path / INDEX
+    index.unlink(missing_ok=True)
+    make_it(index)
+    stage = make(tmp_path)
+    stage.engine.recover()
+    assert present(stage.engine.snapshots).counts["unreadable"] == 1
+
+
+def test_no_memory_is_taken_for_a_file_that_says_that_it_is_huge(tmp_path: Path) -> None:
+    stage = make(tmp_path)
+    told(stage, "a", "b")
+    first, second = tmp_path.glob(f"*{SUFFIX}")
+    os.truncate(first, 2**42)
+    os.truncate(second, 2**42)
+    with second.open("r+b") as file:
+        file.write((2**41).to_bytes(8, "little"))
+    assert sorted(goes_on(stage, name) for name in "ab") == [0, 31]
+    assert parking(stage).tiers.failures == {"read": 1}
+
+
+# -- room
+
+
+def test_a_full_disk_gives_up_what_was_used_least_recently(tmp_path: Path) -> None:
+    stage = make(tmp_path, budget=47 * UNIT)
+    names = [f"s{i}" for i in range(10)]
+    told(stage, *names)  # of 8 pages each
+    assert parked(stage) == names[5:]
+    for name in (names[5], names[6], names[5]):
+        assert goes_on(stage, name) > 0
+        park(stage, name)
+    stage.open("new")
+    stage.say("new", count_from(50, 60), 2)
+    stage.play()
+    park(stage, "new")
+    assert parked(stage) == [names[5], names[6], names[9], "new"]
+    assert parking(stage).tiers.moved["nowhere"] > 0
+    assert not parking(stage).tiers.failures
+    stage.engine.audit()
+
+
+def test_a_session_that_the_disk_could_never_hold_pushes_nobody_out(tmp_path: Path) -> None:
+    stage = make(tmp_path, budget=20 * UNIT)
+    told(stage, "a", "b")
+    told(stage, "large", tokens=100)
+    assert parked(stage) == ["a", "b"]
+    assert parking(stage).tiers.failures == {"full": 1}
+    assert goes_on(stage, "large") == 0
+
+
+def test_a_file_system_that_fills_up_gives_up_what_was_used_least_recently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make(tmp_path)
+    told(stage, "a", "b", "c")
+
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("tenuto.memory.unit_files.save_file", no_room)
+        full.setattr(UnitFiles, "_lacks", lambda *_: True)
+        told(stage, "d")
+    assert parked(stage) == ["b", "c"]
+    assert parking(stage).tiers.failures == {"full": 1}
+    told(stage, "e")
+    assert parked(stage) == ["b", "c", "e"]
+    stage.engine.audit()
+
+
+def test_a_snapshot_for_which_the_disk_is_too_small_has_the_sessions_that_were_used_last(tmp_path: Path) -> None:
+    stage = make(tmp_path, budget=24 * UNIT)
+    told(stage, "a", "b", "c")
+    stage.clock.advance(1.0)
+    for number, name in enumerate(("d", "e")):
+        stage.open(name)
+        stage.say(name, count_from(10 + number, 30), 2)
+        stage.play()
+        stage.clock.advance(1.0)
+    saved = [session.saved() for session in stage.engine.sessions]
+    stage.engine.save()
+    assert present(stage.engine.snapshots).counts == {"saved": 3}
+    stage.engine.end(keep=True)
+    stage = make(tmp_path, budget=24 * UNIT)
+    for each in saved:
+        stage.engine.restore(each)
+    stage.engine.recover()
+    assert set(parked(stage)) > {"d", "e"}
+    assert [goes_on(stage, name) for name in ("d", "e")] == [31, 31]
+
+
+def test_a_tier_that_has_become_smaller_keeps_what_was_used_last(tmp_path: Path) -> None:
+    stage = make(tmp_path)
+    told(stage, "a", "b", "c")
+    saved = []
+    for session, used in zip(stage.engine.sessions, (3.0, 1.0, 2.0), strict=True):
+        session.last_turn_end = used
+        saved.append((session.saved(), used))
+    stage.engine.save()
+    stage.engine.end(keep=True)
+    stage = make(tmp_path, budget=20 * UNIT)
+    for each, used in saved:
+        stage.engine.restore(each).last_turn_end = used
+    stage.engine.recover()
+    assert parked(stage) == ["a", "c"]
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 2
+    stage.engine.audit()
+
+
+# -- what is worth moving
+
+
+def test_one_slow_copy_rules_nothing_out() -> None:
+    rates = Rates()
+    rates.note("compute", 1, 1.0)
+    for seconds in (0.5, 0.5, 1000.0, 0.5):
+        rates.note("disk", 1, seconds)
+        assert rates.worth("disk", 1, 1)
+    for _ in range(rates.KEPT):
+        rates.note("disk", 1, 1000.0)
+    assert not rates.worth("disk", 1, 1)
+
+
+def test_a_tier_that_was_ruled_out_is_measured_again(tmp_path: Path) -> None:
+    stage = make(tmp_path, (FULL, STATE))
+    rates = parking(stage).tiers.rates
+    for _ in range(rates.KEPT):
+        rates.note("compute", 1, 1.0)
+        rates.note("disk", 1, 1000.0)
+    restored = []
+    told(stage, "s")
+    for _ in range(rates.RETRIED * rates.KEPT):
+        cached = goes_on(stage, "s")
+        restored.append(cached > 0)
+        if cached:
+            rates.note("disk", 1, 1e-6)  # it is fast by now
+        if len(stage.engine.sessions.get("s").history) > 150:
+            stage.engine.rewind("s", position=30)
+        park(stage, "s")
+        if restored[-3:] == [True] * 3:
+            break
+    assert restored[-3:] == [True] * 3
+    assert restored[: rates.RETRIED - 1] == [False] * (rates.RETRIED - 1)
