@@ -11,7 +11,7 @@ import pytest
 from tenuto.base.config import EngineConfig
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.plan import Plan, StepResult
+from tenuto.base.plan import Ints, Plan, StepResult
 from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor
@@ -23,6 +23,7 @@ from tenuto.session.session import Session, Turn
 from tenuto.text.masks import Masks
 from tests.carriers import AtOnce
 from tests.clock import ManualClock
+from tests.readers import check_writes, known_histories
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 VOCABULARY = 997
@@ -39,12 +40,17 @@ every_overlap = pytest.mark.parametrize("overlap", [0, 1], ids=["in turn", "over
 
 
 class Recorder(WitnessExecutor):
-    """A witness that keeps the plans it was given."""
+    """A witness that keeps the plans it was given. Told its engine, it knows all histories and checks what each plan is
+    about to write."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.plans: list[Plan] = []
         self.collected = 0
+        self.engine: Engine | None = None
+
+    def histories(self, plan: Plan) -> list[Ints] | None:
+        return known_histories(self.engine, plan) if self.engine is not None else None
 
     @property
     def collecting(self) -> Plan:
@@ -53,6 +59,8 @@ class Recorder(WitnessExecutor):
 
     def submit(self, plan: Plan) -> None:
         self.plans.append(plan)
+        if self.engine is not None:
+            check_writes(self.engine, plan)
         super().submit(plan)
 
     def collect(self) -> StepResult:
@@ -106,6 +114,7 @@ class Stage:
             carrier=carrier or AtOnce(),
             identity=identity,
         )
+        self.executor.engine = self.engine
 
     # -- sessions
 

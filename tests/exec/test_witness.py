@@ -511,3 +511,20 @@ def test_an_input_token_is_certain_if_the_witness_would_have_said_it() -> None:
         TokenLogprob(likely, 0.0, (Candidate(likely, 0.0),)),
         TokenLogprob((after + 1) % VOCABULARY, LEAST_LOGPROB, (Candidate(after, 0.0),)),
     ]
+
+
+@paged
+@pytest.mark.parametrize("known", [9, 7], ids=["all", "but the last, which is in flight"])
+def test_a_page_that_is_consistent_and_not_of_the_history_is_named_with_its_token(kind: Kind, known: int) -> None:
+    bench = Bench(kind)
+    mine, others = list(range(100, 109)), [*range(100, 106), 900, 901, 902]
+    bench.run((0, 0, mine, 1))
+    bench.run((0, 6, others[6:], 1))  # somebody else goes on in the page as if it were his
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.witness, "histories", lambda plan: [ints(mine[:known])])
+        with pytest.raises(
+            InvariantError, match="reads token 900 at position 6, slot 2 of page 1; its history has 106"
+        ):
+            bench.run((0, 9, [5], 1))
+        patch.setattr(bench.witness, "histories", lambda plan: [ints(others[:known])])
+        bench.run((0, 9, [5], 1))

@@ -10,6 +10,7 @@ import numpy as np
 from tenuto.base.errors import StepFailed
 from tenuto.base.plan import Bytes, Ints, Plan, StepResult
 from tenuto.exec.witness import WitnessExecutor
+from tests.readers import SlotWritten, check_writes, known_histories
 from tests.sim import internals
 from tests.sim.letters import VOCAB
 from tests.sim.slots import Needed
@@ -34,9 +35,16 @@ class CheckedExecutor(WitnessExecutor):
         world = self._world
         self.members[plan.step] = world.planned(plan)
         self.tokens += int(plan.counts.sum())
+        try:
+            check_writes(world.engine, plan)
+        except SlotWritten as error:
+            world.found("writes", str(error))
         super().submit(plan)
         world.copies.go_on()
         world.watch.submitted(self.members[plan.step])
+
+    def histories(self, plan: Plan) -> list[Ints]:
+        return known_histories(self._world.engine, plan)
 
     def sequences(self, plan: Plan) -> list[int]:
         return list(self.members[plan.step])

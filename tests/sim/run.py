@@ -24,6 +24,9 @@ PREFIXED = 10**6
 GRAMMARS = 2 * 10**6
 """The first seed of worlds whose turns have grammars."""
 
+OVERTAKING = 3 * 10**6
+"""The first seed of worlds in which others begin with what running turns compute, and go back in shared pages."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -109,7 +112,10 @@ def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) ->
 
 def any_world(seed: int) -> WorldConfig:
     """A small random world or, every few seeds, a scenario; from `PREFIXED` on always the former, with a prefix cache,
-    and every other one with tiers; from `GRAMMARS` on with grammars, and every third with a prefix cache too."""
+    and every other one with tiers; from `GRAMMARS` on with grammars, and every third with a prefix cache too; from
+    `OVERTAKING` on with what that says, a prefix cache, and every third with tiers."""
+    if seed >= OVERTAKING:
+        return replace(small_world(seed), prefixes=True, overtaking=True, tiers=seed % 3 == 0)
     if seed >= GRAMMARS:
         return replace(small_world(seed, grammars=True), prefixes=seed % 3 == 0, tiers=seed % 6 == 0)
     if seed >= PREFIXED:

@@ -2,9 +2,13 @@
 
 In every token slot it stores the token and a running hash of all tokens that led there; in every state slot the hash
 and the position. Before it computes a row it reads the row's whole memory through the page tables and checks that each
-hash follows from the one before, and that all groups agree. The next token is a function of the hash and, if the turn
-draws, of its seed, so that a turn generated again with another seed says something else. One wrong page, stale slot or
-double use is caught at the step where it happens, or shows in the tokens."""
+hash follows from the one before, and that all groups agree. If it is told what the row's history is, it also checks
+that the tokens in these slots are those of the history: a page may be consistent in itself, and somebody else's.
+
+The next token is a function of the hash and, if the turn draws, of its seed, so that a turn generated again with
+another seed says something else. One wrong page, stale slot or double use is caught at the step where it happens, or
+shows in the tokens.
+"""
 
 from __future__ import annotations
 
@@ -70,10 +74,11 @@ Stored = tuple[int, Longs, Hashes, Longs]
 
 @dataclass(slots=True)
 class _Step:
-    """A step in flight; `result` is `None` until it is computed. `before`: what it has written over. `void`: one before
-    it failed, so that what it reads may be anything."""
+    """A step in flight; `result` is `None` until it is computed. `histories`: see `WitnessExecutor.histories`.
+    `before`: what it has written over. `void`: one before it failed, so that what it reads may be anything."""
 
     plan: Plan
+    histories: Sequence[Ints] | None = None
     result: StepResult | None = None
     before: Sequence[Stored] = ()
     void: bool = False
@@ -126,6 +131,7 @@ class WitnessExecutor:
         self._flight: deque[_Step] = deque()  # the oldest first
         self._losing: list[_Step] = []  # their rows are lost when all of them are computed
         self._trusting = False  # a void step is computed: nothing it reads is verified
+        self._histories: Sequence[Ints] | None = None  # of the rows of the step that is computed
         self.steps = 0
 
     @property
@@ -181,7 +187,7 @@ class WitnessExecutor:
         if len(self._flight) >= MAX_IN_FLIGHT:
             raise InvariantError(f"a step was submitted while {MAX_IN_FLIGHT} are in flight")
         late = self._late() or not all(masks.allowed.done() for masks in plan.masks)
-        step = _Step(plan)
+        step = _Step(plan, self.histories(plan) if self._verify else None)
         behind = bool(self._flight) and self._flight[-1].result is None
         if behind and self._eager:
             self._begin_writing(plan, self._flight[-1].plan)
@@ -196,9 +202,7 @@ class WitnessExecutor:
         self._wait()
         result = step.result
         if result is None:
-            self._trusting = step.void
             result = self._carry_out(step)
-            self._trusting = False
         self.steps += 1
         failed = self._fail()
         if failed and not step.void:
@@ -278,9 +282,15 @@ class WitnessExecutor:
         may change its row; a test that knows the turns can say so."""
         return [int(row) for row in plan.rows]
 
+    def histories(self, plan: Plan) -> Sequence[Ints] | None:  # noqa: ARG002 - the witness knows nothing of turns
+        """For each row of a plan that is submitted the first tokens of its sequence, as many as are known; `None`:
+        nobody says. A test that knows the turns can say so."""
+        return None
+
     def _carry_out(self, step: _Step) -> StepResult:
-        self._before = []
+        self._before, self._trusting, self._histories = [], step.void, step.histories
         step.result = self._compute(step.plan)
+        self._trusting, self._histories = False, None
         step.before = self._before
         return step.result
 
@@ -368,6 +378,7 @@ class WitnessExecutor:
         if not len(reading):
             return result
         rows, starts, first = rows[reading], starts[reading], first[reading]
+        known = [self._histories[i] for i in reading.tolist()] if self._histories is not None else None
         size = self._spec.page_size
         leading = first // size
         counts = (starts - 1) // size + 1 - leading  # pages
@@ -385,6 +396,8 @@ class WitnessExecutor:
             skipped[ends - 1] |= columns > ((starts - 1) % size)[:, None]
             if ((tokens == NEVER) & ~skipped).any():
                 raise InvariantError(f"{kind}: a row reads a slot that was never written")
+            if known is not None:
+                self._compare(kind, rows, first, starts, known, pages, tokens, ends - counts)
             skipped[ends - counts, first % size] |= first > 0  # a window begins here: what came before is not read
             wrong = ~skipped & ~follows(hashes, tokens, numbers == 0, self._start)
             if wrong.any():
@@ -396,6 +409,33 @@ class WitnessExecutor:
                 )
         result[reading] = hashes[ends - 1, (starts - 1) % size]
         return result
+
+    def _compare(
+        self,
+        kind: str,
+        rows: Longs,
+        first: Longs,
+        starts: Longs,
+        known: Sequence[Ints],
+        pages: Longs,
+        tokens: Longs,
+        begins: Longs,
+    ) -> None:
+        """The tokens in the slots that rows read, from `first` to `starts`, are those of their histories, as far as
+        these are known. Row i reads `pages` from `begins[i]` on."""
+        size = self._spec.page_size
+        for row, low, start, history, begin in zip(rows, first, starts, known, begins, strict=True):
+            stop = min(int(start), len(history))
+            skipped = int(low) % size
+            there = tokens[begin:].reshape(-1)[skipped : skipped + max(0, stop - int(low))]
+            wrong = np.flatnonzero(there != history[low:stop])
+            if len(wrong):
+                position, place = int(low + wrong[0]), skipped + int(wrong[0])
+                where = f"position {position}, slot {place % size} of page {pages[begin + place // size]}"
+                raise InvariantError(
+                    f"{kind}: row {row} computing from {start} reads token {there[wrong[0]]} at {where}; "
+                    f"its history has {history[position]}"
+                )
 
     def _read_states(self, group: int, reads: Longs, starts: Longs) -> Hashes:
         hashes, positions = self._slots[group]
