@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test coverage check bench bench-peers sim clean
+.PHONY: demo test test-unprivileged coverage check bench bench-peers sim clean
 
 demo: $(STAMP)
 	$(BIN)/tenuto pull
@@ -27,6 +27,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses
 test: check
 	$(BIN)/tenuto pull
 	$(PYTEST) --durations 10
+
+# What depends on who runs it and where files may be: as a user without a name, and without a home directory.
+test-unprivileged: $(STAMP)
+	unshare --user --map-user=12345 --map-group=12345 env -u HOME $(PYTEST) \
+		tests/base tests/cli tests/kernels/test_native_build.py tests/memory tests/models/test_store.py tests/runtime \
+		tests/serve/test_session_files.py tests/session
 
 # Without the tests that speak to other processes or compare the real model: they would be slow, and show little.
 coverage: $(STAMP)

@@ -76,6 +76,7 @@ def test_a_temporary_cache_that_others_could_have_made_is_refused(temporary: Pat
 
 
 def test_a_path_in_a_home_directory_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert user_path("~/journal") == Path.home() / "journal"
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert user_path("~/journal") == Path("/home/someone/journal")
     with pytest.raises(ConfigError, match=r"'~nobody-of-this-name/journal' begins with ~.*set HOME"):
         user_path("~nobody-of-this-name/journal")

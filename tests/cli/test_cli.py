@@ -111,6 +111,19 @@ def test_pull_says_where_the_model_is(smollm2_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"smollm2 is ready: {smollm2_path}\n")
 
 
+@pytest.mark.parametrize("home", [None, "/proc/self"], ids=["unset", "read-only"])
+def test_without_a_home_of_its_own_it_works_in_a_temporary_directory(
+    home: str | None, smollm2_path: Path, tmp_path: Path
+) -> None:
+    private = tmp_path / f"tenuto-{os.getuid()}"
+    private.mkdir(mode=0o700)
+    (private / "models").symlink_to(smollm2_path.parent)
+    elsewhere = {key: value for key, value in os.environ.items() if key not in ("HOME", "TENUTO_CACHE")}
+    elsewhere |= {"TMPDIR": str(tmp_path)} | ({"HOME": home} if home else {"XDG_CACHE_HOME": "/proc/self/nowhere"})
+    done = subprocess.run([TENUTO, "pull"], capture_output=True, text=True, env=elsewhere, check=False)
+    assert (done.returncode, done.stdout) == (0, f"smollm2 is ready: {private / 'models' / smollm2_path.name}\n")
+
+
 def test_without_a_compiler_it_says_so_and_pytorch_computes(smollm2_path: Path, tmp_path: Path) -> None:
     (tmp_path / "models").symlink_to(smollm2_path.parent)  # a cache without kernels
     bare = {**os.environ, "PATH": str(tmp_path), "TENUTO_CACHE": str(tmp_path)}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.base.errors import ConfigError
+from tenuto.kernels.native import build as native_build
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library
 
@@ -23,7 +24,11 @@ def build(cache: Path) -> tuple[Path, int]:
 
 
 @needs_compiler
-def test_two_processes_at_once_compile_once_and_later_ones_not_at_all(tmp_path: Path) -> None:
+def test_two_processes_at_once_compile_once_and_later_ones_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_build, "_FLAGS", [flag.replace("-O3", "-O0") for flag in native_build._FLAGS])  # sooner
+    tmp_path = tmp_path / "some tenuto folder, größer"
     with ProcessPoolExecutor(2) as pool:
         results = list(pool.map(build, [tmp_path, tmp_path]))
     assert results[0][0] == results[1][0]
