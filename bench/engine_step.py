@@ -91,7 +91,13 @@ class Bench:
 
 
 def make(
-    running: int, *, parked: int = 10, history: int = 1000, kinds: tuple[Kind, ...] = (Kind.FULL,), overlap: int = 0
+    running: int,
+    *,
+    parked: int = 10,
+    history: int = 1000,
+    kinds: tuple[Kind, ...] = (Kind.FULL,),
+    overlap: int = 0,
+    host_tier: int = 0,
 ) -> Bench:
     """`running` decodes on sessions of `history` tokens each, beside `parked` idle sessions of 32 tokens."""
     groups = tuple(GroupSpec(kind, 1, 256 if kind is Kind.SLIDING else 0) for kind in kinds)
@@ -107,6 +113,7 @@ def make(
         max_queued=100_000,
         max_sessions=100_000,
         checkpoint_share=0.5,
+        host_tier=host_tier,
     )
     pages = (context // PAGE_SIZE + 2) * max(running, 1) + parked * 4 + 64
     units = tuple(pages if kind is not Kind.STATE else 8 * running + 2 * parked + 64 for kind in kinds)

@@ -1,11 +1,20 @@
-"""Work per step grows with running turns and new tokens, not with what is parked nor with how long histories are."""
+"""Work per step grows with running turns and new tokens, and that of a command with what it shows: not with what is
+parked, nor with how long histories are."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tenuto.base.config import Limits
+from tenuto.base.errors import LimitReached
+from tenuto.base.messages import GetStats, ListSessions, OpenSession, Request
+from tenuto.base.options import Policy
+from tenuto.engine.dispatcher import Dispatcher
+from tenuto.engine.rendering import Renderer
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, count_from, every_overlap
 
 Work = tuple[int, int, int]
@@ -72,3 +81,69 @@ def test_a_turn_that_ends_counts_its_own_pages_not_its_history(history: int) -> 
     stage.say("r0", count_from(1, 8), 1)
     stage.play()
     assert stage.engine.memory.touched - before == 2
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Functions called, Python's and those of C, by `work`."""
+    called = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal called
+        called += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def beside(idle: int, turn: str) -> Stage:
+    """A stage with `idle` sessions, half of them parked, and one turn that is drafting, queued or mid-decode."""
+    stage = Stage((FULL, STATE), units=3 * idle + 100, recount=False, host_tier=10**7, max_sessions=2000)
+    for i in range(idle):
+        stage.open(f"p{i:04}")
+        stage.say(f"p{i:04}", count_from(i, 5), 1)
+    stage.play()
+    stage.engine.leave_device([session for session in stage.engine.sessions if int(session.id[1:]) % 2])
+    stage.open("s")
+    stage.reach(turn)
+    return stage
+
+
+def refused(command: Request[Any]) -> Callable[[Dispatcher], None]:
+    def work(dispatcher: Dispatcher) -> None:
+        with pytest.raises(LimitReached):
+            dispatcher.execute(command)
+
+    return work
+
+
+COMMANDS: dict[str, Callable[[Dispatcher], object]] = {
+    "statistics": lambda it: it.execute(GetStats()),
+    "a page": lambda it: it.execute(ListSessions(tenant="", limit=3)),
+    "a later page": lambda it: it.execute(ListSessions(tenant="", limit=3, after="p0004")),
+    "a page of idle ones": lambda it: it.execute(ListSessions(tenant="", limit=3, state="idle")),
+    "one that runs": lambda it: it.execute(ListSessions(tenant="", limit=1, state="running")),
+    "one that drafts": lambda it: it.execute(ListSessions(tenant="", limit=1, state="drafting")),
+    "another tenant's": lambda it: it.execute(ListSessions(tenant="other", limit=3)),
+    "too many units": refused(OpenSession(session="more", policy=Policy(), limits=Limits(units=0))),
+    "one session leaves": lambda it: it.execute(
+        OpenSession(session="more", policy=Policy(), limits=Limits(units=it._engine.sessions.use("").units - 1))
+    ),
+    "an audit is asked for": lambda it: it._engine.ask_audit(lambda _: None),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("turn", ["mid-decode", "drafting"])
+def test_a_command_does_the_same_beside_ten_and_beside_hundreds_of_idle_sessions(name: str, turn: str) -> None:
+    """Known fault: listing, statistics and limits looked at all sessions of all tenants in the engine's thread."""
+
+    def calls(idle: int) -> int:
+        dispatcher = Dispatcher(beside(idle, turn).engine, Renderer(None, None))
+        return calls_of(lambda: COMMANDS[name](dispatcher))
+
+    calls(10)  # what is done once in a process is done
+    assert calls(10) == calls(120)

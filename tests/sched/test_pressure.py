@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tenuto.base.errors import InvariantError
 from tenuto.base.turns import TurnState
 from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
@@ -273,3 +274,13 @@ def test_sessions_of_two_tenants_that_are_called_alike_both_yield() -> None:
     stage.play()
     assert present(turn.result).committed
     assert [session.memory.computed for session in stage.engine.sessions][:2] == [0, 0]
+
+
+def test_nobody_yields_when_the_last_running_turn_has_given_its_memory_up() -> None:
+    stage = Stage()
+    assert not stage.engine.pressure.unstick(None)
+    stage.open()
+    stage.say("s", [1], 40)
+    stage.step()
+    with pytest.raises(InvariantError, match="no running turn can go on, though none lacks room: turn 1 of s"):
+        stage.engine.pressure.unstick(None)

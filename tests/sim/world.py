@@ -29,6 +29,7 @@ from tests.sim.letters import EOS, VOCAB
 from tests.sim.naive import Letters, NaiveSession, NaiveTurn
 from tests.sim.setting import WorldConfig, engine_config
 from tests.sim.slots import Needed, SlotChecker
+from tests.sim.tenants import check_tenants
 from tests.sim.watch import Watch
 
 PATIENCE = 6000  # steps a submitted turn may take from its opening to its end
@@ -241,6 +242,7 @@ class World:
             if self.engine.sessions.use(tenant).tokens != count:
                 self.found("tenants", f"{self.engine.sessions.use(tenant)}, its sessions have {count} tokens")
         internals.check_tables(self.engine, self.config.lookahead)
+        check_tenants(self.engine.sessions)
         if self._chance.random() < 0.02:
             self._audit_the_auditor()
 

@@ -13,7 +13,7 @@ from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight
 from tenuto.session.registry import Registry
 
-VISITS_A_STEP = 512
+VISITS_A_STEP = 256
 """Holders and leases that a step visits: about a millisecond."""
 
 Told = Callable[[AuditReport], None]
@@ -74,8 +74,7 @@ class Auditor:
 
     def _begin(self, flights: Iterable[Flight]) -> AuditCycle:
         self._check_rows()
-        memories = [*self._sessions.memories()]
-        return AuditCycle(self._memory, memories, self._others, self._touched(flights))
+        return AuditCycle(self._memory, self._sessions.memories(), self._others, self._touched(flights))
 
     def _holders(self) -> Iterator[Holder]:
         yield from self._sessions.holders()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
-from heapq import nsmallest
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, TypeVar
 
 from tenuto.base.checks import MAX_COUNT, items, shown, whole
@@ -42,9 +41,9 @@ from tenuto.engine import views
 from tenuto.engine.engine import Engine
 from tenuto.engine.rendering import Basis, Outdated, Prepared, Renderer, check_pick
 from tenuto.session.records import SavedSession
-from tenuto.session.registry import TenantUse
 from tenuto.session.results import Once
 from tenuto.session.session import Session, Turn
+from tenuto.session.tenants import Tenant
 from tenuto.text.chat import Conversation
 
 T = TypeVar("T")
@@ -101,7 +100,7 @@ class Dispatcher:
             self._check_session(self._session(command.tenant, command.session), limits)
         return leaving
 
-    def _check_more(self, command: Limited, use: TenantUse) -> list[Session]:
+    def _check_more(self, command: Limited, use: Tenant) -> list[Session]:
         limits = command.limits
         if limits.journal_bytes is not None and use.journal_bytes >= limits.journal_bytes:
             raise LimitReached(
@@ -110,7 +109,8 @@ class Dispatcher:
             )
         if limits.units is None or use.units < limits.units:
             return []
-        leaving, kept = self._engine.over(command.tenant, limits.units, getattr(command, "session", None))
+        spared = getattr(command, "session", None)
+        leaving, kept = self._engine.sessions.leaving(command.tenant, limits.units, spared)
         if kept >= limits.units:
             raise LimitReached(
                 f"sessions keep {kept} units of memory that cannot yield now; allowed: {limits.units}; wait for turns "
@@ -183,15 +183,8 @@ class Dispatcher:
     @_execute.register
     def _(self, command: ListSessions, _: None) -> SessionPage:
         limit = whole("limit", command.limit, 1, MAX_LISTED)
-        found = (
-            session
-            for session in self._engine.sessions
-            if session.policy.tenant == command.tenant
-            and session.id > command.after
-            and not (session.policy.ephemeral or session.policy.hidden)
-            and command.state in (None, session.state.value, views.turn_state(session))
-        )
-        first = nsmallest(limit + 1, found, key=lambda session: session.id)
+        found = self._engine.sessions.listed(command.tenant, command.after, command.state)
+        first = list(islice(found, limit + 1))
         sessions = views.first_page(map(self._info, first), limit, views.PAGE_BYTES, views.bytes_of)
         return SessionPage(sessions=sessions, more=len(sessions) < len(first))
 

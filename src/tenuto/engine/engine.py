@@ -375,20 +375,6 @@ class Engine:
         spec = self.memory.spec
         return sum(session_units(group, spec.page_size, computed) for group in spec.groups) if computed else 0
 
-    @guarded
-    def over(self, tenant: str, most: int, spared: str | None = None) -> tuple[list[Session], int]:
-        """Which idle sessions of a tenant would have to leave the device for its sessions to keep fewer than `most`
-        units there: those used longest ago, and never `spared`; and how many units they would keep then."""
-        kept, leaving = self.sessions.use(tenant).units, list[Session]()
-        idle = [s for s in self.sessions if s.policy.tenant == tenant and s.turn is None and s.id != spared]
-        for session in sorted(idle, key=lambda session: session.last_turn_end):
-            if kept < most:
-                break
-            if session.memory.computed:
-                leaving.append(session)
-                kept -= session.counted_units
-        return leaving, kept
-
     def leave_device(self, sessions: Iterable[Session]) -> None:
         """Have these leave the device, unless they are in use by now."""
         for session in sessions:
@@ -490,6 +476,7 @@ class Engine:
             turn.state = TurnState.DRAFTING
             session.turn = turn
             turn.input = checked
+            self.sessions.note_turn(session)
             self.lifecycle.count("draft")
         else:
             self.lifecycle.redraft(turn, checked)

@@ -117,6 +117,7 @@ class Lifecycle:
         """Queue a submitted turn. `event` names the operation that submitted it."""
         self.count(event)
         turn.session.turn = turn
+        self._sessions.note_turn(turn.session)
         if turn.params.queue_timeout is not None:
             self._set_timer(turn, turn.arrival + turn.params.queue_timeout, Timer.QUEUE)
         if turn.params.timeout is not None:

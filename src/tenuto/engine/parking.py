@@ -65,7 +65,7 @@ class Parking:
         return []
 
     def __len__(self) -> int:
-        return sum(parked in self.tiers for parked in self._sessions.values())
+        return len(self.tiers)
 
     # -- leaving
 
@@ -340,8 +340,12 @@ class Parking:
 
     def audit(self) -> None:
         """Raises `InvariantError`."""
+        there = 0
         for session, parked in self._sessions.items():
             self._check(session, parked)
+            there += parked in self.tiers
+        if there != len(self.tiers):
+            raise InvariantError(f"{len(self.tiers)} sequences are parked, {there} of them of sessions")
         self.tiers.audit()
 
 

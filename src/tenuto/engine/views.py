@@ -10,6 +10,7 @@ import msgspec
 
 from tenuto.base.views import PoolReport, Record, SessionInfo, Stats, Ticket
 from tenuto.engine.engine import Engine
+from tenuto.memory.pool import Lease
 from tenuto.session.session import Session, Turn
 
 T = TypeVar("T")
@@ -39,11 +40,18 @@ def bytes_of(view: SessionInfo) -> int:
 
 def held(engine: Engine, session: Session) -> dict[str, int]:
     """Units of each group that the session and its turn hold; those that several leases name count once."""
-    units: dict[str, set[int]] = {pool.name: set() for pool in engine.memory.pools}
+    leases: dict[str, list[Lease]] = {pool.name: [] for pool in engine.memory.pools}
     for holder in session.memory.holders():
         for lease in holder.leases():
-            units[lease.pool.name].update(lease.units)
-    return {name: len(of_group) for name, of_group in units.items()}
+            leases[lease.pool.name].append(lease)
+    return {name: _distinct(of_group) for name, of_group in leases.items()}
+
+
+def _distinct(leases: list[Lease]) -> int:
+    """Units of these leases, none of which names one twice."""
+    if len(leases) == 1:
+        return len(leases[0])
+    return len(set().union(*(lease.units for lease in leases)))
 
 
 def session_info(engine: Engine, session: Session) -> SessionInfo:
@@ -64,11 +72,6 @@ def session_info(engine: Engine, session: Session) -> SessionInfo:
         memory=held(engine, session),
         metadata=dict(session.policy.metadata),
     )
-
-
-def turn_state(session: Session) -> str:
-    """Of the open turn, or idle."""
-    return session.turn.state.value if session.turn is not None else "idle"
 
 
 def records(session: Session, first: int, limit: int) -> list[Record]:

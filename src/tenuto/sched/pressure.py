@@ -155,8 +155,11 @@ class Pressure:
 
     def unstick(self, lacking: Turn | None) -> bool:
         """No running turn can go on and nothing in flight could change that: have `lacking` yield, the last turn that
-        was left out for lack of room. False if nobody would gain by that: it is a draft that runs alone."""
+        was left out for lack of room. False if nobody would gain by that: it is a draft that runs alone, or none runs
+        any more."""
         running = self._batch.running()
+        if not running:
+            return False
         if lacking is None:
             waiting = ", ".join(turn.name for turn in running)
             raise InvariantError(f"no running turn can go on, though none lacks room: {waiting}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain, count
 from random import Random
 
@@ -12,11 +11,12 @@ from tenuto.base.checks import check_unicode, shown
 from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, IllegalTransition, InvalidRequest, NotFound, Overloaded
 from tenuto.base.options import Policy
-from tenuto.base.views import SessionKey, SessionState
+from tenuto.base.views import SessionKey, SessionState, StateFilter
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.session.session import Session, Turn
+from tenuto.session.tenants import Tenant
 
 MAX_ID_LENGTH = 128
 UNREACHABLE = frozenset({".", ".."})
@@ -27,17 +27,6 @@ REST_SHARE = 0.5
 """The part of its TTL after which an idle session is to leave the device, if it can be brought back."""
 GRACE_SECONDS = 60.0
 """How long a session that is restored stays at least, unless its TTL is shorter: so long may a restart take."""
-
-
-@dataclass(slots=True)
-class TenantUse:
-    """What one tenant has: open sessions, and in them committed tokens, units that they keep on the device, and bytes
-    in a journal. What sessions share counts for each."""
-
-    sessions: int = 0
-    tokens: int = 0
-    units: int = 0
-    journal_bytes: int = 0
 
 
 class Registry:
@@ -51,11 +40,12 @@ class Registry:
         self._max_sessions = max_sessions
         self._sessions: dict[SessionKey, Session] = {}
         self.prefixes: dict[Session, None] = {}  # closed sessions whose memory is kept, in the order of their last use
-        self._use: dict[str, TenantUse] = {}  # by tenant; those without sessions are not there
+        self._tenants: dict[str, Tenant] = {}  # by name; those without sessions are not there
         self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; too early if there was a turn since
         self._watched: dict[SessionKey, int] = {}  # session -> its live entry
         self._resting: list[Session] = []  # since they were last taken
         self._entries = count(1)
+        self.visited = 0  # sessions that were listed, or looked at for that, ever: a measure of work
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -105,21 +95,48 @@ class Registry:
         memory = SessionMemory(self._memory, f"session {session_id}")
         session = Session(session_id, policy, memory, limit, self._clock.now(), system)
         self._sessions[session.key] = session
-        self._use.setdefault(policy.tenant, TenantUse()).sessions += 1
+        self._tenants.setdefault(policy.tenant, Tenant()).add(session)
         self.watch(session)
         return session
 
-    def use(self, tenant: str) -> TenantUse:
+    def use(self, tenant: str) -> Tenant:
         """What `tenant` has now; not to be changed."""
-        return self._use.get(tenant, TenantUse())
+        return self._tenants.get(tenant) or Tenant()
 
     def held(self) -> dict[str, int]:
         """Committed tokens by tenant."""
-        return {tenant: use.tokens for tenant, use in self._use.items()}
+        return {name: tenant.tokens for name, tenant in self._tenants.items()}
+
+    def listed(self, tenant: str, after: str, state: StateFilter | None = None) -> Iterator[Session]:
+        """A tenant's sessions after id `after`, by id, hidden and ephemeral ones excluded; in `state` if that is given.
+        What is passed over are at most the submitted turns of the tenant. Nothing must change meanwhile."""
+        for session_id in self.use(tenant).listed(after, state):
+            self.visited += 1
+            session = self._sessions[tenant, session_id]
+            if state in (None, session.state.value, session.turn_state):
+                yield session
+
+    def leaving(self, tenant: str, most: int, spared: str | None) -> tuple[list[Session], int]:
+        """Which sessions of a tenant, of those without an open turn, would have to leave the device for its sessions to
+        keep fewer than `most` units there: those used longest ago, and never `spared`; and how many units they would
+        keep then. If that cannot be, none would leave, and they would keep all that cannot yield."""
+        use, stays = self.use(tenant), self.find(spared, tenant) if spared is not None else None
+        kept, leaving = use.units - use.resting_units + use.resting_units_of(stays), list[Session]()
+        if kept >= most:
+            return leaving, kept
+        kept = use.units
+        for session in use.resting():
+            if kept < most:
+                break
+            self.visited += 1
+            if session is not stays:
+                leaving.append(session)
+                kept -= session.counted_units
+        return leaving, kept
 
     def note_length(self, session: Session) -> None:
         """The session's history may have another length than before."""
-        use = self._use[session.policy.tenant]
+        use = self._tenants[session.policy.tenant]
         use.tokens += len(session.history) - session.counted
         session.counted = len(session.history)
         bytes_now = session.journal_bytes
@@ -128,11 +145,16 @@ class Registry:
 
     def note_units(self, session: Session) -> None:
         """The session may keep more or less on the device than before."""
-        use = self._use.get(session.policy.tenant)
+        use = self._tenants.get(session.policy.tenant)
         if use is not None and session.key in self._sessions:
             units = session.memory.kept_units
             use.units += units - session.counted_units
             session.counted_units = units
+            use.place(session)
+
+    def note_turn(self, session: Session) -> None:
+        """The session has another open turn than before, or its draft has become a submitted turn."""
+        self._tenants[session.policy.tenant].place(session)
 
     def close(self, session: Session, *, keep: bool = False) -> None:
         """Forget it. With `keep` its memory stays, as a prefix of other sequences. It must have no open turn."""
@@ -144,12 +166,10 @@ class Registry:
             session.memory.drop()
         self._watched.pop(session.key, None)
         self._forget_dead_expiries()
-        tenant = session.policy.tenant
-        use = self._use[tenant]
-        use.sessions, use.tokens = use.sessions - 1, use.tokens - session.counted
-        use.units, use.journal_bytes = use.units - session.counted_units, use.journal_bytes - session.counted_bytes
-        if not use.sessions:
-            del self._use[tenant]
+        name = session.policy.tenant
+        self._tenants[name].remove(session)
+        if not self._tenants[name].sessions:
+            del self._tenants[name]
 
     def use_prefix(self, session: Session) -> None:
         """A closed session that is kept was of use."""
@@ -166,6 +186,7 @@ class Registry:
 
     def watch(self, session: Session) -> None:
         """The session is idle from `last_turn_end` on: note when it would expire."""
+        self.note_turn(session)
         if session.policy.ttl is not None and session.key not in self._watched:
             entry = self._watched[session.key] = next(self._entries)
             part = 1.0 if session.rests else REST_SHARE
@@ -220,5 +241,6 @@ class Registry:
         return all_holders(self.memories())
 
     def memories(self) -> Iterator[SessionMemory]:
-        """Of all sessions, and of those that are closed and kept."""
-        return (session.memory for session in chain(self._sessions.values(), self.prefixes))
+        """Of all sessions, and of those that are closed and kept: those there are now, also when it is read later."""
+        sessions = [*self._sessions.values(), *self.prefixes]
+        return (session.memory for session in sessions)

@@ -93,6 +93,11 @@ class Session:
     def has_running_turn(self) -> bool:
         return self.turn is not None and self.turn.state is TurnState.RUNNING
 
+    @property
+    def turn_state(self) -> str:
+        """Of the open turn, or idle."""
+        return self.turn.state.value if self.turn is not None else "idle"
+
     def require_open(self) -> None:
         if self.state is not SessionState.OPEN:
             raise SessionClosed(f"session {self.id} is {self.state.value}; allowed: an open session")

@@ -1,0 +1,103 @@
+"""What each tenant has, and its sessions in the orders in which they are asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+
+from tenuto.base.views import StateFilter
+from tenuto.session.session import Session
+
+Place = tuple[float, str]
+"""Sorts idle sessions by when they were last used; no two of a tenant are equal."""
+
+
+class Tenant:
+    """What one tenant has: open sessions, and in them committed tokens, units that they keep on the device, and bytes
+    in a journal. What sessions share counts for each. Written by the registry.
+
+    Invariant: `_ids` has the ids of the sessions that are listed, sorted, and `_by_turn` the same ids by whether the
+    session has no open turn, a draft or a submitted turn. `_resting` has the sessions without an open turn that keep
+    units, and `resting_units` is the number of these.
+    """
+
+    def __init__(self) -> None:
+        self.sessions = 0
+        self.tokens = 0
+        self.units = 0
+        self.journal_bytes = 0
+        self.resting_units = 0
+        self._ids: list[str] = []
+        self._by_turn: dict[str, list[str]] = {"idle": [], "drafting": [], "submitted": []}
+        self._turns: dict[str, str] = {}  # in which of these each id is
+        self._resting: list[tuple[float, str, Session]] = []  # by their places
+        self._places: dict[Session, tuple[Place, int]] = {}  # of those, with the units that each keeps
+
+    # -- in the order of ids
+
+    def listed(self, after: str, state: StateFilter | None) -> Iterator[str]:
+        """The ids after `after` of sessions that may be in `state`, in order: of all, or where that is said of a
+        session's turn, of those whose turns are alike. It must not be changed meanwhile."""
+        submitted = self._by_turn["submitted"]
+        ids = self._ids if state is None or state == "open" else self._by_turn.get(state, submitted)
+        return (ids[i] for i in range(bisect_right(ids, after), len(ids)))
+
+    # -- in the order of their last use
+
+    def resting(self) -> Iterator[Session]:
+        """Sessions without an open turn that keep units on the device, those used longest ago first. It must not be
+        changed meanwhile."""
+        return (session for _, _, session in self._resting)
+
+    def resting_units_of(self, session: Session | None) -> int:
+        """Units that the session keeps on the device, if it has no open turn."""
+        return self._places[session][1] if session in self._places else 0
+
+    # -- changes
+
+    def add(self, session: Session) -> None:
+        """It has just been opened."""
+        self.sessions += 1
+        if not (session.policy.ephemeral or session.policy.hidden):
+            insort(self._ids, session.id)
+            insort(self._by_turn["idle"], session.id)
+            self._turns[session.id] = "idle"
+
+    def remove(self, session: Session) -> None:
+        """It is closed."""
+        self.sessions -= 1
+        self.tokens -= session.counted
+        self.units -= session.counted_units
+        self.journal_bytes -= session.counted_bytes
+        self._move(session, None)
+        if session.id in self._turns:
+            _discard(self._ids, session.id)
+            _discard(self._by_turn[self._turns.pop(session.id)], session.id)
+
+    def place(self, session: Session) -> None:
+        """The session's open turn, the units that it keeps, or when it was last used may have changed."""
+        turn = session.turn
+        self._move(session, (session.last_turn_end, session.id) if turn is None and session.counted_units else None)
+        kind = "idle" if turn is None else "drafting" if turn.drafting else "submitted"
+        before = self._turns.get(session.id, kind)
+        if before != kind:
+            _discard(self._by_turn[before], session.id)
+            insort(self._by_turn[kind], session.id)
+            self._turns[session.id] = kind
+
+    def _move(self, session: Session, place: Place | None) -> None:
+        """Have it among those that rest at `place`, or nowhere."""
+        old, units = self._places.pop(session, (None, 0))
+        self.resting_units -= units
+        if old is not None and old != place:
+            del self._resting[bisect_left(self._resting, old)]  # its entry begins with it
+        if place is not None:
+            self._places[session] = place, session.counted_units
+            self.resting_units += session.counted_units
+            if old != place:
+                insort(self._resting, (*place, session))
+
+
+def _discard(ids: list[str], session_id: str) -> None:
+    """Take an id out of a sorted list."""
+    del ids[bisect_left(ids, session_id)]
