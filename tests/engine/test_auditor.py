@@ -42,6 +42,20 @@ def test_without_a_number_of_steps_there_is_an_audit_only_on_demand() -> None:
     assert told == [stage.engine.audit()]
 
 
+def test_a_strict_engine_recounts_everything_after_every_step_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage((FULL, STATE), audit_every=0, strict=True)
+    stage.engine.open("a")
+    told: list[AuditReport] = []
+    stage.engine.ask_audit(told.append)
+    with caplog.at_level("INFO", "tenuto.audit"):
+        stage.engine.step()
+    assert [record.summary for record in caplog.records] == [str(told[0])]  # type: ignore[attr-defined]
+    lease = stage.engine.memory.pools[0].acquire(1, stage.engine.sessions.get("a").memory)
+    assert lease is not None
+    with pytest.raises(InvariantError, match="held by nobody"):
+        stage.engine.step()
+
+
 @pytest.mark.parametrize("sessions", [50, 800])
 def test_a_step_visits_no_more_holders_however_many_sessions_are_parked(
     sessions: int, monkeypatch: pytest.MonkeyPatch

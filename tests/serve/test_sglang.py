@@ -510,10 +510,14 @@ def test_a_streaming_session_ignores_where_prompt_logprobs_should_begin(http: ht
 
 def test_a_busy_streaming_session_refuses_and_its_request_goes_on(slow_http: httpx.Client, slow_streaming: str) -> None:
     body = request([1], session=slow_streaming, sampling_params=LONG | {"max_new_tokens": 400}, stream=True)
-    with slow_http.stream("POST", "/generate", json=body) as response:
+    with slow_http.stream("POST", "/generate", json={**body, "rid": "first"}) as response:
         told = chunks(response)
         next(told)
-        assert slow_http.post("/generate", json=request([2], session=slow_streaming)).status_code in (400, 409)
+        status, message = refusal(slow_http.post("/generate", json=request([2], session=slow_streaming)))
+        assert status in (400, 409)
+        assert "'first'" in message
+        assert "/abort_request" in message
+        assert "if_busy" not in message
         *_, last = told
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
     assert slow_http.get(f"/v1/sessions/{slow_streaming}").json()["tokens"] == 401

@@ -55,7 +55,8 @@ class EngineConfig:
     directory `disk_tier` (empty: none), at most `disk_tier_size` bytes (0: no limit). An engine that is closed and
     whose sessions outlive it takes up to `snapshot_seconds` to leave their memory there. `tenant_weights` are tenants'
     relative shares of rows and prefill tokens, 1 unless named here. `draft_timeout` is in seconds since the draft last
-    changed. A full recount, which may take several steps, begins every `audit_every` steps (0: only on demand)."""
+    changed. A full recount, which may take several steps, begins every `audit_every` steps (0: only on demand). A
+    `strict` engine recounts everything after every step instead, at one go, and logs every recount."""
 
     context_length: int = option(8192, bounds=_AT_LEAST_ONE)
     max_running: int = option(32, bounds=_AT_LEAST_ONE)
@@ -76,6 +77,7 @@ class EngineConfig:
     tenant_weights: tuple[tuple[str, float], ...] = ()
     draft_timeout: float = option(60.0, bounds=SECONDS)
     audit_every: int = option(1000, bounds=Bounds(0, MAX_COUNT))
+    strict: bool = option(default=False)
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
@@ -111,6 +113,7 @@ class EngineOptions(TypedDict, total=False):
     tenant_weights: tuple[tuple[str, float], ...]
     draft_timeout: float
     audit_every: int
+    strict: bool
 
 
 def engine_config(given: EngineOptions, max_context: int | None = None) -> EngineConfig:

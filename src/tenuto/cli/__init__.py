@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tenuto.base.errors import TenutoError
-from tenuto.cli import sessions
+from tenuto.cli import sessions, sglang
 
 if TYPE_CHECKING:
     from tenuto.base.config import EngineOptions
@@ -149,8 +149,9 @@ def demo(model: Model = "smollm2", device: Device = "cpu") -> None:
     run_demo(model, device)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def serve(
+    context: typer.Context,
     model: ServedModel = "smollm2",
     device: Device = "cpu",
     dtype: Dtype = None,
@@ -257,10 +258,18 @@ def serve(
         ),
     ] = 30.0,
     overlap: Annotated[int, typer.Option(help="1: plan a step while the previous one is computed.")] = 0,
+    audit_every: Annotated[
+        int, typer.Option(min=0, help="Recount all memory every so many steps, a little at each. 0: only on demand.")
+    ] = 1000,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Recount all memory after every step, and log every recount.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    enable_streaming_session: Annotated[  # noqa: ARG001 - accepted for users of SGLang
-        bool, typer.Option("--enable-streaming-session", help="Accepted: sessions always stream.")
-    ] = True,
+    disable_radix_cache: Annotated[bool, typer.Option("--disable-radix-cache", help="--no-prefix-cache.")] = False,
+    enable_streaming_session: sglang.Accepted = False,  # noqa: ARG001 - it is always so
+    enable_mixed_chunk: sglang.Accepted = False,  # noqa: ARG001 - likewise
+    enable_metrics: sglang.Accepted = False,  # noqa: ARG001 - likewise
+    tp_size: sglang.OneDevice = 1,
 ) -> None:
     """Serve sessions over HTTP: natively, and to clients of OpenAI's and SGLang's interfaces.
 
@@ -278,6 +287,7 @@ def serve(
     from tenuto.cli.serve import run_server  # noqa: PLC0415 - loaded where it is used
     from tenuto.serve.shared.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415 - loaded where it is used
 
+    sglang.check(context, tp_size)
     held = read_keys(keys, api_key, admin_api_key)
     config: EngineOptions = {
         "tenant_weights": held.weights,
@@ -287,7 +297,9 @@ def serve(
         "max_queued": max_queued_requests,
         "max_sessions": max_sessions,
         "overlap": overlap,
-        "prefix_cache": prefix_cache,
+        "prefix_cache": prefix_cache and not disable_radix_cache,
+        "audit_every": audit_every,
+        "strict": strict,
         "host_tier": read_size("host_tier", host_tier),
         "disk_tier": "" if disk_tier == "none" else disk_tier,
         "disk_tier_size": read_size("disk_tier_size", disk_tier_size),

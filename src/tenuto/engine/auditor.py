@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 
 from tenuto.base.errors import InvariantError
@@ -13,6 +14,8 @@ from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight
 from tenuto.session.registry import Registry
 
+log = logging.getLogger("tenuto.audit")
+
 VISITS_A_STEP = 256
 """Holders and leases that a step visits: about a millisecond."""
 
@@ -20,12 +23,21 @@ Told = Callable[[AuditReport], None]
 
 
 class Auditor:
-    """Begins an audit cycle every `every` steps (0: never), and when someone asks, and carries it on at every step.
-    `others` are the holders besides sessions."""
+    """Begins an audit cycle every `every` steps (0: never), and when someone asks, and carries it on at every step. If
+    it is `strict`, it recounts everything after every step instead, and logs every recount. `others` are the holders
+    besides sessions."""
 
     def __init__(
-        self, memory: Memory, sessions: Registry, others: tuple[Holder, ...], batch: Batch, every: int
+        self,
+        memory: Memory,
+        sessions: Registry,
+        others: tuple[Holder, ...],
+        batch: Batch,
+        every: int,
+        *,
+        strict: bool = False,
     ) -> None:
+        self._strict = strict
         self._memory = memory
         self._sessions = sessions
         self._others = others
@@ -55,6 +67,9 @@ class Auditor:
     def step(self, flights: Iterable[Flight]) -> None:
         """A step has ended; `flights` are in flight. Raises `InvariantError` if anything is not as it should be,
         or was not when the cycle began."""
+        if self._strict:
+            self._step_strictly(flights)
+            return
         self._since += 1
         due = self._every > 0 and self._since >= self._every
         if (self._asked and not self._told) or (due and self._cycle is None):
@@ -71,6 +86,14 @@ class Auditor:
             waited, self._told = self._told, []
             for told in waited:
                 told(report)
+
+    def _step_strictly(self, flights: Iterable[Flight]) -> None:
+        report = self.recount(flights)
+        self.cycles += 1
+        waited, self._asked = self._asked, []
+        for told in waited:
+            told(report)
+        log.info("audit", extra={"step": self.cycles, "summary": str(report)})
 
     def _begin(self, flights: Iterable[Flight]) -> AuditCycle:
         self._check_rows()

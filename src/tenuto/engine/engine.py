@@ -146,7 +146,9 @@ class Engine:
             executor, self.memory, self.sessions, self.batch, self.lifecycle, self._flights, self.drop
         )
         self._numbers = count(1)
-        self.auditor = Auditor(self.memory, self.sessions, (self._admission,), self.batch, config.audit_every)
+        self.auditor = Auditor(
+            self.memory, self.sessions, (self._admission,), self.batch, config.audit_every, strict=config.strict
+        )
         self.paused = False  # nothing is planned; written by `pause` and `resume`
         self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`

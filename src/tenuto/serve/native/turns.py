@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from tenuto.base.checks import MAX_COUNT
-from tenuto.base.errors import IllegalTransition, InvalidRequest, TenutoError
+from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, TenutoError
 from tenuto.base.messages import AbortTurn, Draft, StartTurn
 from tenuto.base.options import turn_params
 from tenuto.base.tools import NO_TOOLS
@@ -82,6 +82,8 @@ class TurnCall:
         )
         try:
             turn = await while_connected(self.request, starting)
+        except SessionBusy as error:
+            raise SessionBusy(f"{error}, or if_busy: queue", param=error.param) from None
         except TenutoError as error:
             if error.param == "grammar" and "grammar" not in options:
                 error.param = "tools"

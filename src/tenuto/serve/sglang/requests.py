@@ -21,6 +21,7 @@ from tenuto.base.errors import (
     LimitReached,
     NotFound,
     Overloaded,
+    SessionBusy,
     SessionClosed,
 )
 from tenuto.base.messages import GetSession, OpenSession, StartTurn
@@ -218,6 +219,8 @@ class Requests:
                 self._began(running, await self._edge.start(tenant, request))
             except (NotFound, SessionClosed):
                 raise InvalidRequest(f"there is no session {name!r}; open it first, or again") from None
+            except SessionBusy:
+                raise self._busy(tenant, running, name) from None
             return
         running.branches = branches
         running.place = place = await branches.place(running.rid, params)
@@ -226,9 +229,27 @@ class Requests:
                 f"logprob_start_len is {running.item.output.logprob_start}; allowed where a request is continued: "
                 f"{place.session.tokens}, where its tokens end, or more, or -1"
             )
-        turn = await self._edge.start(tenant, replace(request, session=place.session.id))
+        try:
+            turn = await self._edge.start(tenant, replace(request, session=place.session.id))
+        except SessionBusy:
+            raise self._busy(tenant, running, name) from None
         branches.accepted(place, turn)
         self._began(running, turn)
+
+    def _busy(self, tenant: Tenant, refused: Running, name: str) -> SessionBusy:
+        """Says which request a session is busy with, and what `/generate` can do about it."""
+        others = [
+            running.rid
+            for (owner, _), running in self._running.items()
+            if owner == tenant.name
+            and running is not refused
+            and running.item.session is not None
+            and running.item.session.id == name
+        ]
+        advice = "wait for its end, or end it by /abort_request"
+        if not others:
+            return SessionBusy(f"session {name} has an open turn of another interface; allowed: wait for its end")
+        return SessionBusy(f"session {name} answers request {others[0]!r}; allowed: {advice} with this rid")
 
     def _began(self, running: Running, turn: LiveTurn) -> None:
         running.turn = turn

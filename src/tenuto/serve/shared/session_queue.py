@@ -82,7 +82,7 @@ class SessionQueues:
             self._open[session] = turn
             return _at_once(turn.request)
         if not queue:
-            raise SessionBusy("the session has an open turn; allowed: wait for its end, abort it, or if_busy: queue")
+            raise SessionBusy("the session has an open turn; allowed: wait for its end, or abort it")
         size = self._check_room(turn, session, max_queued)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(session, deque()).append((turn, ready))
