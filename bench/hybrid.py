@@ -173,7 +173,7 @@ def at_rest(engine: Engine, session: str) -> None:
     while engine.memory.cache.evict():
         pass
     spec, kept = engine.memory.spec, engine.sessions.get(session)
-    computed, units = kept.memory.computed, held(engine, kept)
+    computed, (units, _) = kept.memory.computed, held(engine, kept)
     expected = 0
     for group in spec.groups:
         pages = -(-computed // spec.page_size)

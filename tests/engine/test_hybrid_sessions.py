@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.engine.views import session_info
 from tenuto.memory.memory import session_units
 from tests.engine.stage import FULL, PAGE, SLIDING, STATE, WINDOW, Stage, count_from
 
@@ -44,6 +45,22 @@ def test_a_rewind_into_a_long_input_replays_at_most_the_spacing(long: Stage) -> 
         engine.rewind(f"cut {i}", position=position)
         assert 0 < long.cost(lambda i=i: long.say(f"cut {i}", [5, 6], 4)) - 6 <= INTERVAL  # type: ignore[misc]
         engine.close(f"cut {i}")
+
+
+def test_what_a_session_needs_is_shown_apart_from_what_only_saves_work() -> None:
+    stage = Stage((FULL, SLIDING, STATE), units=400, context_length=400)
+    session = stage.told("s", 150, SAID)
+    needed = [len(units) for units in session.memory.kept()]
+    info = session_info(stage.engine, session)
+    assert list(info.memory.values()) == needed
+    assert info.cached["full0"] == 0 < info.cached["state2"]
+    pools = stage.engine.audit().pools
+    assert [pool.cached for pool in pools] == list(info.cached.values())
+    assert [pool.leased - pool.cached for pool in pools] == needed
+    assert pools[2].by_holder == {"checkpoint": 1, "cached": info.cached["state2"]}
+    while stage.engine.memory.cache.evict():
+        pass
+    assert (session_info(stage.engine, session).memory, stage.engine.audit().pools[2].cached) == (info.memory, 0)
 
 
 def test_parked_sessions_hold_what_the_spec_says_and_no_more() -> None:

@@ -33,7 +33,8 @@ StateFilter = Literal["open", "closing", "idle", "drafting", "queued", "running"
 class SessionInfo:
     """A session as it is now. `turn`: the state of its open turn, if any. `version` counts commits and rewinds. The
     state of its first `computed` of `tokens` tokens is in memory; `limit` is the most it may have. `idle_seconds`:
-    since its last turn ended, 0 while one is open; ignored by `==`. `memory`: units it and its turn hold, by group."""
+    since its last turn ended, 0 while one is open; ignored by `==`. `memory`: units that it and its turn need, by
+    group; `cached`: units that they hold besides, of checkpoints that only save work."""
 
     session_id: str
     state: SessionState
@@ -49,6 +50,7 @@ class SessionInfo:
     idle_seconds: float = field(compare=False)
     memory: Mapping[str, int] = field(hash=False)
     metadata: Mapping[str, str] = field(hash=False)
+    cached: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 SHARED = "shared"
@@ -57,7 +59,8 @@ SHARED = "shared"
 @dataclass(frozen=True, slots=True)
 class PoolReport:
     """Units of one pool: `capacity` = `free` + `in_flight` + `leased`; `by_holder` counts leased units by the kind of
-    their holder. A unit with several holders counts once, as `SHARED`."""
+    their holder. A unit with several holders counts once, as `SHARED`. `cached`: leased units that nobody needs,
+    as only checkpoints hold them that save work."""
 
     name: str
     capacity: int
@@ -65,6 +68,7 @@ class PoolReport:
     in_flight: int
     leased: int
     by_holder: Mapping[str, int] = field(default_factory=dict)
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

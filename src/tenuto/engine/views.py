@@ -38,13 +38,18 @@ def bytes_of(view: SessionInfo) -> int:
     return len(msgspec.msgpack.encode(view))
 
 
-def held(engine: Engine, session: Session) -> dict[str, int]:
-    """Units of each group that the session and its turn hold; those that several leases name count once."""
-    leases: dict[str, list[Lease]] = {pool.name: [] for pool in engine.memory.pools}
+def held(engine: Engine, session: Session) -> tuple[dict[str, int], dict[str, int]]:
+    """Units of each group that the session and its turn need, and those they hold besides, of checkpoints that only
+    save work; those that several leases name count once."""
+    needed: dict[str, list[Lease]] = {pool.name: [] for pool in engine.memory.pools}
+    every: dict[str, list[Lease]] = {pool.name: [] for pool in engine.memory.pools}
     for holder in session.memory.holders():
         for lease in holder.leases():
-            leases[lease.pool.name].append(lease)
-    return {name: _distinct(of_group) for name, of_group in leases.items()}
+            every[lease.pool.name].append(lease)
+            if holder.holder_kind != "cached":
+                needed[lease.pool.name].append(lease)
+    counts = {name: _distinct(of_group) for name, of_group in needed.items()}
+    return counts, {name: _distinct(of_group) - counts[name] for name, of_group in every.items()}
 
 
 def _distinct(leases: list[Lease]) -> int:
@@ -56,6 +61,7 @@ def _distinct(leases: list[Lease]) -> int:
 
 def session_info(engine: Engine, session: Session) -> SessionInfo:
     """A session as it is now."""
+    memory, cached = held(engine, session)
     return SessionInfo(
         session_id=session.id,
         state=session.state,
@@ -69,7 +75,8 @@ def session_info(engine: Engine, session: Session) -> SessionInfo:
         priority=session.policy.priority,
         ttl=session.policy.ttl,
         idle_seconds=0.0 if session.turn is not None else round(engine.now() - session.last_turn_end, 3),
-        memory=held(engine, session),
+        memory=memory,
+        cached=cached,
         metadata=dict(session.policy.metadata),
     )
 

@@ -35,6 +35,7 @@ class _Book:
         self._found = np.zeros(pool.capacity, np.int32)  # leases that list the unit
         self._kinds = np.zeros(pool.capacity, np.int32)  # kind of the last holder found
         self._kind_numbers: dict[HolderKind, int] = {}
+        self._saving = np.zeros(pool.capacity, np.int32)  # leases, of these, of checkpoints that only save work
         self._places = np.zeros(pool.capacity, np.int32)  # times it is in the free list or limbo
         self._placed = 0
 
@@ -53,8 +54,11 @@ class _Book:
         units = np.frombuffer(self._units, dtype=np.int32)[self._tallied_units :]
         np.add.at(self._found, units, 1)
         numbers = self._kind_numbers
+        cached = numbers.setdefault("cached", len(numbers))
         kinds = [numbers.setdefault(each.holder_kind, len(numbers)) for each in self._holders[self._tallied :]]
-        self._kinds[units] = np.repeat(np.array(kinds, np.int32), self._lengths[self._tallied :])
+        of_units = np.repeat(np.array(kinds, np.int32), self._lengths[self._tallied :])
+        self._kinds[units] = of_units
+        np.add.at(self._saving, units[of_units == cached], 1)
         self._tallied, self._tallied_units = len(self._holders), len(self._units)
 
     def place(self, most: int) -> int:
@@ -85,8 +89,9 @@ class _Book:
         by_holder: dict[str, int] = {kind: by_kind[number] for kind, number in self._kind_numbers.items()}
         by_holder[SHARED] = int((self._found > 1).sum())
         held = {kind: count for kind, count in by_holder.items() if count}
+        cached = int(((self._found > 0) & (self._found == self._saving)).sum())
         pool = self._pool
-        return PoolReport(pool.name, pool.capacity, len(self._free), len(self._limbo), self._leased, held)
+        return PoolReport(pool.name, pool.capacity, len(self._free), len(self._limbo), self._leased, held, cached)
 
     def _names(self, unit: int) -> list[str]:
         owners = np.repeat(np.arange(len(self._holders)), self._lengths)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 from tenuto.base.errors import InvariantError
 from tenuto.memory.pool import HolderKind, Lease
@@ -25,7 +24,6 @@ class Checkpoint:
     `Thinning`.
     """
 
-    holder_kind: ClassVar[HolderKind] = "checkpoint"
     __slots__ = (
         "_maker",
         "below",
@@ -57,6 +55,11 @@ class Checkpoint:
         self.reached = 0
         self.needed_at = 0
         self._maker = maker
+
+    @property
+    def holder_kind(self) -> HolderKind:
+        """`cached` if nobody needs it: it only saves work."""
+        return "checkpoint" if self.pins else "cached"
 
     @property
     def holder_name(self) -> str:

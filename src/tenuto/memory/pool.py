@@ -12,7 +12,7 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 
-HolderKind = Literal["session", "prefix", "turn", "checkpoint", "admission", "copy"]
+HolderKind = Literal["session", "prefix", "turn", "checkpoint", "cached", "admission", "copy"]
 BULK = 24
 """From this many units on, one NumPy call changes the counts instead of a loop."""
 

@@ -161,6 +161,9 @@ def _memory(stats: Stats, audit: AuditReport | None) -> Iterator[Metric]:
         held = [((pool.name, TIER, holder), count) for pool in audit.pools for holder, count in pool.by_holder.items()]
         text = f"Leased units by holder, those of several under shared; up to {AUDIT_SECONDS:g} seconds old"
         yield _gauge("memory_leased_units", text, held, "group", "tier", "holder")
+        cached = [((pool.name, TIER), pool.cached) for pool in audit.pools]
+        text = "Leased units that nobody needs: only checkpoints hold them that save work, and they are the first to go"
+        yield _gauge("memory_cached_units", text, cached, "group", "tier")
 
 
 def _totals(stats: Stats) -> Iterator[Metric]:

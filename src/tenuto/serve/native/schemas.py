@@ -256,7 +256,8 @@ class SessionFile(Object):
 
 class Session(BaseModel):
     """A session as it is now. The state of its first `computed` of `tokens` tokens is in memory. `memory`: units that
-    it holds, by group. `version` counts commits and rewinds. `turn`: the state of its open turn."""
+    it and its turn need, by group; `cached`: those they hold besides, which only save work. `version` counts commits
+    and rewinds. `turn`: the state of its open turn."""
 
     id: str
     state: str
@@ -272,6 +273,7 @@ class Session(BaseModel):
     ttl: float | None
     idle_seconds: float
     memory: dict[str, int]
+    cached: dict[str, int]
     metadata: dict[str, str]
 
 
