@@ -1,13 +1,16 @@
 """The default model twice: ours, and the reference, which reads the same file by itself."""
 
 import os
+from functools import cache
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from tenuto.models.decoder import Decoder
@@ -32,16 +35,20 @@ def reference(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> L
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
     )
-    model = LlamaForCausalLM(shape).eval()
+    with no_init_weights():  # all of them are read
+        model = LlamaForCausalLM(shape).eval()
     shared = tmp_path_factory.getbasetemp()
     copy = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "reference.safetensors"
     with FileLock(copy.with_suffix(".lock")):
         if not copy.exists():
-            weights = load_gguf_checkpoint(smollm2_path, return_tensors=True, model_to_load=model)["tensors"]
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))  # else 400 times the same
+                weights = load_gguf_checkpoint(smollm2_path, return_tensors=True, model_to_load=model)["tensors"]
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, copy)
     weights = load_file(copy)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
+    model.tie_weights()
     return model
 
 
