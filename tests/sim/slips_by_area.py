@@ -20,8 +20,8 @@ HOLES = (
 """What an attack on this proof found to be unguarded."""
 
 GRAMMARS = (
-    Slip("text.grammars", "self._compiled.move_to_end(grammar)", "pass"),
-    Slip("text.grammars", "popitem(last=False)", "popitem()"),
+    Slip("text.compiled", "self._kept.move_to_end(grammar)", "pass"),
+    Slip("text.compiled", "popitem(last=False)", "popitem()"),
     Slip("text.grammars", "if not self._matcher.validate_tokens([token]):", "if self._matcher.validate_tokens([token]):"),
     Slip("text.grammars", "return Constraint(matcher.copy(), len(first), first)", "return Constraint(matcher.copy(), len(first), np.full_like(first, 0xFFFFFFFF))"),
     Slip("text.masks", "if not answer.done() and answer.set_running_or_notify_cancel():", "if answer.set_running_or_notify_cancel():"),

@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 from functools import cache
 from itertools import islice
+from random import Random
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 import tenuto
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import MAX_GRAMMAR, Grammar
+from tenuto.text import compiled, grammars
+from tenuto.text.compiled import (
+    GROWTH_BYTES_A_SECOND,
+    LEAST_BYTES,
+    MAX_BYTES,
+    MAX_GROWTH,
+    CompiledGrammars,
+    Growth,
+)
 from tenuto.text.constraint import Constraint
-from tenuto.text.grammars import MAX_CACHED, GrammarCompiler
+from tenuto.text.grammars import GrammarCompiler
 from tenuto.text.words import witness_tokenizer
 from tests.engine import schemas
 
@@ -193,17 +204,51 @@ def test_a_model_without_end_tokens_has_grammars_too() -> None:
     assert constraint.push(TOKENS.encode("b")[0]) is True
 
 
-def test_grammars_are_kept_up_to_a_bound() -> None:
-    own = GrammarCompiler(TOKENS, SIZE, (END,))
-    grammars = [Grammar("regex", f"a{{{n}}}") for n in range(1, MAX_CACHED + 3)]
-    for grammar in grammars:
-        own.constraint(grammar)
-    assert [own.has(grammar) for grammar in (grammars[0], grammars[1], grammars[2], grammars[-1])] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+def test_compiled_grammars_are_kept_by_the_memory_they_take_the_latest_used_longest() -> None:
+    kept = CompiledGrammars[int]()
+    grammars = [Grammar("regex", f"a{{{n}}}") for n in range(MAX_BYTES // LEAST_BYTES)]  # one too many
+    growths = [Growth() for _ in grammars]
+    for number, grammar in enumerate(grammars[:-1]):
+        kept.keep(grammar, number, growths[number])
+    assert kept.find(grammars[0]) == 0
+    kept.keep(grammars[-1], -1, growths[-1])
+    assert [grammars[n] in kept for n in (0, 1, 2, -1)] == [True, False, True, True]
+    growths[5].add(2.2 * LEAST_BYTES / GROWTH_BYTES_A_SECOND)
+    kept.trim()
+    assert [grammars[n] in kept for n in (0, 2, 3, 4, 5)] == [True, False, False, True, True]
+
+
+def test_a_grammar_that_is_slow_to_compile_may_grow_more_but_not_without_bound() -> None:
+    told: list[str] = []
+    quick, slow = Growth(0.0, lambda: told.append("quick")), Growth(3600.0, lambda: told.append("slow"))
+    for growth in (quick, slow):
+        growth.add(1.5 * MAX_GROWTH / GROWTH_BYTES_A_SECOND)
+    assert (quick.outgrown, slow.outgrown, told) == (True, False, ["quick"])
+    slow.add(MAX_BYTES / GROWTH_BYTES_A_SECOND)
+    slow.add(1.0)
+    assert (slow.outgrown, told) == (True, ["quick", "slow"])
+
+
+def test_a_turn_uses_up_nothing_of_the_automaton_that_later_turns_with_its_grammar_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars, "LIMITS", LLParserLimits(max_lexer_states=2000, verbose_errors=False))
+    monkeypatch.setattr(compiled, "GROWTH_BYTES_A_SECOND", 1e15)  # whatever a mask takes is too much
+    own, rng = GrammarCompiler(TOKENS, SIZE, (END,)), Random(1)
+    grammar = Grammar("regex", "[a-z ]*(a|b)[a-z ]{200}")
+
+    def followed() -> int:
+        """How many tokens the grammar is followed until it is too complex."""
+        constraint = own.constraint(grammar)
+        for tokens in range(2000):
+            if constraint.masks(()) is None:
+                return tokens
+            constraint.push(rng.choice(TOKENS.encode("abxy ")))
+        raise AssertionError("it is not too complex")
+
+    first = followed()
+    assert first > 20
+    assert followed() > first / 2
 
 
 def test_answers_in_random_schemas_parse_and_validate() -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import WHITE_SPACE, Grammar
 from tenuto.base.plan import Words
+from tenuto.text.compiled import CompiledGrammars, Growth
 from tenuto.text.constraint import Constraint
 from tenuto.text.tokenizer import Tokenizer
 
-MAX_CACHED = 256
-"""Compiled grammars, the latest used."""
-MAX_CACHED_SOURCE = 2**22
-"""Characters of their sources in all."""
 SHOWN = 400
 """Characters of what the library says of a bad grammar."""
 SCHEMA_OPTIONS: Any = {"whitespace_pattern": WHITE_SPACE}
@@ -33,12 +30,13 @@ SCHEMA_OPTIONS: Any = {"whitespace_pattern": WHITE_SPACE}
 class GrammarMatcher:
     """A `Matcher` by llguidance."""
 
-    __slots__ = ("_control", "_matcher")
+    __slots__ = ("_control", "_growth", "_matcher")
 
-    def __init__(self, matcher: LLMatcher, control: Words | None = None) -> None:
-        """`control`: the mask of the control tokens, if the grammar names any. Where one of them may end what could
-        also go on, the library allows them all, so they are tried."""
+    def __init__(self, matcher: LLMatcher, growth: Growth, control: Words | None = None) -> None:
+        """`growth`: of the automaton that all copies share. `control`: the mask of the control tokens, if the grammar
+        names any. Where one of them may end what could also go on, the library allows them all, so they are tried."""
         self._matcher = matcher
+        self._growth = growth
         self._control = control
 
     @property
@@ -53,22 +51,26 @@ class GrammarMatcher:
         return self._matcher.consume_token(token)
 
     def fill(self, words: Words) -> None:
+        began = thread_time()
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._control is None:
-            return
-        for token in np.flatnonzero(np.unpackbits((words & self._control).view(np.uint8), bitorder="little")).tolist():
+        if self._control is not None:
+            self._try(words, self._control)
+        self._growth.add(thread_time() - began)
+
+    def _try(self, words: Words, control: Words) -> None:
+        for token in np.flatnonzero(np.unpackbits((words & control).view(np.uint8), bitorder="little")).tolist():
             if not self._matcher.validate_tokens([token]):
                 words[token // 32] &= ~np.uint32(1 << token % 32)
 
     def copy(self) -> GrammarMatcher:
-        return GrammarMatcher(self._matcher.deep_copy(), self._control)
+        return GrammarMatcher(self._matcher.deep_copy(), self._growth, self._control)
 
 
 class GrammarCompiler:
     """Makes constraints of grammars for the tokens of one model. For any thread.
 
-    Invariant: `_compiled` holds the grammars used last, the latest at the end, each with the mask of its first token
-    and a matcher that nobody moves; under `_lock`. `_control` is set with `_tokens`.
+    Invariant: `_compiled` has of every grammar the mask of its first token, and a matcher that nobody moves. `_control`
+    is set with `_tokens`.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
@@ -76,43 +78,28 @@ class GrammarCompiler:
         self._make = partial(_tokens_of, tokenizer, vocab_size, end_ids)
         self._tokens: LLTokenizer | None = None  # made when first needed
         self._control = np.zeros(0, np.uint32)  # the mask of all control tokens
-        self._compiled: OrderedDict[Grammar, tuple[GrammarMatcher, Words]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled = CompiledGrammars[tuple[GrammarMatcher, Words]]()
         self._making = threading.Lock()
 
     def has(self, grammar: Grammar) -> bool:
         """Whether it is compiled, so that `constraint` takes no time."""
-        with self._lock:
-            return grammar in self._compiled
+        return grammar in self._compiled
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """A fresh one. Raises `InvalidRequest` for what is no grammar, or cannot be followed."""
-        with self._lock:
-            found = self._compiled.get(grammar)
-            if found is not None:
-                self._compiled.move_to_end(grammar)
-        if found is None:
-            found = self._compile(grammar)
-            self._keep(grammar, found)
-        matcher, first = found
+        matcher, first = self._compiled.find(grammar) or self._compile(grammar)
         return Constraint(matcher.copy(), len(first), first)
-
-    def _keep(self, grammar: Grammar, compiled: tuple[GrammarMatcher, Words]) -> None:
-        with self._lock:
-            self._compiled[grammar] = compiled
-            sizes = [len(each.source) for each in self._compiled]
-            while len(sizes) > MAX_CACHED or (sum(sizes) > MAX_CACHED_SOURCE and len(sizes) > 1):
-                self._compiled.popitem(last=False)
-                del sizes[0]
 
     def _compile(self, grammar: Grammar) -> tuple[GrammarMatcher, Words]:
         with self._making:
             if self._tokens is None:
                 self._tokens, control = self._make()
                 self._control = _mask_of(control, -(-self._tokens.vocab_size // 32))
+        began = thread_time()
         matcher = LLMatcher(self._tokens, _SOURCES[grammar.kind](grammar), log_level=0, limits=LIMITS)
+        growth = Growth(thread_time() - began, self._compiled.trim)
         names_control = grammar.kind in ("lark", "ebnf") and _NAMED.search(grammar.source) is not None
-        made = GrammarMatcher(matcher, self._control if names_control else None)
+        made = GrammarMatcher(matcher, growth, self._control if names_control else None)
         first = np.zeros(-(-self._tokens.vocab_size // 32), np.uint32)
         if not matcher.is_error():
             made.fill(first)
@@ -122,13 +109,14 @@ class GrammarCompiler:
             )
         if matcher.is_stopped() or not (first & ~_mask_of(self._tokens.eos_tokens, len(first))).any():
             raise InvalidRequest(f"the {_NAMES[grammar.kind]} allows no text but the empty one", param="grammar")
+        self._compiled.keep(grammar, (made, first), growth)
         return made, first
 
 
 _NAMED = re.compile(r"<[\[|]")
 """Where a grammar may name a control token."""
 LIMITS = LLParserLimits(verbose_errors=False)
-"""The library's own: a mask costs at most about 15 ms, a grammar at most some 100 MB."""
+"""The library's own: a mask costs at most about 15 ms, an automaton takes at most some 100 MB."""
 
 _NAMES = {
     "json_schema": "JSON schema",
