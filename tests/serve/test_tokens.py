@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tenuto.serve.openai.tokens import PIECE
+
 
 def post(http: httpx.Client, path: str, **body: Any) -> Any:
     return http.post(path, json=body).raise_for_status().json()
@@ -45,8 +47,13 @@ def test_variables_of_the_template_are_accepted_but_not_what_the_request_tells(h
         assert "chat_template_kwargs have 'messages'" in refused.text
 
 
-def test_more_tokens_than_fit_a_context_are_counted(http: httpx.Client) -> None:
-    assert post(http, "/tokenize", prompt="x" * 10_000)["count"] == 10_000
+def test_more_tokens_than_fit_a_context_or_are_written_at_once_are_told_and_counted(http: httpx.Client) -> None:
+    text = "abc" * PIECE
+    told = post(http, "/tokenize", prompt=text, return_token_strs=True)
+    assert told["count"] == len(told["tokens"]) == len(text)
+    assert "".join(told["token_strs"]) == text
+    assert post(http, "/detokenize", tokens=told["tokens"])["text"] == text
+    assert post(http, "/tokenize", prompt="")["tokens"] == []
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": []}, {"prompt": 7}, {"model": "x", "prompt": "a"}])

@@ -293,17 +293,26 @@ class GetStats(Request[Stats], frozen=True, kw_only=True):
 
 
 class Detokenize(Request[str], frozen=True, kw_only=True):
-    """The text of tokens; `special` writes control tokens out."""
+    """The text of tokens; `special` writes control tokens out. `tenant`: who asks."""
 
+    tenant: str = ""
     tokens: list[int]
     special: bool = True
 
 
-class Tokenize(Request[list[int]], frozen=True, kw_only=True):
-    """The tokens of an input that opens a session, whatever their number. `markup`, `tools` and `variables`: as in
-    `StartTurn`.
-    `generate`: those of messages end where the assistant begins to speak."""
+class TokenTexts(Request[list[str]], frozen=True, kw_only=True):
+    """The text of each token, control tokens written out. `tenant`: who asks."""
 
+    tenant: str = ""
+    tokens: list[int]
+
+
+class Tokenize(Request[bytes], frozen=True, kw_only=True):
+    """The tokens of an input that opens a session, whatever their number, as the bytes of an `array("i")`: there may be
+    millions. `markup`, `tools` and `variables`: as in `StartTurn`.
+    `generate`: those of messages end where the assistant begins to speak. `tenant`: who asks."""
+
+    tenant: str = ""
     input: TurnInput
     tools: Tools = NO_TOOLS
     variables: Variables = NO_VARIABLES

@@ -80,26 +80,21 @@ class Intake:
         with self._lock:
             item.number = next(self._numbers)
             waits = item.session in self._pending
-        if (
-            item.size > SHORT_INPUT
-            or waits
-            or self._preparer.must_compile(item.command)
-            or not self._take_at_once(item)
-        ):
+        if item.size > SHORT_INPUT or waits or self._preparer.to_compile(item.command) or not self._take_at_once(item):
             if item.session is not None:
                 self._loop.call(lambda engine: _meet(engine, item))  # before any other session can have the id
             self._put(item)
 
     def _put(self, item: Input) -> None:
         with self._lock:
-            lane = self._lanes.of(item.size, compiles=self._preparer.must_compile(item.command))
+            lane = self._lanes.of(item.size, self._preparer.to_compile(item.command))
             if item.session is not None:
                 lane, inputs = self._pending.get(item.session, (lane, 0))
                 self._pending[item.session] = lane, inputs + 1
             item.lane = lane
             if item.command.name:
                 self._named[item.command.name] = item
-        lane.put(item.size, lambda: self._take(item))
+        lane.put(item.size, lambda: self._take(item), item.command.tenant)
 
     def _take_at_once(self, item: Input) -> bool:
         """False if the engine has to be asked first, or the input would be refused."""

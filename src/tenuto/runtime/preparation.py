@@ -22,10 +22,12 @@ class Preparer:
         self._tokenizer = tokenizer
         self._grammars = grammars
 
-    def must_compile(self, command: StartTurn | Draft) -> bool:
-        """Whether the command has a grammar that is still to be compiled, which may take long."""
+    def to_compile(self, command: StartTurn | Draft) -> int:
+        """Characters of the command's grammar, if it has one that is still to be compiled, which may take long."""
         grammar = command.params.grammar if isinstance(command, StartTurn) else None
-        return grammar is not None and self._grammars is not None and not self._grammars.has(grammar)
+        if grammar is None or self._grammars is None or self._grammars.has(grammar):
+            return 0
+        return max(1, len(grammar.source))
 
     def prepare(self, command: StartTurn | Draft, basis: Basis) -> Prepared:
         """The tokens that the command appends to what `basis` says, and its grammar. Raises as `Renderer.prepare` and
@@ -46,7 +48,7 @@ class Preparer:
             return prepared
         return prepared._replace(constraint=self._grammars.constraint(grammar))
 
-    def tokens(self, request: Tokenize) -> list[int]:
+    def tokens(self, request: Tokenize) -> array[int]:
         """What `request` asks for. Raises as `Renderer.prepare`."""
         start = StartTurn(
             kind="turn",
@@ -57,7 +59,7 @@ class Preparer:
             variables=request.variables,
             params=TurnParams(max_new_tokens=int(request.generate)),
         )
-        return list(self.prepare(start, Basis.opening(MAX_COUNT)).tokens)
+        return self.prepare(start, Basis.opening(MAX_COUNT)).tokens
 
     def _prompt(self, command: StartTurn, basis: Basis, *, generate: bool) -> Prompt:
         tokenizer = self._tokenizer

@@ -37,6 +37,7 @@ from tenuto.base.messages import (
     StartTurn,
     Stopped,
     Tokenize,
+    TokenTexts,
     UpdateWeights,
     Withdraw,
     WorkerSettings,
@@ -141,7 +142,7 @@ class Service:
                 self._loop.audit().add_done_callback(partial(self._reply, request))
             case GetStats() | DropMemory() | Pause() | Resume() | ReleaseMemory() | ResumeMemory() | UpdateWeights():
                 self._ask(request)
-            case Detokenize() | Tokenize():
+            case Detokenize() | TokenTexts() | Tokenize():
                 self._convert(request)
             case Withdraw():
                 self._outbox.answer(request, self._intake.withdraw(request.name))
@@ -157,14 +158,15 @@ class Service:
             case _:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
 
-    def _convert(self, request: Detokenize | Tokenize) -> None:
+    def _convert(self, request: Detokenize | TokenTexts | Tokenize) -> None:
         """Answer with the text of tokens, or the tokens of a text."""
-        if isinstance(request, Detokenize):
-            size, told = len(request.tokens), request
-            self._later(request, size, lambda: self._texts.of(told.tokens, special=told.special))
-        else:
-            size, asked = size_of(request.input), request
-            self._later(request, size, lambda: self._preparer.tokens(asked))
+        match request:
+            case Detokenize(tokens=tokens):
+                self._later(request, len(tokens), lambda: self._texts.of(tokens, special=request.special))
+            case TokenTexts(tokens=tokens):
+                self._later(request, len(tokens), lambda: [self._texts.of([token]) for token in tokens])
+            case Tokenize():
+                self._later(request, size_of(request.input), lambda: self._preparer.tokens(request).tobytes())
 
     def _move(self, request: ExportSession | ImportSession) -> None:
         """A session leaves as a file, or comes as one."""
@@ -173,7 +175,7 @@ class Service:
             request.document.check(self._fingerprint)
             self._renderer.check_system(request.document.system, self._config.context_length)
             if path is not None:
-                self._lanes.files.put(0, partial(self._import, request, path))
+                self._lanes.files.put(0, partial(self._import, request, path), request.tenant)
                 return
         elif path is not None:
             self._export(request, path)
@@ -188,7 +190,9 @@ class Service:
             return self._dispatcher.execute(request), engine.state(request.session, request.tenant)
 
         self._lanes.files.put(
-            0, lambda: self._told(request, lambda: self._written(path, *self._loop.execute(take).result()))
+            0,
+            lambda: self._told(request, lambda: self._written(path, *self._loop.execute(take).result())),
+            request.tenant,
         )
 
     def _written(self, path: Path, document: SessionDocument, state: CopiedState | LentUnits) -> SessionDocument:
@@ -370,7 +374,7 @@ class Service:
     def _later(self, request: Request[T], size: int, work: Callable[[], T]) -> None:
         """Answer with what `work` on `size` tokens comes to; nobody else waits for that."""
         self._outbox.announce(request.call)
-        self._lanes.of(size).put(size, partial(self._told, request, work))
+        self._lanes.of(size).put(size, partial(self._told, request, work), getattr(request, "tenant", ""))
 
     def publish(self, call: int, news: Delta | TenutoError) -> None:
         """A turn has gone on, or nothing more comes of it. In the engine's thread."""

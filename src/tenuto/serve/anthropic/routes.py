@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
@@ -61,8 +62,8 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
 
 
 @router.post("/count_tokens", responses=REFUSALS)
-async def count_tokens(edge: EdgeOf, _: Caller, body: Conversation) -> dict[str, int]:
+async def count_tokens(edge: EdgeOf, tenant: Caller, body: Conversation) -> dict[str, int]:
     """How many tokens messages come to."""
     edge.check_model(body.model)
-    tokens = await edge.link.call(Tokenize(input=body.rendered(edge.model.habits), tools=body.tool_use.told))
-    return {"input_tokens": len(tokens)}
+    given = Tokenize(tenant=tenant.name, input=body.rendered(edge.model.habits), tools=body.tool_use.told)
+    return {"input_tokens": len(array("i", await edge.link.call(given)))}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Response
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.messages import Detokenize, Tokenize
+from tenuto.base.messages import Detokenize, Tokenize, TokenTexts
 from tenuto.base.tools import MAX_TOOLS, NO_TOOLS, Tools
 from tenuto.base.variables import Variables
 from tenuto.serve.openai.schemas import ChatMessage
@@ -18,8 +22,16 @@ from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.schemas import REFUSALS, Items, Messages, Prompts, TokenId
+from tenuto.serve.shared.settings import Tenant
 
+T = TypeVar("T")
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
+
+PIECE = 2**14
+"""Tokens written at once."""
+TOKENS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The tokens", "content": {"application/json": {"schema": {"type": "object"}}}}
+}
 
 
 class TokenizeBody(ForeignObject):
@@ -46,8 +58,8 @@ class DetokenizeBody(ForeignObject):
     tokens: Items[TokenId] | Prompts[Items[TokenId]]
 
 
-@router.post("/tokenize", responses=REFUSALS)
-async def tokenize(edge: EdgeOf, _: Caller, body: TokenizeBody) -> dict[str, Any]:
+@router.post("/tokenize", response_model=None, responses=REFUSALS | TOKENS)
+async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response:
     """The tokens of a text as a prompt, or of messages."""
     if body.model is not None:
         edge.check_model(body.model)
@@ -58,33 +70,62 @@ async def tokenize(edge: EdgeOf, _: Caller, body: TokenizeBody) -> dict[str, Any
         generate = body.add_generation_prompt is not False
         variables = Variables.of(body.chat_template_kwargs or {})
         messages = [one.rendered() for one in body.messages]
-        given = Tokenize(input=messages, tools=tools, variables=variables, generate=generate)
-        tokens: Any = await edge.link.call(given)
-    elif isinstance(body.prompt, str):
-        tokens = await _tokens(edge, body, body.prompt)
+        given = Tokenize(tenant=tenant.name, input=messages, tools=tools, variables=variables, generate=generate)
+        lists = [array("i", await edge.link.call(given))]
     else:
-        tokens = [await _tokens(edge, body, prompt) for prompt in body.prompt or ()]
-    several = bool(tokens) and isinstance(tokens[0], list)
-    count = [len(each) for each in tokens] if several else len(tokens)
-    answer = {"tokens": tokens, "count": count, "max_model_len": edge.model.context_length}
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or ()
+        lists = [await _tokens(edge, tenant, body, prompt) for prompt in prompts]
+    several = isinstance(body.prompt, list)
+    written = bytearray(b'{"tokens":')
+    written += await _list(lists, _numbers) if several else await _numbers(lists[0])
+    counts: object = [len(each) for each in lists] if several else len(lists[0])
+    written += b',"count":%b,"max_model_len":%d' % (msgspec.json.encode(counts), edge.model.context_length)
     if body.return_token_strs and not several:
-        answer["token_strs"] = [await edge.link.call(Detokenize(tokens=[token])) for token in tokens]
-    return answer
+        written += b',"token_strs":' + await _texts(edge, tenant, lists[0])
+    return Response(bytes(written + b"}"), media_type="application/json")
 
 
-async def _tokens(edge: Edge, body: TokenizeBody, prompt: str) -> list[int]:
-    tokens = await edge.link.call(Tokenize(input=prompt, generate=False))
-    begun = edge.model.adds_bos and tokens[:1] == [edge.model.bos_id]
+async def _tokens(edge: Edge, tenant: Tenant, body: TokenizeBody, prompt: str) -> array[int]:
+    tokens = array("i", await edge.link.call(Tokenize(tenant=tenant.name, input=prompt, generate=False)))
+    begun = edge.model.adds_bos and tokens[:1].tolist() == [edge.model.bos_id]
     return tokens[1:] if begun and body.add_special_tokens is False else tokens
 
 
+async def _list(parts: Iterable[T], write: Callable[[T], Awaitable[bytes]]) -> bytes:
+    """A JSON list of what is written of the parts."""
+    return b"[" + b",".join([await write(part) for part in parts]) + b"]"
+
+
+async def _numbers(tokens: array[int]) -> bytes:
+    """A JSON list of tokens, of which there may be millions, without holding up others."""
+
+    async def write(piece: array[int]) -> bytes:
+        await asyncio.sleep(0)
+        return msgspec.json.encode(piece.tolist())[1:-1]
+
+    return await _list(_pieces(tokens), write)
+
+
+async def _texts(edge: Edge, tenant: Tenant, tokens: array[int]) -> bytes:
+    """A JSON list of the texts of tokens."""
+
+    async def write(piece: array[int]) -> bytes:
+        return msgspec.json.encode(await edge.link.call(TokenTexts(tenant=tenant.name, tokens=piece.tolist())))[1:-1]
+
+    return await _list(_pieces(tokens), write)
+
+
+def _pieces(tokens: array[int]) -> list[array[int]]:
+    return [tokens[at : at + PIECE] for at in range(0, len(tokens), PIECE)]
+
+
 @router.post("/detokenize", responses=REFUSALS)
-async def detokenize(edge: EdgeOf, _: Caller, body: DetokenizeBody) -> dict[str, Any]:
+async def detokenize(edge: EdgeOf, tenant: Caller, body: DetokenizeBody) -> dict[str, Any]:
     """The text of tokens, control tokens written out; as `prompt`, as vLLM has it, and as `text`, as SGLang has it."""
     if body.model is not None:
         edge.check_model(body.model)
     lists: list[Any] = body.tokens if body.tokens and isinstance(body.tokens[0], list) else [body.tokens]
-    texts = [await edge.link.call(Detokenize(tokens=tokens)) for tokens in lists]
+    texts = [await edge.link.call(Detokenize(tenant=tenant.name, tokens=tokens)) for tokens in lists]
     told: Any = texts if lists is body.tokens else texts[0]
     return {"prompt": told, "text": told}
 

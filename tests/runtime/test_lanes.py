@@ -1,0 +1,57 @@
+"""Lanes do the work of tenants in turn."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from tenuto.base.grammar import Grammar
+from tenuto.base.messages import StartTurn
+from tenuto.base.options import TurnParams
+from tenuto.runtime.lanes import LARGE_GRAMMAR, LONG, Lane, Lanes
+from tenuto.runtime.preparation import Preparer
+from tests.text.test_grammars import compiler
+
+
+def test_a_tenants_work_is_done_in_order_and_waits_for_one_piece_of_anothers() -> None:
+    lane, begun, goes_on, done = Lane("test"), threading.Event(), threading.Event(), list[str]()
+
+    def hold() -> None:
+        begun.set()
+        goes_on.wait()
+
+    lane.put(1, hold, "greedy")
+    begun.wait()
+    for number in range(5):
+        lane.put(1, partial(done.append, f"greedy {number}"), "greedy")
+    for number in range(2):
+        lane.put(1, partial(done.append, f"small {number}"), "small")
+    goes_on.set()
+    lane.close()
+    assert done == ["greedy 0", "small 0", "greedy 1", "small 1", "greedy 2", "greedy 3", "greedy 4"]
+
+
+def test_a_mistake_in_one_piece_of_work_does_not_end_a_lane() -> None:
+    lane, done = Lane("test"), list[int]()
+    lane.put(1, lambda: done.append(1 // 0))
+    lane.put(1, lambda: done.append(1))
+    lane.close()
+    assert done == [1]
+
+
+def test_a_small_grammar_does_not_wait_for_large_ones_nor_text_for_grammars() -> None:
+    lanes = Lanes()
+    try:
+        assert len({lanes.of(1), lanes.of(1, 1), lanes.of(1, LARGE_GRAMMAR), lanes.of(LONG)}) == 4
+    finally:
+        lanes.close()
+
+
+def test_only_a_grammar_that_is_not_compiled_yet_is_work_for_its_lane() -> None:
+    preparer = Preparer(None, None, compiler())  # type: ignore[arg-type] # which it does not ask
+    for grammar, characters in ((Grammar("regex", "only here[a-z]"), 14), (Grammar("json_object"), 1)):
+        start = StartTurn(kind="turn", tenant="", params=TurnParams(grammar=grammar))
+        compiler()._compiled._kept.pop(grammar, None)
+        assert preparer.to_compile(start) == characters
+        compiler().constraint(grammar)
+        assert preparer.to_compile(start) == 0
