@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 from tenuto.base.options import MAX_PRIORITY, Policy, TurnParams
@@ -13,10 +14,9 @@ from tests.sim.grammars import GRAMMARS
 from tests.sim.letters import VOCAB
 from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import PREFILL
+from tests.sim.overtaking import overtaking
 from tests.sim.setting import WorldConfig
-
-PATIENT = TurnParams(max_new_tokens=8, ignore_eos=True)
-"""A turn that runs for some steps."""
+from tests.sim.travels import leave_and_come, park_last
 
 
 class RandomWorld(MirroredWorld):
@@ -45,7 +45,7 @@ class RandomWorld(MirroredWorld):
         if config.prefixes:
             operations.append((self.op_repeat, 60))
         if config.overtaking:
-            operations += [(self.op_overtake, 50), (self.op_go_back, 50)]
+            operations += [(each, 50) for each in overtaking(self)]
         if config.tiers:
             operations += [
                 (self.op_park, 60),
@@ -53,9 +53,10 @@ class RandomWorld(MirroredWorld):
                 (self.op_come_back_together, 10),
                 (self.op_restart, 5),
             ]
+            if config.overtaking:
+                operations += [(partial(leave_and_come, self), 20), (partial(park_last, self), 20)]
         if config.seed % 2:  # a calm world: memory is not taken away by hand
             operations = [(op, n) for op, n in operations if op not in (self.op_drop, self.op_preempt)]
-        self._shared: dict[str, int] = {}  # sessions of which others have begun with a turn, and how far
         self._names = [operation for operation, _ in operations]
         self._weights = [weight for _, weight in operations]
 
@@ -171,60 +172,6 @@ class RandomWorld(MirroredWorld):
                 self.append(child, tokens)
             else:
                 self.submit(child, tokens or [1], params)
-
-    def op_overtake(self) -> None:
-        """Somebody begins with what a running turn computes, and then mostly leaves: its turn is aborted, loses its
-        memory or its row, or it closes."""
-        rng, size = self.rng, self.config.page_size
-        leader = self._pick(
-            lambda s: s.has_running_turn and s.memory.turn is not None and s.memory.turn.computed > size
-        )
-        if leader is None and (leader := self._idle() or self.open(Policy())) is not None:
-            self.submit(leader, [rng.randrange(VOCAB) for _ in range(rng.randint(size, 3 * size) + 1)], PATIENT)
-            self.step()
-        if leader is None or not self.is_open(leader) or not self.session_of(leader).has_running_turn:
-            return
-        turn = self.session_of(leader).turn
-        assert turn is not None
-        tokens = list(turn.tokens(0, turn.prompt_length))
-        common = rng.randint(len(tokens) // 2, len(tokens))
-        follower = self.open(Policy(**self.own(leader)))
-        if follower is None:
-            return
-        if rng.random() < 0.5:  # it has a history and no memory of it
-            self.adopt(follower, tokens[:common], [])
-            self.submit(follower, [1], self._params(draft=True))
-        else:
-            self.submit(follower, [*tokens[:common], *self._tokens()[:5]] or [1], self._params(draft=True))
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            self.step()
-        self._leave(follower)
-        if self.is_open(follower) and self.is_open(leader):
-            self._shared[leader] = common
-
-    def _leave(self, sid: str) -> None:
-        """Something happens to the session's turn before it has copied what it shares."""
-        if not self.is_open(sid) or (turn := self.session_of(sid).turn) is None or self.naive[sid].closing:
-            return
-        how = self.rng.random()
-        if how < 0.5:
-            self._abort(sid)
-        elif how < 0.8 and turn.running:
-            self.engine.lifecycle.preempt(turn)
-            self.turns[turn.number].disturbed = True
-        elif how < 0.9:
-            self.close(sid, finish=False)
-
-    def op_go_back(self) -> None:
-        """A session goes back a little, mostly to within the page in which others have begun, and on at once."""
-        rng, size = self.rng, self.config.page_size
-        sid = self._pick(lambda s: s.turn is None and s.id in self._shared) or self._idle()
-        if sid is None:
-            return
-        length = len(self.naive[sid].tokens)
-        shared = min(self._shared.pop(sid, length), length)
-        self.rewind(sid, position=rng.randint(max(0, shared - rng.choice((2, size))), shared))
-        self.submit(sid, [rng.randrange(VOCAB) for _ in range(rng.randint(1, size))], self._params(draft=True))
 
     def op_append(self) -> None:
         sid = self._idle()

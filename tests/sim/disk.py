@@ -26,6 +26,7 @@ class FaultyDisk:
         self._sizes: dict[str, int] = {}  # as the engine knows them
         self._written = 0
         self._index: bytes | None = None
+        self.injected = 0  # writes that have failed, as they were told to
 
     def become(self, identity: str) -> None:
         """Files of the simulation are of one identity."""
@@ -35,6 +36,7 @@ class FaultyDisk:
         if sum(self._sizes.values()) + size > self.budget:
             raise AssertionError(f"{size} bytes are written to a disk that has no room for them")
         if self._chance.random() < FAILS:
+            self.injected += 1
             raise DiskFailed(self._chance.choice(("full", "write")), "the disk was told to fail this write")
         self._written += 1
         file = UnitFile(f"file {self._written}", size, 0)

@@ -11,6 +11,7 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.groups import Kind
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Keep, TurnState
+from tenuto.session.records import SavedSession
 from tenuto.session.session import Session, Turn
 from tests.sim import internals
 from tests.sim.grammars import constraint_of
@@ -119,6 +120,18 @@ class MirroredWorld(World):
         mine, its = [p for p in held if p < reached], internals.positions_kept(child)[:-1]
         if its != mine:
             self.found("shared", f"a fork has checkpoints at {its}, its parent below at {mine}")
+
+    def imported(self, sid: str, saved: SavedSession) -> None:
+        """What a session was when it was exported is another session from now on."""
+        session = self.attempt("import", set(), lambda: self.engine.restore(saved))
+        if session is not None:
+            naive = self.naive[sid]
+            self.tenants[session.id] = saved.policy.tenant
+            limit = self._limit(saved.policy)
+            self.naive[session.id] = naive.fork(len(naive.tokens), saved.policy, limit, self.clock.now())
+            self.naive[session.id].version = session.version
+            if session.history != naive.tokens:
+                self.found("history", f"{sid} differs when it is imported")
 
     @property
     def _full_only(self) -> bool:

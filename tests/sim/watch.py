@@ -15,6 +15,7 @@ from tenuto.sched.admission import RECONSIDERED_AFTER
 from tenuto.session.session import Session, Turn
 from tests.sim import internals
 from tests.sim.internals import Event
+from tests.sim.travels import ParkedInOrder
 
 if TYPE_CHECKING:
     from tests.sim.naive import NaiveTurn
@@ -49,6 +50,7 @@ class Watch:
         self._failures = 0  # steps that had failed before this one
         self._suspicion: tuple[int, set[Turn], str] | None = None  # who yielded, it seems in vain
         self._needy: dict[int, float] = {}  # numbers of the turns it may have been for, and when their drafts changed
+        self._parked = ParkedInOrder(world)
         world.log.would_fit = self._fits_with_its_session
         world.log.better_victim = self._better_victim
 
@@ -89,6 +91,7 @@ class Watch:
             parked = world.config.tiers and session.rests  # it has been idle for long
             if lost and not parked and not self.yielded(session):
                 world.found("kept memory", f"idle session {sid} lost memory without pressure")
+        self._parked.look()
         self._check_cache()
         self._check_order()
         self._check_waiting()
@@ -129,6 +132,8 @@ class Watch:
         dropped = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
         if dropped and not any(any(e.freed) for e in events) and world.engine.memory.cache.evicted == self._evicted:
             world.found("gives nothing", f"{[e.session for e in dropped]} were dropped, and nothing came free")
+        if self._suspected:
+            self._check_suspects(victims)
         sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)  # its bounds say little
         if not victims or self._failures != world.failures or self._suspected or sliding:
             return  # who is singled out for failed steps yields itself if it lacks room
@@ -166,6 +171,19 @@ class Watch:
             if event.better is not None and not any(event.freed):
                 world.found("gives nothing", f"{event.session!r} was dropped and gave nothing; {event.better!r} could")
                 return
+
+    def _check_suspects(self, victims: list[Event]) -> None:
+        """While it is found out who makes steps fail, nobody yields where there was room for the longest turn."""
+        world = self._world
+        losers = [e for e in victims if e.kind == "preempt"]
+        rows = len(world.engine.batch) == world.config.running or any(e.kind == "start" for e in world.log.events)
+        if not losers or rows or internals.copying(world.engine):
+            return
+        room = [pool.free + pool.limbo for pool in world.engine.memory.pools]
+        room = [have - sum(e.freed[group] for e in victims if e.freed) for group, have in enumerate(room)]
+        if all(have >= needed for have, needed in zip(room, self._worst(world.longest), strict=True)):
+            names = [e.session.id[:6] for e in losers]
+            world.found("in vain", f"{names} lost memory to suspects, and {room} units of each group were free")
 
     def _check_for_drafts(self, victims: list[Event]) -> None:
         """Nobody yields so that a draft can be computed, but what closed sessions have left."""

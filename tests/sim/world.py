@@ -19,7 +19,7 @@ from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.session import Session, Turn
 from tenuto.text.stream import TextStream
 from tests.clock import ManualClock
-from tests.sim import internals
+from tests.sim import internals, keeping
 from tests.sim.checked import CheckedExecutor
 from tests.sim.copies import SlowCopies
 from tests.sim.disk import FaultyDisk
@@ -243,6 +243,8 @@ class World:
                 self.found("tenants", f"{self.engine.sessions.use(tenant)}, its sessions have {count} tokens")
         internals.check_tables(self.engine, self.config.lookahead)
         check_tenants(self.engine.sessions)
+        if (kept := keeping.kept_in_vain(self.engine)) is not None:
+            self.found("kept in vain", kept)
         if self._chance.random() < 0.02:
             self._audit_the_auditor()
 

@@ -1,0 +1,41 @@
+"""What an engine keeps of closed sessions, and off the device: private parts that the simulator looks at."""
+
+from __future__ import annotations
+
+from tenuto.engine.engine import Engine
+from tenuto.memory.parked import Parked
+from tenuto.session.session import Session
+
+
+def kept_in_vain(engine: Engine) -> str | None:
+    """A closed session that is kept, and of which another one that is kept has every full page."""
+    if engine.memory.needs_checkpoints:
+        return None  # of two that have the same pages one may be resumed farther
+    size, pages = engine.memory.page_size, {}
+    for session in engine.sessions.prefixes:
+        full = session.memory.computed // size * size
+        pages[session] = session.policy.tenant, session.history[:full].tobytes()
+    for session, (tenant, tokens) in pages.items():
+        for other, (its, longer) in pages.items():
+            if other is not session and tenant == its and longer.startswith(tokens):
+                return f"{session!r} is kept, and {other!r} has all its {len(tokens)} bytes of full pages"
+    return None
+
+
+def parked_of(engine: Engine, session: Session) -> Parked | None:
+    """What is parked of the session."""
+    parking = engine.parking
+    parked = parking._sessions.get(session) if parking is not None else None
+    return parked if parking is not None and parked in parking.tiers else None
+
+
+def stays_on_disk(engine: Engine, session: Session) -> bool:
+    """Whether something of the session is in files, which may be given up."""
+    parked = parked_of(engine, session)
+    return parked is not None and parked.on_disk and not parked.pinned
+
+
+def is_leaving(engine: Engine) -> bool:
+    """Whether something is on its way to disk."""
+    every = engine.parking._sessions.values() if engine.parking is not None else ()
+    return any(unit.leaving for parked in every for unit in parked)

@@ -1,0 +1,101 @@
+"""Sessions begin with what others' running turns compute and part from them within a page; one of them goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tenuto.base.options import Policy, TurnParams
+from tenuto.session.session import Session
+from tests.sim.letters import VOCAB
+from tests.sim.travels import leave_and_come
+
+if TYPE_CHECKING:
+    from tests.sim.actions import RandomWorld
+
+PATIENT = TurnParams(max_new_tokens=8, ignore_eos=True)
+"""A turn that runs for some steps."""
+
+
+def overtaking(world: RandomWorld) -> list[Callable[[], None]]:
+    """The operations."""
+    shared: dict[str, int] = {}  # sessions of which others have begun with a turn, and how far
+    return [partial(_overtake, world, shared), partial(_go_back, world, shared)]
+
+
+def _overtake(world: RandomWorld, shared: dict[str, int]) -> None:
+    """Somebody begins with what a running turn computes, and then mostly leaves: its turn is aborted or loses its
+    memory, or it closes."""
+    rng = world.rng
+    leader = _leader(world)
+    if leader is None:
+        return
+    turn = world.session_of(leader).turn
+    assert turn is not None
+    tokens = list(turn.tokens(0, turn.prompt_length))
+    common = rng.randint(len(tokens) // 2, len(tokens))
+    follower = world.open(Policy(**world.own(leader)))
+    if follower is None:
+        return
+    if rng.random() < 0.5:  # it has a history and no memory of it
+        world.adopt(follower, tokens[:common], [])
+        world.submit(follower, [1], world._params(draft=True))
+    else:
+        world.submit(follower, [*tokens[:common], *world._tokens()[:5]] or [1], world._params(draft=True))
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        world.step()
+    if rng.random() < 0.2:
+        _leave(world, leader)
+    else:
+        _leave(world, follower)
+    if world.is_open(follower) and world.is_open(leader):
+        shared[leader] = common
+
+
+def _leader(world: RandomWorld) -> str | None:
+    """A session whose turn runs and has computed more than a page, or is about to."""
+    rng, size = world.rng, world.config.page_size
+
+    def ahead(session: Session) -> bool:
+        memory = session.memory.turn
+        return session.has_running_turn and memory is not None and memory.computed > size
+
+    leader = world._pick(ahead)
+    if leader is None and (leader := world._idle() or world.open(Policy())) is not None:
+        most = rng.choice((3 * size, 8 * size))
+        world.submit(leader, [rng.randrange(VOCAB) for _ in range(rng.randint(size, most) + 1)], PATIENT)
+        world.step()
+    if leader is None or not world.is_open(leader) or not world.session_of(leader).has_running_turn:
+        return None
+    return leader
+
+
+def _leave(world: RandomWorld, sid: str) -> None:
+    """Something happens to the session's turn before it has copied what it shares."""
+    if not world.is_open(sid) or (turn := world.session_of(sid).turn) is None or world.naive[sid].closing:
+        return
+    how = world.rng.random()
+    if how < 0.5:
+        world._abort(sid)
+    elif how < 0.8 and turn.running:
+        world.engine.lifecycle.preempt(turn)
+        world.turns[turn.number].disturbed = True
+        if world.config.tiers and world.rng.random() < 0.5:  # what it had found is taken away, too, and then it ends
+            world.engine.lifecycle.drop(turn.session, "pressure")
+            world.abort(sid, None)
+            leave_and_come(world, sid)
+    elif how < 0.9:
+        world.close(sid, finish=False)
+
+
+def _go_back(world: RandomWorld, shared: dict[str, int]) -> None:
+    """A session goes back a little, mostly to within the page in which others have begun, and on at once."""
+    rng, size = world.rng, world.config.page_size
+    sid = world._pick(lambda s: s.turn is None and s.id in shared) or world._idle()
+    if sid is None:
+        return
+    length = len(world.naive[sid].tokens)
+    end = min(shared.pop(sid, length), length)
+    world.rewind(sid, position=rng.randint(max(0, end - rng.choice((2, size))), end))
+    world.submit(sid, [rng.randrange(VOCAB) for _ in range(rng.randint(1, size))], world._params(draft=True))

@@ -1,0 +1,109 @@
+"""Sessions leave in files and come back under other names, and what was parked last stays parked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.state_file import StateFile, write_state_file
+from tenuto.base.views import SessionState
+from tenuto.memory.lent import LentUnits
+from tenuto.memory.parked import Parked
+from tenuto.session.records import SavedSession
+from tenuto.session.session import Session
+from tests.sim import keeping
+
+if TYPE_CHECKING:
+    from tests.sim.actions import RandomWorld
+    from tests.sim.world import World
+
+MODEL, WEIGHTS = "a model", "weights"
+
+
+def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
+    """A session at rest, or `sid`, is exported, and comes back under another name: nothing exported is refused."""
+    sid = sid or world._pick(lambda s: s.turn is None and not s.policy.ephemeral)
+    if sid is None or not world.is_open(sid) or len(world.naive) >= world.config.sessions:
+        return
+    engine, session = world.engine, world.session_of(sid)
+    try:
+        state = engine.state(sid, **world.own(sid))
+        if isinstance(state, LentUnits):
+            lent, state = state, state.read()
+            engine.states.take_back(lent)
+    except InvalidRequest as error:  # a copy has failed
+        if not world.config.copy_fail_rate:
+            world.found("exports", f"{sid} cannot be exported: {error}")
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "session")
+        document = session.saved().document().signed(MODEL)
+        write_state_file(path, document, WEIGHTS, world.config.page_size, engine.states.unit_bytes, state)
+        with closing(StateFile(path)) as file:
+            try:
+                file.check(MODEL, WEIGHTS)
+                engine.states.check(file)
+                file.verify()
+            except InvalidRequest as error:
+                world.found("exports", f"{sid} was exported, and is refused: {error}")
+                return
+            name = f"{sid[:6]} at {world.steps}"
+            if name not in world.naive:
+                world.imported(sid, SavedSession.of(file.document, name, session.policy))
+                engine.put_state(name, file, **world.own(name))
+
+
+def park_last(world: RandomWorld) -> None:
+    """A session without a turn yields as under pressure."""
+    sid = world._pick(lambda s: s.turn is None and 0 < s.memory.computed < len(s.history))
+    if sid is not None:
+        world.engine.lifecycle.drop(world.session_of(sid), "pressure")
+
+
+class ParkedInOrder:
+    """Sees that a full disk gives up what was used longest ago: whoever loses what was parked of it, only because there
+    was no room, was not used after somebody who keeps it there."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._used: dict[Session, int] = {}  # the step in which it last had a turn, or was parked
+        self._parked: dict[Session, tuple[Parked, int]] = {}  # at rest, and its version
+        self._failures: Counter[str] = Counter()
+        self._injected = 0
+
+    def look(self) -> None:
+        """A step has ended, and with it all that was done since the last time."""
+        world, disk = self._world, self._world.disk
+        parking = world.engine.parking
+        if parking is None or disk is None:
+            return
+        failed = Counter(parking.tiers.failures) - self._failures
+        if set(failed) == {"full"} and disk.injected == self._injected and not keeping.is_leaving(world.engine):
+            self._check(disk.budget)
+        self._failures, self._injected = Counter(parking.tiers.failures), disk.injected
+        before, self._parked = self._parked, {}
+        for session in world.engine.sessions:
+            parked = keeping.parked_of(world.engine, session)
+            if session.turn is not None or (parked is not None and before.get(session, (None,))[0] is not parked):
+                self._used[session] = world.steps
+            if parked is not None and session.turn is None:
+                self._parked[session] = parked, session.version
+
+    def _check(self, budget: int) -> None:
+        engine = self._world.engine
+        lost = [
+            session
+            for session, (parked, version) in self._parked.items()
+            if (session.state, session.turn, session.version) == (SessionState.OPEN, None, version)
+            and parked.size <= budget
+            and keeping.parked_of(engine, session) is None
+        ]
+        kept = [session for session in self._parked if keeping.stays_on_disk(engine, session)]
+        for session in lost:
+            earlier = [other for other in kept if self._used[other] < self._used[session]]
+            if earlier:
+                self._world.found("tiers", f"{session!r} is no longer parked, and {earlier}, used before it, are")
