@@ -183,7 +183,8 @@ class ModelError(TenutoError):
 
 
 class EngineStopped(TenutoError):
-    """The engine has stopped, by request or after an `InvariantError`."""
+    """The engine has stopped, by request or after an `InvariantError`. A turn that was under way may have been
+    committed: if so, it is in the session's history once that is served again."""
 
     code = "engine_stopped"
     status = 503

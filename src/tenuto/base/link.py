@@ -69,9 +69,9 @@ class Calls:
             return
         self.stopped = stopped
         for number in list(self._waiting):
-            self._resolve(number, stopped.error())
+            self._resolve(number, stopped.interrupted())
         for number in list(self._streams):
-            self._fail(number, stopped.error())
+            self._fail(number, stopped.interrupted())
 
     def _resolve(self, number: int, outcome: msgspec.Raw | TenutoError) -> bool:
         waiting = self._waiting.pop(number, None)

@@ -347,6 +347,10 @@ class Updates(WireMessage, frozen=True, kw_only=True):
     updates: list[tuple[int, Delta]]
 
 
+MAYBE_DONE = "the request may have been carried out, and its turn may be in the session once that is served again"
+"""What nobody knows of a request that was under way when the engine stopped."""
+
+
 class Stopped(WireMessage, frozen=True, kw_only=True):
     """Engine to edge: the last message; on either side, why the engine has stopped. `detail`: see `TenutoError`."""
 
@@ -356,6 +360,10 @@ class Stopped(WireMessage, frozen=True, kw_only=True):
     def error(self) -> EngineStopped:
         """The error of every later request."""
         return EngineStopped(self.reason, detail=self.detail)
+
+    def interrupted(self) -> EngineStopped:
+        """The error of a request that was under way."""
+        return EngineStopped(f"{self.reason}; {MAYBE_DONE}", detail=self.detail)
 
 
 AnyReply = Answer | Refusal | Updates | Stopped

@@ -88,4 +88,4 @@ class Announcer:
     def stop(self, stopped: Stopped) -> None:
         """Nothing more will be acknowledged: whoever waits is told that the engine has stopped."""
         while self._held:
-            self._held.popleft()[1](stopped.error())
+            self._held.popleft()[1](stopped.interrupted())

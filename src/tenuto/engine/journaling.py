@@ -64,6 +64,15 @@ class JournalWriter:
                     return
             else:
                 self._written(len(changes))
+                self._tidy()
+
+    def _tidy(self) -> None:
+        """Give free space back, as long as no change waits."""
+        try:
+            while not (self._waiting or self._closed) and self._journal.tidy():
+                pass
+        except sqlite3.Error as error:  # nothing is lost by it, and the next write tries again
+            log.warning("the journal %s could not be made smaller: %s", self._journal.path, error)
 
     def _next(self) -> list[Change]:
         """Wait for changes; none when there are no more to come."""

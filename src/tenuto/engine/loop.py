@@ -262,7 +262,7 @@ class EngineLoop:
         for audit in self._audits:
             audit.set_exception(stopped.error())
         for subscription in self._subscriptions.values():
-            subscription.refuse(stopped.error())
+            subscription.refuse(stopped.interrupted())
         self._subscriptions.clear()
         self._on_stop(stopped)
 

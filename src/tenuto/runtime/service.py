@@ -61,6 +61,7 @@ from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer
 from tenuto.runtime.texts import Texts
 from tenuto.session.journal import Journal
+from tenuto.session.journal_mending import Damage
 from tenuto.text.masks import MaskThreads
 
 log = logging.getLogger("tenuto.runtime")
@@ -465,6 +466,21 @@ def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:
     return Journal(path, model.fingerprint)
 
 
+def _log_damage(damage: Damage, journal: Path) -> None:
+    """Name what is lost."""
+    aside = {"journal": str(journal), "aside": str(damage.aside)}
+    for each in damage.sessions:
+        named = {"tenant": each.tenant, "session": each.name, "reason": each.reason}
+        log.error("a damaged session was set aside: it is not served", extra={**named, **aside})
+    if damage.missing:
+        log.error(
+            "sessions are missing in the journal; their names are lost", extra={"sessions": damage.missing, **aside}
+        )
+    if damage.changes:
+        log.error("acknowledged changes of sessions are lost", extra={"changes": damage.changes, **aside})
+    log.error("the journal was damaged and has been written anew; the old file is kept", extra=aside)
+
+
 def _restore(journal: Journal, engine: Engine) -> None:
     count = 0
     for saved in journal.sessions():
@@ -474,5 +490,7 @@ def _restore(journal: Journal, engine: Engine) -> None:
             raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
         count += 1
     engine.lifecycle.take_changes()  # they are in the journal
+    if (damage := journal.mend()) is not None:
+        _log_damage(damage, journal.path)
     if count:
         log.info("sessions restored", extra={"sessions": count, "journal": str(journal.path)})

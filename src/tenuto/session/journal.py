@@ -5,6 +5,7 @@ Histories consist of pieces, which never change and which forks share. A change 
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,41 +14,30 @@ from pathlib import Path
 
 import msgspec
 
-from tenuto.base.errors import ConfigError, InvalidRequest
-from tenuto.base.options import Policy
+from tenuto.base.errors import ConfigError
 from tenuto.base.private import create_private
 from tenuto.base.views import SessionKey
+from tenuto.session.acknowledged import ID_BYTES, Acknowledged
 from tenuto.session.changes import Change
+from tenuto.session.journal_mending import (
+    Damage,
+    connected,
+    copied_aside,
+    execute,
+    remove_copy,
+    searched_log,
+    set_aside,
+    take_place,
+    write_header,
+    write_schema,
+    written_anew,
+)
+from tenuto.session.journal_rows import APPLICATION, FORMAT, RECORD, UNSOUND, SessionRows, Value, checksum_of
 from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session
-from tenuto.text.chat import Conversation
 
-_FORMAT = 2
-_APPLICATION = 0x54454E55
-"""In the file's header, so that no other program's file is taken for a journal: TENU."""
 _LOCK_SECONDS = 5.0
 """How long a file that another process still has open is waited for."""
-
-_SCHEMA = """
-CREATE TABLE model (fingerprint TEXT NOT NULL);
-CREATE TABLE sessions (
-    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, policy BLOB NOT NULL, system TEXT,
-    version INTEGER NOT NULL, used REAL, UNIQUE (tenant, name)
-);
-CREATE TABLE pieces (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
-CREATE TABLE history (
-    session INTEGER NOT NULL, position INTEGER NOT NULL, piece INTEGER NOT NULL, length INTEGER NOT NULL,
-    PRIMARY KEY (session, position)
-) WITHOUT ROWID;
-CREATE INDEX users_of_pieces ON history (piece);
-CREATE TABLE records (
-    session INTEGER NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, input_end INTEGER NOT NULL,
-    end INTEGER NOT NULL, conversation BLOB, cut INTEGER NOT NULL, PRIMARY KEY (session, number)
-) WITHOUT ROWID;
-CREATE TABLE results (
-    number INTEGER PRIMARY KEY, session INTEGER NOT NULL, key TEXT NOT NULL, turn BLOB NOT NULL, UNIQUE (session, key)
-);
-"""
 _MIGRATIONS = {
     1: """
 ALTER TABLE sessions ADD COLUMN used REAL;
@@ -56,10 +46,12 @@ CREATE TABLE results (
 );
 """
 }
-"""By format: what makes the next one of it."""
-# `history`: tokens [position, position + length) of a session are the first `length` of the piece. `tokens`: int32,
-# little-endian. `policy` and `conversation`: JSON. `records`: numbered from 1. `used`: when a change was last written,
-# seconds since the epoch. `results`: MessagePack, see `KeptTurns`; numbered in the order of their commits.
+"""By format: the statements that turn a journal into one of the next. A journal of format 2 is written anew."""
+_PIECES = "SELECT position, piece, length, history.checksum, pieces.checksum FROM history JOIN pieces ON id = piece"
+_LOG_BYTES = 2**22
+"""SQLite's log does not stay larger than this."""
+VACUUMED = 256
+"""Free pages that `tidy` gives back at once; fewer stay."""
 
 
 class Journal:
@@ -67,57 +59,113 @@ class Journal:
 
     What `write` has returned from survives the death of the process, and, as far as the disk keeps its promises, a loss
     of power: every call ends with one flush to the disk.
+
+    Invariant: every row has a checksum, and counts say how many rows there are (`journal_rows`). A session with a
+    damaged or missing row is never read; `mend` sets it aside and names it. If the journal has fewer changes than were
+    acknowledged (`Acknowledged`), `mend` says how many. A sound journal is only read when it is opened: nothing is
+    written before the first change, however full the disk is.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         """`fingerprint`: of what tokens mean to the model. Raises `ConfigError` if the file cannot be used, is in use,
-        is damaged, of a later format, or of a model whose tokens mean something else."""
+        is damaged as a whole, of a later format, or of a model whose tokens mean something else."""
         self.path = path
+        self._fingerprint = fingerprint
+        self._acknowledged = Acknowledged(Path(f"{path}-acknowledged"))
+        self._id = os.urandom(ID_BYTES)
+        self._changes = self._sessions = self._lost = 0
+        self._header_sound = True
+        self._damage: Damage | None = None  # found by a migration
+        self._found: Path | None = None  # a copy with changes that SQLite would have dropped
+        self._vacuumed = False
         try:
             with suppress(OSError):  # SQLite says what is wrong; its other files get the mode of this one
                 create_private(path)
-            self._db = sqlite3.connect(path, _LOCK_SECONDS, isolation_level=None, check_same_thread=False)
+            self._db = self._source = connected(path, _LOCK_SECONDS)
         except sqlite3.Error as error:
             raise ConfigError(f"the journal {path} cannot be used: {error}") from error
         try:
-            self._set_up(fingerprint)
-        except sqlite3.Error as error:
+            self._set_up()
+        except (sqlite3.Error, OSError) as error:
             self.close()
             raise ConfigError(f"the journal {path} cannot be used: {error}") from error
-        except ConfigError:
+        except BaseException:
             self.close()
             raise
+        self._rows = SessionRows(self._source, self._fingerprint, FORMAT)
 
-    def _set_up(self, fingerprint: str) -> None:
+    def _set_up(self) -> None:
         found, application = (
             self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id")
         )
         fresh = not self._db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
-        if application != _APPLICATION and not fresh:
+        if application != APPLICATION and not fresh:
             raise ConfigError(f"the journal {self.path} cannot be used: it is a database of another program")
-        if not 1 <= found <= _FORMAT and not fresh:
-            raise ConfigError(f"the journal {self.path} is of format {found}; supported: 1 to {_FORMAT}")
-        for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
-            self._db.execute(f"PRAGMA {setting}")
+        if not 1 <= found <= FORMAT and not fresh:
+            raise ConfigError(f"the journal {self.path} is of format {found}; supported: 1 to {FORMAT}")
+        if fresh:
+            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        self._use_log()
         with self._transaction():
             if fresh:
-                self._execute(_SCHEMA)
-                self._db.execute("INSERT INTO model VALUES (?)", (fingerprint,))
-                self._db.execute(f"PRAGMA user_version = {_FORMAT}")
-                self._db.execute(f"PRAGMA application_id = {_APPLICATION}")
-            (owner,) = self._db.execute("SELECT fingerprint FROM model").fetchone()
-            if owner == fingerprint and not fresh:
-                for older in range(found, _FORMAT):
-                    self._execute(_MIGRATIONS[older])
-                self._db.execute(f"PRAGMA user_version = {_FORMAT}")
-        if owner != fingerprint:
+                write_schema(self._db)
+                write_header(self._db, self._fingerprint, self._id, 0, 0)
+            elif found < FORMAT:
+                self._require_own(self._db.execute("SELECT fingerprint FROM model").fetchone()[0])
+                for older in range(found, FORMAT - 1):
+                    execute(self._db, _MIGRATIONS[older])
+        if fresh:  # so that a journal whose log is lost is not taken for a new one
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        elif found < FORMAT:
+            self._migrate()
+        self._read_header()
+
+    def _use_log(self) -> None:
+        for setting in ("journal_mode = WAL", "synchronous = FULL", f"journal_size_limit = {_LOG_BYTES}"):
+            self._db.execute(f"PRAGMA {setting}")
+
+    def _require_own(self, owner: object) -> None:
+        if owner != self._fingerprint:
             raise ConfigError(
                 f"the journal {self.path} is of a model whose tokens mean something else; give this one another path"
             )
 
-    def _execute(self, statements: str) -> None:
-        for statement in filter(str.strip, statements.split(";")):
-            self._db.execute(statement)
+    def _migrate(self) -> None:
+        """Write a journal of format 2 anew, with checksums."""
+        rows = SessionRows(self._db, self._fingerprint, FORMAT - 1)
+        for _ in rows.read():
+            pass
+        new = written_anew(self.path, self._db, rows, self._fingerprint, self._id)
+        if rows.damaged:
+            self._damage = Damage(rows.damaged, 0, 0, set_aside(self.path, self._db))
+        self._take_place(new)
+
+    def _take_place(self, new: Path) -> None:
+        self._db = self._source = take_place(self.path, self._db, new, _LOCK_SECONDS)
+        self._use_log()
+
+    def _read_header(self) -> None:
+        """Find out whose journal it is, and whether all acknowledged changes are there. If not, look for them in what
+        SQLite would drop of its log."""
+        header = SessionRows(self._db, self._fingerprint, FORMAT).header()
+        if header is None:
+            self._header_sound = False
+            return
+        owner, self._id, self._changes, self._sessions = header
+        self._require_own(owner)
+        acknowledged = self._acknowledged.read(self._id)
+        if acknowledged <= self._changes:
+            return
+        self._found = searched_log(self.path, self._db)
+        if self._found is not None:
+            source = connected(self._found, _LOCK_SECONDS)
+            with suppress(sqlite3.Error):
+                there = SessionRows(source, self._fingerprint, FORMAT).header()
+                if there is not None and there[2] > self._changes:
+                    self._source, (_, _, self._changes, self._sessions) = source, there
+            if self._source is not source:
+                source.close()
+        self._lost = max(0, acknowledged - self._changes)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -131,71 +179,98 @@ class Journal:
         self._db.execute("COMMIT")
 
     def close(self) -> None:
+        self._close_source()
         self._db.close()
+        self._acknowledged.close()
+
+    def _close_source(self) -> None:
+        if self._source is not self._db:
+            self._source.close()
+            self._source = self._db
+        if self._found is not None:
+            remove_copy(self._found)
+            self._found = None
 
     # -- reading
 
     def sessions(self) -> Iterator[SavedSession]:
-        """All open sessions, in the order in which they were opened. Raises `ConfigError` if the file is damaged."""
+        """All sound sessions, in the order in which they were opened. `mend` deals with the others."""
+        self._rows = SessionRows(self._source, self._fingerprint, FORMAT)
+        yield from self._rows.read()
+
+    def mend(self) -> Damage | None:
+        """Call this once all `sessions` have been read, and before anything is written. If anything is damaged or lost,
+        keeps the file under another name, goes on with a new one that has all sound sessions, and returns the losses.
+        Raises `ConfigError` if that is not possible, or if no row shows that the journal is this model's."""
+        rows = self._rows
+        missing = max(0, self._sessions - len(rows.sound) - len(rows.damaged))
+        moved = self._source is not self._db
+        sound = self._header_sound and not (rows.damaged or missing or self._lost or moved)
+        if sound and self._is_intact():
+            return self._damage
+        if not self._header_sound and rows.damaged and not rows.sound:
+            raise ConfigError(f"the journal {self.path} is damaged, or of another model: no session in it is whole")
         try:
-            rows = self._db.execute("SELECT id, name, policy, system, version, used FROM sessions ORDER BY id")
-            for number, name, policy, system, version, used in rows.fetchall():
-                tokens = self._tokens(number)
-                records = tuple(self._records(number))
-                results = self._db.execute("SELECT key, turn FROM results WHERE session = ? ORDER BY number", (number,))
-                yield SavedSession(
-                    name,
-                    msgspec.json.decode(policy, type=Policy),
-                    system,
-                    version,
-                    tuple(tokens),
-                    records,
-                    tuple(results.fetchall()),
-                    used,
-                )
-        except (sqlite3.Error, ValueError, msgspec.MsgspecError, InvalidRequest) as error:
-            raise ConfigError(f"the journal {self.path} is damaged: {error}") from error
+            new = written_anew(self.path, self._source, rows, self._fingerprint, os.urandom(ID_BYTES))
+            keep = copied_aside if self._lost or moved else set_aside
+            damage = Damage(rows.damaged, missing, self._lost, keep(self.path, self._db))
+            self._close_source()
+            self._take_place(new)
+        except (sqlite3.Error, OSError) as error:
+            names = ", ".join(f"{each.name!r}" for each in rows.damaged) or "its structure"
+            raise ConfigError(
+                f"the journal {self.path} is damaged ({names}), and cannot be written anew without that: {error}"
+            ) from error
+        self._header_sound, self._lost = True, 0
+        self._read_header()
+        self._rows = SessionRows(self._db, self._fingerprint, FORMAT)
+        return damage
 
-    def _tokens(self, session: int) -> array[int]:
-        tokens = array("i")
-        pieces = self._db.execute(
-            "SELECT position, length, tokens FROM history JOIN pieces ON id = piece WHERE session = ? "
-            "ORDER BY position",
-            (session,),
-        )
-        for position, length, data in pieces:
-            piece = array("i", data)
-            if position != len(tokens) or length > len(piece):
-                raise ValueError(f"a piece at {position} of {len(piece)} tokens follows {len(tokens)}")
-            tokens.extend(piece[:length])
-        return tokens
-
-    def _records(self, session: int) -> Iterator[TurnRecord]:
-        rows = self._db.execute(
-            "SELECT start, input_end, end, conversation, cut FROM records WHERE session = ? ORDER BY number", (session,)
-        )
-        for start, input_end, end, conversation, cut in rows:
-            about = msgspec.json.decode(conversation, type=Conversation) if conversation is not None else None
-            yield TurnRecord(start, input_end, end, about, bool(cut))
+    def _is_intact(self) -> bool:
+        """Whether SQLite finds its own structures in order: what it takes for free space will be overwritten."""
+        try:
+            return bool(self._db.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",))
+        except sqlite3.Error:
+            return False
 
     # -- writing
 
     def write(self, changes: Iterable[Change]) -> None:
         """Write changes, in order, all or none. Only lasting sessions leave a trace. Raises `sqlite3.Error`."""
+        lasting = [change for change in changes if change.session.policy.lasting]
+        if not lasting:
+            return
+        opened = sum((change.kind == "open") - (change.kind == "close") for change in lasting)
+        total = self._changes + len(lasting), self._sessions + opened
         with self._transaction():
-            for change in changes:
-                if change.session.policy.lasting:
-                    self._write(change)
+            for change in lasting:
+                self._write(change)
+            write_header(self._db, self._fingerprint, self._id, *total)
+        self._changes, self._sessions = total
+        self._acknowledged.write(self._id, self._changes)
+
+    def tidy(self) -> bool:
+        """Give some free space back to the file system. False if there is no more to do for now."""
+        free, pages = (
+            int(self._db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("freelist_count", "page_count")
+        )
+        if free > max(VACUUMED, pages // 4):
+            self._db.executescript(f"PRAGMA incremental_vacuum({VACUUMED})")
+            self._vacuumed = True
+            return True
+        if self._vacuumed:
+            self._vacuumed = False
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # only now does the file become shorter
+        return False
 
     def _write(self, change: Change) -> None:
         session = change.session
         if change.kind == "open":
-            values = (*session.key, msgspec.json.encode(session.policy), session.system, change.used)
-            self._db.execute(
-                "INSERT INTO sessions (tenant, name, policy, system, version, used) VALUES (?, ?, ?, ?, 0, ?)", values
-            )
+            columns = "tenant, name, policy, system, version, used, length, turns, results, checksum"
+            self._insert(f"sessions ({columns})", (*self._about(session), 0, change.used, 0, 0, 0, UNSOUND))
+            self._seal(self._number(session.key)[0], 0, change, 0, 0, 0)
             return
-        number = self._number(session.key)
+        number, results = self._number(session.key)
         if change.kind == "close":
             self._cut(number, 0)
             self._db.execute("DELETE FROM records WHERE session = ?", (number,))
@@ -208,52 +283,90 @@ class Journal:
             self._cut(number, change.kept)
         self._append(number, change.kept, change.tokens)
         self._replace_records(number, change.turns, change.records)
-        self._keep_result(number, change)
+        results += self._keep_result(number, change)
+        self._seal(number, change.version, change, change.length, change.turns, results)
+
+    @staticmethod
+    def _about(session: Session) -> tuple[str, str, bytes, str | None]:
+        """The columns of a session that never change."""
+        return (*session.key, msgspec.json.encode(session.policy), session.system)
+
+    def _seal(self, session: int, version: int, change: Change, length: int, turns: int, results: int) -> None:
+        """Write a session's row with its counts and its checksum. All of it comes from memory: in the file it may have
+        been damaged meanwhile."""
+        row = (*self._about(change.session), version, float(change.used), length, turns, results)
         self._db.execute(
-            "UPDATE sessions SET version = ?, used = ? WHERE id = ?", (change.version, change.used, number)
+            "UPDATE sessions SET tenant = ?, name = ?, policy = ?, system = ?, version = ?, used = ?, length = ?, "
+            "turns = ?, results = ?, checksum = ? WHERE id = ?",
+            (*row, checksum_of(self._fingerprint, session, *row), session),
         )
 
-    def _keep_result(self, session: int, change: Change) -> None:
+    def _keep_result(self, session: int, change: Change) -> int:
+        """How many results there are more than before."""
+        more = 0
         for key in change.forgotten:
-            self._db.execute("DELETE FROM results WHERE session = ? AND key = ?", (session, key))
+            more -= self._db.execute("DELETE FROM results WHERE session = ? AND key = ?", (session, key)).rowcount
         if change.result is not None:
-            self._db.execute("INSERT INTO results (session, key, turn) VALUES (?, ?, ?)", (session, *change.result))
+            self._insert("results (session, key, turn, checksum)", (session, *change.result, UNSOUND))
+            (number,) = self._db.execute("SELECT last_insert_rowid()").fetchone()
+            content = checksum_of(number, session, *change.result)
+            self._db.execute("UPDATE results SET checksum = ? WHERE number = ?", (content, number))
+            more += 1
+        return more
 
-    def _number(self, key: SessionKey) -> int:
-        (number,) = self._db.execute("SELECT id FROM sessions WHERE tenant = ? AND name = ?", key).fetchone()
-        return int(number)
+    def _insert(self, table: str, row: tuple[Value, ...]) -> None:
+        self._db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+
+    def _number(self, key: SessionKey) -> tuple[int, int]:
+        """A session's number, and how many results it has."""
+        query = "SELECT id, results FROM sessions WHERE tenant = ? AND name = ?"
+        number, results = self._db.execute(query, key).fetchone()
+        return int(number), int(results)
 
     def _cut(self, session: int, length: int) -> None:
         """The history is its first `length` tokens; pieces that nobody uses any more go."""
         beyond = "FROM history WHERE session = ? AND position >= ?"
         gone = self._db.execute(f"SELECT piece {beyond}", (session, length)).fetchall()
         self._db.execute(f"DELETE {beyond}", (session, length))
-        self._db.execute(
-            "UPDATE history SET length = ?2 - position WHERE session = ?1 AND position + length > ?2", (session, length)
-        )
+        self._shorten(session, length)
         for (piece,) in gone:
             self._db.execute(
                 "DELETE FROM pieces WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM history WHERE piece = ?1)", (piece,)
             )
 
+    def _shorten(self, session: int, length: int) -> None:
+        """No tokens of the last piece are used beyond the first `length` of the history."""
+        query = f"{_PIECES} WHERE session = ? ORDER BY position DESC LIMIT 1"
+        for position, piece, count, own, content in self._db.execute(query, (session,)).fetchall():
+            if position + count > length:
+                row = session, position, piece, length - position
+                sound = own == checksum_of(session, position, piece, count, content)
+                self._db.execute(
+                    "UPDATE history SET length = ?, checksum = ? WHERE session = ? AND position = ?",
+                    (length - position, checksum_of(*row, content) if sound else UNSOUND, session, position),
+                )
+
     def _share(self, change: Change, parent: Session, number: int) -> None:
-        """A fork begins with its parent's pieces and records."""
-        shared = self._number(parent.key)
-        self._db.execute(
-            "INSERT INTO history SELECT ?1, position, piece, min(length, ?3 - position) FROM history "
-            "WHERE session = ?2 AND position < ?3",
-            (number, shared, change.kept),
-        )
-        self._db.execute(
-            "INSERT INTO records SELECT ?1, number, start, input_end, end, conversation, cut FROM records "
-            "WHERE session = ?2 AND number <= ?3 - ?4",
-            (number, shared, change.turns, len(change.records)),
-        )
+        """A fork begins with its parent's pieces and records. Copies of damaged rows are marked as damaged."""
+        shared, _ = self._number(parent.key)
+        query = f"{_PIECES} WHERE session = ? AND position < ?"
+        for position, piece, count, own, content in self._db.execute(query, (shared, change.kept)).fetchall():
+            row = number, position, piece, min(count, change.kept - position)
+            sound = own == checksum_of(shared, position, piece, count, content)
+            self._insert("history", (*row, checksum_of(*row, content) if sound else UNSOUND))
+        query = f"SELECT {RECORD}, checksum FROM records WHERE session = ? AND number <= ?"
+        for *old, own in self._db.execute(query, (shared, change.turns - len(change.records))).fetchall():
+            row = (number, *old[1:])
+            self._insert("records", (*row, checksum_of(*row) if own == checksum_of(*old) else UNSOUND))
 
     def _append(self, session: int, position: int, tokens: array[int]) -> None:
         if tokens:
-            piece = self._db.execute("INSERT INTO pieces (tokens) VALUES (?)", (tokens.tobytes(),)).lastrowid
-            self._db.execute("INSERT INTO history VALUES (?, ?, ?, ?)", (session, position, piece, len(tokens)))
+            data = tokens.tobytes()
+            content = checksum_of(data)
+            values = data, content
+            piece = self._db.execute("INSERT INTO pieces (tokens, checksum) VALUES (?, ?)", values).lastrowid
+            row = session, position, piece, len(tokens)
+            self._insert("history", (*row, checksum_of(*row, content)))
 
     def _replace_records(self, session: int, turns: int, records: Sequence[TurnRecord]) -> None:
         """There are `turns` records, the last of which are `records`."""
@@ -261,5 +374,5 @@ class Journal:
         self._db.execute("DELETE FROM records WHERE session = ? AND number >= ?", (session, first))
         for number, record in enumerate(records, first):
             about = msgspec.json.encode(record.conversation) if record.conversation is not None else None
-            values = (session, number, record.start, record.input_end, record.end, about, record.cut)
-            self._db.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+            row = (session, number, record.start, record.input_end, record.end, about, int(record.cut))
+            self._insert("records", (*row, checksum_of(*row)))

@@ -1,0 +1,64 @@
+"""How many changes of a journal were ever acknowledged, in a file beside it.
+
+SQLite takes the damaged end of its log for one that was never written, and drops it silently. So the number of durable
+changes is also written here, after every flush: if the journal has fewer, acknowledged changes are lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import zlib
+from pathlib import Path
+
+from tenuto.base.private import create_private, open_regular
+
+log = logging.getLogger("tenuto.journal")
+
+ID_BYTES = 16
+_FIELDS = struct.Struct(f"<{ID_BYTES}sQ")
+_SUM = struct.Struct("<I")
+
+
+class Acknowledged:
+    """The file of one journal. It is not flushed: after a loss of power its number may be too small, but never too
+    large."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._failed = False
+
+    def read(self, journal: bytes) -> int:
+        """The number of changes that were acknowledged of the journal with this id; 0 if that is not known."""
+        try:
+            with open_regular(self._path) as file:
+                data = file.read(_FIELDS.size + _SUM.size)
+        except OSError:
+            return 0
+        if (
+            len(data) < _FIELDS.size + _SUM.size
+            or zlib.crc32(data[: _FIELDS.size]) != _SUM.unpack(data[_FIELDS.size :])[0]
+        ):
+            return 0
+        owner, changes = _FIELDS.unpack(data[: _FIELDS.size])
+        return int(changes) if owner == journal else 0
+
+    def write(self, journal: bytes, changes: int) -> None:
+        """Note the number. A failure is logged once and holds nothing back."""
+        fields = _FIELDS.pack(journal, changes)
+        try:
+            if self._file is None:
+                create_private(self._path)
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+            os.pwrite(self._file, fields + _SUM.pack(zlib.crc32(fields)), 0)
+        except OSError as error:
+            if not self._failed:
+                log.warning("%s cannot be written: %s; lost changes would not be noticed", self._path, error)
+            self._failed = True
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

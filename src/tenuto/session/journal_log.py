@@ -1,0 +1,86 @@
+"""SQLite's write-ahead log, read past a damaged frame. Its format: https://www.sqlite.org/fileformat2.html#walformat
+
+The checksum of a frame continues that of the frame before, so one flipped bit makes SQLite drop everything after it.
+Here checksums are computed anew over the frames as they are. The frame with the flipped bit remains damaged, which the
+checksums of rows reveal; everything else is back.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+_HEADER, _FRAME = 32, 24
+_MAGIC = 0x377F0682
+"""Checksums are over little-endian words; one more: big-endian."""
+_VERSION = 3007000
+_Words = npt.NDArray[np.uint32]
+
+
+def mended_log(data: bytes, page_size: int) -> bytes | None:
+    """The log with correct checksums, up to the last commit in it; `None` without any commit."""
+    step = _FRAME + page_size
+    count = max(0, (len(data) - _HEADER) // step)
+    salts = [data[_HEADER + i * step + 8 : _HEADER + i * step + 16] for i in range(count)]
+    if not salts:
+        return None
+    header = data[:24]
+    salt = header[16:24] if header[16:24] in salts else max(salts, key=salts.count)
+    last = max(i for i in range(count) if salts[i] == salt)
+    big = header[3:4] == (_MAGIC | 1).to_bytes(4, "big")[3:4]
+    header = (_MAGIC | big).to_bytes(4, "big") + _VERSION.to_bytes(4, "big") + page_size.to_bytes(4, "big")
+    header += data[12:16] + salt
+    sums = _checksum(header, (0, 0), big=big)
+    frames, whole = [header + _stored(sums)], 1
+    for i in range(last + 1):
+        begin = _HEADER + i * step
+        target, page = data[begin : begin + 8], data[begin + _FRAME : begin + step]
+        sums = _checksum(target + page, sums, big=big)
+        frames.append(target + salt + _stored(sums) + page)
+        if any(target[4:]):  # a commit: the size of the database after it
+            whole = len(frames)
+    return b"".join(frames[:whole]) if whole > 1 else None
+
+
+def _stored(sums: tuple[int, int]) -> bytes:
+    return sums[0].to_bytes(4, "big") + sums[1].to_bytes(4, "big")
+
+
+def _checksum(data: bytes, before: tuple[int, int], *, big: bool) -> tuple[int, int]:
+    """SQLite's checksum: for each pair (a, b) of words, first += a + second, then second += b + first, modulo 2**32.
+    That is linear, so the pairs are summed up at once, each with its coefficients."""
+    words = np.frombuffer(data, ">u4" if big else "<u4").astype(np.uint32)
+    a, b = words[::2], words[1::2]
+    later = _powers(len(a))
+    own, both = a, a + b
+    first = _sum(later[0, 0] * own + later[0, 1] * both)
+    second = _sum(later[1, 0] * own + later[1, 1] * both)
+    s, t = before
+    p, q, r, u = (int(x) for x in _power(len(a)))
+    return (first + p * s + q * t) % 2**32, (second + r * s + u * t) % 2**32
+
+
+def _sum(words: _Words) -> int:
+    return int(words.sum(dtype=np.uint64)) % 2**32
+
+
+@cache
+def _power(n: int) -> tuple[int, int, int, int]:
+    """[[1, 1], [1, 2]] to the power `n`, modulo 2**32."""
+    p, q, r, u = 1, 0, 0, 1
+    for _ in range(n):
+        p, q, r, u = (p + q) % 2**32, (p + 2 * q) % 2**32, (r + u) % 2**32, (r + 2 * u) % 2**32
+    return p, q, r, u
+
+
+@cache
+def _powers(n: int) -> npt.NDArray[np.uint32]:
+    """For each of `n` pairs, in order, that power for the pairs after it: [2, 2, n]."""
+    found = np.empty((2, 2, n), np.uint32)
+    p, q, r, u = 1, 0, 0, 1
+    for i in range(n - 1, -1, -1):
+        found[:, :, i] = [[p, q], [r, u]]
+        p, q, r, u = (p + q) % 2**32, (p + 2 * q) % 2**32, (r + u) % 2**32, (r + 2 * u) % 2**32
+    return found

@@ -1,0 +1,203 @@
+"""Writes a journal anew, without its damage or in a later format. If anything was lost, the old file is kept under
+another name."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenuto.base.private import create_private
+from tenuto.session.journal_log import mended_log
+from tenuto.session.journal_rows import (
+    APPLICATION,
+    FORMAT,
+    RECORD,
+    RESULT,
+    SCHEMA,
+    DamagedSession,
+    SessionRows,
+    Value,
+    checksum_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """The losses of a journal: `sessions` were set aside, `missing` more cannot even be named, and `changes` that were
+    acknowledged are gone. The old journal is kept in the file `aside`."""
+
+    sessions: Sequence[DamagedSession]
+    missing: int
+    changes: int
+    aside: Path
+
+
+def connected(path: Path, lock_seconds: float) -> sqlite3.Connection:
+    """A connection that keeps all others out, from its first query on."""
+    db = sqlite3.connect(path, lock_seconds, isolation_level=None, check_same_thread=False)
+    db.execute("PRAGMA locking_mode = EXCLUSIVE")  # before anything is read: SQLite then needs no file for its index
+    return db
+
+
+def execute(db: sqlite3.Connection, statements: str) -> None:
+    """Carry out statements within the transaction under way."""
+    for statement in filter(str.strip, statements.split(";")):
+        db.execute(statement)
+
+
+def write_header(db: sqlite3.Connection, fingerprint: str, journal: bytes, changes: int, sessions: int) -> None:
+    """See `journal_rows.SCHEMA`."""
+    row = fingerprint, journal, changes, sessions
+    db.execute("DELETE FROM journal")
+    db.execute("INSERT INTO journal VALUES (?, ?, ?, ?, ?)", (*row, checksum_of(*row)))
+
+
+def write_schema(db: sqlite3.Connection) -> None:
+    """Make tables in a fresh file, whose free space can be given back."""
+    execute(db, SCHEMA)
+    db.execute(f"PRAGMA user_version = {FORMAT}")
+    db.execute(f"PRAGMA application_id = {APPLICATION}")
+
+
+def written_anew(path: Path, source: sqlite3.Connection, rows: SessionRows, fingerprint: str, journal: bytes) -> Path:
+    """A journal beside that at `path` with the sound sessions of `rows`, all of which have been read. Raises
+    `sqlite3.Error` or `OSError`, having left nothing."""
+    new = path.with_name(f"{path.name}.new")
+    _remove(new)
+    try:
+        create_private(new)
+        with closing(sqlite3.connect(new, isolation_level=None)) as db:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            db.execute("PRAGMA synchronous = OFF")  # the whole file is flushed at the end
+            db.execute("BEGIN")
+            write_schema(db)
+            pieces: set[int] = set()
+            for number in rows.sound:
+                _copy(source, db, fingerprint, number, pieces)
+            write_header(db, fingerprint, journal, 0, len(rows.sound))
+            db.execute("COMMIT")
+            db.execute("PRAGMA journal_mode = WAL")
+        _flush(new)
+    except BaseException:
+        _remove(new)
+        raise
+    return new
+
+
+def _copy(source: sqlite3.Connection, db: sqlite3.Connection, fingerprint: str, number: int, pieces: set[int]) -> None:
+    """One session, and those of its pieces that are not in `pieces` yet."""
+    query = "SELECT tenant, name, policy, system, version, used FROM sessions NOT INDEXED WHERE id = ?"
+    of_it = source.execute(query, (number,)).fetchone()
+    history = source.execute(
+        "SELECT position, piece, length, tokens FROM history JOIN pieces ON id = piece WHERE session = ? "
+        "ORDER BY position",
+        (number,),
+    )
+    length = 0
+    for position, piece, count, tokens in history:
+        content = checksum_of(tokens)
+        if piece not in pieces:
+            pieces.add(piece)
+            db.execute("INSERT INTO pieces VALUES (?, ?, ?)", (piece, tokens, content))
+        row = number, position, piece, count
+        db.execute("INSERT INTO history VALUES (?, ?, ?, ?, ?)", (*row, checksum_of(*row, content)))
+        length = position + count
+    counts = [
+        _insert(db, table, source.execute(f"SELECT {columns} FROM {table} WHERE session = ?", (number,)))
+        for table, columns in (("records", RECORD), ("results", RESULT))
+    ]
+    row = (number, *of_it, length, *counts)
+    values = (*row, checksum_of(fingerprint, *row))
+    db.execute(f"INSERT INTO sessions VALUES ({', '.join('?' * len(values))})", values)
+
+
+def _insert(db: sqlite3.Connection, table: str, rows: Iterable[tuple[Value, ...]]) -> int:
+    """Rows with their checksums; how many they are."""
+    count = 0
+    for row in rows:
+        values = (*row, checksum_of(*row))
+        db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
+        count += 1
+    return count
+
+
+def take_place(path: Path, db: sqlite3.Connection, new: Path, lock_seconds: float) -> sqlite3.Connection:
+    """Put the file `new` in place of the one at `path`, which `db` has open, and connect to it. One of the two is
+    there, whole, whenever the process is killed."""
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # a log must not be taken for that of the new file
+    new.replace(path)
+    _flush(path.parent)
+    db.close()
+    return connected(path, lock_seconds)
+
+
+def set_aside(path: Path, db: sqlite3.Connection) -> Path:
+    """Keep the file under another name, besides its own."""
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    aside = _free_name(path)
+    aside.hardlink_to(path)
+    return aside
+
+
+def copied_aside(path: Path, db: sqlite3.Connection) -> Path:
+    """Copy the file to another name, with SQLite's log as it is, of which SQLite itself takes only the beginning."""
+    aside = _free_name(path)
+    _copy_with_log(db, aside, _read_log(path))
+    return aside
+
+
+def searched_log(path: Path, db: sqlite3.Connection) -> Path | None:
+    """A copy of the journal with all commits of its log, also those after damage; `None` if the log is empty."""
+    size = int(db.execute("PRAGMA page_size").fetchone()[0])
+    log = mended_log(_read_log(path), size)
+    if log is None:
+        return None
+    found = path.with_name(f"{path.name}.found")
+    remove_copy(found)
+    _copy_with_log(db, found, log)
+    return found
+
+
+def _read_log(path: Path) -> bytes:
+    with suppress(FileNotFoundError):
+        return Path(f"{path}-wal").read_bytes()
+    return b""
+
+
+def _copy_with_log(db: sqlite3.Connection, target: Path, log: bytes) -> None:
+    """By SQLite: to open and close the file here would end the lock that `db` has on it."""
+    create_private(target)
+    with closing(sqlite3.connect(target)) as copy:
+        db.backup(copy)
+    _remove(Path(f"{target}-wal"))
+    create_private(Path(f"{target}-wal"))
+    Path(f"{target}-wal").write_bytes(log)
+
+
+def remove_copy(path: Path) -> None:
+    """Remove a journal and its log."""
+    _remove(Path(f"{path}-wal"))
+    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    return aside
+
+
+def _flush(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,203 @@
+"""The rows of a journal: their schema and checksums, and sessions read from them."""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from array import array
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import Policy
+from tenuto.session.records import SavedSession, TurnRecord
+from tenuto.text.chat import Conversation
+
+FORMAT = 3
+APPLICATION = 0x54454E55
+"""In the file's header, so that no other program's file is taken for a journal: TENU."""
+UNSOUND = -1
+"""The checksum of a row that was made from a damaged one."""
+
+SCHEMA = """
+CREATE TABLE journal (
+    fingerprint TEXT NOT NULL, id BLOB NOT NULL, changes INTEGER NOT NULL, sessions INTEGER NOT NULL,
+    checksum INTEGER NOT NULL
+);
+CREATE TABLE sessions (
+    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, policy BLOB NOT NULL, system TEXT,
+    version INTEGER NOT NULL, used REAL, length INTEGER NOT NULL, turns INTEGER NOT NULL, results INTEGER NOT NULL,
+    checksum INTEGER NOT NULL, UNIQUE (tenant, name)
+);
+CREATE TABLE pieces (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL, checksum INTEGER NOT NULL);
+CREATE TABLE history (
+    session INTEGER NOT NULL, position INTEGER NOT NULL, piece INTEGER NOT NULL, length INTEGER NOT NULL,
+    checksum INTEGER NOT NULL, PRIMARY KEY (session, position)
+) WITHOUT ROWID;
+CREATE INDEX users_of_pieces ON history (piece);
+CREATE TABLE records (
+    session INTEGER NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, input_end INTEGER NOT NULL,
+    end INTEGER NOT NULL, conversation BLOB, cut INTEGER NOT NULL, checksum INTEGER NOT NULL,
+    PRIMARY KEY (session, number)
+) WITHOUT ROWID;
+CREATE TABLE results (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL, key TEXT NOT NULL, turn BLOB NOT NULL,
+    checksum INTEGER NOT NULL, UNIQUE (session, key)
+);
+"""
+# `history`: tokens [position, position + length) of a session are the first `length` of the piece. `tokens`: int32,
+# little-endian. `policy` and `conversation`: JSON. `records`: numbered from 1. `used`: when a change was last written,
+# seconds since the epoch. `results`: MessagePack, see `KeptTurns`; numbered in the order of their commits.
+#
+# `checksum`: see `checksum_of`; of a piece its tokens, of all others the row. A row of `history` includes the checksum
+# of its piece, and a session the model's fingerprint. A session counts its tokens, turns and results, and `journal`
+# counts sessions, so that a missing row is noticed, too. `changes`: how many were ever written; see `Acknowledged`.
+
+SESSION = "id, tenant, name, policy, system, version, used, length, turns, results"
+RECORD = "session, number, start, input_end, end, conversation, cut"
+RESULT = "number, session, key, turn"
+
+Value = int | float | str | bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedSession:
+    """A session with a damaged or missing row. `name`: its id, if that can still be read."""
+
+    tenant: str
+    name: str
+    reason: str
+
+
+class Unsound(Exception):
+    """A row is damaged or missing."""
+
+
+def checksum_of(*values: Value) -> int:
+    """CRC-32 of values and their types."""
+    return zlib.crc32(msgspec.msgpack.encode(values))
+
+
+def check(name: str, row: tuple[Value, ...], given: object) -> None:
+    """Raises `Unsound` unless `given` is the checksum of the row."""
+    if checksum_of(*row) != given:
+        raise Unsound(f"a row of {name} is damaged")
+
+
+class SessionRows:
+    """Reads the sessions of a journal one by one, so that a damaged one affects no other.
+
+    Rows of format 2 have no checksums and no counts.
+    """
+
+    def __init__(self, db: sqlite3.Connection, fingerprint: str, format_: int) -> None:
+        self._db = db
+        self._fingerprint = fingerprint
+        self._checked = format_ >= 3  # the first with checksums
+        self.damaged: list[DamagedSession] = []
+        self.sound: list[int] = []  # numbers of those that were read
+
+    def read(self) -> Iterator[SavedSession]:
+        """All sound sessions, in the order in which they were opened. All others are `damaged` in the end."""
+        for number in sorted(self._numbers()):
+            try:
+                saved = self._session(number)
+            except (sqlite3.Error, Unsound, ValueError, TypeError, msgspec.MsgspecError, InvalidRequest) as error:
+                self.damaged.append(DamagedSession(*self._name(number), str(error)))
+            else:
+                self.sound.append(number)
+                yield saved
+
+    def header(self) -> tuple[str, bytes, int, int] | None:
+        """Fingerprint, id, changes and sessions of the journal; `None` if that row is damaged or missing."""
+        try:
+            *row, given = self._db.execute("SELECT * FROM journal").fetchone()
+            check("journal", tuple(row), given)
+        except (sqlite3.Error, Unsound, ValueError, TypeError):
+            return None
+        fingerprint, journal, changes, sessions = row
+        return fingerprint, journal, changes, sessions
+
+    def _numbers(self) -> set[int]:
+        """The numbers of all sessions that any row mentions. A damaged page hides rows from one query, not from all."""
+        found: set[int] = set()
+        queries = [
+            f"SELECT DISTINCT {column} FROM {table} ORDER BY {column} {order}"
+            for table, column in (
+                ("sessions NOT INDEXED", "id"),
+                ("history", "session"),
+                ("records", "session"),
+                ("results", "session"),
+            )
+            for order in ("ASC", "DESC")
+        ]
+        for query in (*queries, "SELECT id FROM sessions INDEXED BY sqlite_autoindex_sessions_1"):
+            with suppress(sqlite3.Error):
+                for (number,) in self._db.execute(query):
+                    if isinstance(number, int):
+                        found.add(number)
+        return found
+
+    def _name(self, number: int) -> tuple[str, str]:
+        """Tenant and name of a damaged session, from its row or, if that is gone, from the index of names."""
+        for source in ("NOT INDEXED", "INDEXED BY sqlite_autoindex_sessions_1"):
+            with suppress(sqlite3.Error, ValueError):
+                query = f"SELECT tenant, name FROM sessions {source} WHERE +id = ?"
+                for tenant, name in self._db.execute(query, (number,)):
+                    return str(tenant), str(name)
+        return "", f"number {number}"
+
+    def _session(self, number: int) -> SavedSession:
+        columns = SESSION + ", checksum" if self._checked else "id, tenant, name, policy, system, version, used"
+        query = f"SELECT {columns} FROM sessions NOT INDEXED WHERE id = ?"
+        row = self._db.execute(query, (number,)).fetchone()
+        if row is None:
+            raise Unsound("its row is missing")
+        if self._checked:
+            check("sessions", (self._fingerprint, *row[:-1]), row[-1])
+        _, _, name, policy, system, version, used, *counts = row[:10]
+        tokens, records = self._tokens(number), tuple(self._records(number))
+        results = tuple(self._results(number))
+        if self._checked and counts != [len(tokens), len(records), len(results)]:
+            raise Unsound("a row of it is missing")
+        decoded = msgspec.json.decode(policy, type=Policy)
+        return SavedSession(name, decoded, system, version, tuple(tokens), records, results, used)
+
+    def _tokens(self, session: int) -> array[int]:
+        tokens = array("i")
+        sums = "history.checksum, pieces.checksum" if self._checked else "0, 0"
+        pieces = self._db.execute(
+            f"SELECT position, piece, length, {sums}, tokens FROM history JOIN pieces ON id = piece WHERE session = ? "
+            "ORDER BY position",
+            (session,),
+        )
+        for position, number, length, own, content, data in pieces:
+            if self._checked:
+                check("history", (session, position, number, length, content), own)
+                check("pieces", (data,), content)
+            piece = array("i", data)
+            if position != len(tokens) or length > len(piece):
+                raise Unsound(f"a piece at {position} of {len(piece)} tokens follows {len(tokens)}")
+            tokens.extend(piece[:length])
+        return tokens
+
+    def _records(self, session: int) -> Iterator[TurnRecord]:
+        columns = RECORD + (", checksum" if self._checked else ", 0")
+        rows = self._db.execute(f"SELECT {columns} FROM records WHERE session = ? ORDER BY number", (session,))
+        for *row, given in rows:
+            if self._checked:
+                check("records", tuple(row), given)
+            _, _, start, input_end, end, conversation, cut = row
+            about = msgspec.json.decode(conversation, type=Conversation) if conversation is not None else None
+            yield TurnRecord(start, input_end, end, about, bool(cut))
+
+    def _results(self, session: int) -> Iterator[tuple[str, bytes]]:
+        columns = RESULT + (", checksum" if self._checked else ", 0")
+        rows = self._db.execute(f"SELECT {columns} FROM results WHERE session = ? ORDER BY number", (session,))
+        for *row, given in rows:
+            if self._checked:
+                check("results", tuple(row), given)
+            yield row[2], row[3]
