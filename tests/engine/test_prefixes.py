@@ -347,3 +347,15 @@ def test_what_a_waiting_turn_has_found_is_no_history_of_its_session() -> None:
     stage.play()
     assert list(other.output) == continuation([*COMMON[:8], *count_from(9, 20)], 3)
     assert list(turn.output) == continuation([*COMMON, 3], 3)
+
+
+def test_a_turn_that_has_looked_in_vain_and_waits_begins_with_what_another_commits_meanwhile() -> None:
+    stage = Stage(prefix_cache=True, max_running=1)
+    opening = count_from(3, PAGE - 1)  # no page yet that would tell whom it is like
+    stage.open("s")
+    first = stage.say("s", opening, 30)
+    stage.until(lambda: first.running)
+    stage.open("late")
+    late = stage.say("late", [*opening, *continuation(opening, 25)], 1)
+    stage.play()
+    assert present(late.result).usage.cached == PAGE - 1 + 25 - 1

@@ -254,3 +254,12 @@ def test_headers_of_any_length_are_told_from_json() -> None:
         assert is_state_file(length.to_bytes(8, "little") + b'{"__meta')
     for start in (b'{"format": "s"', b'  {"format": "', b'\n\n\n\n\n\n\n\n{"format"'):
         assert not is_state_file(start)
+
+
+@every_mix
+def test_state_that_is_copied_in_several_pieces_is_put_where_it_belongs(mix, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tenuto.base.state_file.PIECE", 1)
+    path = exported(told(mix), "s", tmp_path / "file")
+    there = Stage(mix)
+    imported(there, path)
+    assert goes_on(there, "s", 7, 8) == 55

@@ -249,3 +249,13 @@ def test_state_is_restored_only_where_it_was(tmp_path: Path) -> None:
     stage.engine.fork("s", child="whole")
     assert goes_on(stage, "part", 1) == 0
     assert goes_on(stage, "whole", 1) == 45
+
+
+@pytest.mark.parametrize(("identity", "cached"), [("a model", 0), ("another", 35)])
+def test_what_was_computed_with_new_weights_is_of_a_new_identity(tmp_path: Path, identity: str, cached: int) -> None:
+    first = begin(tmp_path)
+    first.engine.update_weights(first.executor.load(None), "another")
+    first.told("s")
+    saved = end(first)
+    second = begin_again(tmp_path, saved, identity=identity)
+    assert goes_on(second, "s", 7) == cached

@@ -272,3 +272,18 @@ def test_room_that_nobody_could_make_is_made_once_a_window_has_passed_though_nob
     stage.until(lambda: waiting.result is not None)
     assert long.state is TurnState.RUNNING
     assert stage.engine.transitions[Transition("drop", "idle")] == 1
+
+
+@every_overlap
+def test_a_turn_that_once_had_room_made_for_it_starts_again_only_when_it_can_stay(overlap: int) -> None:
+    stage = Stage(units=20, overlap=overlap)
+    stage.told("idle", 60)
+    for name, tokens, output in (("long", 4, 60), ("later", 20, 40)):
+        stage.open(name)
+        turn = stage.say(name, range(tokens), output)
+        stage.step()
+    assert stage.engine.pressure.yielded["idle"] == 1, "room was made for the later one"
+    stage.until(lambda: len(turn.output) >= 15)
+    stage.engine.lifecycle.preempt(turn)
+    stage.play()
+    assert stage.engine.transitions[Transition("preempt")] == 1, "it would not have kept its memory"

@@ -278,3 +278,14 @@ def test_hidden_sessions_leave_no_trace(talk: Journaled, journal: Journal) -> No
 def test_every_write_is_flushed(journal: Journal) -> None:
     assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,)
     assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_session_that_goes_back_within_a_turn_comes_back_without_a_token_more(
+    talk: Journaled, path: Path, journal: Journal
+) -> None:
+    session = talk.open()
+    talk.begin(session, [1] * 50, 5)
+    talk.play()
+    talk.engine.rewind("s", position=20)
+    journal.write(talk.new_changes())
+    assert [list(one.tokens) for one in journal.sessions()] == [[1] * 20]

@@ -72,13 +72,12 @@ class FaultyDisk:
         return self._index
 
     def files(self) -> dict[str, int]:
-        self._sizes = {name: _size(units) for name, units in self._files.items()}
-        return dict(self._sizes)
+        return {name: _size(units) for name, units in self._files.items()}
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
-        taken = {file.name for file in files}
-        for name in self._files.keys() - taken:
-            del self._files[name], self._sizes[name]
+        self._sizes = {file.name: file.size for file in files}
+        for name in self._files.keys() - self._sizes.keys():
+            del self._files[name]
 
     def close(self, *, keep: bool = False) -> None:
         if not keep:

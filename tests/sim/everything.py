@@ -15,6 +15,7 @@ from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
 from tests.sim.mutants import find_mutants
 from tests.sim.planted import Catcher, Planted
 from tests.sim.slips import SLIPS
+from tests.sim.slips_by_area import BY_AREA
 
 CATCHERS = Path(__file__).with_name("catchers.json")
 JUSTIFIED: dict[str, str] = {
@@ -38,7 +39,7 @@ def everything() -> dict[str, Planted]:
     kinds = (FAULTS, FAULTS_OF_COPIES, FAULTS_OF_GRAMMARS, FAULTS_OF_KINDS, FAULTS_OF_SCHEDULE, FAULTS_OF_SHARING)
     for fault in chain(*kinds):
         planted[f"fault {fault.__name__}"] = fault
-    for slip in SLIPS:
+    for slip in chain(SLIPS, *BY_AREA.values()):
         planted[f"slip {slip}"] = slip
     seen: dict[str, int] = {}
     for mutant in find_mutants():

@@ -21,8 +21,8 @@ from tests.sim.run import GRAMMARS, PREFIXED, any_world, run_world
 from tests.sim.slips import Slip
 from tests.sim.telling import module_of, tell
 
-Planted = Callable[[], AbstractContextManager[None]] | Slip | Mutant
-"""A fault, which replaces methods, or what changes the source of one."""
+Planted = Callable[[], AbstractContextManager[None]] | Slip | Mutant | None
+"""A fault, which replaces methods, or what changes the source of one; or nothing."""
 
 Catcher = int | str
 """The seed of a world, or a test's id."""
@@ -30,8 +30,8 @@ Catcher = int | str
 WORLD_STEPS = 150
 CPU_SECONDS = 2
 """Processor time of a world or a story, several times what any needs: a step that does not end is found, too."""
-SECONDS = 120
-"""What a story may take with all its waiting."""
+SECONDS = 30
+"""The same with all its waiting."""
 
 MAX_MEMORY = 3 << 30
 """Bytes: what does not end may also grow."""
@@ -88,11 +88,9 @@ def _look(job: Job) -> Outcome:
     sending.close()
     with receiving:
         try:
-            seconds = SECONDS if isinstance(job.known, str) else None
-            outcome = receiving.recv() if receiving.poll(seconds) else Outcome(job.known, "waits for ever")
+            outcome: Outcome = receiving.recv()
         except EOFError:
             outcome = Outcome(job.known, "the process died")
-    process.kill()
     process.join()
     return outcome
 
@@ -110,9 +108,10 @@ def _plant_and_look(job: Job) -> Outcome:
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGVTALRM, _give_up)
+    signal.signal(signal.SIGALRM, _give_up)
     began = process_time()
     if isinstance(job.known, str):
-        signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, 1)
+        _set_timers()
         try:
             tell(job.known)
         except Exception as error:  # noqa: BLE001 - however a test fails
@@ -121,7 +120,7 @@ def _plant_and_look(job: Job) -> Outcome:
     steps, first = 0, () if job.known is None else (job.known,)
     others = chain.from_iterable((seed, PREFIXED + seed, GRAMMARS + seed) for seed in range(PREFIXED))
     for seed in chain(first, others):
-        signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, 1)
+        _set_timers()
         summary = run_world(any_world(seed), WORLD_STEPS, job.past)
         steps += summary.steps
         for report in summary.failures.values():
@@ -135,11 +134,16 @@ def _plant(planted: Planted) -> None:
     """For good."""
     if isinstance(planted, Slip | Mutant):
         planted.plant()
-    else:
+    elif planted is not None:
         fault = planted()
         fault.__enter__()
         _FAULTS.append(fault)  # one that nobody refers to would be undone
 
 
+def _set_timers() -> None:
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, 1)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS, 1)
+
+
 def _give_up(*_: object) -> None:
-    raise EndlessStepError(f"a world or a story took {CPU_SECONDS} seconds")
+    raise EndlessStepError(f"a world or a story took {CPU_SECONDS} seconds of processor time, or {SECONDS} in all")

@@ -8,7 +8,7 @@ HOLES = (
     Slip("memory.pool", "        self.generation[unit] += 1\n\n    def take_alone", "\n    def take_alone"),
     Slip("memory.paged", "elif position % self.page_size == 0 or not self.has_tail(page, position):", "elif position % self.page_size == 0:"),
     Slip("memory.full", "began = self.first * self.page_size + self._copy_slots", "began = self.first * self.page_size"),
-    Slip("memory.tiers", "and copy.references and copy.used >= used else", "and copy.references else"),
+    Slip("memory.tiers", "        if copy.content.covers(content):\n            return copy", "        if True:\n            return copy"),
     Slip("engine.parking", "if not any(move in self.tiers.moves for move in each.moves)]", "if not all(move in self.tiers.moves for move in each.moves)]"),
     Slip("engine.parking", "if not 0 < memory.computed < len(session.history):", "if not 0 < memory.computed:"),
     Slip("engine.session_states", "            first += len(piece)", "            pass"),

@@ -37,7 +37,7 @@ def _parameters(test: Callable[..., object]) -> Iterator[dict[str, Any]]:
     marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
     combinations: list[dict[str, Any]] = [{}]
     for mark in marks:
-        names = [name.strip() for name in mark.args[0].split(",")]
+        names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
         rows = [ParameterSet.extract_from(row, force_tuple=len(names) == 1).values for row in mark.args[1]]
         combinations = [known | dict(zip(names, row, strict=True)) for known in combinations for row in rows]
     yield from combinations
