@@ -19,14 +19,15 @@ class FaultyDisk:
     """A `Disk` in memory; every tenth write or read fails, and now and then files change places. The engine that comes
     next finds the files that were kept."""
 
-    def __init__(self, chance: Random) -> None:
+    def __init__(self, chance: Random, *, fills_early: bool = True) -> None:
+        """`fills_early`: writes may fail as on a full disk although the budget has room."""
         self._chance = chance
+        self._failures = ("full", "write") if fills_early else ("write",)
         self.budget = chance.choice(BUDGETS)
         self._files: dict[str, dict[int, list[NamedUnit]]] = {}
         self._sizes: dict[str, int] = {}  # as the engine knows them
         self._written = 0
         self._index: bytes | None = None
-        self.injected = 0  # writes that have failed, as they were told to
 
     def become(self, identity: str) -> None:
         """Files of the simulation are of one identity."""
@@ -36,8 +37,7 @@ class FaultyDisk:
         if sum(self._sizes.values()) + size > self.budget:
             raise AssertionError(f"{size} bytes are written to a disk that has no room for them")
         if self._chance.random() < FAILS:
-            self.injected += 1
-            raise DiskFailed(self._chance.choice(("full", "write")), "the disk was told to fail this write")
+            raise DiskFailed(self._chance.choice(self._failures), "the disk was told to fail this write")
         self._written += 1
         file = UnitFile(f"file {self._written}", size, 0)
         copies = {group: [NamedUnit(each.content, each.data.copy()) for each in rows] for group, rows in units.items()}

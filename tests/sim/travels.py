@@ -71,9 +71,8 @@ class ParkedInOrder:
     def __init__(self, world: World) -> None:
         self._world = world
         self._used: dict[Session, int] = {}  # the step in which it last had a turn, or was parked
-        self._parked: dict[Session, tuple[Parked, int]] = {}  # at rest, and its version
+        self._parked: dict[Session, tuple[Parked, int, int]] = {}  # of those at rest, its size, and their version
         self._failures: Counter[str] = Counter()
-        self._injected = 0
 
     def look(self) -> None:
         """A step has ended, and with it all that was done since the last time."""
@@ -82,24 +81,24 @@ class ParkedInOrder:
         if parking is None or disk is None:
             return
         failed = Counter(parking.tiers.failures) - self._failures
-        if set(failed) == {"full"} and disk.injected == self._injected and not keeping.is_leaving(world.engine):
+        if set(failed) == {"full"} and not keeping.is_leaving(world.engine):
             self._check(disk.budget)
-        self._failures, self._injected = Counter(parking.tiers.failures), disk.injected
+        self._failures = Counter(parking.tiers.failures)
         before, self._parked = self._parked, {}
         for session in world.engine.sessions:
             parked = keeping.parked_of(world.engine, session)
             if session.turn is not None or (parked is not None and before.get(session, (None,))[0] is not parked):
                 self._used[session] = world.steps
             if parked is not None and session.turn is None:
-                self._parked[session] = parked, session.version
+                self._parked[session] = parked, parked.size, session.version
 
     def _check(self, budget: int) -> None:
         engine = self._world.engine
         lost = [
             session
-            for session, (parked, version) in self._parked.items()
+            for session, (_, size, version) in self._parked.items()
             if (session.state, session.turn, session.version) == (SessionState.OPEN, None, version)
-            and parked.size <= budget
+            and size <= budget
             and keeping.parked_of(engine, session) is None
         ]
         kept = [session for session in self._parked if keeping.stays_on_disk(engine, session)]

@@ -66,7 +66,7 @@ class World:
         self._sizes = [
             n * (config.page_size if group.paged else 1) for n, group in zip(config.units, config.groups, strict=True)
         ]
-        self.disk = FaultyDisk(self._faults) if config.tiers else None
+        self.disk = FaultyDisk(self._faults, fills_early=not config.overtaking) if config.tiers else None
         self.tenants: dict[str, str] = {}  # of sessions, ever
         self.engines = 0  # ever begun
         self._begin()
