@@ -133,13 +133,13 @@ def test_no_cycle_reports_a_miscount_that_is_none(visits: int, monkeypatch: pyte
     """Random worlds, audited all the time and very slowly."""
     monkeypatch.setattr(auditor, "VISITS_A_STEP", visits)
     cycles = 0
-    for seed in range(42):
+    for seed in range(24):
         world = RandomWorld(small_world(seed))
         world.engine.auditor._every = 1
         world.run(40)
         world.finish()
         cycles += world.engine.auditor.cycles
-    assert cycles > 100
+    assert cycles > 50
 
 
 def test_a_cycle_counts_every_kind_of_memory() -> None:

@@ -87,7 +87,7 @@ def moved(saved: SavedSession) -> SavedSession:
 STEPS = ("chat", "chat", "tokens", "append", "rewind", "cut", "fork", "regenerate", "trim", "barge in", "abort")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     system=st.sampled_from([None, "Be brief."]),
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9)), max_size=8),

@@ -28,7 +28,7 @@ from tests.serve.server import Server, serving
 SECONDS = 20
 """How long an answer may take. A turn of the small context ends well before."""
 BOUNDED = settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     derandomize=True,
     database=None,

@@ -7,12 +7,12 @@ from tests.sim.everything import everything, is_justified, known_catchers
 from tests.sim.planted import Job, look_for_all
 from tests.sim.run import GRAMMARS, OVERTAKING, PREFIXED, run_worlds
 
-STEPS = 12_000
-PREFIX_STEPS = 4_000
+STEPS = 6_000
+PREFIX_STEPS = 2_000
 """Of worlds with a prefix cache."""
 OVERTAKING_STEPS = 2_000
 """Of worlds in which others begin with what running turns compute, and go back in shared pages."""
-GRAMMAR_STEPS = 4_000
+GRAMMAR_STEPS = 2_000
 """Of worlds whose turns have grammars."""
 WORLD_STEPS = 150
 
@@ -46,7 +46,7 @@ def test_worlds_with_grammars_stay_right():
 
 
 def test_large_worlds_stay_right():
-    summary = run_worlds(range(7), 150, large=True)
+    summary = run_worlds(range(4), 150, large=True)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
 
 
