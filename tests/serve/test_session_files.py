@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tenuto.base import state_file
 from tenuto.base.document import SessionDocument
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.state_file import StateFile
 from tests.serve.server import Server, serving
 from tests.serve.test_native import refusal
 
@@ -301,3 +307,57 @@ def test_state_that_is_foreign_damaged_too_large_or_not_a_file_is_refused_and_ch
         other.audit()
     assert not list(tmp_path.glob("tenuto-*"))
     close_all(http)
+
+
+@contextmanager
+def full_disk(pid: int) -> Iterator[None]:
+    """No file of a process may have more than 1,000 bytes."""
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_answered_507_and_changes_nothing(witness: Server, http: httpx.Client) -> None:
+    talk(http)
+    content = http.get("/v1/sessions/s/export/state").raise_for_status().content
+    assert len(content) > 1000
+    here: dict[str, Any] = {"content": content, "headers": BINARY, "params": {"id": "again"}}
+    with full_disk(witness.process.pid):
+        answer = http.post("/v1/sessions/import/state", **here)
+    assert refusal(answer) == (507, "no_room")
+    assert answer.json()["error"]["message"].startswith("the server has no room for the file: ")
+    with full_disk(witness.engine_pid):
+        assert refusal(http.get("/v1/sessions/s/export/state")) == (507, "no_room")
+    assert [each["id"] for each in http.get("/v1/sessions").json()["data"]] == ["s"]
+    assert http.post("/v1/sessions/import/state", **here).status_code == 201
+    close_all(http)
+
+
+@pytest.mark.parametrize("where", ["session", "state", "tensors"])
+def test_a_state_file_with_far_more_values_than_a_session_may_have_is_not_parsed(
+    where: str, http: httpx.Client
+) -> None:
+    talk(http)
+    content = http.get("/v1/sessions/s/export/state").raise_for_status().content
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    many: list[Any] = [[]] * 150_000
+    if where == "tensors":
+        header["group 0"]["shape"] = many
+    else:
+        metadata = header["__metadata__"] = {**header["__metadata__"], where: json.dumps(many)}
+        del metadata["sha256"]
+        metadata["sha256"] = state_file._digest(metadata)
+    start = json.dumps(header).encode()
+    body = len(start).to_bytes(8, "little") + start + content[8 + length :]
+    answer = http.post("/v1/sessions/import/state", content=body, headers=BINARY)
+    assert refusal(answer) == (413, "too_large")
+    close_all(http)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidRequest, match="not a regular file"):
+        StateFile(tmp_path / "pipe")

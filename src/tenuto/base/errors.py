@@ -133,6 +133,13 @@ class UnsupportedMediaType(TenutoError):
     status = 415
 
 
+class NoRoom(TenutoError):
+    """The disk has no room for a file."""
+
+    code = "no_room"
+    status = 507
+
+
 class Unauthorized(TenutoError):
     """The request has no key, or an unknown one."""
 

@@ -7,10 +7,11 @@ of every unit, and a SHA-256 of all other metadata.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,14 @@ import msgspec
 import numpy as np
 
 from tenuto.base.document import SessionDocument, read_document
-from tenuto.base.errors import InvalidRequest
+from tenuto.base.errors import InvalidRequest, NoRoom
 from tenuto.base.plan import Bytes
 from tenuto.base.private import open_private, open_regular
 
 FORMAT = "tenuto-session-state-1"
-_MAX_HEADER = 2**26
+_MAX_HEADER = 2**25
 """Bytes: the tokens of a session of millions, and checksums of its units, have room in it."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PREFIX = 8
 PIECE = 2**23
 """Bytes read or copied at once, or one unit if that is larger."""
@@ -84,7 +86,8 @@ def write_state_file(
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file beside `path`, which only this user can read, and which takes its place at the end of the block; if the
-    block raises, it is removed. Raises `InvalidRequest` if it cannot be written."""
+    block raises, it is removed. Raises `NoRoom` if the disk is full, and `InvalidRequest` if it cannot be written for
+    another reason."""
     partly = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open_private(partly) as file:
@@ -94,7 +97,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partly.unlink()
         if isinstance(error, OSError):
-            raise InvalidRequest(f"{path} cannot be written: {error.strerror}") from error
+            kind = NoRoom if error.errno in _FULL else InvalidRequest
+            raise kind(f"{path} cannot be written: {error.strerror}") from error
         raise
 
 
@@ -120,8 +124,10 @@ def _tensors(header: StateHeader) -> dict[str, dict[str, object]]:
 class StateFile:
     """An open file with a session and its state. Close it."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads all but the units. Raises `InvalidRequest` if it is no such file, or its header is damaged."""
+    def __init__(self, path: Path, inspect: Callable[[bytes], None] = lambda _: None) -> None:
+        """Reads all but the units. `inspect` sees each JSON text in the file before it is parsed, and may raise. Raises
+        `InvalidRequest` if it is no such file, or its header is damaged."""
+        self._inspect = inspect
         try:
             self._file: BinaryIO = open_regular(path)
         except OSError as error:
@@ -141,13 +147,17 @@ class StateFile:
         if not 0 < length <= min(_MAX_HEADER, size - _PREFIX):
             raise _damaged()
         try:
-            described = msgspec.json.decode(self._file.read(length), type=dict[str, dict[str, msgspec.Raw]])
+            data = self._file.read(length)
+            self._inspect(data)
+            described = msgspec.json.decode(data, type=dict[str, dict[str, msgspec.Raw]])
             given = {name: msgspec.json.decode(raw, type=str) for name, raw in described["__metadata__"].items()}
             digest = given.pop("sha256", "")
             if given.get("format") != FORMAT:
                 raise InvalidRequest(f"the file's format is {given.get('format')!r}; allowed: {FORMAT!r}")
             if digest != _digest(given):
                 raise _damaged()
+            for part in ("state", "session"):
+                self._inspect(given[part].encode())
             header = msgspec.json.decode(given["state"], type=StateHeader)
             document = read_document(given["session"])
             tensors = {

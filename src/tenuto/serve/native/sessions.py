@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -39,7 +39,7 @@ from tenuto.serve.native.schemas import (
     version_of,
 )
 from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_of, spool, spooled, streamed
-from tenuto.serve.shared.bodies import JsonRoute
+from tenuto.serve.shared.bodies import JsonRoute, in_parser
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
@@ -108,7 +108,7 @@ async def import_state(
     """Open a session that was exported with its state, so that its next turn computes nothing again. A file of another
     model, of other weights, of another format or with any change is refused."""
     async with spooled(request) as path:
-        document = await asyncio.to_thread(document_of, path)
+        document = await in_parser(partial(document_of, path, edge.model.context_length))
         policy = replace(document.policy(tenant.name), ttl=edge.settings.ttl(document.ttl, named=True))
         opening = ImportSession(
             session=new_id or document.id, policy=policy, document=document, limits=tenant.limits, state=str(path)

@@ -6,9 +6,10 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from fastapi import Request, Response
@@ -17,13 +18,16 @@ from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
 from tenuto.base.document import SessionDocument
-from tenuto.base.errors import TenutoError, UnsupportedMediaType
+from tenuto.base.errors import NoRoom, UnsupportedMediaType
 from tenuto.base.state_file import StateFile
 from tenuto.serve.native.schemas import SessionFile
+from tenuto.serve.shared.bodies import LARGE, Structure
 
 MEDIA_TYPE = "application/octet-stream"
 PIECE = 2**20
 """Bytes written or read at once."""
+VALUES_A_TOKEN = 16
+"""A turn of one token is written with so many values at most."""
 _BINARY: dict[str, Any] = {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 STATE_BODY: dict[str, Any] = {"requestBody": {"required": True, **_BINARY}}
 STATE_ANSWER: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", **_BINARY}}
@@ -31,19 +35,24 @@ STATE_ANSWER: dict[int | str, dict[str, Any]] = {200: {"description": "The file.
 
 @contextmanager
 def spool() -> Iterator[Path]:
-    """Where a temporary file may be written that only this user can read. It is removed at the end of the block."""
-    with TemporaryDirectory(prefix="tenuto-") as directory:
+    """Where a temporary file may be written that only this user can read. It is removed at the end of the block. Raises
+    `NoRoom`."""
+    try:
+        made = TemporaryDirectory(prefix="tenuto-")
+    except OSError as error:
+        raise _no_room(error) from error
+    with made as directory:
         yield Path(directory) / "session"
 
 
 @asynccontextmanager
 async def spooled(request: Request) -> AsyncIterator[Path]:
-    """The body of a request as a file, while the block runs. Raises `UnsupportedMediaType`."""
+    """The body of a request as a file, while the block runs. Raises `UnsupportedMediaType` or `NoRoom`."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != MEDIA_TYPE:
         raise UnsupportedMediaType(f"the body is declared as {given!r}; allowed: {MEDIA_TYPE}")
     with spool() as path:
-        with path.open("wb") as file:
+        with _created(path) as file:
             waiting = bytearray()
             async for piece in request.stream():
                 waiting += piece
@@ -54,20 +63,40 @@ async def spooled(request: Request) -> AsyncIterator[Path]:
         yield path
 
 
-async def _written(file: BinaryIO, data: bytearray) -> None:
+def _created(path: Path) -> FileIO:
+    """A new file, unbuffered: a buffer that cannot be written would raise again when the file is closed."""
+    try:
+        return FileIO(path, "x")
+    except OSError as error:
+        raise _no_room(error) from error
+
+
+async def _written(file: FileIO, data: bytearray) -> None:
     def write() -> None:
-        file.write(data)
-        file.flush()
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
 
     try:
         await asyncio.to_thread(write)
     except OSError as error:
-        raise TenutoError(f"the server has no room for the file: {error.strerror}") from error
+        raise _no_room(error) from error
 
 
-def document_of(path: Path) -> SessionDocument:
-    """The session in a file, which keeps to what a session may be here. Raises `InvalidRequest`."""
-    file = StateFile(path)
+def _no_room(error: OSError) -> NoRoom:
+    return NoRoom(f"the server has no room for the file: {error.strerror}")
+
+
+def document_of(path: Path, context_length: int) -> SessionDocument:
+    """The session in a file, which keeps to what a session may be here. The file is not parsed if it has far more
+    values than a session of `context_length` tokens. Raises `InvalidRequest` or `TooLarge`."""
+
+    def inspect(text: bytes) -> None:
+        structure = Structure(VALUES_A_TOKEN * context_length + LARGE)
+        for begin in range(0, len(text), PIECE):
+            structure.feed(text[begin : begin + PIECE])
+
+    file = StateFile(path, inspect)
     file.close()
     document = file.document
     try:

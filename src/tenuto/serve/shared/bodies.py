@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +20,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from tenuto.base.errors import TooLarge
+
+T = TypeVar("T")
 
 MAX_VALUES = 2**21
 """Values in a body: numbers, strings, lists, objects. The parser takes about 60 ms for so many numbers."""
@@ -41,7 +43,8 @@ class Structure:
     """Counts what a JSON body has outside its strings, while it arrives. If it is not JSON, the counts hold up to where
     a parser notices."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_values: int = MAX_VALUES) -> None:
+        self._most_values = min(most_values, MAX_VALUES)
         self.values = 1
         self.parts = 0
         self._depth = 0
@@ -73,8 +76,8 @@ class Structure:
         depths = self._depth + np.cumsum(_STEPS[marks])
         deepest = int(depths.max(initial=0))
         self._depth = int(depths[-1]) if len(depths) else self._depth
-        if self.values > MAX_VALUES:
-            raise TooLarge(f"the body has more than {MAX_VALUES} values, the most allowed")
+        if self.values > self._most_values:
+            raise TooLarge(f"the body has more than {self._most_values} values, the most allowed")
         if self.parts > MAX_PARTS:
             raise TooLarge(f"the body has more than {MAX_PARTS} lists, objects and fields, the most allowed")
         if deepest > MAX_DEPTH:
@@ -121,7 +124,12 @@ class JsonRequest(Request):
 
 async def _worked(size: int, work: Callable[[], Any]) -> Any:
     """The result of `work` on `size` bytes."""
-    return work() if size < LARGE else await asyncio.get_running_loop().run_in_executor(_parser, work)
+    return work() if size < LARGE else await in_parser(work)
+
+
+async def in_parser(work: Callable[[], T]) -> T:
+    """The result of `work`, from the thread that parses."""
+    return await asyncio.get_running_loop().run_in_executor(_parser, work)
 
 
 def _digest_of(path: str, body: bytes) -> bytes:

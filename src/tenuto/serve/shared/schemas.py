@@ -177,5 +177,6 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         500: "The server failed",
         504: "The turn waited for its session until its deadline",
         503: "The engine has stopped, or the server is shutting down; see `Retry-After`",
+        507: "The server's disk has no room for the file",
     }.items()
 }
