@@ -91,7 +91,7 @@ SLIPS = (
     Slip("engine.lifecycle", "        if turn.cached < 0:\n", "        if True:\n"),
     Slip("session.registry", "session.last_turn_end + ttl <= now", "ttl <= now"),
     Slip("session.registry", " and session.key not in self._watched:", ":"),
-    Slip("session.registry", "use.tokens - session.counted", "use.tokens - 0 * session.counted"),
+    Slip("session.tenants", "self.tokens -= session.counted", "self.tokens -= 0 * session.counted"),
     Slip("session.records", "min(last.input_end, position)", "last.input_end"),
     Slip("session.session", "self.params, self.arrival = params, now", "self.params = params"),
     Slip("session.session", "max(1, self.base_length) + len(self.input_scores)", "max(1, self.base_length + 1) + len(self.input_scores)"),
