@@ -1,8 +1,9 @@
 """`python -m bench` (`make bench`): every benchmark that needs no model, but `bench.soak`, which takes minutes."""
 
-from bench import edge, engine_step, hybrid, long_input, tenants
+from bench import commands, edge, engine_step, hybrid, long_input, tenants
 
 engine_step.main()
+commands.main()
 hybrid.main()
 edge.main()
 long_input.main()

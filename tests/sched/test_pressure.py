@@ -9,6 +9,7 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.turns import TurnState
 from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
+from tenuto.sched import pressure
 from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix
 from tests.present import present
 
@@ -276,11 +277,43 @@ def test_sessions_of_two_tenants_that_are_called_alike_both_yield() -> None:
     assert [session.memory.computed for session in stage.engine.sessions][:2] == [0, 0]
 
 
-def test_nobody_yields_when_the_last_running_turn_has_given_its_memory_up() -> None:
+def test_turns_that_cannot_go_on_though_none_lacks_room_are_reported() -> None:
     stage = Stage()
-    assert not stage.engine.pressure.unstick(None)
     stage.open()
     stage.say("s", [1], 40)
     stage.step()
     with pytest.raises(InvariantError, match="no running turn can go on, though none lacks room: turn 1 of s"):
         stage.engine.pressure.unstick(None)
+
+
+def test_when_many_have_to_yield_they_do_so_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known fault: thousands of small sessions yielded to one long input in a single step, which took half a second."""
+    monkeypatch.setattr(pressure, "MAX_YIELDS", 4)
+    stage = Stage(units=60, token_budget=64, max_running=2)
+    for i in range(20):
+        stage.told(f"s{i}", tokens=8, output=1)
+    running = stage.say(stage.open("running").id, [1], 60)
+    stage.until(lambda: running.output)
+    turn, yielded = stage.say(stage.open("long").id, count_from(7, 150), 3), stage.engine.pressure.yielded
+    while not turn.started:
+        before, said = yielded.total(), len(running.output)
+        assert stage.step().worked
+        assert yielded.total() - before <= 4
+        assert len(running.output) == said + 1
+    assert yielded == {"idle": 10}
+    stage.play()
+    assert stage.engine.transitions[Transition("preempt")] == 0
+    assert list(turn.output) == continuation(count_from(7, 150), 3)
+
+
+def test_a_turn_that_runs_alone_waits_while_those_who_share_a_page_yield_over_several_steps(monkeypatch) -> None:
+    monkeypatch.setattr(pressure, "MAX_YIELDS", 1)
+    stage = Stage(units=30)
+    stage.told("p", tokens=80, output=1)
+    for i in range(4):
+        stage.engine.fork("p", child=f"c{i}")
+    turn = stage.say(stage.open("n").id, count_from(7, 20), 40)
+    stage.play()
+    assert stage.engine.pressure.yielded == {"idle": 5}
+    assert stage.engine.transitions[Transition("preempt")] == 0
+    assert list(turn.output) == continuation(count_from(7, 20), 40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from random import Random
 
 import pytest
@@ -13,6 +14,7 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import EndReason
 from tenuto.base.views import SessionState
 from tenuto.memory.memory import Memory
+from tenuto.session import registry
 from tenuto.session.registry import MAX_ID_LENGTH, Registry
 from tenuto.session.session import Session, Turn
 from tests.clock import ManualClock
@@ -249,3 +251,16 @@ def test_text_that_is_none_is_refused() -> None:
         with pytest.raises(InvalidRequest, match="lone surrogate"):
             registry.open("s", policy, system)
     assert len(registry) == 0
+
+
+def test_of_many_sessions_that_expire_together_a_few_do_so_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known fault: one step closed all of them, and took as long as that does."""
+    monkeypatch.setattr(registry, "MAX_EXPIRED", 4)
+    office = Office(most=100)
+    for i in range(10):
+        office.registry.open(f"s{i}", Policy(ttl=5.0))
+    office.clock.advance(6.0)
+    found = [office.expired() for _ in range(4)]
+    assert [len(ids) for ids in found] == [4, 4, 2, 0]
+    assert sorted(chain(*found)) == [f"s{i}" for i in range(10)]
+    assert not office.registry.more_expired

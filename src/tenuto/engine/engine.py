@@ -58,7 +58,7 @@ from tenuto.text.masks import Masks, MasksAtOnce
 @dataclass(slots=True)
 class StepReport:
     """What a step has brought: turns with new output, and turns that ended and changes of sessions since the step
-    before. `worked` is False if there was nothing to compute."""
+    before. `worked` is False if there was nothing to compute, nor anything left for the next step."""
 
     worked: bool = False
     progressed: list[Turn] = field(default_factory=list)
@@ -161,6 +161,7 @@ class Engine:
     def step(self) -> StepReport:
         """Admit waiting turns and plan a step, unless paused or without memory; let the executor compute it, settle
         what it has computed, audit."""
+        self.pressure.begin_step()
         self.lifecycle.expire()
         self.lifecycle.join()
         planned = None
@@ -169,7 +170,7 @@ class Engine:
             planned = self._flights.plan()
         if planned is not None:
             self._flights.submit(planned)
-        report = StepReport(worked=len(self._flights) > 0)
+        report = StepReport(worked=len(self._flights) > 0 or self.pressure.unfinished or self.sessions.more_expired)
         ahead = self.config.overlap if planned is not None else 0
         while len(self._flights) > ahead:  # with overlap one stays in flight, so that the device never waits
             flight, result = self._flights.collect()

@@ -67,7 +67,7 @@ class Flights:
                     raise InvariantError(f"{lacking.turn.name} was given the room it lacked, and lacks it still")
             if len(proposal.rows):
                 return self._planner.apply(proposal)
-            if self._flights or self._lifecycle.copying or not len(self._batch):
+            if self._flights or self._lifecycle.copying or pressure.unfinished or not len(self._batch):
                 break  # the last turn may have left its row, to begin again
             if not pressure.unstick(proposal.last_lacking):
                 break

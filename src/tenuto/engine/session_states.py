@@ -132,7 +132,7 @@ class SessionStates:
         running = list(self._batch.running())
         if (needed > self._pressure.room_beside(running)).any():
             return None
-        self._pressure.relieve(lambda: needed, running, ())
+        self._pressure.relieve(lambda: needed, running, (), at_once=True)
         if (needed > self._memory.free()).any():
             return None
         leases: list[Lease] = []

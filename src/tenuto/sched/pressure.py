@@ -23,6 +23,11 @@ Masks = tuple[npt.NDArray[np.bool_], ...]
 """For each group, one flag per unit."""
 
 
+MAX_YIELDS = 128
+"""Sessions, turns and cached checkpoints that yield in one step, which takes some ten milliseconds. A turn that needs
+more room than that waits for the next step."""
+
+
 class Rung(IntEnum):
     """Classes of sessions without a running turn; the lowest yields first."""
 
@@ -49,6 +54,12 @@ class Pressure:
         self._rungs: dict[tuple[Rung, int], OrderedDict[Session, None]] = {}
         self._places: dict[Session, tuple[Rung, int]] = {}
         self.yielded: Counter[str] = Counter()  # how often each rung yielded
+        self._may_yield = MAX_YIELDS  # how many more in this step
+        self.unfinished = False  # a turn got less room in this step than it needs, and gets more in the next
+
+    def begin_step(self) -> None:
+        """Begin to count what yields anew."""
+        self._may_yield, self.unfinished = MAX_YIELDS, False
 
     def note(self, session: Session) -> None:
         """The session's state has changed: find its place."""
@@ -113,18 +124,30 @@ class Pressure:
     # -- making room
 
     def relieve(
-        self, needed: Callable[[], Longs], kept: Sequence[Turn], victims: Iterable[Turn], *, draft: bool = False
+        self,
+        needed: Callable[[], Longs],
+        kept: Sequence[Turn],
+        victims: Iterable[Turn],
+        *,
+        draft: bool = False,
+        at_once: bool = False,
     ) -> None:
-        """Free units until `needed()` of each group are free, or will be when the steps in flight settle. The turns
-        `kept` and their sessions keep everything; running turns yield in the order of `victims`. For a `draft` only
-        cached checkpoints and closed sessions yield. The caller has checked with `room_beside`, or for a draft with
-        `reclaimable`, that there is enough."""
+        """Free units until `needed()` of each group are free, or will be when the steps in flight settle, or until
+        enough have yielded for this step, unless it has to be `at_once`. The turns `kept` and their sessions keep
+        everything; running turns yield in the order of `victims`. For a `draft` only cached checkpoints and closed
+        sessions yield. The caller has checked with `room_beside`, or for a draft with `reclaimable`, that there is
+        enough."""
         held, spared, running = self._held_by(kept), {turn.session for turn in kept}, iter(victims)
         cache = self._memory.cache
         while short := self._short(needed()):
+            if at_once:
+                self._may_yield = max(1, self._may_yield)
+            if self._may_yield <= 0:
+                self.unfinished = True
+                return
             evicted = cache.evicted
             if cache.evict_for(short):
-                self.yielded["checkpoint"] += cache.evicted - evicted
+                self._count("checkpoint", cache.evicted - evicted)
             elif self._drop_closed(short) or (
                 not draft and (self._drop_one(short, spared) or self._drop_sharing(short, held, spared))
             ):
@@ -133,12 +156,13 @@ class Pressure:
                 victim = next(running, None)
                 if victim is None:
                     return
-                self.yielded["running"] += 1
+                self._count("running")
                 self._preempt(victim, "preempted")
 
     def make_room(self, lacking: Lacking, *, in_flight: bool) -> bool:
         """Have cached and idle state, then later turns, yield to a running turn that has no room to go on. False if it
-        has to wait: either nobody yielded, or the units become free when the steps in flight settle."""
+        has to wait: either nobody yielded, or others will at the next step, or the units become free when the steps in
+        flight settle."""
         running = self._batch.running()
         turn, kept = lacking.turn, running[: lacking.place + 1]
         if (lacking.alone > self.room_beside([turn])).any():
@@ -155,11 +179,8 @@ class Pressure:
 
     def unstick(self, lacking: Turn | None) -> bool:
         """No running turn can go on and nothing in flight could change that: have `lacking` yield, the last turn that
-        was left out for lack of room. False if nobody would gain by that: it is a draft that runs alone, or none runs
-        any more."""
+        was left out for lack of room. False if nobody would gain by that: it is a draft that runs alone."""
         running = self._batch.running()
-        if not running:
-            return False
         if lacking is None:
             waiting = ", ".join(turn.name for turn in running)
             raise InvariantError(f"no running turn can go on, though none lacks room: {waiting}")
@@ -213,7 +234,7 @@ class Pressure:
             while any(at == group and page in lease.units for at, lease in session.memory.essential_leases()):
                 self._yield(rung, session)  # its turn's memory first, then its own
                 dropped = True
-                if self._unused(short) > unused:
+                if self._unused(short) > unused or self._may_yield <= 0:
                     return True
         return dropped  # if no unit is free yet, cached checkpoints hold them too
 
@@ -235,8 +256,12 @@ class Pressure:
         return sum(self._memory.pools[group].free + self._memory.pools[group].limbo for group in groups)
 
     def _yield(self, rung: Rung, session: Session) -> None:
-        self.yielded[rung.name.lower()] += 1
+        self._count(rung.name.lower())
         self._drop(session, "pressure")
+
+    def _count(self, who: str, how_many: int = 1) -> None:
+        self.yielded[who] += how_many
+        self._may_yield -= how_many
 
 
 def units_of(lease: Lease) -> npt.NDArray[np.int32]:

@@ -13,12 +13,12 @@ MAX_FAILURES = 3
 class Suspects:
     """Turns that were in a failed step and have not reached its end since, in groups.
 
-    While there are any that can run, each step runs one group and nobody else. A group that fails is split in two; a
+    While there are suspects that can run, each step runs one group alone. A group that fails is split in two; a
     turn that has computed everything the failed step was to compute of it is cleared. So k turns that make every step
     fail, among n, cost at most k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more partial steps, except
     those that recompute what a turn with state lost when it went back to a checkpoint.
 
-    A suspect that waits, in its row or for one, holds up nobody: what it waits for may be computed by the others.
+    A suspect that waits, in its row or for one, does not hold up other turns: it may wait for what they compute.
 
     Invariant: a turn is in at most one group.
     """

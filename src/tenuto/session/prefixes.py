@@ -82,8 +82,7 @@ class PrefixIndex:
     # -- closed sessions
 
     def keep(self, session: Session) -> bool:
-        """The session is about to be closed: keep it, if others could begin with a page or more of its memory that no
-        other session covers. False if it is of no use."""
+        """Keep a session that is about to be closed. False if it has no full page, or if another session covers it."""
         pages = self._entered.get(session, 0)
         if not pages:
             return False
@@ -100,8 +99,8 @@ class PrefixIndex:
             del self._kept[last]
 
     def _covers(self, session: Session, other: Session) -> bool:
-        """Whether whoever could begin with full pages of `other`, which ends in one that both are found by, can begin
-        as well with as many of `session`."""
+        """Whether a sequence that could begin with all full pages of `other` can begin with the same pages of
+        `session`. Both are found by the last of these."""
         self.compared += 1
         most = min(len(session.history), session.memory.computed, other.memory.computed)
         common = _common(session.history, other.history, most)

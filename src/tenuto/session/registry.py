@@ -25,6 +25,8 @@ UNREACHABLE = frozenset({".", ".."})
 
 REST_SHARE = 0.5
 """The part of its TTL after which an idle session is to leave the device, if it can be brought back."""
+MAX_EXPIRED = 128
+"""Sessions that expire, or are to leave the device, at once; others that are due follow at the next look."""
 GRACE_SECONDS = 60.0
 """How long a session that is restored stays at least, unless its TTL is shorter: so long may a restart take."""
 
@@ -44,6 +46,7 @@ class Registry:
         self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; too early if there was a turn since
         self._watched: dict[SessionKey, int] = {}  # session -> its live entry
         self._resting: list[Session] = []  # since they were last taken
+        self.more_expired = False  # more were due than `expired` found at the last look
         self._entries = count(1)
         self.visited = 0  # sessions that were listed, or looked at for that, ever: a measure of work
 
@@ -109,7 +112,7 @@ class Registry:
 
     def listed(self, tenant: str, after: str, state: StateFilter | None = None) -> Iterator[Session]:
         """A tenant's sessions after id `after`, by id, hidden and ephemeral ones excluded; in `state` if that is given.
-        What is passed over are at most the submitted turns of the tenant. Nothing must change meanwhile."""
+        It passes over no sessions but those with submitted turns. Nothing must change meanwhile."""
         for session_id in self.use(tenant).listed(after, state):
             self.visited += 1
             session = self._sessions[tenant, session_id]
@@ -214,11 +217,12 @@ class Registry:
             heapq.heapify(self._expiries)
 
     def expired(self) -> list[Session]:
-        """Idle sessions whose TTL has run out, counted from the end of their last turn. A session with an open turn
-        never expires; it is watched again when the turn ends."""
+        """Idle sessions whose TTL has run out, counted from the end of their last turn, up to `MAX_EXPIRED` with those
+        that are to leave the device. A session with an open turn never expires; it is watched again when the turn
+        ends."""
         now = self._clock.now()
         found: dict[SessionKey, Session] = {}
-        while self._expiries and self._expiries[0][0] <= now:
+        while self._expiries and self._expiries[0][0] <= now and len(found) + len(self._resting) < MAX_EXPIRED:
             _, entry, key = heapq.heappop(self._expiries)
             if self._watched.get(key) != entry:
                 continue
@@ -234,6 +238,7 @@ class Registry:
                 session.rests = True
                 self._resting.append(session)
             self.watch(session)
+        self.more_expired = bool(self._expiries) and self._expiries[0][0] <= now
         return list(found.values())
 
     def holders(self) -> Iterator[Holder]:

@@ -1,4 +1,4 @@
-"""What each tenant has, and its sessions in the orders in which they are asked for."""
+"""One tenant's counters, and indexes of its sessions: by id, by the state of their turn, and by last use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Place = tuple[float, str]
 
 
 class Tenant:
-    """What one tenant has: open sessions, and in them committed tokens, units that they keep on the device, and bytes
-    in a journal. What sessions share counts for each. Written by the registry.
+    """Counts a tenant's open sessions, their committed tokens, the units that they keep on the device, and their bytes
+    in a journal; shared tokens and units count for each session that has them. Written by the registry.
 
     Invariant: `_ids` has the ids of the sessions that are listed, sorted, and `_by_turn` the same ids by whether the
     session has no open turn, a draft or a submitted turn. `_resting` has the sessions without an open turn that keep
