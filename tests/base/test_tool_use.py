@@ -11,18 +11,26 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
 from tenuto.base.answers import AnswerReader, Said
+from tenuto.base.call_grammars import calls_grammar, shape_of
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
-from tenuto.base.tool_use import ToolUse, calls_grammar, shape_of
-from tenuto.base.tools import ModelHabits
+from tenuto.base.tool_use import ToolUse
+from tenuto.base.tools import CHANNELS, MARKS, ModelHabits, ToolFormat
 from tenuto.text.grammars import GrammarCompiler
-from tests.text.test_grammars import SIZE, TOKENS, follows
+from tenuto.text.tokenizer import Tokenizer
+from tests.present import present
+from tests.text.test_grammars import follows
 
-TAGS, JSON = ModelHabits("tags"), ModelHabits("json")
+TAGS, JSON, LIST = ModelHabits("tags"), ModelHabits("json"), ModelHabits("list")
+FUNCTION_TAGS, CHANNEL_MARKS = ModelHabits("functions"), ModelHabits("channels")
+LATER_MISTRAL = ModelHabits("named", marks=(("[TOOL_CALLS]", 1), ("[CALL_ID]", 2), ("[ARGS]", 3)))
+NEMO, GRANITE = ModelHabits("json", marks=(("[TOOL_CALLS]", 1),)), ModelHabits("json", marks=(("<|tool_call|>", 1),))
 LLAMA, NAMED = ModelHabits("json", "parameters"), ModelHabits("named")
 SCHEMA = {
     "type": "object",
@@ -50,6 +58,11 @@ def told(said: Said) -> tuple[str, str, list[tuple[str, dict]]]:
 
 
 CALLED = ("weather", {"city": "Rome"})
+IN_TAGS = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+NO_ARGUMENTS = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
+SAID = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+TO_STOP = "<|channel|>commentary to=functions.stop<|message|>{}"
+THOUGHT = "<|channel|>analysis<|message|>hm <x><|end|><|start|>assistant"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +109,57 @@ CALLED = ("weather", {"city": "Rome"})
         (JSON, '{"some": "json"}', ('{"some": "json"}', "", [])),
         (JSON, f"text {ROME}", (f"text {ROME}", "", [])),
         (JSON, '{"name": "weather", "arguments": [1]}', ('{"name": "weather", "arguments": [1]}', "", [])),
+        (LIST, f"Sure.\n<TOOLCALL>[{ROME}, {STOP}]</TOOLCALL>", ("Sure.", "", [CALLED, ("stop", {})])),
+        (LIST, "a <TOOLCALL>[]</TOOLCALL>", ("a <TOOLCALL>[]</TOOLCALL>", "", [])),
+        (FUNCTION_TAGS, IN_TAGS, ("", "", [CALLED])),
+        (FUNCTION_TAGS, f"Let me see.\n{IN_TAGS}\n{NO_ARGUMENTS}\n", ("Let me see.", "", [CALLED, ("stop", {})])),
+        (FUNCTION_TAGS, IN_TAGS[12:-13], ("", "", [CALLED])),  # without the outer tags
+        (FUNCTION_TAGS, IN_TAGS[:-12], ("", "", [CALLED])),  # cut off, but whole
+        (FUNCTION_TAGS, IN_TAGS[:-24], (IN_TAGS[:-24], "", [])),
+        (FUNCTION_TAGS, IN_TAGS.replace("\n</parameter>", ""), ("", "", [CALLED])),
+        (FUNCTION_TAGS, IN_TAGS.replace("\n", ""), ("", "", [CALLED])),
+        (FUNCTION_TAGS, f"<tool_call>{ROME}</tool_call> b", ("b", "", [CALLED])),
+        (FUNCTION_TAGS, IN_TAGS.replace("weather", "other"), ...),
+        (
+            FUNCTION_TAGS,
+            IN_TAGS.replace("Rome", " a\n</parameter> <b>\n\n</tool_call>"),
+            ("", "", [("weather", {"city": " a\n</parameter> <b>\n\n</tool_call>"})]),
+        ),
+        (FUNCTION_TAGS, "a < b <tool_calls> <func", ("a < b <tool_calls> <func", "", [])),
+        (LATER_MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', ("", "", [CALLED])),
+        (LATER_MISTRAL, 'I look. [TOOL_CALLS]weather[ARGS]{"city": "Rome"}', ("I look.", "", [CALLED])),
+        (
+            LATER_MISTRAL,
+            'a\n[TOOL_CALLS]weather[CALL_ID]abc123DEF[ARGS]{"city": "Rome"}[TOOL_CALLS]stop[ARGS]{}',
+            ("a", "", [CALLED, ("stop", {})]),
+        ),
+        (LATER_MISTRAL, "a [TOOL_CALLS]other[ARGS]{}", ("a [TOOL_CALLS]other[ARGS]{}", "", [])),
+        (LATER_MISTRAL, "a [TOOL", ("a [TOOL", "", [])),
+        (NEMO, f"Sure! [TOOL_CALLS][{ROME}]", ("Sure!", "", [CALLED])),
+        (NEMO, f"[TOOL_CALLS][{ROME}]", ("", "", [CALLED])),
+        (NEMO, f"[see] [TOOL_CALLS][{ROME}, {STOP}]", ("[see]", "", [CALLED, ("stop", {})])),
+        (NEMO, f"[{ROME}]", ("", "", [CALLED])),
+        (NEMO, "Mistral writes [TOOL_CALLS].", ("Mistral writes [TOOL_CALLS].", "", [])),
+        (GRANITE, f"Let me see.\n<|tool_call|>[{ROME}]", ("Let me see.", "", [CALLED])),
+        (
+            CHANNEL_MARKS,
+            f'{THOUGHT}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{"city": "Rome"}}',
+            ("", "hm <x>", [CALLED]),
+        ),
+        (
+            CHANNEL_MARKS,
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}',
+            ("", "", [CALLED]),
+        ),
+        (
+            CHANNEL_MARKS,
+            THOUGHT + SAID + TO_STOP + "<|start|>assistant<|channel|>final<|message|> Done.",
+            ("I look. Done.", "hm <x>", [("stop", {})]),
+        ),
+        (CHANNEL_MARKS, f"{THOUGHT}<|channel|>final<|message|>1 <|x", ("1 <|x", "hm <x>", [])),
+        (CHANNEL_MARKS, "<|channel|>commentary to=functions.other<|message|>{}", ("{}", "", [])),
+        (CHANNEL_MARKS, "no channels", ("no channels", "", [])),
+        (CHANNEL_MARKS, f"{THOUGHT}<|channel|>fin", ("", "hm <x>", [])),
         (ModelHabits("tags", thinks="tags"), "<think>\nhm\n</think>\n\nyes", ("yes", "hm", [])),
         (ModelHabits("tags", thinks="tags"), "no thought", ("no thought", "", [])),
         (ModelHabits("tags", thinks="tags"), "<thin", ("<thin", "", [])),
@@ -117,10 +181,20 @@ def test_an_answer_is_taken_apart_alike_in_whatever_pieces_it_comes(
 @given(
     st.lists(
         st.sampled_from(
-            ["<tool_call>", "</tool_call>", ROME, STOP, "<think>", "</think>", "\n", " ", "x", "{", '"', "\\"]
+            [
+                *("<tool_call>", "</tool_call>", ROME, STOP, "<think>", "</think>", "\n", " ", "x", "{", '"', "\\"),
+                *("<function=stop>", "<parameter=city>", "</parameter>", "</function>", "<TOOLCALL>", "</TOOLCALL>"),
+                *("[TOOL_CALLS]", "[ARGS]", "stop", "{}", "[", "]", "<|channel|>", "analysis", " to=functions.stop"),
+                *("<|message|>", "<|end|>", "<|start|>"),
+            ]
         )
     ),
-    st.sampled_from([TAGS, JSON, ModelHabits("tags", thinks="tags"), ModelHabits("json", thinks="opened")]),
+    st.sampled_from(
+        [
+            *(TAGS, JSON, LIST, FUNCTION_TAGS, CHANNEL_MARKS, LATER_MISTRAL, NEMO, NAMED),
+            *(ModelHabits("tags", thinks="tags"), ModelHabits("json", thinks="opened")),
+        ]
+    ),
     st.randoms(use_true_random=False),
 )
 def test_any_pieces_of_any_text_say_the_same(parts: list[str], habits: ModelHabits, random) -> None:
@@ -160,6 +234,44 @@ def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
     assert [reader.push(piece).text for piece in ("Hi", " <", "b>", "<tool", "_call>")] == ["Hi", "", " <b>", "", ""]
 
 
+@pytest.mark.parametrize(
+    ("text", "types", "value"),
+    [
+        ("12", ("integer",), 12),
+        ("12", ("string",), "12"),
+        ("12", (), "12"),
+        ("12", ("string", "null"), "12"),
+        ("null", ("string", "null"), None),
+        ("True", ("boolean",), True),
+        ('["a", 1.5]', ("array",), ["a", 1.5]),
+        ('{"a": null}', ("object",), {"a": None}),
+        ("twelve", ("integer",), "twelve"),
+    ],
+)
+def test_arguments_without_quotation_marks_are_what_their_schema_says(text: str, types: Any, value: Any) -> None:
+    said = IN_TAGS.replace("Rome", text)
+    schema: Any = {"properties": {"city": {"type": list(types)} if types else {}}}
+    use = ToolUse(({"name": "weather", "parameters": schema},))
+    reader = use.reading(FUNCTION_TAGS, None).reader()
+    (call,) = reader.push(said).calls
+    assert call.parsed() == {"city": value}
+
+
+def test_text_of_any_kind_is_an_argument_and_what_cannot_be_forced_is_refused() -> None:
+    functions = {"weather": {**SCHEMA, "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
+    grammar = calls_grammar(FUNCTION_TAGS, functions, parallel=False)
+    with_days = IN_TAGS.replace("</function>", "<parameter=days>\n3\n</parameter>\n</function>")
+    assert follows(grammar, IN_TAGS)
+    assert follows(grammar, with_days)
+    assert follows(grammar, IN_TAGS.replace("Rome", 'é "x" <b>\n\n{'))
+    assert not follows(grammar, with_days.replace("3", "three"))
+    assert not follows(grammar, NO_ARGUMENTS)
+    refused: tuple[Any, ...] = ({"anyOf": []}, {"properties": {"city": {"type": "string", "pattern": "a"}}})
+    for schema in refused:
+        with pytest.raises(InvalidRequest, match="cannot be forced to follow"):
+            calls_grammar(FUNCTION_TAGS, {"weather": schema}, parallel=False)
+
+
 @pytest.mark.parametrize("habits", [TAGS, JSON, LLAMA], ids=str)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_what_a_grammar_of_calls_allows_is_read_as_calls(habits: ModelHabits, parallel: bool) -> None:
@@ -187,26 +299,48 @@ ARGUMENTS = {
     "additionalProperties": False,
 }
 NESTED = {"weather": ARGUMENTS, "weathers": {"type": "object", "maxProperties": 0}, "weather.abc123def": ARGUMENTS}
-OPENS, CLOSES = sorted(TOKENS.control_id(text) or 0 for text in TOKENS.control_texts)
+
+
+def marked_tokenizer() -> Tokenizer:
+    """Bytes, and the control tokens of all formats."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([*MARKS, *CHANNELS])
+    return Tokenizer(backend)
+
+
+MARKED = marked_tokenizer()
+
+
+def habits_with(tools: ToolFormat, *texts: str, **more: Any) -> ModelHabits:
+    return ModelHabits(tools, marks=tuple((text, present(MARKED.control_id(text))) for text in texts), **more)
+
+
 FORMATS = {
     "tags": ModelHabits("tags"),
+    "list": ModelHabits("list"),
+    "functions": ModelHabits("functions"),
     "plain": ModelHabits("json"),
     "llama": ModelHabits("json", "parameters"),
-    "mistral": ModelHabits("json", opens=OPENS, short_ids=True),
-    "granite": ModelHabits("json", opens=OPENS),
-    "phi": ModelHabits("json", opens=OPENS, closes=CLOSES),
-    "named": ModelHabits("named", opens=OPENS, before_arguments=CLOSES),
-    "named with ids": ModelHabits("named", opens=OPENS, before_id=OPENS, before_arguments=CLOSES),
+    "mistral": habits_with("json", "[TOOL_CALLS]", short_ids=True),
+    "granite": habits_with("json", "<|tool_call|>"),
+    "phi": habits_with("json", "<|tool_call|>", "<|/tool_call|>"),
+    "named": habits_with("named", "[TOOL_CALLS]", "[ARGS]"),
+    "named with ids": habits_with("named", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "named without control tokens": ModelHabits("named"),
+    "channels": habits_with("channels", *CHANNELS),
 }
 
 
-COMPILER = GrammarCompiler(TOKENS, SIZE, ())  # so that control tokens do not end answers by themselves
+SIZE = MARKED.vocab_size
+COMPILER = GrammarCompiler(MARKED, SIZE, ())  # so that control tokens do not end answers by themselves
 
 
 def wander(grammar: Grammar, random: Random, begun: str) -> list[int]:
     """Tokens of a text of the grammar, at random, that begins with `begun`."""
-    constraint, said = COMPILER.constraint(grammar), TOKENS.encode(begun)
+    constraint, said = COMPILER.constraint(grammar), MARKED.encode(begun)
     for token in said:
         assert not constraint.push(token)
     while True:
@@ -229,17 +363,18 @@ def wander(grammar: Grammar, random: Random, begun: str) -> list[int]:
 def test_whatever_a_grammar_of_calls_can_say_is_read_as_the_same_calls_in_any_pieces(
     habits: ModelHabits, thinks: Any
 ) -> None:
-    random, several, own_ids = Random(5), 0, habits.short_ids or habits.before_id is not None
-    habits = replace(habits, thinks=thinks)
+    random, several, own_ids = Random(5), 0, habits.short_ids or habits.mark("[CALL_ID]") is not None
+    if habits.tools != "channels":
+        habits = replace(habits, thinks=thinks)
     functions = tuple({"name": name, "parameters": schema} for name, schema in NESTED.items())
     for _ in range(25):
         only = random.choice(["", "", "weather"])
         use = ToolUse(functions, "required", only, parallel=random.random() < 0.8)
         grammar = use.grammar(habits, None)
         assert grammar is not None
-        tokens = wander(grammar, random, "<think>hm {</think>\n" if thinks == "tags" else "")
-        assert (OPENS in tokens) is (habits.opens is not None)
-        text = TOKENS.decode(tokens)
+        tokens = wander(grammar, random, "<think>hm {</think>\n" if habits.thinks == "tags" else "")
+        text = MARKED.decode(tokens, special=True)
+        assert habits.opens in text
         reader, whole = use.reading(habits, grammar).reader("a"), Said()
         cuts = sorted(random.sample(range(len(text)), min(len(text), random.choice((0, 1, 5, 40)))))
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -250,16 +385,33 @@ def test_whatever_a_grammar_of_calls_can_say_is_read_as_the_same_calls_in_any_pi
         expected.add(at_once.finish())
         assert (whole.text.strip(), expected.text) == ("", whole.text), text
         assert whole == expected
-        assert 1 <= len(whole.calls) <= (99 if use.parallel and not only else 1)
+        assert 1 <= len(whole.calls) <= (99 if use.parallel and not only and habits.tools != "channels" else 1)
         several += len(whole.calls) > 1
         for call in whole.calls:
             assert only in ("", call.name)
             jsonschema.validate(call.parsed(), NESTED[call.name])
             assert not own_ids or call.id in text
-        said = text.rpartition("</think>")[2]
-        assert said.count(f'"{habits.arguments}": ') >= len(whole.calls) or habits.tools == "named"
+        if habits.tools in ("tags", "list", "json"):
+            assert text.rpartition("</think>")[2].count(f'"{habits.arguments}": ') >= len(whole.calls)
+        if habits.tools in ("named", "json"):  # also where nobody has written control tokens out
+            plain = use.reading(habits, grammar).reader("a")
+            bare = plain.push(MARKED.decode(tokens))
+            bare.add(plain.finish())
+            assert bare == whole
         assert len({call.id for call in whole.calls}) == len(whole.calls)
-    assert several > 0
+    assert several > 0 or habits.tools == "channels"
+
+
+def test_an_answer_in_shape_is_written_to_its_channel() -> None:
+    habits = FORMATS["channels"]
+    shape = shape_of(habits, Grammar.of_schema({"type": "boolean"}), {}, forced=False, parallel=False)
+    assert shape is not None
+    for _ in range(5):
+        text = MARKED.decode(wander(shape, Random(3), ""), special=True)
+        said = AnswerReader(habits)
+        whole = said.push(text)
+        whole.add(said.finish())
+        assert whole.text in ("true", "false")
 
 
 def test_calls_or_an_answer_in_another_shape() -> None:

@@ -129,6 +129,17 @@ def test_what_may_become_a_stop_string_is_held_back_until_it_cannot() -> None:
     assert (stream.take_text(), stream.delivered_tokens) == ("", 4)
 
 
+def test_marks_have_a_text_where_they_are_asked_for_and_are_found_between_letters() -> None:
+    tokens = [*encode("ab"), 7, *encode("b")]
+    plain, marked = TextStream(byte_tokenizer()), TextStream(byte_tokenizer(), ("sss",), marks=(("[CALL]", 7),))
+    for token in tokens:
+        assert not plain.push(token)
+        assert not marked.push(token)
+    assert marked.take_text() == "ab[CALL]b"
+    assert plain.take_text() == "ab" + byte_tokenizer().decode([7]) + "b"
+    assert marked.delivered_tokens == len(tokens)
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="0 characters"):
         TextStream(byte_tokenizer(), ("",))

@@ -254,11 +254,11 @@ def test_a_template_that_cannot_go_turn_by_turn_is_refused_when_loaded(
 
 def test_templates_have_the_helpers_they_are_written_for(small: Tokenizer) -> None:
     source = (
-        "{{ strftime_now('%Y') }}{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+        "{{ strftime_now('%Y') }}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
         "{{ m.content | tojson }}<|im_end|>{% endfor %}"
     )
     chat = ChatTemplate(source, small, lambda: datetime(1999, 1, 1, tzinfo=UTC))
-    messages = [Message("tool", "-"), Message("user", "<é>")]
+    messages = [Message("system", "-"), Message("user", "<é>")]
     assert small.decode(chat.opening(messages).tokens, special=True) == '1999"<é>"<|im_end|>'
 
 

@@ -98,7 +98,7 @@ def test_a_result_as_the_next_turn_is_rendered_as_in_the_whole_conversation(sour
     ("source", "habits"),
     [
         (CHAT_TEMPLATE, ModelHabits("json")),
-        (HERMES, ModelHabits("tags", thinks="tags")),
+        (HERMES, ModelHabits("tags", thinks="tags", late_system=False)),
         (OPENED, ModelHabits("json", thinks="opened")),
         (CHAT_TEMPLATE + """{# {"name": x, "parameters": y} #}""", ModelHabits("json", "parameters")),
     ],
@@ -120,11 +120,11 @@ MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOL
 
 def test_control_tokens_around_calls_are_those_that_the_template_writes() -> None:
     control = {"[TOOL_CALLS]": 698, "[ARGS]": 699}.get
-    assert habits_of(MISTRAL, "", control) == ModelHabits(opens=698, short_ids=True)
+    assert habits_of(MISTRAL, "", control) == ModelHabits(marks=(("[TOOL_CALLS]", 698),), short_ids=True)
     assert habits_of("[TOOL_CALLS]{{ name }}[ARGS]", "", control) == ModelHabits(
-        "named", opens=698, before_arguments=699
+        "named", marks=(("[TOOL_CALLS]", 698), ("[ARGS]", 699))
     )
-    assert habits_of("{# <|tool_call|> #}", "", {"<|tool_call|>": 5}.get) == ModelHabits(opens=5)
+    assert habits_of("{# <|tool_call|> #}", "", {"<|tool_call|>": 5}.get) == ModelHabits(marks=(("<|tool_call|>", 5),))
     assert habits_of(HERMES, "", control) == ModelHabits("tags", thinks="tags")
 
 

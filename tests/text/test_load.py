@@ -153,13 +153,21 @@ def test_a_directory_tokenizer_has_what_its_files_say(tmp_path: Path) -> None:
     assert len(tokenizer.encode("long enough")) == 11
 
 
-def test_the_template_file_wins_and_of_several_the_default(tmp_path: Path) -> None:
+def test_the_template_file_wins_and_of_several_the_default_and_that_for_tools(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    assert load_tokenizer(write_directory(tmp_path, chat_template=several)).chat_template == "d"
+    both = load_tokenizer(write_directory(tmp_path, chat_template=several))
+    assert (both.chat_template, both.tool_template) == ("d", "t")
+    alone = load_tokenizer(write_directory(tmp_path, chat_template=several[:1]))
+    assert (alone.chat_template, alone.tool_template) == ("t", "t")
+    with pytest.raises(ModelError, match="expected text or a list of objects"):
+        load_tokenizer(write_directory(tmp_path, chat_template=[1]))
     (tmp_path / "chat_template.json").write_text('{"chat_template": "j"}')
     assert load_tokenizer(tmp_path).chat_template == "j"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert load_tokenizer(tmp_path).chat_template == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("beside")
+    assert load_tokenizer(tmp_path).tool_template == "beside"
 
 
 def test_a_directory_needs_no_more_than_tokenizer_json(tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.base.errors import InvalidRequest
-from tenuto.base.tools import NO_TOOLS, ModelHabits, Tools
+from tenuto.base.answers import AnswerReader
+from tenuto.base.errors import InvalidRequest, ModelError
+from tenuto.base.tools import NO_TOOLS, ModelHabits, ToolCall, Tools
 from tenuto.base.turns import Message
 from tenuto.base.variables import Variables
 from tenuto.text.chat import ChatTemplate, Conversation
 from tenuto.text.tokenizer import Tokenizer
+from tests.present import present
 
 DATED = """\
 {{- bos_token -}}
@@ -210,15 +212,14 @@ COLLECTING = """\
 """
 
 
-@pytest.mark.parametrize("role", ["system", "tool"])
-def test_a_later_message_that_the_template_would_put_elsewhere_or_drop_is_refused(small: Tokenizer, role: str) -> None:
+def test_a_later_message_that_the_template_would_put_elsewhere_is_refused(small: Tokenizer) -> None:
     chat = load(COLLECTING, small)
     tokens, conversation = chat.opening([SYSTEM, Message("user", "Hi")])
     assert small.decode(tokens, special=True) == "<|begin|>Be brief.[INST]Hi[/INST]"
     assert chat.end_of_turn is not None
-    later = [Message(role, "x"), Message("user", "So?")]
+    later = [Message("system", "x"), Message("user", "So?")]
     with pytest.raises(InvalidRequest, match="moves or drops messages"):
-        chat.delta(conversation, later if role == "system" else later[::-1], last_token=chat.end_of_turn)
+        chat.delta(conversation, later, last_token=chat.end_of_turn)
 
 
 SETTABLE = """\
@@ -283,3 +284,107 @@ def test_variables_that_are_not_theirs_to_tell_are_refused(given: dict[str, obje
 def test_variables_that_are_no_object_are_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
         Variables(source).parsed()
+
+
+BROKEN_END = """\
+{{- bos_token -}}
+{%- for m in messages -%}
+    {%- if m.role == 'assistant' -%}{{- m.content ~ '\\n' ~ eos_token ~ '\\n' -}}
+    {%- else -%}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+"""
+
+
+@pytest.mark.parametrize("said", ["Hello.", "Hello.\n"])
+def test_an_answer_has_one_end_though_the_template_breaks_the_line_before_it(small: Tokenizer, said: str) -> None:
+    chat = load(BROKEN_END, small)
+    assert chat.end_of_turn == small.eos_ids[0]
+    tokens, conversation = chat.opening([Message("user", "Hi")])
+    history = [*tokens, *small.encode(said), chat.end_of_turn]
+    history += chat.delta(conversation, [Message("user", "So?")], last_token=history[-1]).tokens
+    assert history.count(chat.end_of_turn) == 1
+    assert small.decode(history, special=True).endswith(
+        f"{said}<|end|>\n<|im_start|>user\nSo?\n<|im_start|>assistant\n"
+    )
+    cut = chat.delta(conversation, [Message("user", "So?")], last_token=small.encode("o")[0]).tokens
+    assert small.decode(cut, special=True).startswith("\n<|end|>\n<|im_start|>user")
+
+
+GENERATION = """\
+{%- for m in messages -%}
+    {%- if m.role == 'assistant' -%}
+        {% generation %}{{- '<|im_start|>assistant\\n' ~ m.content ~ '<|im_end|>' -}}{% endgeneration %}
+    {%- else -%}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+"""
+
+
+def test_tags_around_what_is_trained_on_change_nothing(small: Tokenizer) -> None:
+    without = GENERATION.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    talk = [("Hi", "Hello."), ("So?", "Yes.")]
+    assert turn_by_turn(load(GENERATION, small), small, talk) == turn_by_turn(load(without, small), small, talk)
+    with pytest.raises(ModelError, match="chat template"):
+        ChatTemplate(GENERATION.replace("{% endgeneration %}", ""), small)
+
+
+RESULT = Message("tool", "4 degrees", tool_call_id="a")
+
+
+@pytest.mark.parametrize("source", [FOLDING, COLLECTING], ids=["refuses", "drops"])
+def test_results_are_what_the_user_says_where_a_template_has_no_place_for_them(small: Tokenizer, source: str) -> None:
+    """As the next turn, or with the whole conversation; consecutive results are one message, as turns alternate."""
+    chat = load(source, small)
+    tools = Tools.of([{"name": "weather"}])
+    opening, conversation = chat.opening([Message("user", "Hi")], tools=tools)
+    assert chat.end_of_turn is not None
+    results = [Message("tool", "4 degrees", name="weather"), Message("tool", "5 degrees")]
+    tokens = chat.delta(conversation, results, last_token=chat.end_of_turn).tokens
+    assert "Result of weather:\n4 degrees\n\nResult:\n5 degrees" in small.decode(tokens)
+    call = Message("assistant", "", (ToolCall("weather", "{}", "a"),))
+    whole = chat.opening([Message("user", "Hi"), call, RESULT, Message("user", "And?")], tools=tools).tokens
+    assert whole[: len(opening)] == opening
+    assert "Result of weather:\n4 degrees\n\nAnd?" in small.decode(whole)
+
+
+OPENED_ONCE = """\
+{{- bos_token -}}
+{%- for m in messages -%}
+    {%- if m.role == 'tool' -%}{{- '[INST]' ~ m.content ~ '[/INST]' -}}
+    {%- elif m.role == 'assistant' -%}{{- m.content.split('</think>')[-1] ~ eos_token -}}
+    {%- else -%}{{- '<|im_start|>' ~ m.content -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|im_end|><think>\\n' }}{% endif -%}
+"""
+
+
+def test_an_answer_to_a_result_begins_as_the_template_begins_it(small: Tokenizer) -> None:
+    habits = load(OPENED_ONCE, small).habits
+    assert (habits.thinks, habits.after_result) == ("opened", "tags")
+    said = AnswerReader(habits.after("tool")).push("It is cold.")
+    assert (said.text, said.reasoning) == ("It is cold.", "")
+    assert AnswerReader(habits.after("user")).push("It is cold.").reasoning == "It is cold."
+    assert load(OPENED, small).habits.after_result is None
+
+
+WITH_TOOLS = """\
+{{- bos_token ~ '<|im_start|>system\\n' -}}
+{%- for tool in tools -%}{{- tool.function.name -}}{%- endfor -%}
+{{- ' answers in <tool_call><|im_end|>' -}}
+{%- for m in messages -%}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>' -}}{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+"""
+
+
+def test_a_second_template_is_that_of_conversations_with_tools(small: Tokenizer) -> None:
+    chat = ChatTemplate(GENERATION, small, tool_source=WITH_TOOLS)
+    assert chat.habits.tools == "tags"
+    hello, tools = [Message("user", "Hi")], Tools.of([{"name": "weather"}])
+    tokens, conversation = chat.opening(hello, tools=tools)
+    assert small.decode(tokens).startswith("system\nweather answers in <tool_call>")
+    assert chat.opening(hello).tokens == load(GENERATION, small).opening(hello).tokens
+    added = chat.delta(conversation, [RESULT], last_token=present(chat.end_of_turn)).tokens
+    assert small.decode(added, special=True) == "<|im_start|>tool\n4 degrees<|im_end|><|im_start|>assistant\n"
+    alone = ChatTemplate(WITH_TOOLS, small)
+    assert alone.opening(hello, tools=tools).tokens == tokens

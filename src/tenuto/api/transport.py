@@ -25,7 +25,7 @@ from tenuto.base.messages import (
 )
 from tenuto.base.tool_use import ToolUse
 from tenuto.base.tools import ModelHabits
-from tenuto.base.turns import Delta, Keep
+from tenuto.base.turns import Delta, Keep, last_role
 from tenuto.base.views import Ticket
 from tenuto.client.transport import Deliver, Options, RunningTurn
 from tenuto.runtime.models import load_model
@@ -85,9 +85,10 @@ class LocalTransport(Calls):
         turn = LocalTurn(self, f"turn {call}", deliver)
         if use is not None and request.kind != "append":
             params, own = request.params, request.params.grammar
-            params = replace(params, grammar=use.grammar(self._habits, params.grammar))
+            habits = self._habits.after(last_role(request.input))
+            params = replace(params, grammar=use.grammar(habits, params.grammar), marks=use.marks(habits))
             request = msgspec.structs.replace(request, params=params)
-            turn.reading = use.reading(self._habits, params.grammar)
+            turn.reading = use.reading(habits, params.grammar)
             turn.grammar_field = "tools" if request.params.grammar is not None and own is None else "grammar"
         self._streams[call] = turn.hear
         try:

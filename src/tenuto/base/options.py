@@ -31,6 +31,9 @@ class TurnParams:
 
     `grammar`: the output is a text of it, or the beginning of one where something else ends the turn. The turn ends
     where nothing may follow; the model's own end tokens are sampled only where the text is complete.
+
+    `marks`: control tokens that the text has, by their texts, so that whoever takes it apart finds calls. Callers do
+    not give them: they follow from the tools and the model's habits.
     """
 
     max_new_tokens: int | None = option(None, "As many as fit if not given.", Bounds(0, MAX_NEW_TOKENS))
@@ -49,6 +52,7 @@ class TurnParams:
     logprobs: int | None = option(None, "Of output tokens, with this many of the likeliest.", Bounds(0, MAX_LOGPROBS))
     input_logprobs: int | None = option(None, "The same for input tokens.", Bounds(0, MAX_LOGPROBS))
     grammar: Grammar | None = option(None, "What the output must follow: an object with one field, the kind.")
+    marks: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -69,7 +73,7 @@ class TurnParams:
 
 
 OPTIONS: dict[str, Field[Any]] = {
-    each.name: each for each in (*fields(Sampling), *fields(TurnParams)) if each.name != "sampling"
+    each.name: each for each in (*fields(Sampling), *fields(TurnParams)) if each.name not in ("sampling", "marks")
 }
 """Every option by its name."""
 OF_SAMPLING = frozenset(each.name for each in fields(Sampling))
@@ -171,8 +175,8 @@ class RemoteOptions(ChatOptions, total=False):
     on_disconnect: Literal["abort", "continue"]
 
 
-def turn_params(options: TurnOptions) -> TurnParams:
-    """Raises `InvalidRequest` for unknown options and for values out of range."""
+def turn_params(options: TurnOptions, marks: tuple[tuple[str, int], ...] = ()) -> TurnParams:
+    """`marks`: as in `TurnParams`. Raises `InvalidRequest` for unknown options and for values out of range."""
     unknown = options.keys() - OPTIONS.keys()
     if unknown:
         raise InvalidRequest(f"unknown turn options {sorted(unknown)}; allowed: {sorted(OPTIONS)}")
@@ -192,6 +196,7 @@ def turn_params(options: TurnOptions) -> TurnParams:
         stop_ids=items("stop_ids", rest.pop("stop_ids", ()), "a list of token ids"),
         stop=_texts("stop", rest.pop("stop", ())),
         stop_regex=_texts("stop_regex", rest.pop("stop_regex", ())),
+        marks=marks,
         **rest,
     )
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from tenuto.base.answers import CLOSE_CALL, CLOSE_THOUGHT, OPEN_CALL, OPEN_THOUGHT, Reading
+from tenuto.base.answers import Reading
+from tenuto.base.call_grammars import has_thoughts, shape_of
+from tenuto.base.call_text import types_of
 from tenuto.base.checks import check_unicode, flag, items, shown
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import WHITE_SPACE, Grammar, parsed
+from tenuto.base.grammar import Grammar
 from tenuto.base.options import TOOL_OPTIONS
 from tenuto.base.tools import MAX_TOOLS, ModelHabits, Tools
 
@@ -106,8 +107,23 @@ class ToolUse:
     def reading(self, habits: ModelHabits, grammar: Grammar | None) -> Reading:
         """How an answer is taken apart that follows `grammar`, if there is one: where that has no room for thoughts,
         there are none."""
-        thinks = habits.thinks if grammar is None or grammar.source.startswith(_START) else "no"
-        return Reading(replace(habits, thinks=thinks), tuple(each["name"] for each in self.chosen))
+        thinks = habits.thinks if grammar is None or has_thoughts(grammar) else "no"
+        names = tuple(each["name"] for each in self.chosen)
+        typed = {each["name"]: _types(each.get("parameters")) for each in self.chosen}
+        types = {name: found for name, found in typed.items() if found and habits.tools == "functions"}
+        return Reading(replace(habits, thinks=thinks), names, types)
+
+    def marks(self, habits: ModelHabits) -> tuple[tuple[str, int], ...]:
+        """The control tokens that the answer's text needs to be taken apart."""
+        return habits.marks if self.chosen or habits.tools == "channels" else ()
+
+
+def _types(parameters: Any) -> dict[str, tuple[str, ...]]:
+    """The types of a function's parameters, of those that have some."""
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: types for name, schema in properties.items() if (types := types_of(schema))}
 
 
 def unwrapped(given: object) -> object:
@@ -146,114 +162,3 @@ def _function(number: int, given: object) -> Mapping[str, Any]:
     if not isinstance(strict := function.get("strict"), bool | None):  # others write it; forced calls always are
         raise InvalidRequest(f"{field}.strict is {shown(strict)}; allowed: true or false", param=f"{field}.strict")
     return {key: function[key] for key in _FIELDS if function.get(key) is not None}
-
-
-def shape_of(
-    habits: ModelHabits, answer: Grammar | None, functions: Mapping[str, Any], *, forced: bool, parallel: bool
-) -> Grammar | None:
-    """What an answer in a chat must follow: `answer`, if that is given, or calls of these functions, which may come in
-    its place, or with `forced` must. A model that thinks may do so before. Raises `InvalidRequest`."""
-    if functions and (forced or answer is not None):
-        return calls_grammar(habits, functions, parallel=parallel, answer=None if forced else answer)
-    if answer is None or habits.thinks == "no" or answer.kind not in ("json_object", "json_schema", "choice"):
-        return answer
-    return Grammar("lark", "\n".join([*_thoughts(habits), f"said: {_part(answer)}"]))
-
-
-_START = "start: thought"
-
-
-def _thoughts(habits: ModelHabits) -> list[str]:
-    """Rules of what is `said` after thoughts, as the model has them."""
-    if habits.thinks == "no":
-        return ["start: said"]
-    rest = f'thoughts[suffix="{CLOSE_THOUGHT}"]: /(.|\\n)*/'
-    if habits.thinks == "opened":
-        return [f"{_START}s gap said", rest, "gap: /\\n{0,2}/"]
-    return [f"{_START}? said", f'thought: "{OPEN_THOUGHT}" thoughts gap', rest, "gap: /\\n{0,2}/"]
-
-
-def calls_grammar(
-    habits: ModelHabits, functions: Mapping[str, Any], *, parallel: bool, answer: Grammar | None = None
-) -> Grammar:
-    """A call of one of these functions, by name with their parameters' schemas, or with `parallel` several; or an
-    `answer` if that is given. Raises `InvalidRequest` if the answer's grammar cannot be part of another."""
-    bodies = []
-    for number, (name, schema) in enumerate(functions.items()):
-        parameters = _of_object(name, schema) if isinstance(schema, Mapping) else {"type": "object"}
-        bodies.append(f"tool_{number}: {_call(habits, name, f'args_{number}')}")
-        bodies.append(f"args_{number}: {_json(parameters)}")
-    one = " | ".join(f"tool_{number}" for number in range(len(functions)))
-    if habits.tools == "tags":
-        call = f"call: {_quoted(OPEN_CALL + chr(10))} body {_quoted(chr(10) + CLOSE_CALL)}"
-        calls = 'calls: call ("\\n" call)*' if parallel else "calls: call"
-        rules = [calls, call, f"body: {one}"]
-    elif habits.tools == "named":
-        rules = ["calls: body+" if parallel else "calls: body", f"body: {one}"]
-    elif habits.opens is not None:
-        more = ' (", " body)*' if parallel else ""
-        rules = [f'calls: {_control(habits.opens)} " "? "[" body{more} "]" {_control(habits.closes)}', f"body: {one}"]
-    elif parallel:
-        rules = ['calls: body | "[" body (", " body)* "]"', f"body: {one}"]
-    else:
-        rules = [f"calls: {one}"]
-    said = "said: calls" if answer is None else "said: calls | answer"
-    if answer is not None:
-        rules.append(f"answer: {_part(answer)}")
-    return Grammar("lark", "\n".join([*_thoughts(habits), said, *rules, *bodies]))
-
-
-def _call(habits: ModelHabits, name: str, arguments: str) -> str:
-    """A call of a function, whose arguments have a rule of this name."""
-    if habits.tools == "named":
-        made = [_control(habits.opens), _quoted(name)]
-        if habits.before_id is not None:
-            made += [_control(habits.before_id), CALL_ID]
-        return " ".join([*made, _control(habits.before_arguments), arguments])
-    head = json.dumps({"name": name}, ensure_ascii=False)[:-1] + f', "{habits.arguments}": '
-    own_id = [_quoted(', "id": "'), CALL_ID, _quoted('"')] if habits.short_ids else []
-    return " ".join([_quoted(head), arguments, *own_id, _quoted("}")])
-
-
-def _of_object(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a function's parameters, which are an object. Raises `InvalidRequest` if it does not allow one."""
-    kind = schema.get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise InvalidRequest(
-            f"the parameters of {name!r} are of type {shown(kind)}; allowed: a schema of an object", param="tools"
-        )
-    return {**schema, "type": "object"}
-
-
-def _json(schema: Any) -> str:
-    """JSON by a schema. Raises `InvalidRequest` unless that is an object."""
-    if not isinstance(schema, Mapping):
-        raise InvalidRequest("the JSON schema is not an object; allowed: an object, or true", param="grammar")
-    own = schema.get("x-guidance")
-    options = {"whitespace_pattern": WHITE_SPACE, **(own if isinstance(own, Mapping) else {})}
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
-
-
-CALL_ID = "/[A-Za-z0-9]{9}/"
-"""Of a call whose id the model writes."""
-
-
-def _control(token: int | None) -> str:
-    """A control token, if there is one."""
-    return f"<[{token}]>" if token is not None else ""
-
-
-def _part(grammar: Grammar) -> str:
-    """A grammar as a part of a Lark rule."""
-    if grammar.kind == "json_object":
-        return _json({"type": "object"})
-    if grammar.kind == "json_schema":
-        schema = parsed(grammar.source)
-        return _json({} if schema is True else schema)
-    if grammar.kind == "choice":
-        return " | ".join(map(_quoted, grammar.choices()))
-    raise InvalidRequest(f"tools with a {grammar.kind}; allowed with tools: JSON, or choices", param="tools")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

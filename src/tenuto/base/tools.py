@@ -122,11 +122,28 @@ class Tools:
 
 NO_TOOLS = Tools()
 
-ToolFormat = Literal["tags", "json", "named"]
-"""How a model writes calls: objects between `<tool_call>` and `</tool_call>` (Hermes, Qwen); an object or a list of
-objects that is the whole answer (Llama 3; Mistral and Granite 3 behind their control tokens; models that
-know of no tools); or names, each followed by its arguments (later ones of Mistral, with control tokens around them)."""
+ToolFormat = Literal["json", "named", "tags", "list", "functions", "channels"]
+"""How a model writes calls:
 
+- json: an object or a list of objects that is the whole answer (Llama 3, models that know of no tools), or all that
+  follows a control token (Mistral's Nemo, Granite 3)
+- named: names, each followed by its arguments, with control tokens around them (later models of Mistral)
+- tags: objects between `<tool_call>` and `</tool_call>` (Hermes, Qwen)
+- list: a list of objects between `<TOOLCALL>` and `</TOOLCALL>` (Nemotron Nano 2)
+- functions: `<function=name>` and its `<parameter=name>`s, whose values are text, between the same tags as objects
+  (Qwen3-Coder, Nemotron 3)
+- channels: messages that are addressed to `functions.name`, beside others with thoughts and with what is said (gpt-oss)
+"""
+TAGS: dict[ToolFormat, tuple[str, str]] = {
+    "tags": ("<tool_call>", "</tool_call>"),
+    "list": ("<TOOLCALL>", "</TOOLCALL>"),
+    "functions": ("<tool_call>", "</tool_call>"),
+}
+"""What stands around calls, in the formats in which that is text."""
+MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>")
+"""Control tokens that stand around calls, or within them, in the other formats."""
+CHANNELS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+"""Control tokens that stand around messages, and within what precedes their content."""
 
 Thinks = Literal["no", "tags", "opened"]
 
@@ -134,22 +151,35 @@ Thinks = Literal["no", "tags", "opened"]
 @dataclass(frozen=True, slots=True)
 class ModelHabits:
     """How a model writes what is not text for its readers. `arguments`: the key of a call's arguments. `thinks`:
-    between `<think>` and `</think>`, `opened` if the template writes the first. Control tokens, which have no text:
-    `opens` and `closes` stand around calls, `before_id` and `before_arguments` inside those with names. `short_ids`:
-    the ids of calls are nine letters and digits, which the model writes itself. `switches`: variables of the template,
-    their values and how it thinks with each, where that is otherwise. `late_system`: system messages may follow
-    others."""
+    between `<think>` and `</think>`, `opened` if the template writes the first. `marks`: the control tokens of `MARKS`
+    or `CHANNELS` that the template writes, by their texts. `short_ids`: the ids of calls are nine letters and digits,
+    which the model writes itself. `switches`: variables of the template, their values and how it thinks with each,
+    where that is otherwise. `after_result`: how it thinks after a tool's result, where that is otherwise.
+    `late_system`: system messages may follow others."""
 
     tools: ToolFormat = "json"
     arguments: str = "arguments"
     thinks: Thinks = "no"
-    opens: int | None = None
-    closes: int | None = None
-    before_id: int | None = None
-    before_arguments: int | None = None
+    marks: tuple[tuple[str, int], ...] = ()
     short_ids: bool = False
     switches: tuple[tuple[str, bool, Thinks], ...] = ()
+    after_result: Thinks | None = None
     late_system: bool = True
+
+    def mark(self, text: str) -> int | None:
+        """The control token with this text, if calls are written with it."""
+        return dict(self.marks).get(text)
+
+    @property
+    def opens(self) -> str:
+        """The text of the control token that precedes calls, if one does."""
+        return next((text for text in ("[TOOL_CALLS]", "<|tool_call|>") if self.mark(text) is not None), "")
+
+    def after(self, role: str) -> ModelHabits:
+        """The habits in an answer to a message of this role."""
+        if role != "tool" or self.after_result is None:
+            return self
+        return replace(self, thinks=self.after_result, switches=())
 
     def told(self, variables: Mapping[str, Any]) -> ModelHabits:
         """The habits where the template is told `variables`."""

@@ -265,6 +265,12 @@ class Transcript:
         return self._gate.delivered if check_keep(keep) == "delivered" else keep
 
 
+def last_role(given: TurnInput) -> str:
+    """Who wrote the last of the messages that input is, if it is messages."""
+    last = given[-1] if len(given) else None
+    return last.role if isinstance(last, Message) else ""
+
+
 def check_keep(keep: Keep) -> Keep:
     """Raises `InvalidRequest`."""
     if keep is None or (isinstance(keep, str) and keep in ("delivered", "all")):

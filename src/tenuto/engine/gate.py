@@ -12,7 +12,7 @@ from tenuto.session.session import Session
 from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
 
-TextFactory = Callable[[tuple[str, ...], int, bool, tuple[str, ...]], TextStream]
+TextFactory = Callable[[tuple[str, ...], int, bool, tuple[str, ...], tuple[tuple[str, int], ...]], TextStream]
 """Makes the text stream of a turn: its arguments are those of `TextStream` after the tokenizer."""
 
 
@@ -50,7 +50,7 @@ class TurnGate:
         if self._queue.submitted >= self._max_queued:
             raise Overloaded(f"{self._max_queued} turns are waiting, the most allowed; try again later")
         if self._text is not None:
-            return self._text(params.stop, params.min_new_tokens, params.include_stop, params.stop_regex)
+            return self._text(params.stop, params.min_new_tokens, params.include_stop, params.stop_regex, params.marks)
         if params.stop or params.stop_regex:
             raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_ids")
         return None

@@ -157,7 +157,7 @@ def load_model(
     )
     forward = executor.forward
     config, tokenizer = forward.config, load_tokenizer(files.path, opened)
-    chat = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template is not None else None
+    chat = ChatTemplate.of(tokenizer)
     if chat is not None and chat.rewrites:
         log.info("the chat template %s; sessions keep earlier turns as they were", " and ".join(chat.rewrites))
     eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *config.eos)))

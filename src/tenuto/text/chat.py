@@ -88,8 +88,15 @@ class ChatTemplate:
     Control tokens in a message's content are plain text; only the template's own are control tokens.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, local_time: Callable[[], datetime] = datetime.now) -> None:
-        """Raises `ModelError` if `source` is not a template or, as trying it shows, cannot be rendered as a delta."""
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        local_time: Callable[[], datetime] = datetime.now,
+        tool_source: str | None = None,
+    ) -> None:
+        """`tool_source`: the template for conversations with tools, if there is another for them. Raises `ModelError`
+        if a source is not a template or, as trying it shows, cannot be rendered as a delta."""
         eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         variables = {
             "bos_token": tokenizer.control_text(tokenizer.bos_id),
@@ -101,12 +108,7 @@ class ChatTemplate:
         asked = Conversation(system=False, dialogue=True, role="user")
         answered = replace(asked, role="assistant")
         question = [Message("user", "x")]
-        try:
-            closer = self._tail(answered, [], generate=False)[0]
-            self._tail(answered, question, generate=True)
-            prompt = self._tail(asked, [], generate=True)[0]
-        except TenutoError as error:
-            raise ModelError(f"the chat template cannot be rendered turn by turn: {error}") from None
+        closer, prompt = self._try(asked, answered, question)
         self._system_refusal: str | None = None
         self._system_stays = True
         try:
@@ -115,28 +117,78 @@ class ChatTemplate:
             self._system_stays = False
         except TenutoError as error:
             self._system_refusal = str(error)
+        self._writes_results = self._template.knows_tools or self._can_write(answered, Message("tool", "x"))
         habits = habits_of(source, prompt, tokenizer.control_id)
         self.habits = replace(
-            habits, switches=tuple(self._switches(asked, prompt)), late_system=self._writes_late_system(answered)
+            habits,
+            switches=tuple(self._switches(asked, prompt)),
+            after_result=self._thinks_after_result(habits.thinks),
+            late_system=self._can_write(answered, Message("system", "x"), Message("user", "x")),
         )
         """How its model writes calls and thoughts."""
-        first = next(tokenizer.split_markup(closer), None)
-        self.end_of_turn = first if isinstance(first, int) else None
+        self._leading, first = self._closing(closer)
+        self.end_of_turn = first
         """The token that closes an assistant message, if the template closes it with a control token."""
-        self.stop_ids = frozenset({*tokenizer.eos_ids, *([first] if isinstance(first, int) else [])})
+        self.stop_ids = frozenset({*tokenizer.eos_ids, *([first] if first is not None else [])})
         """The tokens that end an answer."""
-        followed = next(tokenizer.split_markup(self._tail(answered, question, generate=True)[0]), None)
-        self._closers = frozenset({first, followed}) if isinstance(followed, int) and first != followed else frozenset()
+        _, followed = self._closing(self._tail(answered, question, generate=True)[0])
+        self._closers = frozenset({first, followed}) if followed is not None and first != followed else frozenset()
         self.rewrites = self._rewrites()
         """What the template would write otherwise of earlier turns, for people. Sessions keep it as it was."""
+        self._with_tools: ChatTemplate | None = None
+        if tool_source is not None and tool_source != source:
+            self._with_tools = ChatTemplate(tool_source, tokenizer, local_time)
+            own = self.habits
+            self.habits = replace(
+                self._with_tools.habits, thinks=own.thinks, switches=own.switches, late_system=own.late_system
+            )
+            self.stop_ids |= self._with_tools.stop_ids
+            self.rewrites = tuple(dict.fromkeys((*self.rewrites, *self._with_tools.rewrites)))
 
-    def _writes_late_system(self, answered: Conversation) -> bool:
-        """Whether the template writes a system message that follows an answer, in its place."""
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """That of a model, if it has one. Raises `ModelError`."""
+        if tokenizer.chat_template is None:
+            return None
+        return cls(tokenizer.chat_template, tokenizer, tool_source=tokenizer.tool_template)
+
+    def _try(self, asked: Conversation, answered: Conversation, question: Sequence[Message]) -> tuple[str, str]:
+        """What closes an answer, and what asks for one. Some templates take no tools as an empty list only. Raises
+        `ModelError`."""
         try:
-            self._tail(answered, [Message("system", "x"), Message("user", "x")], generate=True)
+            closer = self._tail(answered, [], generate=False)[0]
+            self._tail(answered, question, generate=True)
+            return closer, self._tail(asked, [], generate=True)[0]
+        except TenutoError as error:
+            if self._template.no_tools is None:
+                self._template.no_tools = []
+                return self._try(asked, answered, question)
+            raise ModelError(f"the chat template cannot be rendered turn by turn: {error}") from None
+
+    def _closing(self, text: str) -> tuple[str, int | None]:
+        """The control token that closes a message before which `text` begins, and the blanks before it."""
+        first, *rest = [*self._markup.tokenizer.split_markup(text), None][:2]
+        if isinstance(first, str) and not first.strip() and rest and isinstance(rest[0], int):
+            return first, rest[0]
+        return "", first if isinstance(first, int) else None
+
+    def _can_write(self, earlier: Conversation, *messages: Message) -> bool:
+        """Whether the template writes messages in their place."""
+        try:
+            self._tail(earlier, messages, generate=True)
         except TenutoError:
             return False
         return True
+
+    def _thinks_after_result(self, usual: Thinks) -> Thinks | None:
+        """How an answer to a tool's result begins, where that is otherwise."""
+        if not self._writes_results:
+            return None
+        with suppress(TenutoError):
+            prompt, _ = self._tail(Conversation(system=False, dialogue=True, role="tool"), [], generate=True)
+            thinks = thinks_of(self._source, prompt)
+            return thinks if thinks != usual else None
+        return None
 
     def _switches(self, asked: Conversation, prompt: str) -> Iterator[tuple[str, bool, Thinks]]:
         """The variables that change whether an answer begins with thoughts. `prompt` is asked with without them."""
@@ -177,12 +229,16 @@ class ChatTemplate:
         they are rendered by then, but not encoded."""
         if not messages:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
+        if tools and self._with_tools is not None:
+            return self._with_tools.opening(messages, generate, room, tools, variables)
         digest = tools.digest
         system = messages[0].role == "system"
         if system and self._system_refusal is not None:
             raise InvalidRequest(self._system_refusal)
         if not self._template.knows_tools:
-            messages, tools = without_tools(messages, tools, system=self._system_refusal is None), NO_TOOLS
+            told_in = self._system_refusal is None
+            messages = without_tools(messages, tools, system=told_in, results=self._writes_results)
+            tools = NO_TOOLS
             system = messages[0].role == "system"
         system = system and self._system_stays
         later = Conversation(system=system, dialogue=False, role="system", tools=digest).then(messages, generate)
@@ -208,20 +264,26 @@ class ChatTemplate:
         Without messages, an unfinished answer is continued, which takes no tokens; after a finished one, or another
         role's message, the assistant is asked to speak. Raises `InvalidRequest` if the template does not allow these
         messages here, and `ContextExceeded` as `opening` does."""
+        if earlier.tools and self._with_tools is not None:
+            return self._with_tools.delta(
+                earlier, messages, last_token=last_token, generate=generate, room=room, variables=variables
+            )
         answering = earlier.role == "assistant"
         ended = answering and last_token in self.stop_ids
         if not messages and (not generate or (answering and not ended)):
             return Rendered([], earlier)
         if not self._template.knows_tools:
-            messages = without_tools(messages, NO_TOOLS, system=True)
+            messages = without_tools(messages, NO_TOOLS, system=True, results=self._writes_results)
         later = earlier.then(messages, generate)
         text, guard = self._tail(earlier, messages, generate=generate, variables=variables)
-        if room is not None:
-            room = room._replace(spare=int(ended))
         before = self._markup.tokenizer.before(last_token)
+        leading = self._markup.tokenizer.encode(self._leading, before=before) if ended else []
+        if room is not None:
+            room = room._replace(spare=(len(leading) + 1) * ended)
         tokens = guard.encode(text if generate else self._unclosed(text, later, variables), room, before)
-        if ended and tokens and (tokens[0] == last_token or self._closers == {tokens[0], last_token}):
-            del tokens[0]
+        closes = tokens[len(leading) : len(leading) + 1] if tokens[: len(leading)] == leading else []
+        if ended and closes and (closes == [last_token] or self._closers == {closes[0], last_token}):
+            del tokens[: len(leading) + 1]  # the model has written it, and what precedes it or not
         return Rendered(tokens, later)
 
     def _guard(

@@ -50,7 +50,8 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         bos_id=bos,
         eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         adds_bos=bool(meta.get("tokenizer.ggml.add_bos_token", opens)),
-        chat_template=meta.get("tokenizer.chat_template"),
+        chat_template=meta.get("tokenizer.chat_template", meta.get("tokenizer.chat_template.tool_use")),
+        tool_template=meta.get("tokenizer.chat_template.tool_use"),
         blanks=blanks,
     )
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken
@@ -30,12 +30,14 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
     bos_id = _token_id(backend, config.get("bos_token"))
     eos_ids = _eos_ids(backend, config, _read_json(path / "generation_config.json"))
     _steer(backend, {bos_id, *eos_ids})
+    templates = _chat_templates(path, config)
     return Tokenizer(
         backend,
         bos_id=bos_id,
         eos_ids=eos_ids,
         adds_bos=bos_id is not None and _adds(backend, bos_id, config.get("add_bos_token")),
-        chat_template=_chat_template(path, config),
+        chat_template=templates.usual,
+        tool_template=templates.with_tools,
     )
 
 
@@ -128,14 +130,27 @@ def _eos_ids(backend: tokenizers.Tokenizer, config: dict[str, Any], generation: 
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 
-def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    """A template file takes precedence over the tokenizer's configuration; of several templates, `default` is used."""
-    file = path / "chat_template.jinja"
+class _Templates(NamedTuple):
+    usual: str | None
+    with_tools: str | None = None
+
+
+def _chat_templates(path: Path, config: dict[str, Any]) -> _Templates:
+    """Template files take precedence over the tokenizer's configuration. Of several templates `default` is the usual
+    one, and `tool_use` that of conversations with tools, as in transformers; one of them may be alone."""
+    file, beside = path / "chat_template.jinja", path / "additional_chat_templates" / "tool_use.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        with_tools = beside.read_text(encoding="utf-8") if beside.is_file() else None
+        return _Templates(file.read_text(encoding="utf-8"), with_tools)
     template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     if template is None or isinstance(template, str):
-        return template
-    raise ModelError(f"the chat template in {path} is a {type(template).__name__}; expected text or a list")
+        return _Templates(template)
+    if not isinstance(template, list) or not all(isinstance(entry, dict) for entry in template):
+        raise ModelError(
+            f"the chat template in {path} is a {type(template).__name__}; expected text or a list of objects"
+        )
+    named = {entry.get("name"): entry.get("template") for entry in template}
+    usual, with_tools = named.get("default"), named.get("tool_use")
+    if wrong := [one for one in (usual, with_tools) if not isinstance(one, str | None)]:
+        raise ModelError(f"a chat template in {path} is a {type(wrong[0]).__name__}; expected text")
+    return _Templates(usual if usual is not None else with_tools, with_tools)

@@ -25,11 +25,13 @@ class TextStream:
         min_tokens: int = 0,
         include_stop: bool = False,
         stop_regex: tuple[str, ...] = (),
+        marks: tuple[tuple[str, int], ...] = (),
     ) -> None:
         """In the text that the first `min_tokens` tokens bring no stop is looked for, nor the beginning of one. The
-        text keeps what ends it, a stop string or what matches a pattern, only with `include_stop`. Raises
+        text keeps what ends it, a stop string or what matches a pattern, only with `include_stop`. `marks`: control
+        tokens that the text has, for whoever takes it apart, by their texts. Raises
         `InvalidRequest` if `stop` is not a list of stop strings, or `stop_regex` not one of patterns."""
-        self._decoder = IncrementalDecoder(tokenizer)
+        self._decoder = IncrementalDecoder(tokenizer, {token: text.encode() for text, token in marks})
         self._matcher = StopMatcher(stop, stop_regex)
         self._min_tokens = min_tokens
         self._include_stop = include_stop

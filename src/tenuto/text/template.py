@@ -10,6 +10,9 @@ from typing import Any, Never
 
 import jinja2
 import jinja2.meta
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tenuto.base.errors import InvalidRequest, ModelError
@@ -25,7 +28,7 @@ class Template:
             autoescape=False,  # the output is tokens for a model, not a web page
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _refuse
@@ -36,6 +39,8 @@ class Template:
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"line {error.lineno} of the chat template: {error.message}") from None
         self._variables = dict(variables)
+        self.no_tools: list[Any] | None = None
+        """What `tools` is where there are none."""
 
     def render(
         self,
@@ -51,13 +56,25 @@ class Template:
             return self._template.render(
                 messages=messages,
                 add_generation_prompt=generate,
-                tools=list(tools) or None,
+                tools=list(tools) or self.no_tools,
                 documents=None,
                 **self._variables,
                 **variables,
             )
         except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may raise anything
             raise InvalidRequest(f"the model's chat template cannot render these messages: {error}") from None
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model has written, for those who train with `transformers`. Here it does
+    nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - the library's class has no annotation for it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """What is between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _refuse(message: str) -> Never:

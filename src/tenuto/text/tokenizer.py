@@ -33,6 +33,7 @@ class Tokenizer:
         eos_ids: tuple[int, ...] = (),
         adds_bos: bool = False,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         blanks: Blanks | None = None,
     ) -> None:
         """Take over `backend` and set it up. `blanks`: where it is to put them before texts, where it does not say so
@@ -56,6 +57,8 @@ class Tokenizer:
         """Whether a prompt that is not rendered by a chat template must start with `bos_id`. `encode` never adds it."""
         self.chat_template = chat_template
         """The Jinja source that comes with the model."""
+        self.tool_template = tool_template
+        """The one for conversations with tools, if the model has another for them."""
         longest = max(len(self.written_bytes(i)) for i in self._bytes)
         self._bound = token_bound(backend, longest, alphabet.letters)
         for i, text in self._control.items():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tenuto.base.tools import ModelHabits, Thinks, ToolCall, Tools
+from tenuto.base.tools import CHANNELS, MARKS, ModelHabits, Thinks, ToolCall, ToolFormat, Tools
 from tenuto.base.turns import Message
 
 INSTRUCTIONS = (
@@ -23,20 +23,30 @@ def habits_of(source: str, prompt: str, control: Callable[[str], int | None]) ->
     """What a chat template tells of how its model writes. `prompt`: what it writes to ask for an answer. `control`: the
     control token that has this text, if there is one."""
 
-    def written(text: str) -> int | None:
-        return control(text) if text in source else None
+    def written(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        found = ((text, control(text)) for text in texts if text in source)
+        return tuple((text, token) for text, token in found if token is not None)
 
-    mistral = written("[TOOL_CALLS]")
+    tools = _format_of(source)
     return ModelHabits(
-        tools="tags" if "<tool_call>" in source else "named" if "[ARGS]" in source else "json",
-        opens=mistral if mistral is not None else written("<|tool_call|>"),
-        closes=written("<|/tool_call|>"),
-        before_id=written("[CALL_ID]"),
-        before_arguments=written("[ARGS]"),
+        tools=tools,
+        marks=written(CHANNELS if tools == "channels" else MARKS),
         short_ids="[TOOL_CALLS]" in source and "[ARGS]" not in source,
-        arguments="parameters" if '"parameters": ' in source and "<tool_call>" not in source else "arguments",
+        arguments="parameters" if '"parameters": ' in source and tools == "json" else "arguments",
         thinks=thinks_of(source, prompt),
     )
+
+
+def _format_of(source: str) -> ToolFormat:
+    """How a model writes calls whose chat template has this source."""
+    signs: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
+        ("channels", ("<|channel|>", "<|message|>")),
+        ("functions", ("<function=", "<parameter=")),
+        ("list", ("<TOOLCALL>",)),
+        ("tags", ("<tool_call>",)),
+        ("named", ("[ARGS]",)),
+    )
+    return next((name for name, texts in signs if all(text in source for text in texts)), "json")
 
 
 def thinks_of(source: str, prompt: str) -> Thinks:
@@ -76,10 +86,11 @@ def protected(value: Any, protect: Protect) -> Any:
     return value
 
 
-def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool) -> list[Message]:
+def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool, results: bool) -> list[Message]:
     """The messages for a template that knows of no tools: their definitions are part of the system message, or of the
-    first message if there can be none, and calls are the text of their message."""
-    told = [_plain(message) for message in messages]
+    first message if there can be none, and calls are the text of their message. Unless it writes `results`, they are
+    what the user says next."""
+    told = [_plain(message) for message in (messages if results else _results_said(messages))]
     if not tools:
         return told
     functions = [tool.get("function", tool) for tool in tools.parsed()]
@@ -89,6 +100,26 @@ def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool) ->
     else:
         told.insert(0, Message("system", text))
     return told
+
+
+def _results_said(messages: Sequence[Message]) -> list[Message]:
+    """The messages with results of calls as the user's text, one message for all that follow each other."""
+    told, names, joins = list[Message](), dict[str, str](), False
+    for each in messages:
+        names |= {call.id: call.name for call in each.tool_calls}
+        result = each.role == "tool"
+        said = _result_said(each, names) if result else each
+        if told and told[-1].role == said.role == "user" and (result or joins):
+            told[-1], joins = replace(told[-1], content=f"{told[-1].content}\n\n{said.content}"), True
+        else:
+            told.append(said)
+            joins = result
+    return told
+
+
+def _result_said(message: Message, names: Mapping[str, str]) -> Message:
+    name = message.name or names.get(message.tool_call_id, "")
+    return Message("user", f"Result of {name}:\n{message.content}" if name else f"Result:\n{message.content}")
 
 
 def _plain(message: Message) -> Message:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import ContextExceeded, TenutoError
 from tenuto.base.messages import StartTurn, Tokenize
+from tenuto.base.turns import last_role
 from tenuto.serve.anthropic.answers import MessageWriter
 from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
 from tenuto.serve.shared.bodies import JsonRoute
@@ -32,11 +33,12 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Request) -> Response:
     """Answer messages."""
     edge.check_model(body.model)
-    habits, streams = edge.model.habits, False
+    given, streams = body.rendered(edge.model.habits), False
+    habits = edge.model.habits.after(last_role(given))
     start = StartTurn(
         kind="turn",
         tenant=tenant.name,
-        input=body.rendered(habits),
+        input=tuple(given),
         params=body.params(habits),
         tools=body.tool_use.told,
         limits=tenant.limits,

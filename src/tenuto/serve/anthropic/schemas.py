@@ -215,7 +215,7 @@ class MessagesBody(Conversation):
         if grammar is not None:
             given["grammar"] = grammar
         try:
-            return turn_params(given)
+            return turn_params(given, self.tool_use.marks(habits))
         except InvalidRequest as error:
             error.param = self.param(error.param)
             raise

@@ -15,7 +15,7 @@ from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, T
 from tenuto.base.messages import AbortTurn, Draft, StartTurn
 from tenuto.base.options import turn_params
 from tenuto.base.tools import NO_TOOLS
-from tenuto.base.turns import TurnKind, check_keep
+from tenuto.base.turns import TurnKind, check_keep, last_role
 from tenuto.serve.native.answers import TurnEvents, shown, turn_body
 from tenuto.serve.native.schemas import (
     STREAMED,
@@ -60,14 +60,15 @@ class TurnCall:
         options = options_of(body)
         if options.get("temperature"):
             options.setdefault("seed", random_seed())
-        params, use, habits = turn_params(options), tool_use_of(body), self.edge.model.habits
+        params, use, given = turn_params(options), tool_use_of(body), turn_input(body.input)
+        habits = self.edge.model.habits.after(last_role(given))
         if use is not None and kind != "append":
-            params = replace(params, grammar=use.grammar(habits, params.grammar))
+            params = replace(params, grammar=use.grammar(habits, params.grammar), marks=use.marks(habits))
         request = StartTurn(
             kind=kind,
             tenant=self.tenant.name,
             session=self.session_id,
-            input=turn_input(body.input),
+            input=given,
             params=params,
             tools=use.told if use is not None else NO_TOOLS,
             version=version_of(self.if_match),

@@ -76,7 +76,8 @@ async def _respond(
 ) -> Response:
     name, streams = f"resp_{secrets.token_hex(16)}", False
     try:
-        params = body.params(edge.model.habits)
+        habits = edge.model.habits.after("tool" if body.answers_call else "")
+        params = body.params(habits)
         turn = await while_connected(request, _start(edge, tenant, body, params, name, going_on.earlier))
     except ContextExceeded as error:
         raise context_error(error, edge.model.context_length, "input", "openai") from None
@@ -96,7 +97,7 @@ async def _respond(
             edge.spawn(_close(edge, tenant, name))  # which aborts its turn
 
     try:
-        reader = body.tool_use.reading(edge.model.habits, params.grammar).reader(turn.id)
+        reader = body.tool_use.reading(habits, params.grammar).reader(turn.id)
         writer = ResponseWriter(edge, turn, reader, name, body.echoed(), keep)
         if body.stream:
             streams = True

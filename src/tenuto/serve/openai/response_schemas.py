@@ -216,6 +216,12 @@ class ResponseBody(ForeignObject):
             answer = of_schema("text.format.schema", True if schema is None else schema)
         return self.tool_use.grammar(habits, answer)
 
+    @property
+    def answers_call(self) -> bool:
+        """Whether the input ends with a call's result."""
+        items = self.items
+        return bool(items) and items[-1].type == "function_call_output"
+
     def params(self, habits: ModelHabits) -> TurnParams:
         """The turn's parameters. Raises `InvalidRequest`."""
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -226,7 +232,7 @@ class ResponseBody(ForeignObject):
             given["top_p"] = self.top_p
         if (grammar := self.grammar(habits)) is not None:
             given["grammar"] = grammar
-        return turn_params(given)
+        return turn_params(given, self.tool_use.marks(habits))
 
     def param(self, option: str | None) -> str | None:
         """The field that sets an option of the engine."""

@@ -130,7 +130,10 @@ def _check(edge: Edge, body: Generation, prompts: int) -> None:
 
 def _habits(edge: Edge, body: Generation) -> ModelHabits:
     """How the model writes, as its template is told."""
-    return edge.model.habits.told(body.chat_template_kwargs or {}) if isinstance(body, ChatBody) else edge.model.habits
+    if not isinstance(body, ChatBody):
+        return edge.model.habits
+    asker = body.messages[-1].role if body.messages else ""
+    return edge.model.habits.told(body.chat_template_kwargs or {}).after(asker)
 
 
 def _start(edge: Edge, tenant: Tenant, body: Generation, turn_input: TurnInput) -> StartTurn:

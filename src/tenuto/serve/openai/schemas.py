@@ -197,7 +197,7 @@ class Generation(Structured):
     def params(self, habits: ModelHabits) -> TurnParams:
         """The turn's parameters, with OpenAI's defaults, for a model with these `habits`. Raises `InvalidRequest`."""
         try:
-            return turn_params(self.options(habits))
+            return turn_params(self.options(habits), self.marks(habits))
         except InvalidRequest as error:
             error.param = self.param(error.param)
             raise
@@ -206,6 +206,10 @@ class Generation(Structured):
         """What answers must follow. Raises `InvalidRequest`."""
         asked = self.grammar_field()
         return asked.grammar if asked is not None else None
+
+    def marks(self, habits: ModelHabits) -> tuple[tuple[str, int], ...]:  # noqa: ARG002 - of chats it depends on them
+        """The control tokens that the answer's text has."""
+        return ()
 
     def options(self, habits: ModelHabits) -> TurnOptions:
         """The given options, under the engine's names."""
@@ -388,6 +392,9 @@ class ChatBody(Generation, WithTools):
     def variables(self) -> Variables:
         """What the chat template is told. Raises `InvalidRequest`."""
         return Variables.of(self.chat_template_kwargs or {})
+
+    def marks(self, habits: ModelHabits) -> tuple[tuple[str, int], ...]:
+        return self.tool_use.marks(habits)
 
     def wanted_grammar(self, habits: ModelHabits) -> Grammar | None:
         return self.tool_use.grammar(habits, super().wanted_grammar(habits))
