@@ -29,6 +29,7 @@ class _Book:
         self._leased = pool.leased
         self._units = array("i")  # of all leases found, one after the other
         self._holders: list[Holder] = []  # whose each of these leases is
+        self._numbers = array("i")  # of the kinds of these holders, as they were when the leases were added
         self._lengths: list[int] = []
         self._tallied = 0  # of these leases, those that `_found` and `_kinds` know
         self._tallied_units = 0
@@ -46,6 +47,7 @@ class _Book:
             raise InvariantError(f"{holder.holder_name} lists a unit of {self._pool.name} twice in one lease")
         self._units.extend(units)
         self._holders.append(holder)
+        self._numbers.append(self._kind_numbers.setdefault(holder.holder_kind, len(self._kind_numbers)))
         self._lengths.append(len(units))
         return len(units)
 
@@ -53,10 +55,9 @@ class _Book:
         """Count what was added since the last time."""
         units = np.frombuffer(self._units, dtype=np.int32)[self._tallied_units :]
         np.add.at(self._found, units, 1)
-        numbers = self._kind_numbers
-        cached = numbers.setdefault("cached", len(numbers))
-        kinds = [numbers.setdefault(each.holder_kind, len(numbers)) for each in self._holders[self._tallied :]]
-        of_units = np.repeat(np.array(kinds, np.int32), self._lengths[self._tallied :])
+        cached = self._kind_numbers.setdefault("cached", len(self._kind_numbers))
+        kinds = np.frombuffer(self._numbers, dtype=np.int32)[self._tallied :]
+        of_units = np.repeat(kinds, self._lengths[self._tallied :])
         self._kinds[units] = of_units
         np.add.at(self._saving, units[of_units == cached], 1)
         self._tallied, self._tallied_units = len(self._holders), len(self._units)

@@ -99,6 +99,8 @@ class CheckpointCache:
         """A sequence that refers to it needs it from now on."""
         if checkpoint.evicted:
             raise InvariantError(f"{checkpoint.holder_name} is needed after it was evicted")
+        if not checkpoint.pins:
+            checkpoint.count_now()  # as what only saves work
         checkpoint.pins += 1
         if checkpoint in self.order:
             self._remove(checkpoint)
@@ -106,6 +108,8 @@ class CheckpointCache:
     def unpin(self, checkpoint: Checkpoint) -> None:
         """A sequence that refers to it no longer needs it. Once nobody does, it is in the cache; nothing is evicted
         before `trim`."""
+        if checkpoint.pins == 1:
+            checkpoint.count_now()  # as what somebody needs
         checkpoint.pins -= 1
         if checkpoint.pins < 0:
             raise InvariantError(f"{checkpoint.holder_name} is unpinned but nobody needs it")
@@ -134,6 +138,7 @@ class CheckpointCache:
         """End it and hand its leases to the only sequence that refers to it, which has pinned it."""
         if (checkpoint.pins, checkpoint.references) != (1, 1):
             raise InvariantError(f"{checkpoint.holder_name} is undone while others refer to it")
+        checkpoint.count_now()
         checkpoint.pins = checkpoint.references = 0
         self.order.ended(checkpoint)
         parts, checkpoint.parts = checkpoint.parts, []
