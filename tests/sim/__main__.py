@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.sim.run import GRAMMARS, OVERTAKING, PREFIXED, any_world, run_world, run_worlds
+from tests.sim.run import GRAMMARS, OVERTAKING, PINNED, PREFIXED, any_world, run_world, run_worlds
 from tests.sim.setting import large_world
 
 
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument(
         "--overtaking", action="store_true", help="small worlds whose sessions begin with what running turns compute"
     )
+    parser.add_argument("--pinned", action="store_true", help="small worlds in which some sessions are pinned")
     parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen less often than this")
     parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken, to see what else is found")
     arguments = parser.parse_args()
@@ -33,7 +34,12 @@ def main() -> int:
         print(config)
         summary = run_world(config, arguments.steps, arguments.past)
     else:
-        ranges = ((arguments.grammars, GRAMMARS), (arguments.prefixes, PREFIXED), (arguments.overtaking, OVERTAKING))
+        ranges = (
+            (arguments.grammars, GRAMMARS),
+            (arguments.prefixes, PREFIXED),
+            (arguments.overtaking, OVERTAKING),
+            (arguments.pinned, PINNED),
+        )
         first = arguments.first + sum(start for wanted, start in ranges if wanted)
         seeds = range(first, first + arguments.seeds)
         summary = run_worlds(seeds, arguments.steps, large=arguments.large, ignored=arguments.past)

@@ -46,6 +46,8 @@ class RandomWorld(MirroredWorld):
             operations.append((self.op_repeat, 60))
         if config.overtaking:
             operations += [(each, 50) for each in overtaking(self)]
+        if config.pins:
+            operations.append((self.op_pin, 20))
         if config.tiers:
             operations += [
                 (self.op_park, 60),
@@ -138,6 +140,17 @@ class RandomWorld(MirroredWorld):
                 tenant=self.rng.choice(("", "", "ann")),
             )
         )
+
+    def op_pin(self) -> None:
+        """A pinned session is opened, if there is room, and used at once; a few stay."""
+        pinned = [s.id for s in self._sessions() if s.policy.pinned]
+        if len(pinned) > 3 and self.rng.random() < 0.8:
+            self.close(self.rng.choice(pinned), finish=True)
+            return
+        most = self.rng.choice((None, self.config.context // 2, self.config.context // 4))
+        sid = self.open(Policy(pinned=True, max_tokens=max(1, most) if most is not None else None))
+        if sid is not None:
+            self.submit(sid, self._tokens(), self._params())
 
     def op_submit(self) -> None:
         sid = self._idle()
@@ -309,7 +322,7 @@ class RandomWorld(MirroredWorld):
 
     def op_park(self) -> None:
         """A session that has no turn in memory yields, as under pressure."""
-        sid = self._pick(lambda s: s.memory.turn is None and s.memory.computed > 0)
+        sid = self._pick(lambda s: s.memory.turn is None and s.memory.computed > 0 and not s.policy.pinned)
         if sid is not None:
             self.engine.lifecycle.drop(self.session_of(sid), "pressure")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.base.turns import TurnState
+from tenuto.base.views import SessionState
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
@@ -18,10 +19,11 @@ from tenuto.memory.pool import Pool
 from tenuto.memory.shape import Shape
 from tenuto.memory.state import StateGroup
 from tenuto.sched.admission import Admission
-from tenuto.sched.pressure import Pressure
+from tenuto.sched.pressure import Pressure, Rung
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import Suspects
+from tenuto.session.pins import Pins
 from tenuto.session.session import Session, Turn
 from tests.sim.faults import replaced, together
 
@@ -305,7 +307,46 @@ def the_audit_of_a_step_in_flight_looks_at_nothing() -> Any:
     return replaced(Auditor, "_touched", lambda original: lambda self, flights: [])
 
 
+def a_pinned_session_yields_as_any_other() -> Any:
+    """Its place is among those who yield."""
+
+    def make(original: Any) -> Any:
+        def place(session: Session) -> Any:
+            idle = session.policy.pinned and not session.has_running_turn and session.memory.turn is None
+            if idle and session.memory.computed and session.state is not SessionState.CLOSED:
+                return (Rung.IDLE if session.turn is None else Rung.WAITING), session.policy.priority
+            return original.__func__(session)
+
+        return staticmethod(place)
+
+    return replaced(Pressure, "_place", make)
+
+
+def what_pinned_sessions_keep_counts_as_free() -> Any:
+    """Turns are admitted as if it could yield."""
+
+    def make(original: Any) -> Any:
+        def held_by(self: Pressure, turns: Any) -> Any:
+            pinned, self._pinned = self._pinned, {}
+            try:
+                return original(self, turns)
+            finally:
+                self._pinned = pinned
+
+        return held_by
+
+    return replaced(Pressure, "_held_by", make)
+
+
+def sessions_are_pinned_without_asking_for_room() -> Any:
+    """No turn may fit beside them."""
+    return replaced(Pins, "require", lambda original: lambda self, limit: None)
+
+
 FAULTS_OF_SCHEDULE = (
+    a_pinned_session_yields_as_any_other,
+    what_pinned_sessions_keep_counts_as_free,
+    sessions_are_pinned_without_asking_for_room,
     limbo_is_given_back_before_the_step_is_collected,
     a_preempted_turn_loses_its_age,
     preemption_does_not_ask_for_a_higher_priority,

@@ -11,6 +11,7 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.groups import Kind
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Keep, TurnState
+from tenuto.memory.memory import session_units, turn_units
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session, Turn
 from tests.sim import internals
@@ -64,6 +65,8 @@ class MirroredWorld(World):
             reasons.add("already_exists")
         if len(self.naive) >= self.config.sessions:
             reasons.add("overloaded")
+        if policy.pinned and not self._may_pin(policy):
+            reasons.add("overloaded")
         session = self.attempt("open", reasons, lambda: self.engine.open(sid, policy))
         if session is None:
             return None
@@ -71,6 +74,16 @@ class MirroredWorld(World):
         self.naive[session.id] = NaiveSession(policy, self._limit(policy), self.clock.now())
         self._check_limit(session)
         return session.id
+
+    def _may_pin(self, policy: Policy) -> bool:
+        """Whether the longest turn still fits beside all pinned sessions when they are as long as they may become."""
+        config, shape = self.config, self.engine.memory.shape
+        limits = [naive.limit for naive in self.naive.values() if naive.policy.pinned] + [self._limit(policy)]
+        for group, units in zip(config.groups, config.units, strict=True):
+            pinned = sum(session_units(group, config.page_size, limit) for limit in limits)
+            if pinned + turn_units(group, config.page_size, shape, self.longest, generates=True) > units:
+                return False
+        return True
 
     def _limit(self, policy: Policy) -> int:
         return min(self.longest, policy.max_tokens or self.longest)
@@ -97,7 +110,7 @@ class MirroredWorld(World):
         at = len(naive.tokens) if position is None else position
         if turn is not None:
             at = naive.records[turn - 1][2] if turn else 0
-        policy = replace(naive.policy, ephemeral=False)
+        policy = replace(naive.policy, ephemeral=False, pinned=False)
         self.tenants[child.id] = policy.tenant
         self.naive[child.id] = naive.fork(at, policy, self._limit(policy), self.clock.now())
         self._check_limit(child)

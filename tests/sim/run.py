@@ -27,6 +27,9 @@ GRAMMARS = 2 * 10**6
 OVERTAKING = 3 * 10**6
 """The first seed of worlds in which others begin with what running turns compute, and go back in shared pages."""
 
+PINNED = 4 * 10**6
+"""The first seed of worlds in which some sessions are pinned."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -113,7 +116,10 @@ def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) ->
 def any_world(seed: int) -> WorldConfig:
     """A small random world or, every few seeds, a scenario; from `PREFIXED` on always the former, with a prefix cache,
     and every other one with tiers; from `GRAMMARS` on with grammars, and every third with a prefix cache too; from
-    `OVERTAKING` on with what that says, a prefix cache, and every third with tiers."""
+    `OVERTAKING` on with what that says, a prefix cache, and every third with tiers; from `PINNED` on with pinned
+    sessions, every other one with a prefix cache, and every third with tiers."""
+    if seed >= PINNED:
+        return replace(small_world(seed), pins=True, prefixes=seed % 2 == 0, tiers=seed % 3 == 0)
     if seed >= OVERTAKING:
         return replace(small_world(seed), prefixes=True, overtaking=True, tiers=seed % 3 == 0)
     if seed >= GRAMMARS:

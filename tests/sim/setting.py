@@ -51,6 +51,7 @@ class WorldConfig:
     tiers: bool = False  # sessions that yield go to host memory and disk; copies, writes and reads fail
     grammars: bool = False  # most turns have one
     prefixes: bool = False  # memory of closed sessions is kept, and input begins alike
+    pins: bool = False  # some sessions are pinned
     overtaking: bool = False  # others begin with what running turns compute, and who shares pages goes back in them
 
     @property

@@ -26,10 +26,13 @@ def check_tenants(registry: Registry) -> None:
                     )
         use = registry.use(tenant)
         resting = sorted(
-            (s for s in theirs if s.turn is None and s.memory.computed), key=lambda s: (s.last_turn_end, s.id)
+            (s for s in theirs if s.turn is None and s.memory.computed and not s.policy.pinned),
+            key=lambda s: (s.last_turn_end, s.id),
         )
         if (found := list(use.resting())) != resting:
             raise InvariantError(f"sessions of {tenant!r} that rest on the device: {found}, not {resting}")
+        if use.pinned != (pinned := sum(s.policy.pinned for s in theirs)):
+            raise InvariantError(f"{tenant!r} has {use.pinned} pinned sessions, not {pinned}")
         units = sum(s.memory.kept_units for s in resting)
         counted = sum(s.counted_units for s in theirs)
         if (use.resting_units, use.units) != (units, counted):

@@ -5,13 +5,15 @@ everything there is."""
 
 from tests.sim.everything import everything, is_justified, known_catchers
 from tests.sim.planted import Job, look_for_all
-from tests.sim.run import GRAMMARS, OVERTAKING, PREFIXED, run_worlds
+from tests.sim.run import GRAMMARS, OVERTAKING, PINNED, PREFIXED, run_worlds
 
 STEPS = 6_000
 PREFIX_STEPS = 2_000
 """Of worlds with a prefix cache."""
 OVERTAKING_STEPS = 2_000
 """Of worlds in which others begin with what running turns compute, and go back in shared pages."""
+PINNED_STEPS = 1_500
+"""Of worlds in which some sessions are pinned."""
 GRAMMAR_STEPS = 2_000
 """Of worlds whose turns have grammars."""
 WORLD_STEPS = 150
@@ -37,6 +39,12 @@ def test_worlds_in_which_others_begin_with_what_running_turns_compute_stay_right
     summary = run_worlds(range(OVERTAKING, OVERTAKING + OVERTAKING_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= OVERTAKING_STEPS
+
+
+def test_worlds_with_pinned_sessions_stay_right():
+    summary = run_worlds(range(PINNED, PINNED + PINNED_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
+    assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+    assert summary.steps >= PINNED_STEPS
 
 
 def test_worlds_with_grammars_stay_right():

@@ -39,6 +39,7 @@ class Watch:
     def __init__(self, world: World) -> None:
         self._world = world
         self._idle: dict[str, tuple[Session, int]] = {}
+        self._pinned: dict[Session, tuple[Turn | None, int]] = {}  # with their turns, and what they have in memory
         self._trimmed = self._evicted = 0  # checkpoints evicted before the step, for the budget's sake and in all
         self._first = 0, world.steps  # the first in the queue, and the last step at which it did not fit
         self._progress = world.steps
@@ -67,6 +68,8 @@ class Watch:
     def before(self) -> None:
         world = self._world
         self._idle = {s.id: (s, s.memory.computed) for s in world.engine.sessions if s.turn is None}
+        there = [s for s in world.engine.sessions if s.policy.pinned and not s.memory.arriving]
+        self._pinned = {s: (s.turn, s.memory.computed) for s in there}
         self._trimmed, self._evicted = internals.trimmed(world.engine), world.engine.memory.cache.evicted
         self._judged = False
         self._planned = set()
@@ -92,6 +95,7 @@ class Watch:
             if lost and not parked and not self.yielded(session):
                 world.found("kept memory", f"idle session {sid} lost memory without pressure")
         self._parked.look()
+        self._check_pinned()
         self._check_cache()
         self._check_order()
         self._check_waiting()
@@ -105,6 +109,13 @@ class Watch:
         for turn in world.turns.values():
             if not turn.drafting and world.steps - turn.since >= PATIENCE:
                 world.found("stuck", f"turn {turn.number} of {turn.sid} starves since step {turn.since}")
+
+    def _check_pinned(self) -> None:
+        """Pinned sessions without a running turn have kept what they had in memory."""
+        for session, (turn, computed) in self._pinned.items():
+            same = session.turn is turn and (turn is None or not turn.running)
+            if same and session.state is not SessionState.CLOSED and session.memory.computed < computed:
+                self._world.found("pinned", f"pinned session {session.id} lost memory")
 
     # -- yielding
 
@@ -273,6 +284,8 @@ class Watch:
             turn = session.turn
             if any(e.session is session for e in events) or (turn is not None and turn in waiting):
                 continue
+            if session.policy.pinned and session.memory.turn is None:
+                continue
             rung = self._rung(turn.state if turn is not None else None)
             if rung == 0 and session.memory.turn is None:
                 rung = 2  # a draft that keeps only its text yields what its session holds as one that waits
@@ -289,7 +302,7 @@ class Watch:
             return None
         for session in self._world.engine.sessions:
             memory = session.memory
-            idle = session is not victim and session.turn is None and memory.computed
+            idle = session is not victim and session.turn is None and memory.computed and not session.policy.pinned
             if idle and session.policy.priority <= victim.policy.priority and all(internals.exclusive(session)):
                 return session
         return None

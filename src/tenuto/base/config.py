@@ -25,14 +25,15 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a tenant may have at once; `None`: no limit of its own. Open `turns`, of which `queued` may wait for a busy
-    session; open `sessions`; committed `tokens` in them. `units`: of memory (pages and state slots) that its sessions
-    keep on the device; idle ones leave it when others are to start. `journal_bytes`: about what a journal has of them.
-    What sessions share counts for each. A session whose history takes `session_units`, or `session_journal_bytes`, goes
-    no further."""
+    session; open `sessions`, of which `pinned` may be so; committed `tokens` in them. `units`: of memory (pages and
+    state slots) that its sessions keep on the device; idle ones leave it when others are to start. `journal_bytes`:
+    about what a journal has of them. What sessions share counts for each. A session whose history takes
+    `session_units`, or `session_journal_bytes`, goes no further."""
 
     turns: Count | None = None
     queued: Count | None = None
     sessions: Count | None = None
+    pinned: Count | None = None
     tokens: Count | None = None
     units: Count | None = None
     journal_bytes: Count | None = None

@@ -86,7 +86,8 @@ class Policy:
     """What applies to all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
     `None` for never. `max_tokens`: cap on its history, at most the context length (the default). An `ephemeral`
     session closes when its only turn ends. `tenant`: who owns it. `hidden`: it is not listed. `metadata`: its owner's
-    notes."""
+    notes. What a `pinned` session has in memory never yields to others; room for all that it may become is set
+    aside."""
 
     priority: int = option(0, "Priority of its turns; higher runs first.", PRIORITIES)
     ttl: float | None = option(
@@ -97,9 +98,12 @@ class Policy:
     tenant: str = ""
     hidden: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         check_options(self)
+        if not isinstance(self.pinned, bool):
+            raise InvalidRequest(f"pinned is {shown(self.pinned)}; allowed: true or false", param="pinned")
 
     @property
     def lasting(self) -> bool:

@@ -51,6 +51,7 @@ class SessionInfo:
     memory: Mapping[str, int] = field(hash=False)
     metadata: Mapping[str, str] = field(hash=False)
     cached: Mapping[str, int] = field(default_factory=dict, hash=False)
+    pinned: bool = False
 
 
 SHARED = "shared"

@@ -74,9 +74,10 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
         ttl: float | None = None,
         priority: int = 0,
         max_tokens: int | None = None,
+        pinned: bool = False,
     ) -> AsyncSessionT:
         """See `Client.session`."""
-        policy = Policy(priority, ttl, max_tokens)
+        policy = Policy(priority, ttl, max_tokens, pinned=pinned)
         return self.session_type(self, await _opened(self._core.open(session_id, system, policy)))
 
     async def attach(self, session_id: str) -> AsyncSessionT:

@@ -52,13 +52,15 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         ttl: float | None = None,
         priority: int = 0,
         max_tokens: int | None = None,
+        pinned: bool = False,
     ) -> SessionT:
         """Open a session. `system` is the system message. The session is closed after `ttl` seconds without a turn;
-        `max_tokens` limits its history. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`.
+        `max_tokens` limits its history. The memory of a `pinned` session never yields to others; room for `max_tokens`
+        is set aside. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`.
 
         A server applies its own TTL if none is given, and may raise `LimitReached`. A session that was given an id
         stays open there when the client is closed, and can be found again with `attach`."""
-        policy = Policy(priority, ttl, max_tokens)
+        policy = Policy(priority, ttl, max_tokens, pinned=pinned)
         return self.session_type(self, self._core.open(session_id, system, policy).result())
 
     def attach(self, session_id: str) -> SessionT:

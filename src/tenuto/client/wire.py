@@ -69,7 +69,7 @@ def _of_session(method: str, request: Any, action: str = "", body: Any = None, *
 
 def _opening(request: OpenSession) -> dict[str, Any]:
     policy = request.policy
-    own = {"ttl": policy.ttl, "priority": policy.priority, "max_tokens": policy.max_tokens}
+    own = {name: getattr(policy, name) for name in ("ttl", "priority", "max_tokens", "pinned")}
     return {"id": request.session, "system": request.system, **own}
 
 

@@ -89,6 +89,9 @@ class Dispatcher:
         opens = isinstance(command, OpenSession | ImportSession | Fork | Trim)
         if opens and limits.sessions is not None and use.sessions >= limits.sessions:
             raise LimitReached(f"{use.sessions} sessions are open; allowed: {limits.sessions}; close some first")
+        pins = isinstance(command, OpenSession) and command.policy.pinned
+        if pins and limits.pinned is not None and use.pinned >= limits.pinned:
+            raise LimitReached(f"{use.pinned} sessions are pinned; allowed: {limits.pinned}; close some first")
         brought = command.document.tokens if isinstance(command, ImportSession) else 0
         if limits.tokens is not None and (use.tokens >= limits.tokens or use.tokens + brought > limits.tokens):
             more = f", and this one has {brought}" if brought else ""

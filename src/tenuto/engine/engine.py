@@ -14,6 +14,7 @@ from tenuto.base.errors import (
     ConfigError,
     IllegalTransition,
     InvalidRequest,
+    Overloaded,
     SessionBusy,
     TenutoError,
 )
@@ -233,12 +234,12 @@ class Engine:
         metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> Session:
         """A new session that starts with this one's first `turn` turns, or `position` tokens, or all. While a turn is
-        open the fork sees the last commit. It has this one's metadata unless it is given other."""
+        open the fork sees the last commit. It has this one's metadata unless it is given other, and is not pinned."""
         parent = self.sessions.get(session_id, tenant)
         parent.require_open()
         at = self._position(parent, turn, position)
         notes = parent.policy.metadata if metadata is None else metadata
-        forked = self.open(child, replace(parent.policy, ephemeral=False, metadata=notes), parent.system)
+        forked = self.open(child, replace(parent.policy, ephemeral=False, pinned=False, metadata=notes), parent.system)
         self.lifecycle.replayed["fork"] += parent.memory.replayed(max(0, at - 1))
         parent.fork(forked, at)
         self.sessions.note_length(forked)
@@ -294,10 +295,16 @@ class Engine:
     @guarded
     def restore(self, saved: SavedSession) -> Session:
         """Open a session as it was saved, here or in another engine; what it needs of its history is computed when that
-        is wanted. If it is known when it was used, its TTL goes on. Raises what `open` raises, and `ContextExceeded` if
+        is wanted. If it is known when it was used, its TTL goes on. If there is no room for a pinned session, it is
+        opened without that. Raises what `open` raises, and `ContextExceeded` if
         it is longer than sessions may be here."""
         self._read(saved.tokens)
-        session = self.open(saved.session, saved.policy, saved.system)
+        try:
+            session = self.open(saved.session, saved.policy, saved.system)
+        except Overloaded:
+            if not saved.policy.pinned:
+                raise
+            session = self.open(saved.session, replace(saved.policy, pinned=False), saved.system)
         try:
             self._gate.allowed(session, len(saved.tokens), 0)
         except TenutoError:

@@ -469,7 +469,9 @@ class Lifecycle:
 
     def _park(self, session: Session) -> None:
         """An idle session that will expire leaves the device, if there is somewhere to bring it back from."""
-        if self.parking is not None and session.memory.computed and self.parking.park(session):
+        if self.parking is None or session.policy.pinned:
+            return
+        if session.memory.computed and self.parking.park(session):
             session.memory.drop()
             session.memory.lost = "expiring"
             self.count("park")

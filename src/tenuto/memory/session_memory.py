@@ -42,16 +42,21 @@ class SessionMemory(CommittedMemory):
         if self.turn is not None:
             yield from self.turn.holders()
 
+    def kept_leases(self) -> Iterator[tuple[int, Lease]]:
+        """The leases, by group, that the session cannot give up without losing its position."""
+        for group, table in enumerate(self.tables):
+            yield from ((group, lease) for lease in table.leases())
+        if self.checkpoints.needed is not None:
+            yield from ((group, part) for group, part in enumerate(self.checkpoints.needed.parts) if part is not None)
+
     def essential_leases(self) -> Iterator[tuple[int, Lease]]:
         """The leases, by group, that the session and its open turn cannot give up without losing their positions.
         Cached checkpoints are left out."""
-        for group, table in enumerate(self.tables):
-            yield from ((group, lease) for lease in table.leases())
-        kept = [self.checkpoints.needed]
-        if self.turn is not None:
-            kept += [self.turn.source, self.turn.checkpoints.needed]
-            yield from ((group, table.own) for group, table in enumerate(self.tables) if table.own is not None)
-        for checkpoint in kept:
+        yield from self.kept_leases()
+        if self.turn is None:
+            return
+        yield from ((group, table.own) for group, table in enumerate(self.tables) if table.own is not None)
+        for checkpoint in (self.turn.source, self.turn.checkpoints.needed):
             if checkpoint is not None:
                 yield from ((group, part) for group, part in enumerate(checkpoint.parts) if part is not None)
 

@@ -40,7 +40,8 @@ class Rung(IntEnum):
 class Pressure:
     """Knows every session that holds memory without a running turn, and takes memory from them when it is short.
 
-    Within a rung the lowest priority yields first, then whoever has been there longest. Sessions that would free
+    What pinned sessions have committed is nobody's to take, only what their open turns have in memory besides. Within
+    a rung the lowest priority yields first, then whoever has been there longest. Sessions that would free
     nothing that is short are passed over; if units are shared so that nobody frees any alone, all who share them yield.
     """
 
@@ -53,6 +54,7 @@ class Pressure:
         self._drop = drop
         self._rungs: dict[tuple[Rung, int], OrderedDict[Session, None]] = {}
         self._places: dict[Session, tuple[Rung, int]] = {}
+        self._pinned: dict[Session, None] = {}  # those that are pinned, and have memory
         self.yielded: Counter[str] = Counter()  # how often each rung yielded
         self._may_yield = MAX_YIELDS  # how many more in this step
         self.unfinished = False  # a turn got less room in this step than it needs, and gets more in the next
@@ -72,6 +74,10 @@ class Pressure:
         if place is not None:
             self._places[session] = place
             self._rungs.setdefault(place, OrderedDict())[session] = None
+        if session.policy.pinned:
+            self._pinned.pop(session, None)
+            if session.state is not SessionState.CLOSED and session.memory.computed:
+                self._pinned[session] = None
 
     @staticmethod
     def _place(session: Session) -> tuple[Rung, int] | None:
@@ -80,6 +86,8 @@ class Pressure:
             return None
         if session.state is SessionState.CLOSED:
             return Rung.PREFIX, 0
+        if session.policy.pinned and memory.turn is None:
+            return None
         if turn is None:
             return Rung.IDLE, session.policy.priority
         drafted = turn.drafting and memory.turn is not None
@@ -88,14 +96,17 @@ class Pressure:
     # -- what could be freed
 
     def room_beside(self, kept: Iterable[Turn]) -> Longs:
-        """Units of each group that are free once everybody but the turns `kept` and their sessions has yielded, int64
-        [groups]. Units that several of them hold are counted once."""
+        """Units of each group that are free once everybody but the turns `kept`, their sessions and pinned ones has
+        yielded, int64 [groups]. Units that several of them hold are counted once."""
         held = [int(mask.sum()) for mask in self._held_by(kept)]
         return np.array([pool.capacity - n for pool, n in zip(self._memory.pools, held, strict=True)], np.int64)
 
     def _held_by(self, turns: Iterable[Turn]) -> Masks:
-        """The units that these turns and their sessions cannot do without."""
+        """The units that these turns and their sessions cannot do without, and those of pinned sessions."""
         held = tuple(np.zeros(pool.capacity, np.bool_) for pool in self._memory.pools)
+        for session in self._pinned:
+            for group, lease in session.memory.kept_leases():
+                held[group][units_of(lease)] = True
         for turn in turns:
             for group, lease in turn.session.memory.essential_leases():
                 held[group][units_of(lease)] = True

@@ -15,6 +15,7 @@ from tenuto.base.views import SessionKey, SessionState, StateFilter
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
+from tenuto.session.pins import Pins
 from tenuto.session.session import Session, Turn
 from tenuto.session.tenants import Tenant
 
@@ -39,6 +40,7 @@ class Registry:
         self._clock = clock
         self._random = random
         self.context_length = min(context_length, memory.max_length)  # tokens that fit a session at the most
+        self.pins = Pins(memory, context_length)
         self._max_sessions = max_sessions
         self._sessions: dict[SessionKey, Session] = {}
         self.prefixes: dict[Session, None] = {}  # closed sessions whose memory is kept, in the order of their last use
@@ -95,6 +97,9 @@ class Registry:
         if len(self._sessions) >= self._max_sessions:
             raise Overloaded(f"{self._max_sessions} sessions are open, the most allowed; close some first")
         limit = min(self.context_length, policy.max_tokens or self.context_length)
+        if policy.pinned:
+            self.pins.require(limit)
+            self.pins.add(limit)
         memory = SessionMemory(self._memory, f"session {session_id}")
         session = Session(session_id, policy, memory, limit, self._clock.now(), system)
         self._sessions[session.key] = session
@@ -163,6 +168,8 @@ class Registry:
         """Forget it. With `keep` its memory stays, as a prefix of other sequences. It must have no open turn."""
         session.close()
         del self._sessions[session.key]
+        if session.policy.pinned:
+            self.pins.remove(session.limit)
         if keep:
             self.prefixes[session] = None
         else:

@@ -13,16 +13,18 @@ Place = tuple[float, str]
 
 
 class Tenant:
-    """Counts a tenant's open sessions, their committed tokens, the units that they keep on the device, and their bytes
-    in a journal; shared tokens and units count for each session that has them. Written by the registry.
+    """Counts a tenant's open sessions, `pinned` ones of these, their committed tokens, the units that they keep on the
+    device, and their bytes in a journal; shared tokens and units count for each session that has them. Written by the
+    registry.
 
     Invariant: `_ids` has the ids of the sessions that are listed, sorted, and `_by_turn` the same ids by whether the
     session has no open turn, a draft or a submitted turn. `_resting` has the sessions without an open turn that keep
-    units, and `resting_units` is the number of these.
+    units, except for pinned ones, and `resting_units` is the number of these.
     """
 
     def __init__(self) -> None:
         self.sessions = 0
+        self.pinned = 0
         self.tokens = 0
         self.units = 0
         self.journal_bytes = 0
@@ -45,12 +47,12 @@ class Tenant:
     # -- in the order of their last use
 
     def resting(self) -> Iterator[Session]:
-        """Sessions without an open turn that keep units on the device, those used longest ago first. It must not be
-        changed meanwhile."""
+        """Sessions without an open turn that keep units on the device, and may leave it, those used longest ago first.
+        It must not be changed meanwhile."""
         return (session for _, _, session in self._resting)
 
     def resting_units_of(self, session: Session | None) -> int:
-        """Units that the session keeps on the device, if it has no open turn."""
+        """Units that the session keeps on the device, if it is one of these."""
         return self._places[session][1] if session in self._places else 0
 
     # -- changes
@@ -58,6 +60,7 @@ class Tenant:
     def add(self, session: Session) -> None:
         """It has just been opened."""
         self.sessions += 1
+        self.pinned += session.policy.pinned
         if not (session.policy.ephemeral or session.policy.hidden):
             insort(self._ids, session.id)
             insort(self._by_turn["idle"], session.id)
@@ -66,6 +69,7 @@ class Tenant:
     def remove(self, session: Session) -> None:
         """It is closed."""
         self.sessions -= 1
+        self.pinned -= session.policy.pinned
         self.tokens -= session.counted
         self.units -= session.counted_units
         self.journal_bytes -= session.counted_bytes
@@ -77,7 +81,8 @@ class Tenant:
     def place(self, session: Session) -> None:
         """The session's open turn, the units that it keeps, or when it was last used may have changed."""
         turn = session.turn
-        self._move(session, (session.last_turn_end, session.id) if turn is None and session.counted_units else None)
+        rests = turn is None and session.counted_units > 0 and not session.policy.pinned
+        self._move(session, (session.last_turn_end, session.id) if rests else None)
         kind = "idle" if turn is None else "drafting" if turn.drafting else "submitted"
         before = self._turns.get(session.id, kind)
         if before != kind:

@@ -90,6 +90,10 @@ class NewSession(Object):
     ttl: float | None = field_of("ttl")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Priority of its turns; higher runs first.")
     max_tokens: int | None = field_of("max_tokens")
+    pinned: bool = Field(
+        default=False,
+        description="Its memory never yields to others. Room for `max_tokens` is set aside; refused if there is none.",
+    )
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(
         default_factory=dict,
         description="Stored and shown with it: up to 16 entries, keys of 64 and values of 512 characters.",
@@ -270,6 +274,7 @@ class Session(BaseModel):
     context_left: int
     max_tokens: int
     priority: int
+    pinned: bool
     ttl: float | None
     idle_seconds: float
     memory: dict[str, int]

@@ -57,6 +57,7 @@ async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response:
         body.max_tokens,
         tenant=tenant.name,
         metadata=tuple(body.metadata.items()),
+        pinned=body.pinned,
     )
     request = OpenSession(session=body.id or new_session_id(), policy=policy, system=body.system, limits=tenant.limits)
     response.headers["location"] = f"/v1/sessions/{request.session}"
