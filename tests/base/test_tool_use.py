@@ -21,7 +21,8 @@ from tenuto.base.call_grammars import calls_grammar, shape_of
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
 from tenuto.base.tool_use import ToolUse
-from tenuto.base.tools import CHANNELS, MARKS, ModelHabits, ToolFormat
+from tenuto.base.tools import CHANNELS, MARKS, THOUGHTS, ModelHabits, ToolFormat
+from tenuto.base.tools import TAGS as TAGGED_BY
 from tenuto.text.grammars import GrammarCompiler
 from tenuto.text.tokenizer import Tokenizer
 from tests.present import present
@@ -307,7 +308,7 @@ def marked_tokenizer() -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([*MARKS, *CHANNELS])
+    backend.add_special_tokens([*MARKS, *CHANNELS, *(tag for tags in TAGGED_BY.values() for tag in tags), *THOUGHTS])
     return Tokenizer(backend)
 
 
@@ -320,7 +321,9 @@ def habits_with(tools: ToolFormat, *texts: str, **more: Any) -> ModelHabits:
 
 FORMATS = {
     "tags": ModelHabits("tags"),
+    "tags that are control tokens": habits_with("tags", *TAGGED_BY["tags"], *THOUGHTS),
     "list": ModelHabits("list"),
+    "a list between control tokens": habits_with("list", *TAGGED_BY["list"]),
     "functions": ModelHabits("functions"),
     "plain": ModelHabits("json"),
     "llama": ModelHabits("json", "parameters"),
@@ -338,9 +341,9 @@ SIZE = MARKED.vocab_size
 COMPILER = GrammarCompiler(MARKED, SIZE, ())  # so that control tokens do not end answers by themselves
 
 
-def wander(grammar: Grammar, random: Random, begun: str) -> list[int]:
+def wander(grammar: Grammar, random: Random, begun: str, *, markup: bool = False) -> list[int]:
     """Tokens of a text of the grammar, at random, that begins with `begun`."""
-    constraint, said = COMPILER.constraint(grammar), MARKED.encode(begun)
+    constraint, said = COMPILER.constraint(grammar), MARKED.encode(begun, special=markup)
     for token in said:
         assert not constraint.push(token)
     while True:
@@ -372,7 +375,8 @@ def test_whatever_a_grammar_of_calls_can_say_is_read_as_the_same_calls_in_any_pi
         use = ToolUse(functions, "required", only, parallel=random.random() < 0.8)
         grammar = use.grammar(habits, None)
         assert grammar is not None
-        tokens = wander(grammar, random, "<think>hm {</think>\n" if habits.thinks == "tags" else "")
+        thought = "<think>hm {</think>\n" if habits.thinks == "tags" else ""
+        tokens = wander(grammar, random, thought, markup=habits.mark("<think>") is not None)
         text = MARKED.decode(tokens, special=True)
         assert habits.opens in text
         reader, whole = use.reading(habits, grammar).reader("a"), Said()

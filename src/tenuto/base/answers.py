@@ -16,9 +16,9 @@ from typing import Any
 from tenuto.base.call_text import CLOSE_FUNCTION, OPEN_FUNCTION, Scan, Types, functions_in, objects_in, overlap
 from tenuto.base.channels import Header, content_end, header_of
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.tools import TAGS, ModelHabits, ToolCall
+from tenuto.base.tools import TAGS, THOUGHTS, ModelHabits, ToolCall
 
-OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+OPEN_THOUGHT, CLOSE_THOUGHT = THOUGHTS
 
 
 @dataclass(slots=True)

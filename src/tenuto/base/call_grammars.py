@@ -44,10 +44,13 @@ def _thoughts(habits: ModelHabits) -> list[str]:
         return [f"{_START}? said", f"thought: {opened} thoughts {closed}", "thoughts: /(.|\\n)*/"]
     if habits.thinks == "no":
         return ["start: said"]
-    rest = f'thoughts[suffix="{CLOSE_THOUGHT}"]: /(.|\\n)*/'
+    rules = [f'thoughts[suffix="{CLOSE_THOUGHT}"]: /(.|\\n)*/', "gap: /\\n{0,2}/"]
+    thoughts = "thoughts gap"
+    if habits.mark(CLOSE_THOUGHT) is not None:
+        rules[0], thoughts = "thoughts: /(.|\\n)*/", f"thoughts {_mark(habits, CLOSE_THOUGHT)} gap"
     if habits.thinks == "opened":
-        return [f"{_START}s gap said", rest, "gap: /\\n{0,2}/"]
-    return [f"{_START}? said", f'thought: "{OPEN_THOUGHT}" thoughts gap', rest, "gap: /\\n{0,2}/"]
+        return [f"start: {thoughts} said", *rules]
+    return [f"{_START}? said", f"thought: {_tag(habits, OPEN_THOUGHT)} {thoughts}", *rules]
 
 
 def calls_grammar(
@@ -74,10 +77,10 @@ def _several(habits: ModelHabits, *, parallel: bool) -> list[str]:
     opens, closes = TAGS.get(habits.tools, ("", ""))
     match habits.tools:
         case "tags" | "functions":
-            call = f"call: {_quoted(opens + chr(10))} body {_quoted(chr(10) + closes)}"
+            call = f'call: {_tag(habits, opens)} "\\n" body "\\n" {_tag(habits, closes)}'
             return ['calls: call ("\\n" call)*' if parallel else "calls: call", call]
         case "list":
-            return [f"calls: {_quoted(opens + '[')} body{more} {_quoted(']' + closes)}"]
+            return [f'calls: {_tag(habits, opens)} "[" body{more} "]" {_tag(habits, closes)}']
         case "named":
             return ["calls: body+" if parallel else "calls: body"]
         case "channels":
@@ -182,6 +185,11 @@ def _json(schema: Any) -> str:
 
 CALL_ID = "/[A-Za-z0-9]{9}/"
 """Of a call whose id the model writes."""
+
+
+def _tag(habits: ModelHabits, text: str) -> str:
+    """A tag, which is text or a control token."""
+    return _mark(habits, text) or _quoted(text)
 
 
 def _mark(habits: ModelHabits, text: str) -> str:

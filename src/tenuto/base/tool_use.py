@@ -14,7 +14,7 @@ from tenuto.base.checks import check_unicode, flag, items, shown
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
 from tenuto.base.options import TOOL_OPTIONS
-from tenuto.base.tools import MAX_TOOLS, ModelHabits, Tools
+from tenuto.base.tools import MAX_TOOLS, THOUGHTS, ModelHabits, Tools
 
 ToolChoice = Literal["auto", "none", "required"]
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"
@@ -115,7 +115,9 @@ class ToolUse:
 
     def marks(self, habits: ModelHabits) -> tuple[tuple[str, int], ...]:
         """The control tokens that the answer's text needs to be taken apart."""
-        return habits.marks if self.chosen or habits.tools == "channels" else ()
+        if self.chosen or habits.tools == "channels":
+            return habits.marks
+        return tuple((text, token) for text, token in habits.marks if text in THOUGHTS)
 
 
 def _types(parameters: Any) -> dict[str, tuple[str, ...]]:

@@ -142,6 +142,8 @@ TAGS: dict[ToolFormat, tuple[str, str]] = {
 """What stands around calls, in the formats in which that is text."""
 MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>")
 """Control tokens that stand around calls, or within them, in the other formats."""
+THOUGHTS = ("<think>", "</think>")
+"""What stands around thoughts. Some models have control tokens for these tags, and for those around calls."""
 CHANNELS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 """Control tokens that stand around messages, and within what precedes their content."""
 
@@ -151,11 +153,11 @@ Thinks = Literal["no", "tags", "opened"]
 @dataclass(frozen=True, slots=True)
 class ModelHabits:
     """How a model writes what is not text for its readers. `arguments`: the key of a call's arguments. `thinks`:
-    between `<think>` and `</think>`, `opened` if the template writes the first. `marks`: the control tokens of `MARKS`
-    or `CHANNELS` that the template writes, by their texts. `short_ids`: the ids of calls are nine letters and digits,
-    which the model writes itself. `switches`: variables of the template, their values and how it thinks with each,
-    where that is otherwise. `after_result`: how it thinks after a tool's result, where that is otherwise.
-    `late_system`: system messages may follow others."""
+    between `<think>` and `</think>`, `opened` if the template writes the first. `marks`: the control tokens that the
+    template writes around calls and thoughts, and within them, by their texts. `short_ids`: the ids of calls are nine
+    letters and digits, which the model writes itself. `switches`: variables of the template, their values and how it
+    thinks with each, where that is otherwise. `after_result`: how it thinks after a tool's result, where that is
+    otherwise. `late_system`: system messages may follow others."""
 
     tools: ToolFormat = "json"
     arguments: str = "arguments"

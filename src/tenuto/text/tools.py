@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tenuto.base.tools import CHANNELS, MARKS, ModelHabits, Thinks, ToolCall, ToolFormat, Tools
+from tenuto.base.tools import CHANNELS, MARKS, TAGS, THOUGHTS, ModelHabits, Thinks, ToolCall, ToolFormat, Tools
 from tenuto.base.turns import Message
 
 INSTRUCTIONS = (
@@ -30,7 +30,7 @@ def habits_of(source: str, prompt: str, control: Callable[[str], int | None]) ->
     tools = _format_of(source)
     return ModelHabits(
         tools=tools,
-        marks=written(CHANNELS if tools == "channels" else MARKS),
+        marks=written((*(CHANNELS if tools == "channels" else MARKS), *TAGS.get(tools, ()), *THOUGHTS)),
         short_ids="[TOOL_CALLS]" in source and "[ARGS]" not in source,
         arguments="parameters" if '"parameters": ' in source and tools == "json" else "arguments",
         thinks=thinks_of(source, prompt),
