@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 from functools import partial
 
+import pytest
+
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import Grammar
 from tenuto.base.messages import StartTurn
 from tenuto.base.options import TurnParams
+from tenuto.engine.rendering import Basis
 from tenuto.runtime.lanes import LARGE_GRAMMAR, LONG, Lane, Lanes
 from tenuto.runtime.preparation import Preparer
 from tests.text.test_grammars import compiler
@@ -45,6 +49,13 @@ def test_a_small_grammar_does_not_wait_for_large_ones_nor_text_for_grammars() ->
         assert len({lanes.of(1), lanes.of(1, 1), lanes.of(1, LARGE_GRAMMAR), lanes.of(LONG)}) == 4
     finally:
         lanes.close()
+
+
+def test_expressions_that_end_a_turn_are_compiled_and_refused_before_the_engine_has_the_turn() -> None:
+    preparer = Preparer(None, None, None)  # type: ignore[arg-type] # which it does not ask
+    start = StartTurn(kind="turn", tenant="", input=[1], params=TurnParams(stop_regex=("(",)))
+    with pytest.raises(InvalidRequest, match="stop_regex"):
+        preparer.prepare(start, Basis.opening(100))
 
 
 def test_only_a_grammar_that_is_not_compiled_yet_is_work_for_its_lane() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.text.patterns import MAX_MATCH_LENGTH, MAX_PATTERN_LENGTH, MAX_STOP_PATTERNS
+from tenuto.text.patterns import MAX_MATCH_LENGTH, MAX_PATTERN_LENGTH, MAX_SIZE, MAX_STOP_PATTERNS, stop_patterns
 from tenuto.text.stops import StopMatcher
 
 atoms = st.sampled_from(["a", "b", ".", "[ab]", "[^a]", r"\x61", r"\Qab\E", "(?i:A)"])
@@ -114,6 +114,35 @@ def test_what_cannot_be_searched_for_in_linear_time_or_matches_nothing_is_refuse
     with pytest.raises(InvalidRequest, match="allowed") as refused:
         StopMatcher([], patterns)
     assert refused.value.param == "stop_regex"
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        [r"(?s)[^\x01].{980}\x{10ffff}$"],
+        [r"(?s)[^\x01].{150}\x{10ffff}"] * 2,
+        ["x", "[0-9]{2,255}y"],
+        [r"((ab?){4}|\Qc\E){20}(de){16,}\b{16}"],
+    ],
+)
+def test_expressions_whose_search_could_be_slow_are_refused_alone_and_together(patterns: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match=f"characters, classes and assertions; allowed: {MAX_SIZE} in all"):
+        stop_patterns(patterns)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        (r"(?s)<.{1,250}>", 252),
+        (r"(?i)(user|assistant):\s", 15),
+        (r"\pL{3,9}!", 10),
+        (r"a*b+?c?[d-f]{2,}", 5),
+        (r"\Qa+\E{3}|((b|c){2}){4}$", 21),
+    ],
+)
+def test_an_expression_is_measured_by_its_parts_and_how_often_they_may_come(pattern: str, size: int) -> None:
+    (compiled,) = stop_patterns([pattern])
+    assert compiled.size == size
 
 
 def test_an_expression_that_backtracking_would_never_finish_is_searched_at_once() -> None:

@@ -10,6 +10,7 @@ from tenuto.base.messages import Draft, StartTurn, Tokenize
 from tenuto.base.options import TurnParams
 from tenuto.engine.rendering import Basis, Prepared, Renderer
 from tenuto.text.grammars import GrammarCompiler
+from tenuto.text.patterns import stop_patterns
 from tenuto.text.prompt import Prompt, parse_input
 from tenuto.text.tokenizer import Tokenizer
 
@@ -35,6 +36,7 @@ class Preparer:
         if not isinstance(command, StartTurn):
             prompt = parse_input(command.input, self._tokenizer, basis.room(generate=False), basis.last_token)
             return self._renderer.prepare(basis, prompt, generate=False)
+        stop_patterns(command.params.stop_regex)  # the engine's thread finds them compiled
         if command.kind == "regenerate":
             prepared = Prepared(basis, array("i"), None)
         else:

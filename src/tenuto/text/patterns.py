@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import re2
 
@@ -21,8 +22,14 @@ MAX_PATTERN_LENGTH = 256
 """In characters."""
 MAX_MATCH_LENGTH = 1024
 """In characters. Longer matches are not found, so that no more has to be searched with every token, or held back."""
+MAX_SIZE = 256
+"""Characters, classes and assertions in a turn's expressions, each counted as often as it may be repeated. The
+states of a larger automaton may not fit its memory, and RE2 then follows every place in the expression for every
+character of the text: a thousand take 20 ms a token, this many up to 3."""
 MAX_PROGRAM_BYTES = 2**20
 """Memory for the compiled form of an expression and the states its search meets."""
+MAX_CACHED = 32
+"""Compiled expressions, the latest used."""
 
 _PART = re.compile(
     r"""
@@ -45,12 +52,14 @@ _AT_END = ("$", r"\b", r"\B", r"\z")
 @dataclass(frozen=True, slots=True)
 class StopPattern:
     """A compiled expression, for all turns with it. `begun` matches at every position from which the text up to its end
-    may become a match. `looks_ahead`: it may match the beginning of a text, but not more of the same text."""
+    may become a match. `looks_ahead`: it may match the beginning of a text, but not more of the same text. `size`: as
+    in `MAX_SIZE`."""
 
     pattern: str
     whole: re2._Regexp
     begun: re2._Regexp
     looks_ahead: bool
+    size: int
 
 
 class PatternFinder:
@@ -98,17 +107,24 @@ def stop_patterns(patterns: Sequence[str]) -> list[StopPattern]:
                 f"an expression of stop_regex has {len(pattern)} characters; allowed: 1 to {MAX_PATTERN_LENGTH}"
             )
         check_unicode("stop_regex", pattern)
-    return [_compiled(pattern) for pattern in patterns]
+    compiled = [_compiled(pattern) for pattern in patterns]
+    size = sum(each.size for each in compiled)
+    if size > MAX_SIZE:
+        raise _too_large(size)
+    return compiled
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=MAX_CACHED)
 def _compiled(pattern: str) -> StopPattern:
     whole = _program(pattern, pattern)
     if whole.search("") is not None:
         raise _refused(f"stop_regex {pattern!r} matches the empty text; allowed: what needs at least a character")
     parts = _Parts(pattern)
-    begun = _program(rf"(?:{parts.beginnings()})\z", pattern)
-    return StopPattern(pattern, whole, begun, not parts.atoms.isdisjoint(_AT_END))
+    found = parts.whole()
+    if found.size > MAX_SIZE:
+        raise _too_large(found.size)
+    begun = _program(rf"(?:{found.begun})\z", pattern)
+    return StopPattern(pattern, whole, begun, not parts.atoms.isdisjoint(_AT_END), found.size)
 
 
 def _program(expression: str, pattern: str) -> re2._Regexp:
@@ -126,8 +142,23 @@ def _program(expression: str, pattern: str) -> re2._Regexp:
         ) from None
 
 
+def _too_large(size: int) -> InvalidRequest:
+    return _refused(
+        f"stop_regex has {size} characters, classes and assertions; allowed: {MAX_SIZE} in all, each counted as often as"
+        " it may be repeated"
+    )
+
+
 def _refused(problem: str) -> InvalidRequest:
     return InvalidRequest(problem, param="stop_regex")
+
+
+class _Part(NamedTuple):
+    """A part of an expression: itself, what matches its beginnings, and its size as in `MAX_SIZE`."""
+
+    itself: str
+    begun: str = ""
+    size: int = 0
 
 
 @dataclass(slots=True)
@@ -138,40 +169,40 @@ class _Parts:
     atoms: set[str] = field(default_factory=set)
     _at: int = 0
 
-    def beginnings(self) -> str:
-        """An expression that matches the beginnings of all matches, the empty one included, and maybe matches."""
-        return self._choice()[1]
+    def whole(self) -> _Part:
+        """The expression. Its `begun` matches the beginnings of all matches, the empty one included, and maybe
+        matches."""
+        return self._choice()
 
-    def _choice(self) -> tuple[str, str]:
-        """What is between here and the end of the group: itself, and its beginnings."""
-        itself, beginnings = [], []
-        sequence: list[tuple[str, str]] = []
-        flags: list[tuple[str, str]] = []  # they hold up to the end of the group, in later choices too
+    def _choice(self) -> _Part:
+        """The part from here to the end of the group."""
+        choices: list[_Part] = []
+        sequence: list[_Part] = []
+        flags: list[_Part] = []  # they hold up to the end of the group, in later choices too
         while (part := self._next()) is not None and part.lastgroup != "closed":
             text, kind = part.group(), part.lastgroup
             if kind == "either":
-                itself.append("".join(whole for whole, _ in sequence))
-                beginnings.append(_of_sequence(sequence))
+                choices.append(_of_sequence(sequence))
                 sequence = list(flags)
             elif kind == "flags":
-                flags.append((text, ""))
-                sequence.append((text, ""))
+                flags.append(_Part(text))
+                sequence.append(_Part(text))
             elif kind == "quoted":
-                sequence += [(re2.escape(letter), "") for letter in text[2:].removesuffix(r"\E")]
+                sequence += [_Part(re2.escape(letter), size=1) for letter in text[2:].removesuffix(r"\E")]
             elif kind == "opened":
                 head = text if text.endswith(":") else "(?:"
-                inside, begun = self._choice()
-                sequence.append((f"{head}{inside})", f"{head}{begun})"))
+                inside = self._choice()
+                sequence.append(_Part(f"{head}{inside.itself})", f"{head}{inside.begun})", inside.size))
             elif kind == "repeated":
-                sequence.append(_repeated(*sequence.pop(), text))
+                sequence.append(_repeated(sequence.pop(), text))
             else:
                 if text == r"\C":
                     raise _refused(r"stop_regex has \C; allowed: what matches whole characters")
                 self.atoms.add(text)
-                sequence.append((text, ""))
-        itself.append("".join(whole for whole, _ in sequence))
-        beginnings.append(_of_sequence(sequence))
-        return "|".join(itself), "|".join(beginnings)
+                sequence.append(_Part(text, size=1))
+        choices.append(_of_sequence(sequence))
+        itself, begun = ("|".join(each) for each in zip(*((one.itself, one.begun) for one in choices), strict=True))
+        return _Part(itself, begun, sum(one.size for one in choices))
 
     def _next(self) -> re.Match[str] | None:
         part = _PART.match(self.pattern, self._at)
@@ -180,20 +211,25 @@ class _Parts:
         return part
 
 
-def _of_sequence(sequence: Sequence[tuple[str, str]]) -> str:
-    """The beginnings of a sequence: those of its first part, and that part followed by beginnings of the rest."""
+def _of_sequence(sequence: Sequence[_Part]) -> _Part:
+    """Parts in a sequence. Its beginnings: those of its first part, and that part followed by beginnings of the
+    rest."""
     rest = ""
-    for whole, begun in reversed(sequence):
-        rest = f"(?:{whole}{rest}|{begun})"
-    return rest
+    for part in reversed(sequence):
+        rest = f"(?:{part.itself}{rest}|{part.begun})"
+    return _Part("".join(part.itself for part in sequence), rest, sum(part.size for part in sequence))
 
 
-def _repeated(whole: str, begun: str, times: str) -> tuple[str, str]:
-    """A repetition, and its beginnings: some whole repetitions and the beginning of one more."""
+def _repeated(part: _Part, times: str) -> _Part:
+    """A repetition. Its beginnings: some whole repetitions and the beginning of one more."""
+    count = 1
     if times[0] == "{":
-        most = times[1 : times.index("}")].rpartition(",")[2]
+        least, _, most = times[1 : times.index("}")].rpartition(",")
         before = f"{{0,{int(most)}}}" if most else "*"
+        count = int(most or least)
     else:
         before = "" if times[0] == "?" else "*"
-    begun = f"(?:{begun})" if begun else ""
-    return whole + times, (f"(?:{whole}){before}" if before else "") + begun
+    begun = f"(?:{part.begun})" if part.begun else ""
+    return _Part(
+        part.itself + times, (f"(?:{part.itself}){before}" if before else "") + begun, part.size * max(1, count)
+    )
