@@ -144,8 +144,8 @@ def _program(expression: str, pattern: str) -> re2._Regexp:
 
 def _too_large(size: int) -> InvalidRequest:
     return _refused(
-        f"stop_regex has {size} characters, classes and assertions; allowed: {MAX_SIZE} in all, each counted as often as"
-        " it may be repeated"
+        f"stop_regex has {size} characters, classes and assertions; allowed: {MAX_SIZE} in all, each counted as often"
+        " as it may be repeated"
     )
 
 
