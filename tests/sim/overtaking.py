@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tenuto.base.options import Policy, TurnParams
-from tenuto.session.session import Session
+from tenuto.session.session import Session, Turn
 from tests.sim.letters import VOCAB
 from tests.sim.travels import leave_and_come
 
@@ -76,17 +76,25 @@ def _leave(world: RandomWorld, sid: str) -> None:
     if not world.is_open(sid) or (turn := world.session_of(sid).turn) is None or world.naive[sid].closing:
         return
     how = world.rng.random()
-    if how < 0.5:
+    if world.config.tiers and how < 0.5 and turn.session.memory.computed >= len(turn.session.history) > 0:
+        _taken_away(world, turn)
+    elif how < 0.5:
         world._abort(sid)
     elif how < 0.8 and turn.running:
         world.engine.lifecycle.preempt(turn)
         world.turns[turn.number].disturbed = True
-        if world.config.tiers and world.rng.random() < 0.5:  # what it had found is taken away, too, and then it ends
-            world.engine.lifecycle.drop(turn.session, "pressure")
-            world.abort(sid, None)
-            leave_and_come(world, sid)
     elif how < 0.9:
         world.close(sid, finish=False)
+
+
+def _taken_away(world: RandomWorld, turn: Turn) -> None:
+    """What a turn has found elsewhere is taken away before it goes on, and it ends: its session is what it was."""
+    if turn.running:
+        world.engine.lifecycle.preempt(turn)
+        world.turns[turn.number].disturbed = True
+    world.engine.lifecycle.drop(turn.session, "pressure")
+    world.abort(turn.session.id, None)
+    leave_and_come(world, turn.session.id)
 
 
 def _go_back(world: RandomWorld, shared: dict[str, int]) -> None:
