@@ -6,6 +6,7 @@ import pytest
 
 from tenuto.base.errors import NotFound, SessionClosed
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.engine.lifecycle import MAX_IDLE_TIMERS
 from tests.engine.stage import STATES, Stage, continuation, every_mix
 from tests.present import present
 
@@ -182,3 +183,17 @@ def test_an_id_can_be_used_again_after_its_session_was_closed_under_a_running_tu
     turn = stage.say("s", [1, 2], 5)
     stage.play()
     assert list(turn.output) == continuation([1, 2], 5)
+
+
+def test_timers_of_turns_that_have_ended_go_and_that_of_a_draft_stays() -> None:
+    stage = Stage(recount=False, draft_timeout=40.0)
+    stage.open("draft")
+    draft = stage.engine.draft("draft", [1, 2])
+    stage.open("s")
+    for _ in range(1200):
+        stage.say("s", [1], 1, timeout=1e6)
+        stage.engine.abort("s")
+    assert len(stage.engine.lifecycle._timers) <= MAX_IDLE_TIMERS + 8 * 2 + 1
+    stage.clock.advance(40.0)
+    stage.step()
+    assert present(draft.result).reason is EndReason.DEADLINE

@@ -18,7 +18,7 @@ from tenuto.base.turns import EndReason, TurnState
 from tenuto.exec.witness_hashes import advance, history_hash, next_allowed
 from tenuto.session.session import Turn
 from tenuto.text.constraint import Constraint
-from tenuto.text.masks import MaskRequest, MaskThreads
+from tenuto.text.masks import MaskRequest, MaskThreads, give_up
 from tests.engine.stage import (
     STATES,
     VOCABULARY,
@@ -397,3 +397,36 @@ def test_whatever_happens_every_turn_says_what_its_grammar_allows(mix, seed: int
         if present(turn.result).reason in (EndReason.STOP, EndReason.LENGTH):
             assert list(turn.output) == said
     assert sum(present(turn.result).committed for turn, _ in turns) > 5
+
+
+@every_overlap
+def test_a_turn_with_slow_masks_comes_to_its_end_while_another_runs(overlap: int) -> None:
+    stage = Stage(overlap=overlap, context_length=400)
+    for name in ("s", "other"):
+        stage.open(name)
+
+    class Slow(Constraint):
+        slow = property(lambda self: True, lambda self, value: None)
+
+    ladder, params = Ladder(5, 0, 8), TurnParams(max_new_tokens=12, grammar=ANY)
+    turn = stage.engine.submit("s", count_from(1, 10), params, None, Slow(ladder, WORDS, allowed(ladder, 0)))
+    other = stage.say("other", count_from(2, 10), 200)
+    stage.until(lambda: turn.result is not None)
+    assert other.result is None
+
+
+def test_a_guess_that_breaks_a_grammar_where_the_turn_would_end_ends_it_once() -> None:
+    ladder, given = Ladder(7, 3, 20, broken=4), count_from(2, 10)
+    said = climbed(given, Ladder(7, 3, 20), 20)
+    stage = Stage(guess=lambda turn, limit: said[len(turn.output) : len(turn.output) + limit], lookahead=5)
+    stage.open()
+    turn = climb(stage, given, ladder, output=5)
+    stage.play()
+    assert present(turn.result).reason is EndReason.GRAMMAR
+
+
+def test_an_answer_that_is_there_is_not_given_up() -> None:
+    answer: Future[Words | None] = Future()
+    answer.set_result(None)
+    give_up(answer)
+    assert answer.result() is None

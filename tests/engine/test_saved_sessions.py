@@ -229,3 +229,14 @@ def test_the_ttl_of_a_session_goes_on_where_it_is_rebuilt_but_leaves_it_a_minute
 def test_records_that_do_not_cover_the_tokens_make_no_session(records: tuple[tuple[int, int, int], ...]) -> None:
     with pytest.raises(InvalidRequest, match="do not cover"):
         SavedSession("s", Policy(), None, 1, (5, 6, 7), tuple(TurnRecord(*each) for each in records))
+
+
+def test_a_session_that_was_idle_for_most_of_its_ttl_before_a_restart_expires_in_time() -> None:
+    stage = Stage()
+    session = stage.told("s", 10, ttl=1000.0)
+    later = Stage()
+    later.clock.advance(900.0)
+    later.engine.restore(replace(session.saved(), used=stage.clock.wall()))
+    later.clock.advance(100.0)
+    later.step()
+    assert not len(later.engine.sessions)

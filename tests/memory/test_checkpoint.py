@@ -441,3 +441,15 @@ def test_a_checkpoint_may_hold_pages_of_full_attention_too(other: Kind, monkeypa
         script.memory.drop()
     scribe.audit()
     assert scribe.free() == free
+
+
+def test_room_for_a_new_checkpoint_is_made_once() -> None:
+    shelf = Shelf()
+    kept = [shelf.add(position) for position in range(1, 4)]
+    taken = [pool.acquire(pool.free, kept[0]) for pool in shelf.pools]
+    shelf.cache.wanted.add(0)
+    shelf.cache.trim()
+    assert shelf.cache.evicted == 1
+    taken += [pool.acquire(pool.free, kept[0]) for pool in shelf.pools]
+    shelf.cache.trim()
+    assert shelf.cache.evicted == 1, "nobody has asked again"

@@ -216,3 +216,32 @@ def test_a_long_list_forgets_its_evicted_checkpoints() -> None:
         lines.cache.trim()
     assert len(line) == 11
     assert len(line._listed) <= 40
+
+
+def test_a_gap_reaches_as_far_as_those_above_that_are_gone() -> None:
+    lines = Lines()
+    line, branch = lines.open(), None
+    for _ in range(2):
+        lines.go_on(line, 10)
+    lines.fork(line, line[0])  # a branch that keeps the first one's place on a line
+    branch = lines.lines[-1]
+    lines.go_on(branch, 5)
+    first, second = line[0], line[1]
+    lines.go_on(line, 10)
+    made_at = lines.computed
+    lines.go_on(lines.open(), 100)
+    lines.cache._evict(second)
+    assert lines.cache.order.gap(first) == 30
+    assert lines.cache.order.age(first) == lines.computed - made_at
+
+
+def test_of_equal_gaps_one_that_somebody_has_gone_on_from_since_is_not_the_oldest() -> None:
+    lines = Lines()
+    old, other = lines.open(), lines.open()
+    for line in (old, other):
+        lines.go_on(line, 10)
+        lines.go_on(line, 10)
+    lines.fork(old, old[0])
+    branch = lines.lines[-1]
+    lines.go_on(branch, 10)  # as far as the first: its gap is as large as before, and its age begins anew
+    assert lines.cache.order.heads()[0] is other[0]

@@ -29,6 +29,10 @@ JUSTIFIED: dict[str, str] = {
     "sched.batch: self._sampling.pop(row, None)": "the next turn of the row that samples brings its own options",
     "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked from the last such position on",
     "session.registry: and session.key not in self._watched": "the later entry takes the place of the earlier",
+    "memory.tiers: unit.place = ELSEWHERE": "the units of a move that failed are released with it",
+    "memory.tiers: return number if there and": "likewise: nobody has the units of a move that is not usable",
+    "memory.tiers: if self._copies.get((unit.group": "a copy that nobody refers to is not taken for one",
+    "memory.session_memory: if needed is None or needed": "the units that others have, too, are not counted as its own",
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""
 

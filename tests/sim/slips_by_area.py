@@ -13,7 +13,7 @@ HOLES = (
     Slip("engine.parking", "if not 0 < memory.computed < len(session.history):", "if not 0 < memory.computed:"),
     Slip("engine.session_states", "            first += len(piece)", "            pass"),
     Slip("engine.occupation", "self._lifecycle.parking.tiers.become(identity)", "pass"),
-    Slip("session.journal", "SET length = ?2 - position WHERE", "SET length = ?2 - position + 1 WHERE"),
+    Slip("session.journal", "row = session, position, piece, length - position", "row = session, position, piece, length - position + 1"),
     Slip("session.prefixes", "        self.version += 1\n", ""),
     Slip("sched.admission", "                    self._room_for = None\n", "                    pass\n"),
 )  # fmt: skip
@@ -61,7 +61,7 @@ TIMERS = (
     Slip("engine.lifecycle", "return drafting and turn.changed + self._draft_timeout <= now", "return turn.changed + self._draft_timeout <= now"),
     Slip("session.registry", "idle = min(idle, max(0.0, session.policy.ttl - GRACE_SECONDS))", "pass"),
     Slip("session.registry", "        session.last_turn_end = self._clock.now() - max(0.0, idle)\n        self._watched.pop(session.key, None)", "        session.last_turn_end = self._clock.now() - max(0.0, idle)"),
-    Slip("session.registry", "            self.watch(session)\n        return list(found.values())", "        return list(found.values())"),
+    Slip("session.registry", "                self._resting.append(session)\n            self.watch(session)\n", "                self._resting.append(session)\n"),
     Slip("session.registry", "                session.rests = True\n", ""),
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ PRESSURE = (
     Slip("sched.pressure", "tuple((counts > 0) & (counts == np.frombuffer(pool.counts, np.int32))", "tuple((counts > 0)"),
     Slip("sched.pressure", "if n > pools[g].free + pools[g].limbo]", "if n > pools[g].free]"),
     Slip("sched.pressure", "        if self._drop_one(short, set(), Rung.PREFIX):\n            return True\n", ""),
-    Slip("sched.pressure", "if self._unused(short) > unused:", "if self._unused(short) >= unused:"),
+    Slip("sched.pressure", "if self._unused(short) > unused or", "if self._unused(short) >= unused or"),
     Slip("sched.pressure", "if (lacking.alone > self.room_beside([turn])).any():", "if (lacking.alone > self.room_beside(())).any():"),
     Slip("memory.session_memory", "if needed is None or needed.references > 1:", "if needed is None:"),
     Slip("sched.admission", "return running.priority < turn.priority and turn.rank(aging) < running.rank(aging)", "return running.priority < turn.priority"),

@@ -14,6 +14,7 @@ from llguidance import LLParserLimits
 import tenuto
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.grammar import MAX_GRAMMAR, Grammar
+from tenuto.base.plan import Words
 from tenuto.text import compiled, grammars
 from tenuto.text.compiled import (
     GROWTH_BYTES_A_SECOND,
@@ -255,3 +256,23 @@ def test_answers_in_random_schemas_parse_and_validate() -> None:
     with tenuto.Engine("witness", context_length=4096, max_running=16) as engine:
         assert schemas.check(engine, list(islice(schemas.schemas(1), 48))) > 500
         engine.audit()
+
+
+def test_where_no_token_may_come_there_is_no_mask_and_the_next_token_is_a_failure() -> None:
+    class Nowhere:
+        failure = ""
+        complete = False
+
+        def consume(self, token: int) -> bool:
+            return True
+
+        def fill(self, words: Words) -> None:
+            words[:] = 0
+
+        def copy(self) -> Nowhere:
+            return self
+
+    constraint = Constraint(Nowhere(), 2)
+    assert constraint.masks(()) is None
+    assert not constraint.push(1)
+    assert constraint.failure
