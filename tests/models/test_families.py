@@ -29,6 +29,7 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.config import Experts, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
+from tenuto.models.native.obstacle import obstacle
 from tenuto.models.store import resolve
 from tests.exec.kernels import every_variant, needs_variant
 from tests.exec.mixed_driver import MixedDriver
@@ -52,6 +53,8 @@ from tests.models.tiny_hybrids import (
     tiny_gemma3,
     tiny_gpt_oss,
     tiny_granite,
+    tiny_mamba,
+    tiny_mamba2,
     tiny_mistral,
     tiny_nemotron_h,
     tiny_qwen3_next,
@@ -99,6 +102,8 @@ NEMOTRON_H = (
     GroupSpec(Kind.FULL, PAGE_BYTES),
 )
 GPT_OSS = (GroupSpec(Kind.SLIDING, 2 * PAGE_BYTES, WINDOW), GroupSpec(Kind.FULL, 2 * PAGE_BYTES))
+MAMBA = (GroupSpec(Kind.STATE, 3 * 4 * (3 * 128 + 128 * 8)),)
+MAMBA2 = (GroupSpec(Kind.STATE, 3 * MAMBA2_BYTES),)
 MISTRAL = (GroupSpec(Kind.SLIDING, 3 * PAGE_BYTES, WINDOW),)
 
 FULL = (GroupSpec(Kind.FULL, 3 * PAGE_BYTES),)
@@ -141,6 +146,17 @@ VARIANTS = [
     Variant("falcon-h1-normed", tiny_falcon_h1, FALCON_H1, {"mamba_rms_norm": True, "tie_word_embeddings": True}),
     Variant("nemotron-h", tiny_nemotron_h, NEMOTRON_H),
     Variant("nemotron-h-biases", tiny_nemotron_h, NEMOTRON_H, {"use_bias": True, "norm_topk_prob": False}),
+    Variant("mamba", tiny_mamba, MAMBA),
+    Variant(
+        "mamba-biases", tiny_mamba, MAMBA, {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False}
+    ),
+    Variant("mamba2", tiny_mamba2, MAMBA2),
+    Variant(
+        "mamba2-biases",
+        tiny_mamba2,
+        MAMBA2,
+        {"use_bias": True, "use_conv_bias": False, "time_step_limit": [0.2, 0.9], "tie_word_embeddings": True},
+    ),
     Variant("qwen3-next", tiny_qwen3_next, QWEN3_NEXT),
     Variant("gpt-oss", tiny_gpt_oss, GPT_OSS),
     Variant("gpt-oss-truncated", tiny_gpt_oss, GPT_OSS, {"rope_parameters": YARN, "attention_bias": False}),
@@ -252,6 +268,8 @@ def test_the_spec_is_what_the_memory_takes_to_the_byte(stage: Stage) -> None:
 
 def native(stage: Stage, kernels: str, **options: Any) -> ModelExecutor:
     files = resolve(str(stage.directory), stage.directory)
+    if (reason := obstacle(stage.config)) is not None:
+        pytest.skip(f"PyTorch computes: {reason}")
     executor = load_executor(files, PAGE, context=LENGTH, kernels=kernels, cache=cache_dir(), **options)
     assert isinstance(executor.forward, NativeForward), "PyTorch computes"
     return executor

@@ -37,6 +37,8 @@ from tests.models.tiny_hybrids import (
     tiny_gemma3,
     tiny_gpt_oss,
     tiny_granite,
+    tiny_mamba,
+    tiny_mamba2,
     tiny_mistral,
     tiny_nemotron_h,
     tiny_qwen3_next,
@@ -56,6 +58,8 @@ MODELS = {
     "gpt-oss": tiny_gpt_oss,
     "falcon-h1": tiny_falcon_h1,
     "nemotron-h": tiny_nemotron_h,
+    "mamba": tiny_mamba,
+    "mamba2": tiny_mamba2,
 }
 Save = Callable[[str], Path]
 
@@ -178,6 +182,9 @@ def test_a_time_step_has_its_limits(save: Save) -> None:
         ("gemma3", {"layer_types": ["full_attention"]}, "expected: 4 of sliding_attention, full_attention"),
         ("gemma3", {"sliding_window": None}, "sliding_window = None; expected: int"),
         ("bamba", {"mlp_bias": True}, "mlp_bias = True; supported: False"),
+        ("mamba2", {"head_dim": 15}, "8 Mamba-2 heads of 15; expected: 128 channels"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
+        ("mamba", {"conv_kernel": 1}, "a kernel of 1; allowed: at least 2"),
         ("bamba", {"mamba_d_head": 15}, "8 Mamba-2 heads of 15; expected: 128 channels"),
         ("bamba", {"mamba_n_groups": 3}, "8 Mamba-2 heads cannot form 3 groups"),
         ("bamba", {"mamba_d_conv": 1}, "a kernel of 1; allowed: at least 2"),
@@ -321,6 +328,32 @@ def test_pytorch_computes_what_the_native_kernels_cannot_and_says_so(
     executor.close()
     with pytest.raises(ConfigError, match=f"'avx2' cannot be used: .*{what}"):
         load_executor(files, 4, kernels="avx2", cache=cache_dir())
+
+
+def test_pytorch_computes_layers_of_mamba_and_says_so(tmp_path: Path) -> None:
+    tiny_mamba().save_pretrained(tmp_path)
+    said: list[str] = []
+    executor = load_executor(resolve(str(tmp_path), tmp_path), 4, cache=cache_dir(), say=said.append)
+    assert executor.forward.description == "PyTorch in float32 on cpu"
+    assert [text.partition("this model: ")[2] for text in said] == [
+        "it has layers of Mamba, which they do not compute, only those of Mamba-2"
+    ]
+    executor.close()
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_a_model_of_recurrent_layers_alone_is_given_any_context_it_is_asked_for(save: Save, name: str) -> None:
+    config = HfCheckpoint(save(name)).config
+    assert (config.max_context, config.tied) == (2**20, name == "mamba")
+
+
+def test_mamba_files_of_older_transformers_mean_the_same(save: Save) -> None:
+    directory = save("mamba2")
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
+    save_file(tensors, file)
+    load(directory)
 
 
 def test_long_heads_and_states_in_half_precision_are_obstacles(tmp_path: Path) -> None:

@@ -17,6 +17,10 @@ from transformers import (
     GptOssForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     NemotronHConfig,
@@ -98,6 +102,30 @@ def tiny_granite(**changes: Any) -> PreTrainedModel:
         "mamba_n_groups": 1,
     }
     return made(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, shape | changes)
+
+
+_RECURRENT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "state_size": 8,
+    "conv_kernel": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+
+
+def tiny_mamba(**changes: Any) -> PreTrainedModel:
+    """Three layers of Mamba, and nothing else."""
+    return made(MambaForCausalLM, MambaConfig, changes, shared=_RECURRENT)
+
+
+def tiny_mamba2(**changes: Any) -> PreTrainedModel:
+    """Three layers of Mamba-2, and nothing else."""
+    shape = {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
+    return made(Mamba2ForCausalLM, Mamba2Config, shape | changes, shared=_RECURRENT)
 
 
 def tiny_qwen3_next(**changes: Any) -> PreTrainedModel:
@@ -221,16 +249,20 @@ def tiny_nemotron_h(**changes: Any) -> PreTrainedModel:
 
 
 def made(
-    kind: type[PreTrainedModel], config: type[Any], shape: dict[str, Any], norms_at: float = 1.0
+    kind: type[PreTrainedModel],
+    config: type[Any],
+    shape: dict[str, Any],
+    norms_at: float = 1.0,
+    shared: dict[str, Any] = _SHARED,
 ) -> PreTrainedModel:
     """A float32 model. Vectors begin as ones and zeros, which would hide mistakes: norms are drawn around `norms_at`,
     and what states fade by so that a token is felt for dozens of others."""
     torch.manual_seed(7)
-    model = kind(config(**(_SHARED | shape))).eval()
+    model = kind(config(**(shared | shape))).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             torch.nn.init.normal_(parameter, -2.0, 1.0)
-        elif name.endswith("dt_bias"):
+        elif name.endswith(("dt_bias", "dt_proj.bias")):
             torch.nn.init.normal_(parameter, -1.0, 0.5)
         elif parameter.dim() == 1:
             around = norms_at if name.endswith("norm.weight") and "linear_attn" not in name else 1.0

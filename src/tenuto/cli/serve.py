@@ -43,11 +43,12 @@ def _show(model: ModelView, address: str) -> None:
     config = model.config
     mixed = min(config.mixed_budget, config.token_budget)
     units = ", ".join(f"{name} {count}" for name, count in model.units.items())
+    fits = f"{model.capacity_tokens} tokens fit" if model.capacity_tokens else "sessions of any length take the same"
     lines = [
         f"model      {model.model}{f' ({model.path})' if model.path else ''}",
         f"compute    {model.compute}",
         f"context    {model.context_length} tokens a session (the model's own limit is {model.max_context})",
-        f"memory     {model.capacity_tokens} tokens fit, in pages of {model.page_size} ({units})",
+        f"memory     {fits}, in pages of {model.page_size} ({units})",
         f"steps      {config.max_running} turns at once, {config.token_budget} tokens a step ({mixed} with decodes)",
         f"listening  {address}  (API description at {address}/docs)",
     ]

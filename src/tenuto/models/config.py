@@ -105,6 +105,29 @@ class Mamba2:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba:
+    """Mamba (Gu and Dao, arXiv:2312.00752): `channels` channels, each with a state of `state` elements and a time step
+    of its own, which is projected from `rank` elements. A causal convolution over `kernel` tokens precedes it.
+    `conv_bias` and `proj_bias` say whether convolution and the projections in and out have biases."""
+
+    channels: int
+    state: int
+    rank: int
+    kernel: int
+    conv_bias: bool
+    proj_bias: bool
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "model")
+        _check_kernel(self.kernel)
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: all."""
+        return self.channels
+
+
+@dataclass(frozen=True, slots=True)
 class GatedDelta:
     """A gated delta net (Yang et al., arXiv:2412.06464): each of `key_heads` query and key heads of `key_dim` elements
     serves as many of the `value_heads` value heads of `value_dim`. A causal convolution over `kernel` tokens precedes
@@ -133,7 +156,8 @@ def _check_kernel(kernel: int) -> None:
         raise ModelError(f"the model's convolution has a kernel of {kernel}; allowed: at least 2")
 
 
-Mixer = Attention | Mamba2 | GatedDelta
+Recurrent = Mamba | Mamba2 | GatedDelta
+Mixer = Attention | Recurrent
 """How a layer lets tokens see those before."""
 
 

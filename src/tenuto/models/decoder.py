@@ -14,9 +14,10 @@ from tenuto.base.errors import ModelError
 from tenuto.kernels.linear import linear
 from tenuto.models.attention import AttentionBlock
 from tenuto.models.block import Norm, Places, Room, Step, StepMemory
-from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba2, Mixer, Mlp, ModelConfig
+from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba, Mamba2, Mixer, Mlp, ModelConfig
 from tenuto.models.experts import ExpertsBlock
 from tenuto.models.gated_delta import GatedDeltaBlock
+from tenuto.models.mamba import MambaBlock
 from tenuto.models.mamba2 import Mamba2Block
 from tenuto.models.mlp import MlpBlock
 from tenuto.models.tensors import tensor_of
@@ -43,6 +44,8 @@ def _mixer(shape: Mixer, hidden: int, epsilon: float, room: Room) -> MixerBlock:
     match shape:
         case Attention():
             return AttentionBlock(shape, hidden, epsilon, room)
+        case Mamba():
+            return MambaBlock(shape, hidden, room)
         case Mamba2():
             return Mamba2Block(shape, hidden, epsilon, room)
         case GatedDelta():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.kernels.elements import Element, StatePart
-from tenuto.models.config import Attention, GatedDelta, Mamba2, ModelConfig
+from tenuto.models.config import Attention, GatedDelta, Mamba, Mamba2, ModelConfig, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,15 @@ def layer_groups(
     return tuple(LayerGroup(shape, tuple(layers)) for shape, layers in found.items())
 
 
-def state_parts(mixer: Mamba2 | GatedDelta, convolution: Element, state: Element) -> tuple[StatePart, StatePart]:
+def state_parts(mixer: Recurrent, convolution: Element, state: Element) -> tuple[StatePart, StatePart]:
     """Of one layer: the inputs that precede the next token's in the convolution, [channels, kernel - 1], and the
-    recurrent state, [heads, head_dim, state] of Mamba-2 and [value_heads, key_dim, value_dim] of a gated delta net."""
+    recurrent state: [channels, state] of Mamba, [heads, head_dim, state] of Mamba-2, and [value_heads, key_dim,
+    value_dim] of a gated delta net."""
     match mixer:
-        case Mamba2() as m:
-            recurrent: tuple[int, ...] = (m.heads, m.head_dim, m.state)
+        case Mamba() as m:
+            recurrent: tuple[int, ...] = (m.channels, m.state)
+        case Mamba2() as m2:
+            recurrent = (m2.heads, m2.head_dim, m2.state)
         case GatedDelta() as g:
             recurrent = (g.value_heads, g.key_dim, g.value_dim)
     return StatePart((mixer.convolved, mixer.kernel - 1), convolution), StatePart(recurrent, state)

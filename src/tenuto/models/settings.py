@@ -209,15 +209,17 @@ class Settings:
             return made_for
         return max(made_for, int(original * scaling.get("factor", float)))
 
-    def facts(self, eos: tuple[int, ...], *, tied: bool = False, norm_eps: float | None = None) -> dict[str, Any]:
+    def facts(
+        self, eos: tuple[int, ...], *, tied: bool = False, norm_eps: float | None = None, context: int | None = None
+    ) -> dict[str, Any]:
         """What all families say of the whole model in the same words, as fields of `ModelConfig`; `tied` is what they
-        mean if they do not say. `norm_eps`, if a family says that in other words."""
+        mean if they do not say. `norm_eps` and `context`, if a family says that in other words."""
         return {
             "hidden": self.get("hidden_size", int),
             "vocab": self.get("vocab_size", int),
             "norm_eps": self.get("rms_norm_eps", float) if norm_eps is None else norm_eps,
             "tied": self.get("tie_word_embeddings", bool, tied),
-            "max_context": self._longest(),
+            "max_context": self._longest() if context is None else context,
             "eos": eos,
             "bos": self.optional("bos_token_id", int),
             "dtype": str(self._values.get("dtype") or self._values.get("torch_dtype") or "float32"),

@@ -6,10 +6,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from tenuto.base.errors import InvariantError
 from tenuto.kernels.native import library
 from tenuto.kernels.native.library import Matrix, Op, OpKind
 from tenuto.kernels.native.pack import LANES
-from tenuto.models.config import Attention, GatedDelta, Mamba2, Mixer
+from tenuto.models.config import Attention, GatedDelta, Mamba, Mamba2, Mixer
 from tenuto.models.native.building import Building, op
 from tenuto.models.native.key_scales import key_scales
 from tenuto.models.weights import Floats
@@ -21,6 +22,8 @@ def mixer(b: Building, shape: Mixer, layer: int, name: str, *, apart: bool) -> l
     match shape:
         case Attention():
             return _attention(b, shape, layer, name, apart=apart)
+        case Mamba():
+            raise InvariantError("a layer of Mamba is an obstacle to the native kernels")
         case Mamba2():
             return _mamba2(b, shape, layer, name, apart=apart)
         case GatedDelta():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tenuto.kernels.native.pack import LANES
-from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba2, Mlp, ModelConfig
+from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba, Mamba2, Mlp, ModelConfig
 
 MAX_HEAD_DIM = 1024
 """What `attending.h` has room for."""
@@ -13,6 +13,8 @@ MAX_HEAD_DIM = 1024
 
 def obstacle(config: ModelConfig) -> str | None:
     """Why the native kernels cannot run a model of this shape, if they cannot."""
+    if any(isinstance(mixer, Mamba) for mixer in config.mixers):
+        return "it has layers of Mamba, which they do not compute, only those of Mamba-2"
     sizes = dict.fromkeys(size for layer in config.layers for size in _sizes(layer))
     odd = [f"{name} {size}" for name, size in (*sizes, ("hidden", config.hidden)) if size % LANES]
     if odd:
@@ -31,6 +33,8 @@ def _sizes(layer: Layer) -> Iterator[tuple[str, int]]:
         match mixer:
             case Attention() as a:
                 yield "head_dim", a.head_dim
+            case Mamba():
+                pass  # which is an obstacle by itself
             case Mamba2() as m:
                 yield "Mamba-2 head", m.head_dim
                 yield "convolution", m.convolved
