@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from tenuto.base.errors import TenutoError
 from tenuto.base.messages import Detokenize
-from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
+from tenuto.serve.sglang.logprobs import entry, likeliest
 from tenuto.serve.sglang.requests import Running
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
@@ -46,7 +48,10 @@ class AnswerEvents:
         running.reply.take(delta)
         if _asks(self._edge, running, delta.result):
             return partial(self._asked, index, delta)
-        return self._event(index, _plain(self._edge, running, delta.result))
+        answer = _plain(self._edge, running, delta.result)
+        if running.prompt_logprobs is not None:
+            answer["meta_info"] |= _known_logprobs(running, running.prompt_logprobs)
+        return self._event(index, answer)
 
     async def _asked(self, index: int, delta: Delta) -> bytes:
         return self._event(index, await _answer(self._edge, self._running[index], delta.result, delta.delivered))
@@ -62,10 +67,11 @@ class AnswerEvents:
 
 
 def _asks(edge: Edge, running: Running, result: TurnResult | None) -> bool:
-    """Whether the engine must be asked for texts of the output."""
+    """Whether the engine must be asked for texts."""
     output = running.item.output
     stop = result.stop if result is not None else None
-    return output.logprobs or output.special_tokens or _differs(edge, stop, trim_stop=output.trim_stop)
+    unknown = output.logprobs and running.prompt_logprobs is None
+    return unknown or output.special_tokens or _differs(edge, stop, trim_stop=output.trim_stop)
 
 
 async def _answer(edge: Edge, running: Running, result: TurnResult | None, delivered: int = 0) -> dict[str, Any]:
@@ -123,9 +129,9 @@ async def _text(edge: Edge, running: Running, result: TurnResult | None, deliver
     tokens = reply.token_ids if result is not None else reply.token_ids[:delivered]
     if output.trim_stop and isinstance(stop, int):
         tokens = tokens[:-1]
-    text = await edge.link.call(Detokenize(tokens=tokens, special=output.special_tokens))
+    text = await edge.link.call(Detokenize(tenant=running.tenant, tokens=tokens, special=output.special_tokens))
     if output.trim_stop and isinstance(stop, str):
-        whole = await edge.link.call(Detokenize(tokens=tokens))
+        whole = await edge.link.call(Detokenize(tenant=running.tenant, tokens=tokens))
         cut = whole[len(reply.text) :]  # what matched and all behind it
         text = text[: text.rfind(cut)] if cut in text else text
     return text
@@ -143,16 +149,23 @@ def _differs(edge: Edge, stop: str | int | None, *, trim_stop: bool) -> bool:
 
 async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
     """Lists of [log-probability, token id, text]; the prompt's first entry has no log-probability."""
-    output, reply = running.item.output, running.reply
+    if running.prompt_logprobs is not None:
+        return _known_logprobs(running, running.prompt_logprobs)
+    output = running.item.output
     prompt = await _prompt_logprobs(edge, running) if output.logprob_start >= 0 else []
-    lists: dict[str, Any] = {
-        "input_token_logprobs": [entry for entry, _ in prompt],
-        "output_token_logprobs": [_entry(token, text=output.token_text) for token in reply.logprobs],
-    }
+    lists = {"input_token_logprobs": msgspec.Raw(msgspec.json.encode([entry for entry, _ in prompt]))}
     if output.top_logprobs:
-        lists["input_top_logprobs"] = [top for _, top in prompt]
-        lists["output_top_logprobs"] = [_top(token, text=output.token_text) for token in reply.logprobs]
-    return lists
+        lists["input_top_logprobs"] = msgspec.Raw(msgspec.json.encode([top for _, top in prompt]))
+    if running.reply.token_ids:  # with the first of which those of the prompt have come
+        running.prompt_logprobs = lists
+    return _known_logprobs(running, lists)
+
+
+def _known_logprobs(running: Running, prompt: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    """`_logprobs`, with those of the prompt."""
+    output = running.item.output
+    lists = running.output_logprobs.lists(running.reply, top=bool(output.top_logprobs), text=output.token_text)
+    return prompt | lists
 
 
 async def _prompt_logprobs(edge: Edge, running: Running) -> list[tuple[list[Any], list[Any] | None]]:
@@ -166,17 +179,9 @@ async def _prompt_logprobs(edge: Edge, running: Running) -> list[tuple[list[Any]
     first = ticket.prompt[output.logprob_start]
     text = None
     if output.token_text:
-        text = await edge.link.call(Detokenize(tokens=[first]))
+        text = await edge.link.call(Detokenize(tenant=running.tenant, tokens=[first]))
     rest = [token for token in logprobs[output.logprob_start + 1 - ticket.history :] if token is not None]
     return [
         ([None, first, text], None),
-        *((_entry(token, text=output.token_text), _top(token, text=output.token_text)) for token in rest),
+        *((entry(token, text=output.token_text), likeliest(token, text=output.token_text)) for token in rest),
     ]
-
-
-def _entry(token: TokenLogprob | Candidate, *, text: bool) -> list[Any]:
-    return [token.logprob, token.token, token.raw.decode(errors="replace") if text else None]
-
-
-def _top(token: TokenLogprob, *, text: bool) -> list[Any]:
-    return [_entry(candidate, text=text) for candidate in token.top]

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import msgspec
 from fastapi import Depends, Request
 from msgspec.structs import replace
 
@@ -28,6 +29,7 @@ from tenuto.base.messages import GetSession, OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.turns import Transcript
 from tenuto.serve.sglang.branches import Branches, Place
+from tenuto.serve.sglang.logprobs import OutputLogprobs
 from tenuto.serve.sglang.schemas import Item, OpenSessionRequest, SessionParams
 from tenuto.serve.shared.edge import Edge, EdgeOf
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -45,7 +47,8 @@ MAX_SESSIONS = 100_000
 class Running:
     """One answer in progress. `sample`: its index among the answers to one prompt. `started`, `ended`: by
     `time.perf_counter`. `reply`: the part of the turn in the answer so far. `turn`: set once the engine has accepted
-    it. `prompt`: the turn that computed the prompt, if there are several samples."""
+    it. `prompt`: the turn that computed the prompt, if there are several samples. `prompt_logprobs`: the lists of the
+    prompt, once they are complete; `output_logprobs`: those of the output as they are written."""
 
     tenant: str
     rid: str
@@ -57,6 +60,8 @@ class Running:
     reply: Transcript = field(default_factory=Transcript)
     turn: LiveTurn | None = None
     prompt: LiveTurn | None = None
+    prompt_logprobs: dict[str, msgspec.Raw] | None = None
+    output_logprobs: OutputLogprobs = field(default_factory=OutputLogprobs)
     samples: Samples | None = None
     branches: Branches | None = None
     place: Place | None = None

@@ -1,0 +1,38 @@
+"""Log-probabilities of SGLang's streams: every event has all so far, and each is written once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.turns import Delta, Transcript
+from tenuto.serve.sglang import logprobs
+from tenuto.serve.sglang.logprobs import OutputLogprobs
+
+
+def scored(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -0.5, (Candidate(token, -0.5, b"a"), Candidate(7, -1.5, b"\xff")), b"a")
+
+
+def test_every_event_has_all_entries_and_each_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    entry = logprobs.entry
+    monkeypatch.setattr(
+        logprobs, "entry", lambda token, *, text: written.append(token.token) or entry(token, text=text)
+    )
+    reply, output = Transcript(), OutputLogprobs()
+    for event in range(1, 51):
+        reply.take(Delta([event], "a", event, logprobs=(scored(event),)))
+        told = {name: bytes(raw) for name, raw in output.lists(reply, top=True, text=True).items()}
+        one = ",".join(f'[-0.5,{n},"a"]' for n in range(1, event + 1))
+        assert told["output_token_logprobs"].decode() == f"[{one}]"
+        several = ",".join(f'[[-0.5,{n},"a"],[-1.5,7,"\ufffd"]]' for n in range(1, event + 1))
+        assert told["output_top_logprobs"].decode() == f"[{several}]"
+    assert len(written) == 3 * 50
+
+
+def test_an_event_without_news_repeats_what_there_was() -> None:
+    output = OutputLogprobs()
+    assert {name: bytes(raw) for name, raw in output.lists(Transcript(), top=False, text=True).items()} == {
+        "output_token_logprobs": b"[]"
+    }
