@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tenuto.base.sampling import Candidate, TokenLogprob
@@ -17,12 +19,15 @@ def scored(token: int) -> TokenLogprob:
 def test_every_event_has_all_entries_and_each_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
     entry = logprobs.entry
-    monkeypatch.setattr(
-        logprobs, "entry", lambda token, *, text: written.append(token.token) or entry(token, text=text)
-    )
+
+    def counted(token: TokenLogprob | Candidate, *, text: bool) -> list[Any]:
+        written.append(token.token)
+        return entry(token, text=text)
+
+    monkeypatch.setattr(logprobs, "entry", counted)
     reply, output = Transcript(), OutputLogprobs()
     for event in range(1, 51):
-        reply.take(Delta([event], "a", event, logprobs=(scored(event),)))
+        reply.take(Delta((event,), "a", event, logprobs=(scored(event),)))
         told = {name: bytes(raw) for name, raw in output.lists(reply, top=True, text=True).items()}
         one = ",".join(f'[-0.5,{n},"a"]' for n in range(1, event + 1))
         assert told["output_token_logprobs"].decode() == f"[{one}]"
