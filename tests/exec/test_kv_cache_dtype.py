@@ -25,7 +25,7 @@ from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import Machine
-from tenuto.models.config import Attention
+from tenuto.models.config import Attention, Layer, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.native.key_scales import key_scales
@@ -55,6 +55,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 PART = 32
 """Dimensions of a key with a scale of their own."""
+
+
+def made_of(*mixers: Attention) -> ModelConfig:
+    layers = tuple(Layer(mixer, None) for mixer in mixers)
+    return ModelConfig(layers, 32, 8, 1e-5, tied=True, max_context=64, eos=(), bos=None, dtype="float32")
 
 
 def in_bytes(values: torch.Tensor, part: int) -> torch.Tensor:
@@ -156,17 +161,51 @@ def test_dimensions_in_which_keys_are_far_larger_do_not_cost_the_others_their_pr
 
 
 def test_keys_are_scaled_by_how_large_their_weights_make_them() -> None:
-    norm = torch.ones(64).numpy()
-    norm[3], norm[40] = 70.0, 9.0
-    shape = Attention(2, 1, 64, Rope(1e4, linear_divisors(64, 1.0)), 0.125, qk_norm=True)
-    panels = Panels([("a.k_norm.weight", StoredWeight.of(norm, Kind.F32))], plain=False)
-    scales = key_scales(panels, shape, "a.", "n", 32)
-    assert scales is not None
-    assert {i: float(scale) for i, scale in enumerate(scales) if scale != 1} == {
-        3: 1 / 64, 35: 1 / 64,  # rotated together
+    shape = Attention(1, 1, 64, Rope(1e4, linear_divisors(64, 1.0)), 0.125, qk_norm=True)
+    config = made_of(shape, shape, replace(shape, qk_norm=False))
+    norms = torch.ones(2, 64).numpy()
+    norms[0, 3], norms[0, 40], norms[1, 7] = 20.0, 9.0, 70.0
+    weights = [
+        (f"model.layers.{i}.self_attn.{name}.weight", StoredWeight.of(value, Kind.F32))
+        for i in range(3)
+        for name, value in (("k_norm", norms[i % 2]), ("k_proj", np.ones((64, 32), np.float32)))
+    ]
+    keys = key_scales(config, Panels(weights, plain=False))
+    assert {i: float(scale) for i, scale in enumerate(keys.scales[0]) if scale != 1} == {
+        3: 1 / 16, 35: 1 / 16,  # rotated together
         8: 1 / 8, 40: 1 / 8,
     }  # fmt: skip
-    assert key_scales(panels, replace(shape, qk_norm=False), "a.", "n", 32) is None
+    assert (set(keys.scales), set(keys.wide)) == ({0}, {1})
+    again = key_scales(config, Panels(weights, plain=False), wide=frozenset({2}))  # as memory has been laid out
+    assert (set(again.scales), set(again.wide)) == ({0, 1}, {2})
+
+
+@every_variant
+def test_layers_whose_keys_bytes_cannot_hold_stay_in_16_bits(tmp_path: Path, text: list[int], variant: str) -> None:
+    model = tiny_qwen2(max_position_embeddings=1024)
+    count = len(model.model.layers)
+    for layer in model.model.layers[1:]:
+        layer.self_attn.k_proj.bias.data[5] = 3000.0
+    model.float().save_pretrained(tmp_path)
+    executor = native(tmp_path, variant)
+    assert [group.kind for group in executor.spec.groups] == [GroupKind.FULL] * 2
+    assert f"8-bit keys and values, of 16 bits in {count - 1} of {count} layers" in executor.forward.description
+    whole = MixedDriver(executor, rows=1, units=100).logits({0: text}).clone()
+    driver = MixedDriver(executor, rows=1, units=100)
+    cut = torch.cat([driver.logits({0: text[a:b]}).clone() for a, b in ((0, 40), (40, 41), (41, LENGTH))])
+    assert torch.equal(cut, whole) or variant == "amx"
+    again = executor.load(None)
+    assert again.forward.spec == executor.spec
+    again.close()
+    executor.close()
+    model.model.layers[0].self_attn.k_proj.bias.data[5] = 3000.0
+    model.save_pretrained(tmp_path)
+    found = []
+    for kept_as in ("int8", "auto"):
+        executor = native(tmp_path, variant, kept_as)
+        found.append(MixedDriver(executor, rows=1, units=100).logits({0: text}).clone())
+        executor.close()
+    assert torch.equal(*found)
 
 
 @needs_variant

@@ -65,7 +65,8 @@ def load_executor(  # noqa: PLR0913 - each is an option of its own
         files, page_size, device, dtype, context, kernels, kept_as, cache, machine or Machine.this(), say
     )
     forward = opening.forward(files, checkpoint)
-    return ModelExecutor(forward, partial(opening.again, forward.config, forward.spec, forward.layout))
+    wide = forward.wide if isinstance(forward, NativeForward) else None
+    return ModelExecutor(forward, partial(opening.again, forward.config, forward.spec, forward.layout, wide))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +84,22 @@ class _Opening:
     machine: Machine
     say: Callable[[str], None]
 
-    def forward(self, files: ModelFiles, checkpoint: Checkpoint | None = None) -> Forward:
-        """Read a model, opened as `checkpoint` or still to be. Raises `ModelError` or `ConfigError`."""
+    def forward(
+        self, files: ModelFiles, checkpoint: Checkpoint | None = None, wide: frozenset[int] | None = None
+    ) -> Forward:
+        """Read a model, opened as `checkpoint` or still to be. `wide`: as `NativeProgram` takes it. Raises `ModelError`
+        or `ConfigError`."""
         checkpoint = checkpoint or open_checkpoint(files)
         longest = checkpoint.config.max_context
         config = checkpoint.config.within(min(self.context or longest, longest))
-        native = self._native_forward(config, checkpoint)
+        native = self._native_forward(config, checkpoint, wide)
         if native is not None:
             return native
         return _torch_forward(config, checkpoint.weights(), self.page_size, self.device, self.dtype)
 
-    def _native_forward(self, config: ModelConfig, checkpoint: Checkpoint) -> Forward | None:
+    def _native_forward(
+        self, config: ModelConfig, checkpoint: Checkpoint, wide: frozenset[int] | None
+    ) -> Forward | None:
         """`None` if plain PyTorch is to compute."""
         dtype, cache, kernels = self.dtype, self.cache, self.kernels
         if kernels == "torch" or not is_cpu(self.device) or dtype not in (None, "bfloat16") or cache is None:
@@ -106,7 +112,7 @@ class _Opening:
             return None
         try:
             found = _native(config, cache, self.machine, kernels, self.say)
-            packed = _packed(config, checkpoint.weights(), self.page_size, dtype, self.kv_cache_dtype)
+            packed = _packed(config, checkpoint.weights(), self.page_size, dtype, self.kv_cache_dtype, wide)
             return NativeForward(found, packed, threads=usable_cores())
         except Unavailable as reason:
             if kernels != "auto":
@@ -124,11 +130,13 @@ class _Opening:
                 f"plain PyTorch: {KVCacheDtype.AUTO.value}"
             )
 
-    def again(self, config: ModelConfig, spec: MemorySpec, layout: str, path: str | None) -> Forward:
-        """Read the model again, or the one at `path`. Raises `InvalidRequest` unless it has the shape `config`, and
-        `ModelError` or `ConfigError`."""
+    def again(
+        self, config: ModelConfig, spec: MemorySpec, layout: str, wide: frozenset[int] | None, path: str | None
+    ) -> Forward:
+        """Read the model again, or the one at `path`, for memory as it is. Raises `InvalidRequest` unless it has the
+        shape `config`, and `ModelError` or `ConfigError`."""
         files = self.files if path is None else resolve(path, cache_dir())
-        forward = self.forward(files)
+        forward = self.forward(files, wide=wide)
         differing = _differing(config, forward.config)
         if differing or forward.spec != spec or forward.layout != layout:
             forward.close()
@@ -175,9 +183,14 @@ def _native(config: ModelConfig, cache: Path, machine: Machine, kernels: str, sa
 
 
 def _packed(
-    config: ModelConfig, weights: Weights, page_size: int, dtype: str | None, kept_as: KVCacheDtype
+    config: ModelConfig,
+    weights: Weights,
+    page_size: int,
+    dtype: str | None,
+    kept_as: KVCacheDtype,
+    wide: frozenset[int] | None,
 ) -> NativeProgram:
     try:
-        return NativeProgram(config, weights, page_size, plain=dtype is not None, kv_cache_dtype=kept_as)
+        return NativeProgram(config, weights, page_size, plain=dtype is not None, kv_cache_dtype=kept_as, wide=wide)
     except OSError as error:
         raise ConfigError(f"there is no memory for the model's weights: {error}") from error

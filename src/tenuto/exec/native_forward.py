@@ -16,7 +16,7 @@ from tenuto.kernels.elements import KVCacheDtype
 from tenuto.kernels.native.library import Library, Moves, OpKind, Step
 from tenuto.kernels.native.sampling import logprobs, sample
 from tenuto.kernels.sampling import Choice, Masks
-from tenuto.models.config import ModelConfig
+from tenuto.models.config import Attention, ModelConfig
 from tenuto.models.native.program import NativeProgram
 
 
@@ -100,7 +100,9 @@ class NativeForward:
     @property
     def layout(self) -> str:
         weights = "native, values apart, plain weights" if self._model.plain else "native, values apart"
-        return f"{weights}, {self._kept_as}, scaled keys" if self._kept_as else weights
+        if not self._kept_as:
+            return weights
+        return f"{weights}, 8-bit keys and values but for {sorted(self._model.wide)}, scaled keys"
 
     @property
     def description(self) -> str:
@@ -110,7 +112,15 @@ class NativeForward:
     @property
     def _kept_as(self) -> str:
         """Words for keys and values that are not in 16 bits."""
-        return "8-bit keys and values" if self._model.kv_cache_dtype is KVCacheDtype.INT8 else ""
+        if self._model.kv_cache_dtype is not KVCacheDtype.INT8:
+            return ""
+        wide, layers = len(self._model.wide), sum(isinstance(mixer, Attention) for mixer in self._model.config.mixers)
+        return "8-bit keys and values" + (f", of 16 bits in {wide} of {layers} layers" if wide else "")
+
+    @property
+    def wide(self) -> frozenset[int]:
+        """Mixers whose keys and values are in 16 bits though others are in bytes."""
+        return self._model.wide
 
     @property
     def weight_bytes(self) -> int:

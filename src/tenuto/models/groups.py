@@ -60,15 +60,22 @@ class LayerGroup:
 
 
 def layer_groups(
-    config: ModelConfig, element: Element, convolutions: Element | None = None, *, in_bytes: bool = False
+    config: ModelConfig,
+    element: Element,
+    convolutions: Element | None = None,
+    *,
+    in_bytes: bool = False,
+    wide: frozenset[int] = frozenset(),
 ) -> tuple[LayerGroup, ...]:
-    """The groups of a model whose keys and values have elements of type `element`, or are `in_bytes`, in the order of
-    their first layers. Elements of convolutions' states are of type `convolutions`, if that is given."""
+    """The groups of a model whose keys and values have elements of type `element`, or are `in_bytes` except those of
+    the mixers in `wide`, in the order of their first layers. Elements of convolutions' states are of type
+    `convolutions`, if that is given."""
     found: dict[PageShape | StateShape, list[int]] = {}
     for i, mixer in enumerate(config.mixers):
         match mixer:
             case Attention() as a:
-                shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, element, in_bytes)
+                as_bytes = in_bytes and i not in wide
+                shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, element, as_bytes)
             case recurrent:
                 shape = StateShape(state_parts(recurrent, convolutions or element, Element(config.state_dtype)))
         found.setdefault(shape, []).append(i)

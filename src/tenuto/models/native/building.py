@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from tenuto.kernels.native import library
@@ -12,25 +13,24 @@ from tenuto.models.config import ModelConfig
 from tenuto.models.groups import LayerGroup, PageShape
 from tenuto.models.native.panels import Panels
 from tenuto.models.rope import Rope
+from tenuto.models.weights import Floats
 
 
 class Building:
     """Makes operations and what they point to, which lives as long as `panels` and `kept`."""
 
-    def __init__(self, config: ModelConfig, panels: Panels, groups: tuple[LayerGroup, ...]) -> None:
+    def __init__(
+        self, config: ModelConfig, panels: Panels, groups: tuple[LayerGroup, ...], key_scales: Mapping[int, Floats]
+    ) -> None:
+        """`key_scales`: as `KeyScales.scales`."""
         self.config = config
         self.panels = panels
         self.kept: list[object] = []
         self.places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         """The group of every mixer, and its number in it."""
-        self._groups = groups
+        self.key_scales = key_scales
         self._ropes: dict[Rope, int] = {}
         self._norms: dict[str, int] = {}
-
-    def keeps_bytes(self, layer: int) -> bool:
-        """Whether a mixer's keys and values are kept as bytes."""
-        shape = self._groups[self.places[layer][0]].shape
-        return isinstance(shape, PageShape) and shape.in_bytes
 
     def norm(self, kind: OpKind, name: str, reader: Matrix, **more: Any) -> Op:
         """A normalisation of the residual stream, for products with matrices such as `reader`. Mixers side by side have

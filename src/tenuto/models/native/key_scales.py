@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 
-from tenuto.models.config import Attention
+from tenuto.models.config import Attention, ModelConfig
 from tenuto.models.native.panels import Panels
 from tenuto.models.weights import Floats
 
 PART = 32
 """Dimensions of a key that share a scale as bytes."""
+MOST_STEPS = 5
+"""Keys in which a dimension is more than 2 ** 5 times as large as the median stay in 16 bits. Its own rounding to one
+of 256 steps would change scores more than all else together."""
 _LEAST = -24.0
 _TINY = np.float32(1e-30)
 
 
-def key_scales(panels: Panels, a: Attention, part: str, norm: str, hidden: int) -> Floats | None:
-    """Powers of two, float32 [kv_heads * head_dim], that keys of an attention layer are multiplied by before they
-    become bytes, and queries divided by. Scores stay what they are. `None`: all are 1.
+@dataclass(frozen=True, slots=True)
+class KeyScales:
+    """What is done to the keys of a model's attention layers before they become bytes, by the numbers of its mixers:
+    `scales`, powers of two, float32 [kv_heads * head_dim], that keys are multiplied by and queries divided by, so that
+    scores stay what they are. Layers that are `wide` keep keys and values in 16 bits."""
 
-    Some models have a few dimensions in which keys are far larger than in the others: Qwen2 by its biases, Qwen3 by
+    scales: Mapping[int, Floats]
+    wide: frozenset[int]
+
+
+def key_scales(config: ModelConfig, panels: Panels, wide: frozenset[int] | None = None) -> KeyScales:
+    """Some models have a few dimensions in which keys are far larger than in the others: Qwen2 by its biases, Qwen3 by
     the weights of its norms. As bytes, 32 dimensions share a scale, so one such dimension would leave the others a few
     steps of 256. How large each is follows from the weights, so they are scaled down to the median of their part.
-    `part` begins the names of the layer's weights; `norm` names the norm of its input, of `hidden` elements.
-    """
-    shape = (a.kv_heads, a.head_dim)
+    `wide`: the layers that are, if that has been decided before, for other weights. Raises `ModelError`."""
+    scales, found, number = dict[int, Floats](), set[int](), 0
+    for i, layer in enumerate(config.layers):
+        for mixer in layer.mixers:
+            steps = _steps(panels, mixer, f"model.layers.{i}.", config.hidden) if isinstance(mixer, Attention) else None
+            if steps is not None and wide is None and steps.min() < -MOST_STEPS:
+                found.add(number)
+            elif steps is not None and steps.any():
+                scales[number] = np.exp2(np.maximum(steps, _LEAST)).astype(np.float32).ravel()
+            number += 1
+    return KeyScales(scales, frozenset(found) if wide is None else wide)
+
+
+def _steps(panels: Panels, a: Attention, name: str, hidden: int) -> Floats | None:
+    """The logarithms of a layer's scales, float32 [kv_heads, head_dim]; `None` if nothing says how large its keys are.
+    `name` begins the names of its weights."""
+    shape, part = (a.kv_heads, a.head_dim), f"{name}self_attn."
+    panels.require(f"{part}k_proj.weight", a.kv_heads * a.head_dim, hidden)  # before anything is made for each of them
     if a.qk_norm:
         sizes = np.tile(np.abs(panels.look(f"{part}k_norm.weight", a.head_dim)), (a.kv_heads, 1))
     elif a.bias:
         bias = panels.look(f"{part}k_proj.bias", a.kv_heads * a.head_dim)
         weights = panels.look(f"{part}k_proj.weight", a.kv_heads * a.head_dim, hidden)
-        products = weights * panels.look(f"{norm}.weight", hidden)  # of inputs that are 1 in the quadratic mean
+        products = weights * panels.look(f"{name}input_layernorm.weight", hidden)  # of inputs that are 1 on average
         sizes = np.sqrt(np.square(products).sum(axis=1) + np.square(bias)).reshape(shape)
     else:
         return None
@@ -41,4 +69,4 @@ def key_scales(panels: Panels, a: Attention, part: str, norm: str, hidden: int) 
     if a.rope is not None:  # dimensions that are rotated together have to be scaled together
         pairs = a.rope.rotated // 2
         steps[:, :pairs] = steps[:, pairs : 2 * pairs] = np.minimum(steps[:, :pairs], steps[:, pairs : 2 * pairs])
-    return np.exp2(np.maximum(steps, _LEAST)).astype(np.float32).ravel() if steps.any() else None
+    return steps

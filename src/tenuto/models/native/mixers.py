@@ -12,7 +12,6 @@ from tenuto.kernels.native.library import Matrix, Op, OpKind
 from tenuto.kernels.native.pack import LANES
 from tenuto.models.config import Attention, GatedDelta, Mamba, Mamba2, Mixer
 from tenuto.models.native.building import Building, op
-from tenuto.models.native.key_scales import key_scales
 from tenuto.models.weights import Floats
 
 
@@ -33,7 +32,7 @@ def mixer(b: Building, shape: Mixer, layer: int, name: str, *, apart: bool) -> l
 def _attention(b: Building, a: Attention, layer: int, name: str, *, apart: bool) -> list[Op]:
     part, hidden, width = f"{name}self_attn.", b.config.hidden, a.heads * a.head_dim
     outputs = {"q": width * (2 if a.gated else 1), "k": a.kv_heads * a.head_dim, "v": a.kv_heads * a.head_dim}
-    scales = key_scales(b.panels, a, part, f"{name}input_layernorm", hidden) if b.keeps_bytes(layer) else None
+    scales = b.key_scales.get(layer)
     q, k, v = b.panels.matrices({f"{part}{n}_proj": size for n, size in outputs.items()}, hidden, bias=a.bias)
     (out,) = b.panels.matrices({f"{part}o_proj": hidden}, width, bias=a.out_bias)
     group, place = b.places[layer]

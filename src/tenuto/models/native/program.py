@@ -13,6 +13,7 @@ from tenuto.models.config import Layer, ModelConfig
 from tenuto.models.groups import layer_groups, memory_spec
 from tenuto.models.native.building import Building, group_of, op
 from tenuto.models.native.feed_forward import feed_forward
+from tenuto.models.native.key_scales import KeyScales, key_scales
 from tenuto.models.native.mixers import mixer
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.panels import Panels
@@ -35,8 +36,10 @@ class NativeProgram:
         *,
         plain: bool = False,
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
+        wide: frozenset[int] | None = None,
     ) -> None:
-        """`weights` as `Checkpoint.weights` says; with `plain` they become bfloat16. Raises `ModelError` if one is
+        """`weights` as `Checkpoint.weights` says; with `plain` they become bfloat16. `wide`: as in `KeyScales`, if that
+        has been decided before. Raises `ModelError` if one is
         missing, of a wrong shape, or unknown, or if there is an `obstacle`."""
         reason = obstacle(config)
         if reason is not None:
@@ -45,10 +48,13 @@ class NativeProgram:
         self.plain = plain
         self.kv_cache_dtype = kv_cache_dtype
         in_bytes = kv_cache_dtype is KVCacheDtype.INT8
-        groups = layer_groups(config, Element.BFLOAT16, convolutions=Element.FLOAT32, in_bytes=in_bytes)
-        self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
         self._panels = Panels(weights, plain=plain)
-        self._building = Building(config, self._panels, groups)
+        keys = key_scales(config, self._panels, wide) if in_bytes else KeyScales({}, frozenset())
+        self.wide = keys.wide
+        """Mixers whose keys and values are in 16 bits though others are in bytes."""
+        groups = layer_groups(config, Element.BFLOAT16, convolutions=Element.FLOAT32, in_bytes=in_bytes, wide=self.wide)
+        self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
+        self._building = Building(config, self._panels, groups, keys.scales)
         ops = self._operations()
         self._panels.end()
         self.ops = (Op * len(ops))(*ops)
