@@ -147,3 +147,27 @@ def test_a_command_does_the_same_beside_ten_and_beside_hundreds_of_idle_sessions
 
     calls(10)  # what is done once in a process is done
     assert calls(10) == calls(120)
+
+
+def test_a_step_in_which_a_draft_waits_does_the_same_beside_few_and_many_closed_sessions() -> None:
+    """Known fault: each looked at everything that closed sessions hold."""
+
+    def calls(closed: int) -> int:
+        stage = Stage(units=3 * closed + 100, recount=False, prefix_cache=True, context_length=2000, token_budget=600)
+        stage.told("idle", 300)
+        for i in range(closed):
+            stage.say(stage.open(f"p{i}").id, count_from(i + 20, 9), 1)
+        stage.play()
+        for session in list(stage.engine.sessions)[1:]:
+            stage.engine.close(session.id)
+        running = stage.say(stage.open("running").id, [1], 100)
+        stage.until(lambda: running.output)
+        draft = stage.engine.draft(stage.open("draft").id, count_from(7, 4 * (3 * closed + 50)))
+        stage.step()
+        stage.step()
+        assert len(stage.engine.sessions.prefixes) == closed
+        assert draft.session.memory.turn is None
+        return calls_of(stage.step)
+
+    calls(10)
+    assert calls(10) == calls(100)

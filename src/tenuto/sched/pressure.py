@@ -3,8 +3,10 @@ waiting ones, and running turns last. Nobody yields in vain."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import SessionState
+from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import Longs
@@ -37,8 +40,19 @@ class Rung(IntEnum):
     WAITING = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """What a closed session holds: units by group, and the checkpoint that it needs."""
+
+    units: list[tuple[int, npt.NDArray[np.int32]]]
+    needed: Checkpoint | None
+
+
 class Pressure:
     """Knows every session that holds memory without a running turn, and takes memory from them when it is short.
+
+    Invariant: `_closed` has what every closed session holds, which does not change until it is dropped;
+    `_closed_counts[group]` says how often each unit is among that, and `_needed` each checkpoint.
 
     What pinned sessions have committed is nobody's to take, only what their open turns have in memory besides. Within
     a rung the lowest priority yields first, then whoever has been there longest. Sessions that would free
@@ -56,6 +70,9 @@ class Pressure:
         self._places: dict[Session, tuple[Rung, int]] = {}
         self._pinned: dict[Session, None] = {}  # those that are pinned, and have memory
         self.yielded: Counter[str] = Counter()  # how often each rung yielded
+        self._closed: dict[Session, _Closed] = {}
+        self._closed_counts = [np.zeros(pool.capacity, np.int32) for pool in memory.pools]
+        self._needed: Counter[Checkpoint] = Counter()
         self._may_yield = MAX_YIELDS  # how many more in this step
         self.unfinished = False  # a turn got less room in this step than it needs, and gets more in the next
 
@@ -78,6 +95,28 @@ class Pressure:
             self._pinned.pop(session, None)
             if session.state is not SessionState.CLOSED and session.memory.computed:
                 self._pinned[session] = None
+        if session not in self._closed and place == (Rung.PREFIX, 0):
+            self._count_closed(session)
+        elif session in self._closed and place is None:
+            self._forget_closed(session)
+
+    def _count_closed(self, session: Session) -> None:
+        leases = ((group, lease) for group, table in enumerate(session.memory.tables) for lease in table.leases())
+        closed = _Closed([(group, units_of(lease)) for group, lease in leases], session.memory.checkpoints.needed)
+        for group, units in closed.units:
+            self._closed_counts[group][units] += 1
+        if closed.needed is not None:
+            self._needed[closed.needed] += 1
+        self._closed[session] = closed
+
+    def _forget_closed(self, session: Session) -> None:
+        closed = self._closed.pop(session)
+        for group, units in closed.units:
+            self._closed_counts[group][units] -= 1
+        if closed.needed is not None:
+            self._needed[closed.needed] -= 1
+            if not self._needed[closed.needed]:
+                del self._needed[closed.needed]
 
     @staticmethod
     def _place(session: Session) -> tuple[Rung, int] | None:
@@ -118,19 +157,18 @@ class Pressure:
 
     def _reclaimable(self) -> Masks:
         """The same, as masks. A checkpoint that an open session needs too is not for closed sessions to give."""
-        held = [self._memory.cache.leases(group) for group in range(len(self._memory.pools))]
-        closed = [s for (rung, _), sessions in self._rungs.items() if rung is Rung.PREFIX for s in sessions]
-        for session in closed:
-            for counts, table in zip(held, session.memory.tables, strict=True):
-                for lease in table.leases():
-                    counts[units_of(lease)] += 1
-        for checkpoint, pins in Counter(session.memory.checkpoints.needed for session in closed).items():
-            if checkpoint is not None and checkpoint.pins == pins:
-                for counts, part in zip(held, checkpoint.parts, strict=True):
+        units = [array("i") for _ in self._memory.pools]
+        for checkpoint, pins in self._needed.items():
+            if checkpoint.pins == pins:
+                for listed, part in zip(units, checkpoint.parts, strict=True):
                     if part is not None:
-                        counts[units_of(part)] += 1
-        pools = zip(held, self._memory.pools, strict=True)
-        return tuple((counts > 0) & (counts == np.frombuffer(pool.counts, np.int32)) for counts, pool in pools)
+                        listed.extend(part.units)
+        masks = []
+        for group, (listed, pool) in enumerate(zip(units, self._memory.pools, strict=True)):
+            held = self._memory.cache.leases(group) + self._closed_counts[group]
+            held += np.bincount(np.frombuffer(listed, np.int32), minlength=pool.capacity)
+            masks.append((held > 0) & (held == np.frombuffer(pool.counts, np.int32)))
+        return tuple(masks)
 
     # -- making room
 
