@@ -377,3 +377,43 @@ def test_a_message_that_cannot_fit_is_refused_by_every_interface_as_before(http:
     assert refusal(http.get("/v1/sessions/fresh")) == (404, "not_found")
     after = turn(http, "/v1/sessions/whole", input=[{"role": "user", "content": "y"}])
     assert after["version"] == before["version"] + 1
+
+
+# -- old clients
+
+
+def exchanged(
+    server: Server, method: str, path: str, body: dict[str, Any] | None = None
+) -> tuple[dict[str, str], bytes]:
+    """Headers, with the status as `status`, and body of an answer to a client of HTTP/1.0."""
+    content = json.dumps(body).encode() if body is not None else b""
+    head = f"{method} {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    with Raw(server) as raw:
+        raw.send(head.encode() + content)
+        whole = raw.answer_of(2**20)
+    first, *lines = whole.partition(b"\r\n\r\n")[0].decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return {**headers, "status": first.split()[1]}, whole.partition(b"\r\n\r\n")[2]
+
+
+def test_a_client_of_http_1_0_gets_answers_without_chunks_that_end_with_the_connection(witness: Server) -> None:
+    body = {"input_ids": [5, 6], "stream": True, "sampling_params": {"max_new_tokens": 5, "temperature": 0}}
+    headers, events = exchanged(witness, "POST", "/generate", body)
+    assert "transfer-encoding" not in headers
+    assert (headers["status"], headers["connection"]) == ("200", "close")
+    *told, done = events.decode().strip().split("\n\n")
+    assert done == "data: [DONE]"
+    with witness.client() as http:
+        whole = http.post("/generate", json={**body, "stream": False}).json()
+    assert json.loads(told[-1].removeprefix("data: "))["output_ids"] == whole["output_ids"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_client_of_http_1_0_gets_answers_of_known_length_as_others_do(witness: Server, method: str) -> None:
+    headers, body = exchanged(witness, method, "/v1/models")
+    assert "transfer-encoding" not in headers
+    if method == "GET":
+        assert (headers["status"], len(body)) == ("200", int(headers["content-length"]))
+        assert json.loads(body)["object"] == "list"
+    else:
+        assert body == b""

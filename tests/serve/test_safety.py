@@ -12,14 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from tenuto.base.errors import ConfigError, EngineStopped, TenutoError
+from tenuto.serve.sglang.server import _paths
 from tenuto.serve.shared.errors import Failure
-from tenuto.serve.shared.settings import ServeSettings, read_keys
+from tenuto.serve.shared.settings import ServeSettings, Tenant, read_keys
 from tests.serve.server import START_SECONDS, Server, serving
 from tests.serve.test_native import LONG, events, refusal, turn
 
@@ -144,6 +146,20 @@ def test_what_concerns_everyone_needs_an_admin_key(guarded: Server, ann: httpx.C
         for method, path in places:
             assert refusal(ann.request(method, path)) == (403, "forbidden"), path
             assert root.request(method, path).status_code == 200, path
+
+
+def test_only_an_admin_is_told_where_the_models_files_are() -> None:
+    edge: Any = SimpleNamespace(
+        served_name="served",
+        model=SimpleNamespace(path="/secret/model.gguf", model="model"),
+        weights=SimpleNamespace(path="/secret/others.gguf"),
+    )
+    told = {"model_path": "served", "tokenizer_path": "served"}
+    assert _paths(edge, Tenant("ann")) == told
+    assert _paths(edge, Tenant("root", admin=True)) == {
+        "model_path": "/secret/others.gguf",
+        "tokenizer_path": "/secret/model.gguf",
+    }
 
 
 def test_metrics_may_be_shown_to_all() -> None:

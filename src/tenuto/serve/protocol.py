@@ -39,11 +39,12 @@ class ConnectionLimits:
 
 
 class RequestClient:
-    """The `Client` of one request."""
+    """The `Client` of one request. `unframed`: its answer ends with the connection, and has no chunks."""
 
-    __slots__ = ("_cycle", "_flow", "_gone", "_transport")
+    __slots__ = ("_cycle", "_flow", "_gone", "_transport", "unframed")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
+        self.unframed = False
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
@@ -52,11 +53,12 @@ class RequestClient:
     def write(self, part: bytes) -> bool:
         """See `Client`; written as uvicorn would."""
         cycle = self._cycle
-        if cycle.disconnected or not cycle.chunked_encoding:  # which is unset before the body and for HEAD
+        framed = cycle.chunked_encoding  # unset before the body and for HEAD
+        if cycle.disconnected or not (framed or self.unframed):
             return True
         if self._flow.write_paused:
             return False
-        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if framed else part)
         return True
 
     async def drain(self) -> None:
@@ -73,6 +75,24 @@ class RequestClient:
         """The connection is lost."""
         if self._gone is not None:
             self._gone()
+
+
+def answer_unframed(cycle: RequestResponseCycle, client: RequestClient) -> None:
+    """For clients of HTTP/1.0, which knows no chunks: an answer of unknown length ends with the connection."""
+    send = cycle.send
+
+    async def send_unframed(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            lengths = [value for name, value in message["headers"] if name.lower() == b"content-length"]
+            bodiless = cycle.scope["method"] == "HEAD" or message["status"] in (204, 304)
+            client.unframed = not lengths and not bodiless
+            if client.unframed:
+                cycle.chunked_encoding = False
+        elif client.unframed:
+            cycle.expected_content_length = len(message.get("body", b""))  # as much as comes now, and then no more
+        await send(message)
+
+    cycle.send = send_unframed  # type: ignore[method-assign] # looked up when the request's task begins
 
 
 class BoundedProtocol(WatchedConnection):
@@ -146,6 +166,8 @@ class BoundedProtocol(WatchedConnection):
         super().on_headers_complete()
         self._client = RequestClient(self.cycle)
         self.cycle.scope["extensions"] = {EXTENSION: self._client}  # type: ignore[dict-item] # see `Client`
+        if self.cycle.scope["http_version"] == "1.0":
+            answer_unframed(self.cycle, self._client)
 
     def on_body(self, body: bytes) -> None:
         self._around = 0

@@ -127,11 +127,11 @@ async def _probe(edge: Edge) -> bool:
 
 @router.get("/get_model_info", responses=REFUSALS)
 @router.get("/model_info", responses=REFUSALS)
-async def model_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
+async def model_info(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
     """The model."""
     edge.require_engine()
     return {
-        **_paths(edge),
+        **_paths(edge, tenant),
         "is_generation": True,
         "preferred_sampling_params": None,
         "weight_version": edge.weights.version,
@@ -140,19 +140,22 @@ async def model_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     }
 
 
-def _paths(edge: Edge) -> dict[str, str]:
+def _paths(edge: Edge, tenant: Tenant) -> dict[str, str]:
+    """Where the model's files are, which only an admin is told."""
+    if not tenant.admin:
+        return {"model_path": edge.served_name, "tokenizer_path": edge.served_name}
     model = edge.model.path or edge.model.model
     return {"model_path": edge.weights.path or model, "tokenizer_path": model}
 
 
 @router.get("/get_server_info", responses=REFUSALS)
 @router.get("/server_info", responses=REFUSALS)
-async def server_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
+async def server_info(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
     """The model, its memory, and what the engine is doing."""
     model, settings = edge.model, edge.settings
     stats = await edge.link.call(GetStats())
     return {
-        **_paths(edge),
+        **_paths(edge, tenant),
         "served_model_name": edge.served_name,
         "host": settings.host,
         "port": settings.port,
