@@ -622,3 +622,14 @@ def test_a_disk_that_neither_writes_nor_removes_costs_only_time(writing, tmp_pat
     monkeypatch.setattr(Path, "unlink", broken)
     slow.engine.close("s")
     slow.engine.audit()
+
+
+def test_a_session_whose_pages_are_in_two_files_comes_back_whole(tmp_path) -> None:
+    stage = Stage(units=60, disk=UnitFiles(tmp_path, 10**7))
+    session = stage.told("s", 40)
+    for _ in range(2):
+        stage.engine.lifecycle.drop(session)
+        turn = stage.say("s", [5, 6, 7, 8, 9], 3)
+        before = len(session.history)
+        stage.play()
+        assert present(turn.result).usage.cached == before - 1

@@ -319,24 +319,6 @@ def test_a_turn_that_runs_alone_waits_while_those_who_share_a_page_yield_over_se
     assert list(turn.output) == continuation(count_from(7, 20), 40)
 
 
-def test_of_closed_sessions_one_that_has_a_page_alone_yields_before_two_that_share_one() -> None:
-    stage = Stage(units=30, prefix_cache=True)
-    for name, start in (("first", 1), ("alone", 500)):
-        stage.open(name)
-        stage.append(name, count_from(start, 37))
-        stage.play()
-        if name == "first":
-            stage.engine.fork("first", child="second")
-            stage.say("second", [7], 1)
-            stage.play()
-    for name in ("first", "second", "alone"):
-        stage.engine.close(name)
-    stage.open("n")
-    stage.say("n", count_from(77, 4 * (stage.engine.memory.pools[0].free + 1)), 1)
-    stage.play()
-    assert stage.engine.pressure.yielded["prefix"] == 1
-
-
 def test_of_two_families_that_share_their_pages_one_is_enough() -> None:
     stage = Stage(units=40)
     stage.told("a", tokens=40, output=1)
@@ -347,3 +329,4 @@ def test_of_two_families_that_share_their_pages_one_is_enough() -> None:
     stage.say("n", count_from(77, 4 * (stage.engine.memory.pools[0].free + 1)), 1)
     stage.play()
     assert stage.engine.pressure.yielded["idle"] == 3, "those who share with the first"
+    assert stage.engine.sessions.get("x").memory.computed == 40

@@ -18,6 +18,7 @@ from tenuto.session import registry
 from tenuto.session.registry import MAX_ID_LENGTH, Registry
 from tenuto.session.session import Session, Turn
 from tests.clock import ManualClock
+from tests.engine.stage import Stage
 from tests.memory.scribe import FULL, make_shape, make_spec
 from tests.present import present
 
@@ -264,3 +265,14 @@ def test_of_many_sessions_that_expire_together_a_few_do_so_at_a_time(monkeypatch
     assert [len(ids) for ids in found] == [4, 4, 2, 0]
     assert sorted(chain(*found)) == [f"s{i}" for i in range(10)]
     assert not office.registry.more_expired
+
+
+def test_an_idle_session_is_told_once_that_it_is_to_leave_the_device() -> None:
+    stage = Stage()
+    session = stage.told("s", ttl=100.0)
+    stage.clock.advance(60.0)
+    sessions = stage.engine.sessions
+    assert not sessions.expired()
+    assert sessions.take_resting() == [session]
+    assert not sessions.expired()
+    assert not sessions.take_resting()

@@ -32,6 +32,7 @@ JUSTIFIED: dict[str, str] = {
     "memory.tiers: unit.place = ELSEWHERE": "the units of a move that failed are released with it",
     "memory.tiers: return number if there and": "likewise: nobody has the units of a move that is not usable",
     "memory.tiers: if self._copies.get((unit.group": "a copy that nobody refers to is not taken for one",
+    "sched.pressure: if self._drop_one(short, set()": "closed sessions that are kept each have something of their own",
     "memory.session_memory: if needed is None or needed": "the units that others have, too, are not counted as its own",
 }
 """What may be planted without the simulator noticing, by part of its name, and why that is right."""

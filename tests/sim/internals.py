@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,6 +157,25 @@ def of_closed_sessions(engine: Engine) -> tuple[int, ...]:
                 counts[unit] = counts.get(unit, 0) + 1
     pairs = zip(pools, theirs, strict=True)
     return tuple(sum(pool.counts[unit] == n for unit, n in counts.items()) for pool, counts in pairs)
+
+
+def reclaimable(engine: Engine) -> list[int]:
+    """Units of each group that nobody holds but closed sessions, and checkpoints that no open session needs."""
+    pools = engine.memory.pools
+    theirs: list[Counter[int]] = [Counter() for _ in pools]
+    index = {id(pool): group for group, pool in enumerate(pools)}
+    needed, checkpoints = set(), {}
+    for session in engine.sessions:
+        turn = session.memory.turn
+        needed.add(session.memory.checkpoints.needed)
+        needed.update((turn.source, turn.checkpoints.needed) if turn is not None else ())
+    for session in (*engine.sessions, *engine.sessions.prefixes):
+        checkpoints.update({each: None for each in session.memory.holders() if isinstance(each, Checkpoint)})
+    closed = [session.memory.leases() for session in engine.sessions.prefixes]
+    for leases in (*closed, *(each.leases() for each in checkpoints if each not in needed)):
+        for lease in leases:
+            theirs[index[id(lease.pool)]].update(lease.units)
+    return [sum(pool.counts[u] == n for u, n in units.items()) for pool, units in zip(pools, theirs, strict=True)]
 
 
 def exclusive(session: Session) -> tuple[int, ...]:

@@ -242,6 +242,8 @@ class World:
             if self.engine.sessions.use(tenant).tokens != count:
                 self.found("tenants", f"{self.engine.sessions.use(tenant)}, its sessions have {count} tokens")
         internals.check_tables(self.engine, self.config.lookahead)
+        if (told := self.engine.pressure.reclaimable().tolist()) != (counted := internals.reclaimable(self.engine)):
+            self.found("rungs", f"closed sessions and checkpoints could give {told} units, by count {counted}")
         check_tenants(self.engine.sessions)
         if (kept := keeping.kept_in_vain(self.engine)) is not None:
             self.found("kept in vain", kept)

@@ -276,3 +276,9 @@ def test_where_no_token_may_come_there_is_no_mask_and_the_next_token_is_a_failur
     assert constraint.masks(()) is None
     assert not constraint.push(1)
     assert constraint.failure
+
+
+def test_of_control_tokens_only_those_that_a_grammar_names_may_end_what_could_go_on() -> None:
+    constraint = compiler().constraint(Grammar("lark", f"start: /[ab]+/ <[{END - 1}]>"))
+    constraint.push(TOKENS.encode("a")[0])
+    assert {END - 1, END} & allowed(constraint) == {END - 1}
