@@ -164,7 +164,8 @@ def reclaimable(engine: Engine) -> list[int]:
     pools = engine.memory.pools
     theirs: list[Counter[int]] = [Counter() for _ in pools]
     index = {id(pool): group for group, pool in enumerate(pools)}
-    needed, checkpoints = set(), {}
+    needed = set()
+    checkpoints: dict[Checkpoint, None] = {}
     for session in engine.sessions:
         turn = session.memory.turn
         needed.add(session.memory.checkpoints.needed)
