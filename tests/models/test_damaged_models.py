@@ -93,6 +93,14 @@ def test_sizes_that_no_file_holds_are_refused_before_they_take_memory(
     refused_without_memory(loader, tmp_path)
 
 
+@pytest.mark.parametrize("ids", [2**40, [3, -1]])
+def test_end_tokens_that_no_token_has_are_refused_and_do_not_stop_the_engine_later(tmp_path: Path, ids: object) -> None:
+    save_hf(tmp_path, tiny_llama())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ModelError, match="allowed: ids from 0 to"):
+        opened(tmp_path)
+
+
 def test_tensors_without_elements_are_refused(tmp_path: Path) -> None:
     save_hf(tmp_path, tiny_granite())
     file = tmp_path / "model.safetensors"

@@ -348,6 +348,38 @@ def test_results_are_what_the_user_says_where_a_template_has_no_place_for_them(s
     assert "Result of weather:\n4 degrees\n\nAnd?" in small.decode(whole)
 
 
+AFTER_CALLS = """\
+{{- bos_token -}}
+{%- set ns = namespace(called='') -%}
+{%- for m in messages -%}
+    {%- if m.role == 'tool' -%}
+        {%- if not ns.called -%}{{- raise_exception('no call before a result') -}}{%- endif -%}
+        {{- '<|im_start|>' ~ ns.called ~ '\\n' ~ m.content | tojson ~ '<|end|>' -}}
+    {%- elif m.tool_calls -%}
+        {%- set ns.called = m.tool_calls[0].function.name -%}
+        {{- '<|im_start|>assistant to=' ~ ns.called ~ '\\n' ~ m.tool_calls[0].function.arguments | tojson ~ '</s>' -}}
+    {%- else -%}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|end|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif -%}
+{# tools #}{%- if tools -%}{%- endif -%}
+"""
+
+
+def test_a_result_follows_a_call_where_a_template_writes_it_only_then(small: Tokenizer) -> None:
+    """A session has what the model wrote, and keeps no calls: the result's message names the function."""
+    chat = load(AFTER_CALLS, small)
+    tokens, conversation = chat.opening([Message("user", "Hi")], tools=Tools.of([{"name": "weather"}]))
+    said = small.encode(" to=weather\n") + small.encode('{"city": "Rome"}')
+    called = small.eos_ids[1]
+    result = Message("tool", "4 degrees <|end|>", tool_call_id="a", name="weather")
+    added = chat.delta(conversation, [result], last_token=called).tokens
+    call = Message("assistant", "", (ToolCall("weather", '{"city": "Rome"}', "a"),))
+    whole = chat.opening([Message("user", "Hi"), call, result], tools=Tools.of([{"name": "weather"}])).tokens
+    assert [*tokens, *said, called, *added] == whole
+    with pytest.raises(InvalidRequest, match="allowed: a message with name, or the whole conversation"):
+        chat.delta(conversation, [RESULT], last_token=called)
+
+
 OPENED_ONCE = """\
 {{- bos_token -}}
 {%- for m in messages -%}

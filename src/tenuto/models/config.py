@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from tenuto.base.errors import ModelError
+from tenuto.base.sampling import MAX_TOKEN_ID
 from tenuto.models.rope import Rope
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")
@@ -254,6 +255,9 @@ class ModelConfig:
             raise ModelError("the model has no layers; allowed: at least 1")
         if not self.mixers:
             raise ModelError("the model has no layer in which tokens see those before; allowed: at least 1")
+        for token in (*self.eos, *((self.bos,) if self.bos is not None else ())):
+            if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+                raise ModelError(f"the model names the token {token!r}; allowed: ids from 0 to {MAX_TOKEN_ID}")
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

@@ -104,6 +104,7 @@ class ChatTemplate:
         }
         self._source = source
         self._template = Template(source, variables, local_time)
+        self._needs_calls = False
         self._markup = Markup(tokenizer)
         asked = Conversation(system=False, dialogue=True, role="user")
         answered = replace(asked, role="assistant")
@@ -118,6 +119,7 @@ class ChatTemplate:
         except TenutoError as error:
             self._system_refusal = str(error)
         self._writes_results = self._template.knows_tools or self._can_write(answered, Message("tool", "x"))
+        self._needs_calls = self._writes_results and self._writes_results_of_calls_only(answered)
         habits = habits_of(source, prompt, tokenizer.control_id)
         self.habits = replace(
             habits,
@@ -179,6 +181,14 @@ class ChatTemplate:
         except TenutoError:
             return False
         return True
+
+    def _writes_results_of_calls_only(self, answered: Conversation) -> bool:
+        """Whether the template refuses a result after an answer in which it finds no call, but not after a call."""
+        result = Message("tool", "x", name="f", tool_call_id="0" * 9)
+        if self._can_write(answered, result):
+            return False
+        self._needs_calls = True
+        return self._can_write(answered, result)
 
     def _thinks_after_result(self, usual: Thinks) -> Thinks | None:
         """How an answer to a tool's result begins, where that is otherwise."""
@@ -302,7 +312,9 @@ class ChatTemplate:
         """What the template writes after the content of `earlier`'s last message."""
         guard = self._guard(messages, variables=variables)
         told = _told(variables, guard)
-        stand_in = earlier.stand_in(guard.mark, guard.filler)
+        results = bool(messages) and messages[0].role == "tool" and earlier.role == "assistant" and self._needs_calls
+        stand_in = self._call_before(earlier, messages[0], guard) if results else None
+        stand_in = stand_in or earlier.stand_in(guard.mark, guard.filler)
         text = self._template.render(stand_in + _protected(messages, guard), generate, variables=told)
         before, mark, tail = text.partition(guard.mark)
         if not mark or guard.mark in tail or guard.filler in tail:
@@ -310,7 +322,22 @@ class ChatTemplate:
         if self._markup.half_written(before, tail):
             raise InvalidRequest("the model's chat template leaves a control token half written beside a message")
         self._check_places(stand_in, messages, guard, told)
+        if results:  # the rest of the call's arguments is no part of what follows it
+            first = next(self._markup.tokenizer.split_markup(tail), None)
+            tail = tail.removeprefix(first) if isinstance(first, str) else tail
         return tail, guard
+
+    def _call_before(self, earlier: Conversation, result: Message, guard: Guard) -> list[dict[str, Any]]:
+        """As `Conversation.stand_in`, but the answer is a call, whose argument is the mark. Raises `InvalidRequest`."""
+        if not result.name:
+            raise InvalidRequest(
+                "a result follows an answer, and the model's chat template writes it only with the name of its "
+                "function; allowed: a message with name, or the whole conversation"
+            )
+        function = {"name": guard.protect(result.name), "arguments": {"x": guard.mark}}
+        call = {"type": "function", "id": guard.protect(result.tool_call_id), "function": function}
+        *before, answer = earlier.stand_in("", guard.filler)
+        return [*before, {**answer, "tool_calls": [call]}]
 
     def _check_places(
         self, stand_in: list[dict[str, Any]], messages: Sequence[Message], guard: Guard, told: dict[str, Any]
