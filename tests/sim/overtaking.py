@@ -34,17 +34,20 @@ def _overtake(world: RandomWorld, shared: dict[str, int]) -> None:
     turn = world.session_of(leader).turn
     assert turn is not None
     tokens = list(turn.tokens(0, turn.prompt_length))
-    common = rng.randint(len(tokens) // 2, len(tokens))
+    common = max(1, len(tokens) - rng.choice((1, 1, 2, world.config.page_size)))
     follower = world.open(Policy(**world.own(leader)))
     if follower is None:
         return
-    if rng.random() < 0.5:  # it has a history and no memory of it
+    if rng.random() < 0.7:  # it has a history and no memory of it
         world.adopt(follower, tokens[:common], [])
         world.submit(follower, [1], world._params(draft=True))
     else:
         world.submit(follower, [*tokens[:common], *world._tokens()[:5]] or [1], world._params(draft=True))
-    for _ in range(rng.choice((1, 1, 2, 3))):
+    for _ in range(rng.choice((1, 4, 4))):
         world.step()
+        waiting = world.session_of(follower).turn if world.is_open(follower) else None
+        if waiting is None or waiting.looked == "running":
+            break
     if rng.random() < 0.2:
         _leave(world, leader)
     else:
@@ -63,7 +66,7 @@ def _leader(world: RandomWorld) -> str | None:
 
     leader = world._pick(ahead)
     if leader is None and (leader := world._idle() or world.open(Policy())) is not None:
-        most = rng.choice((3 * size, 8 * size))
+        most = max(size, min(rng.choice((3 * size, 8 * size)), world.config.context // 2))
         world.submit(leader, [rng.randrange(VOCAB) for _ in range(rng.randint(size, most) + 1)], PATIENT)
         world.step()
     if leader is None or not world.is_open(leader) or not world.session_of(leader).has_running_turn:

@@ -121,7 +121,7 @@ def any_world(seed: int) -> WorldConfig:
     if seed >= PINNED:
         return replace(small_world(seed), pins=True, prefixes=seed % 2 == 0, tiers=seed % 3 == 0)
     if seed >= OVERTAKING:
-        return replace(small_world(seed), prefixes=True, overtaking=True, tiers=seed % 3 == 0)
+        return replace(small_world(seed, overtaking=True), prefixes=True, tiers=seed % 3 == 0)
     if seed >= GRAMMARS:
         return replace(small_world(seed, grammars=True), prefixes=seed % 3 == 0, tiers=seed % 6 == 0)
     if seed >= PREFIXED:

@@ -65,15 +65,18 @@ class WorldConfig:
         return self.pressure, "+".join(kind.value for kind in kinds)
 
 
-def small_world(seed: int, *, grammars: bool = False) -> WorldConfig:
+def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False) -> WorldConfig:
     """A world of up to 32 sessions, recounted and compared after every other step or so. Consecutive seeds go through
-    all mixes, pressure levels and overlaps; every third is drawn from wider ranges."""
+    all mixes, pressure levels and overlaps; every third is drawn from wider ranges. With `overtaking` some turns can
+    run beside each other, and pages have several slots."""
     rng = Random(seed)
     mix, pressure = MIXES[seed % 7], PRESSURES[(seed // 7) % 3]
     wide = seed % 3 == 1
     running = rng.choice((1, 2, 3, 5, 8))
     page_size = rng.choice((1, 2, 3, 4, 8)) if not wide else rng.choice((1, 2, 5, 7, 16, 32, 64, rng.randint(1, 64)))
     window = rng.choice((2, 3, 5, 9, 16)) if not wide else rng.randint(2, 100)
+    if overtaking:
+        running, page_size = max(2, running), max(3, page_size)
     context = rng.choice((24, 48, 90)) if not wide else rng.choice((12, 60, 130, 260))
     groups = [GroupSpec(kind, 1, window if kind is Kind.SLIDING else 0) for kind in mix]
     if wide and rng.random() < 0.4:
@@ -90,7 +93,7 @@ def small_world(seed: int, *, grammars: bool = False) -> WorldConfig:
             context=context,
             budget=running + rng.choice((1, 3, 8, 24, *((64, 150) if wide else ()))),
             running=running,
-            sessions=rng.choice((3, 8, 16, 32)),
+            sessions=rng.choice((8, 16, 32) if overtaking else (3, 8, 16, 32)),
             queued=rng.choice((1, 3, 50, 50, 50)),
             units=(),
             checkpoint_share=rng.choice((0.0, 0.2, 0.5, 1.0)),
@@ -101,6 +104,7 @@ def small_world(seed: int, *, grammars: bool = False) -> WorldConfig:
             look=0.6 if context <= 100 else 0.4,
             text=rng.random() < 0.3,
             grammars=grammars,
+            overtaking=overtaking,
         ),
         most=256,
         rng=rng,
