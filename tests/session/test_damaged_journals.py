@@ -165,6 +165,16 @@ def test_a_transaction_that_was_not_finished_when_the_process_was_killed_is_no_d
     assert (found, damage) == (saved, None)
 
 
+def test_a_journal_in_the_place_of_one_that_is_gone_is_new_and_that_is_logged(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(path)
+    _open.pop().close()
+    path.write_bytes(b"")
+    assert began(path) == ([], None)
+    assert "the journal that was there before, with 25 changes, is gone" in caplog.text
+
+
 HARMS = {
     "tokens": "UPDATE pieces SET tokens = zeroblob(8) WHERE id IN (SELECT piece FROM history WHERE session = 3)",
     "another piece": "UPDATE history SET piece = piece + 1 WHERE session = 3 AND position = 0",

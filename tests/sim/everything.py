@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.sim.faults import FAULTS
 from tests.sim.faults_of_copies import FAULTS_OF_COPIES
 from tests.sim.faults_of_grammars import FAULTS_OF_GRAMMARS
+from tests.sim.faults_of_journals import FAULTS_OF_JOURNALS
 from tests.sim.faults_of_kinds import FAULTS_OF_KINDS
 from tests.sim.faults_of_schedule import FAULTS_OF_SCHEDULE
 from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
@@ -41,8 +42,8 @@ JUSTIFIED: dict[str, str] = {
 def everything() -> dict[str, Planted]:
     """Everything that can be planted, by name."""
     planted: dict[str, Planted] = {}
-    kinds = (FAULTS, FAULTS_OF_COPIES, FAULTS_OF_GRAMMARS, FAULTS_OF_KINDS, FAULTS_OF_SCHEDULE, FAULTS_OF_SHARING)
-    for fault in chain(*kinds):
+    kinds = (FAULTS, FAULTS_OF_COPIES, FAULTS_OF_GRAMMARS, FAULTS_OF_JOURNALS, FAULTS_OF_KINDS, FAULTS_OF_SCHEDULE)
+    for fault in chain(*kinds, FAULTS_OF_SHARING):
         planted[f"fault {fault.__name__}"] = fault
     for slip in chain(SLIPS, *BY_AREA.values()):
         planted[f"slip {slip}"] = slip

@@ -16,6 +16,7 @@ from tenuto.base.plan import Plan
 from tenuto.base.turns import EndReason, Keep, TurnResult, TurnState
 from tenuto.engine.engine import StepReport
 from tenuto.sched.suspects import MAX_FAILURES
+from tenuto.session.records import SavedSession
 from tenuto.session.session import Session, Turn
 from tenuto.text.stream import TextStream
 from tests.clock import ManualClock
@@ -25,6 +26,7 @@ from tests.sim.copies import SlowCopies
 from tests.sim.disk import FaultyDisk
 from tests.sim.found import Found
 from tests.sim.grammars import LateMasks
+from tests.sim.journals import WorldJournal
 from tests.sim.letters import EOS, VOCAB
 from tests.sim.naive import Letters, NaiveSession, NaiveTurn
 from tests.sim.setting import WorldConfig, engine_config
@@ -68,6 +70,7 @@ class World:
         ]
         self.disk = FaultyDisk(self._faults, fills_early=not config.overtaking) if config.tiers else None
         self.tenants: dict[str, str] = {}  # of sessions, ever
+        self.journal = WorldJournal(config.seed, ends=config.tiers)
         self.engines = 0  # ever begun
         self._begin()
 
@@ -188,6 +191,7 @@ class World:
         self.copies.go_on()
         self.masks.go_on()
         report = self.engine.step()
+        self.journal.note(report.changes)
         self.steps += 1
         for turn in report.progressed:
             self._progressed(turn)
@@ -265,7 +269,6 @@ class World:
         """The engine ends, and another one begins with what a journal has of its sessions: those that last, as of
         their last commits. Unless it is `killed`, it leaves what it has in memory on disk."""
         saved = [session.saved() for session in self.engine.sessions if session.policy.lasting]
-        lasting = {each.session: self.naive[each.session] for each in saved}
         turns = [s.turn for s in self.engine.sessions if s.turn is not None]
         if not killed:
             self.asked.update({turn.number: None for turn in turns})
@@ -274,6 +277,8 @@ class World:
                 self.ended(turn)
             self.engine.audit()
         self.engine.end(keep=True)
+        saved = self._journaled(saved)
+        lasting = {each.session: self.naive[each.session] for each in saved}
         self.naive, self.turns, self.asked = lasting, {}, {}
         self._begin()
         for each in saved:
@@ -283,6 +288,21 @@ class World:
         for naive in lasting.values():
             naive.turn, naive.closing, naive.last_end = None, False, self.clock.now()
         self.audit()
+
+    def _journaled(self, saved: list[SavedSession]) -> list[SavedSession]:
+        """The sessions that the journal still has, all of which are as they were saved. The others were damaged in it,
+        and it has said so."""
+        self.journal.note(self.engine.lifecycle.take_changes())
+        found, damage = self.journal.begin_again()
+        if [each for each in saved if each in found] != found:
+            self.found("journal", f"the journal has {found} of {saved}")
+        lost = [each.session for each in saved if each not in found]
+        named = {each.name for each in damage.sessions} if damage is not None else set()
+        if damage is not None and damage.changes:
+            self.found("journal", f"{damage.changes} changes are lost by one flipped bit")
+        if lost and (damage is None or (len(lost) > len(named) + damage.missing)):
+            self.found("journal", f"the journal has lost {lost}, and reports {damage}")
+        return found
 
     # -- ends
 

@@ -30,8 +30,9 @@ class Acknowledged:
         self._file: int | None = None
         self._failed = False
 
-    def read(self, journal: bytes) -> int:
-        """The number of changes that were acknowledged of the journal with this id; 0 if that is not known."""
+    def read(self, journal: bytes | None) -> int:
+        """The number of changes that were acknowledged of the journal with this id, or, if it is `None`, of any; 0 if
+        that is unknown."""
         try:
             with open_regular(self._path) as file:
                 data = file.read(_FIELDS.size + _SUM.size)
@@ -43,7 +44,7 @@ class Acknowledged:
         ):
             return 0
         owner, changes = _FIELDS.unpack(data[: _FIELDS.size])
-        return int(changes) if owner == journal else 0
+        return int(changes) if journal in (owner, None) else 0
 
     def write(self, journal: bytes, changes: int) -> None:
         """Note the number. A failure is logged once and holds nothing back."""

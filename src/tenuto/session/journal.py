@@ -5,6 +5,7 @@ Histories consist of pieces, which never change and which forks share. A change 
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 from array import array
@@ -35,6 +36,8 @@ from tenuto.session.journal_mending import (
 from tenuto.session.journal_rows import APPLICATION, FORMAT, RECORD, UNSOUND, SessionRows, Value, checksum_of
 from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session
+
+log = logging.getLogger("tenuto.journal")
 
 _LOCK_SECONDS = 5.0
 """How long a file that another process still has open is waited for."""
@@ -116,6 +119,8 @@ class Journal:
                     execute(self._db, _MIGRATIONS[older])
         if fresh:  # so that a journal whose log is lost is not taken for a new one
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            if (gone := self._acknowledged.read(None)) > 0:
+                log.warning("%s is new; the journal that was there before, with %d changes, is gone", self.path, gone)
         elif found < FORMAT:
             self._migrate()
         self._read_header()

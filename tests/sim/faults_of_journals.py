@@ -1,0 +1,64 @@
+"""What can go wrong with journals, planted one at a time."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from tenuto.session import journal
+from tenuto.session import journal_rows as rows
+from tenuto.session.acknowledged import Acknowledged
+from tenuto.session.journal import Journal
+from tests.sim.faults import replaced
+
+
+def a_damaged_row_is_believed() -> Any:
+    """Nobody compares checksums."""
+    return replaced(rows, "check", lambda original: lambda name, row, given: None)
+
+
+def a_row_that_is_gone_is_not_missed() -> Any:
+    """Nobody compares counts."""
+
+    def make(original: Any) -> Any:
+        def tokens(self: rows.SessionRows, session: int) -> Any:
+            self._checked = True
+            found = original(self, session)
+            self._checked = False
+            return found
+
+        return tokens
+
+    return replaced(rows.SessionRows, "_tokens", make)
+
+
+def a_log_that_has_lost_its_end_is_believed() -> Any:
+    """Nobody asks how many changes were acknowledged."""
+    return replaced(Acknowledged, "read", lambda original: lambda self, owner: 0)
+
+
+def changes_behind_damage_in_the_log_are_given_up() -> Any:
+    """SQLite drops them, and nobody looks for them."""
+
+    def make(original: Any) -> Any:
+        def searched_log(path: Path, db: sqlite3.Connection) -> Path | None:
+            return None
+
+        return searched_log
+
+    return replaced(journal, "searched_log", make)
+
+
+def a_damaged_session_leaves_no_trace() -> Any:
+    """It is set aside, and nobody is told."""
+    return replaced(Journal, "mend", lambda original: lambda self: original(self) and None)
+
+
+FAULTS_OF_JOURNALS = (
+    a_damaged_row_is_believed,
+    a_row_that_is_gone_is_not_missed,
+    a_log_that_has_lost_its_end_is_believed,
+    changes_behind_damage_in_the_log_are_given_up,
+    a_damaged_session_leaves_no_trace,
+)

@@ -1,0 +1,71 @@
+"""The journal of a world: what one engine has committed is what the next one begins with, also from a damaged file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from tenuto.session.changes import Change
+from tenuto.session.journal import Journal
+from tenuto.session.journal_mending import Damage
+from tenuto.session.records import SavedSession
+
+DAMAGED = 0.5
+"""How often a bit of the files is flipped before the next engine reads them."""
+PAGE = 4096
+"""Bytes; the first page of the file says what it is, and without it the journal is refused."""
+_MEMORY = Path("/dev/shm")
+
+
+class WorldJournal:
+    """Real files. They are written when an engine ends, in a few transactions, so that worlds stay fast."""
+
+    def __init__(self, seed: int, *, ends: bool) -> None:
+        """`ends`: whether engines of the world ever end."""
+        self._ends = ends
+        self._chance = Random(seed * 13 + 5)
+        self._folder: TemporaryDirectory[str] | None = None
+        self._generation = 0
+        self._changes: list[Change] = []
+        self._journal: Journal | None = None
+
+    def note(self, changes: Sequence[Change]) -> None:
+        """They have been committed."""
+        if self._ends:
+            self._changes += changes
+
+    def begin_again(self) -> tuple[list[SavedSession], Damage | None]:
+        """The process is killed, and something may happen to its files. Returns the sessions with which the next one
+        begins, and the losses that it reports."""
+        path = self._path()
+        journal = self._journal or Journal(path, "tokens")
+        while self._changes:
+            count = self._chance.choice((1, 5, 30, 200))
+            journal.write(self._changes[:count])
+            del self._changes[:count]
+        left = {each.name: each.read_bytes() for each in path.parent.iterdir() if "damaged" not in each.name}
+        journal.close()
+        self._generation += 1
+        path = self._path()
+        for name, content in self._harmed(left).items():
+            (path.parent / name).write_bytes(content)
+        self._journal = Journal(path, "tokens")
+        return list(self._journal.sessions()), self._journal.mend()
+
+    def _path(self) -> Path:
+        if self._folder is None:
+            self._folder = TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
+        folder = Path(self._folder.name, str(self._generation))
+        folder.mkdir(exist_ok=True)
+        return folder / "journal"
+
+    def _harmed(self, files: dict[str, bytes]) -> dict[str, bytes]:
+        if self._chance.random() < DAMAGED:
+            name, first = self._chance.choice((("journal", PAGE), ("journal-wal", 0)))
+            content = bytearray(files.get(name, b""))
+            if len(content) > first:
+                content[self._chance.randrange(first, len(content))] ^= 1 << self._chance.randrange(8)
+                return {**files, name: bytes(content)}
+        return files
