@@ -122,7 +122,7 @@ def test_one_flipped_bit_loses_at_most_what_it_is_in_and_that_is_named(path: Pat
             continue
         lost += bool(check(found, damage, saved))
     assert refused < 12
-    assert lost > 10
+    assert lost > 5
 
 
 def test_one_flipped_bit_in_the_log_loses_at_most_what_it_is_in(path: Path, tmp_path: Path) -> None:
@@ -176,7 +176,8 @@ def test_a_journal_in_the_place_of_one_that_is_gone_is_new_and_that_is_logged(
 
 
 HARMS = {
-    "tokens": "UPDATE pieces SET tokens = zeroblob(8) WHERE id IN (SELECT piece FROM history WHERE session = 3)",
+    "tokens": "UPDATE pieces SET tokens = zeroblob(length(tokens)) "
+    "WHERE id = (SELECT min(piece) FROM history WHERE session = 3)",
     "another piece": "UPDATE history SET piece = piece + 1 WHERE session = 3 AND position = 0",
     "a piece is gone": "DELETE FROM history WHERE session = 3 AND position > 180",
     "a turn is gone": "DELETE FROM records WHERE session = 3 AND number = 4",

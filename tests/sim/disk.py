@@ -22,6 +22,7 @@ class FaultyDisk:
     def __init__(self, chance: Random, *, fills_early: bool = True) -> None:
         """`fills_early`: writes may fail as on a full disk although the budget has room."""
         self._chance = chance
+        self.fills_early = fills_early
         self._failures = ("full", "write") if fills_early else ("write",)
         self.budget = chance.choice(BUDGETS)
         self._files: dict[str, dict[int, list[NamedUnit]]] = {}

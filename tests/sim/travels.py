@@ -78,7 +78,7 @@ class ParkedInOrder:
         """A step has ended, and with it all that was done since the last time."""
         world, disk = self._world, self._world.disk
         parking = world.engine.parking
-        if parking is None or disk is None:
+        if parking is None or disk is None or disk.fills_early:
             return
         failed = Counter(parking.tiers.failures) - self._failures
         if set(failed) == {"full"} and not keeping.is_leaving(world.engine):

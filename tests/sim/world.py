@@ -277,7 +277,7 @@ class World:
                 self.ended(turn)
             self.engine.audit()
         self.engine.end(keep=True)
-        saved = self._journaled(saved)
+        saved = self._journaled([each for each in saved if killed or self.is_open(each.session)])
         lasting = {each.session: self.naive[each.session] for each in saved}
         self.naive, self.turns, self.asked = lasting, {}, {}
         self._begin()

@@ -77,7 +77,7 @@ class Journal:
         self._acknowledged = Acknowledged(Path(f"{path}-acknowledged"))
         self._id = os.urandom(ID_BYTES)
         self._changes = self._sessions = self._lost = 0
-        self._header_sound = True
+        self._owned = True  # as far as its first row can be read
         self._damage: Damage | None = None  # found by a migration
         self._found: Path | None = None  # a copy with changes that SQLite would have dropped
         self._vacuumed = False
@@ -153,8 +153,8 @@ class Journal:
         """Find out whose journal it is, and whether all acknowledged changes are there. If not, look for them in what
         SQLite would drop of its log."""
         header = SessionRows(self._db, self._fingerprint, FORMAT).header()
+        self._owned = header is not None
         if header is None:
-            self._header_sound = False
             return
         owner, self._id, self._changes, self._sessions = header
         self._require_own(owner)
@@ -164,11 +164,11 @@ class Journal:
         self._found = searched_log(self.path, self._db)
         if self._found is not None:
             source = connected(self._found, _LOCK_SECONDS)
-            with suppress(sqlite3.Error):
-                there = SessionRows(source, self._fingerprint, FORMAT).header()
-                if there is not None and there[2] > self._changes:
-                    self._source, (_, _, self._changes, self._sessions) = source, there
-            if self._source is not source:
+            there = SessionRows(source, self._fingerprint, FORMAT).header()
+            if there is None or there[2] > self._changes:  # or this row is what is damaged
+                self._source = source
+                self._changes, self._sessions = there[2:] if there is not None else (acknowledged, 0)
+            else:
                 source.close()
         self._lost = max(0, acknowledged - self._changes)
 
@@ -210,10 +210,10 @@ class Journal:
         rows = self._rows
         missing = max(0, self._sessions - len(rows.sound) - len(rows.damaged))
         moved = self._source is not self._db
-        sound = self._header_sound and not (rows.damaged or missing or self._lost or moved)
+        sound = self._owned and not (rows.damaged or missing or self._lost or moved)
         if sound and self._is_intact():
             return self._damage
-        if not self._header_sound and rows.damaged and not rows.sound:
+        if not self._owned and rows.damaged and not rows.sound:
             raise ConfigError(f"the journal {self.path} is damaged, or of another model: no session in it is whole")
         try:
             new = written_anew(self.path, self._source, rows, self._fingerprint, os.urandom(ID_BYTES))
@@ -226,7 +226,7 @@ class Journal:
             raise ConfigError(
                 f"the journal {self.path} is damaged ({names}), and cannot be written anew without that: {error}"
             ) from error
-        self._header_sound, self._lost = True, 0
+        self._lost = 0
         self._read_header()
         self._rows = SessionRows(self._db, self._fingerprint, FORMAT)
         return damage

@@ -142,13 +142,14 @@ class SessionRows:
         return found
 
     def _name(self, number: int) -> tuple[str, str]:
-        """Tenant and name of a damaged session, from its row or, if that is gone, from the index of names."""
+        """Tenant and name of a damaged session, from its row and from the index of names, which may differ."""
+        tenants, names = dict[str, None](), dict[str, None]()
         for source in ("NOT INDEXED", "INDEXED BY sqlite_autoindex_sessions_1"):
             with suppress(sqlite3.Error, ValueError):
                 query = f"SELECT tenant, name FROM sessions {source} WHERE +id = ?"
                 for tenant, name in self._db.execute(query, (number,)):
-                    return str(tenant), str(name)
-        return "", f"number {number}"
+                    tenants[str(tenant)] = names[str(name)] = None
+        return " or ".join(tenants), " or ".join(names) or f"number {number}"
 
     def _session(self, number: int) -> SavedSession:
         columns = SESSION + ", checksum" if self._checked else "id, tenant, name, policy, system, version, used"
