@@ -155,6 +155,10 @@ def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
         **dict.fromkeys(of_turns, 404),
     }
     known |= dict.fromkeys(("get /v1/responses/{response_id}", "delete /v1/responses/{response_id}"), 400)
+    one = "/v1/conversations/{conversation_id}"
+    known |= {"post /v1/conversations": 200, f"post {one}": 400, f"post {one}/items": 400}
+    known |= {f"{method} {one}": 404 for method in ("get", "delete")} | {f"get {one}/items": 404}
+    known |= {f"{method} {one}/items/{{item_id}}": 404 for method in ("get", "delete")}
     assert other == known  # what it knows without an engine; the document is none, nor a file
 
 
