@@ -158,14 +158,15 @@ def _longest(file: GgufFile, architecture: str) -> int:
 
 def facts(file: GgufFile, architecture: str) -> dict[str, Any]:
     """What all architectures say of the whole model in the same words, as fields of `ModelConfig`."""
-    eos = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ends = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    eos = {file.integer(key) for key in ends if file.metadata.get(key) is not None}
     return {
         "hidden": file.integer(f"{architecture}.embedding_length"),
         "vocab": file.tensor("token_embd.weight").shape[0],
         "norm_eps": file.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
         "tied": "output.weight" not in file.tensors,
         "max_context": _longest(file, architecture),
-        "eos": tuple(sorted({token for token in eos if token is not None})),
+        "eos": tuple(sorted(eos)),
         "bos": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "float32",
     }
