@@ -1,5 +1,5 @@
-"""Calls from the template to the caller: a model of each kind is told of a function, forced to call it, and told the
-result. The witness speaks, so a grammar makes it call; the templates are the shortest of their shape."""
+"""Calls in every format, from the template to the caller: a grammar forces the witness to call a function, and the
+result is the next turn. The templates are the shortest of their shape."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class AnswerReader:
         return bool(self._rest)
 
     def _bare(self, head: str) -> str:
-        """What precedes arguments, without control tokens, also one of which only the beginning has come."""
+        """The text before arguments, without control tokens, and without the beginning of one at its end."""
         for mark, _ in self._habits.marks:
             head = head.replace(mark, "")
         held = max((overlap(head, mark) for mark, _ in self._habits.marks), default=0)

@@ -158,7 +158,7 @@ def _value(rule: str, schema: Any, root: Mapping[str, Any]) -> tuple[str, list[s
 
 
 def _answer(habits: ModelHabits, answer: Grammar) -> str:
-    """What may be said in place of calls."""
+    """The rule of an answer in place of calls."""
     if habits.tools != "channels":
         return _part(answer)
     return f'{_mark(habits, CHANNEL)} "final" {_mark(habits, MESSAGE)} ({_part(answer)})'

@@ -80,7 +80,7 @@ def overlap(text: str, tag: str) -> int:
 
 
 def objects_in(text: str) -> list[Any]:
-    """What a text is, if it is nothing but JSON values, one after the other; lists count as what is in them."""
+    """The JSON values in a text that has nothing else; a list counts as its elements. Empty for other texts."""
     decoder, found, text = json.JSONDecoder(), list[Any](), text.strip()
     try:
         while text:
@@ -114,7 +114,7 @@ _PYTHON = {"True": True, "False": False, "None": None}
 
 
 def _value(text: str, types: Sequence[str]) -> Any:
-    """What an argument without quotation marks means: text, unless the schema has other types and one of them fits."""
+    """The value of an argument written without quotation marks: text, unless it fits another type of the schema."""
     if not types or set(types) == {"string"}:
         return text
     bare = text.strip()
@@ -138,7 +138,7 @@ def type_of(value: object) -> str:
 
 
 def types_of(schema: Any) -> tuple[str, ...]:
-    """The JSON types that a schema allows, as far as it says so."""
+    """The JSON types that a schema allows; empty if it does not list any."""
     if not isinstance(schema, Mapping):
         return ()
     kind = schema.get("type")

@@ -18,7 +18,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 
 class Header(NamedTuple):
-    """What precedes a message's content. `called`: the function that it is addressed to, empty for none."""
+    """The part of a message before its content. `called`: the function that it is addressed to, empty for none."""
 
     channel: str = "final"
     called: str = ""
@@ -37,7 +37,7 @@ def header_of(text: str, *, begun: bool, ended: bool) -> tuple[Header | None, st
 
 
 def content_end(text: str, *, ended: bool) -> tuple[int, int | None]:
-    """How much of a text is a message's content for sure, and where the next header begins, if one does."""
+    """The length of a message's content, as far as it is certain, and the place of the next header, if it is there."""
     ends = [(at, mark) for mark in (END, START, CHANNEL) if (at := text.find(mark)) >= 0]
     if not ends:
         held = 0 if ended else max(overlap(text, mark) for mark in (END, START, CHANNEL))

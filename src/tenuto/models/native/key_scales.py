@@ -1,4 +1,4 @@
-"""What keys are multiplied by before they become bytes."""
+"""Scales for keys that become bytes: they make outlier dimensions smaller."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _TINY = np.float32(1e-30)
 
 @dataclass(frozen=True, slots=True)
 class KeyScales:
-    """What is done to the keys of a model's attention layers before they become bytes, by the numbers of its mixers:
-    `scales`, powers of two, float32 [kv_heads * head_dim], that keys are multiplied by and queries divided by, so that
-    scores stay what they are. Layers that are `wide` keep keys and values in 16 bits."""
+    """How a model's attention layers prepare keys for bytes, by the numbers of its mixers. Keys are multiplied by
+    `scales`, powers of two, float32 [kv_heads * head_dim], and queries divided by them, which changes no score. Layers
+    in `wide` keep keys and values in 16 bits."""
 
     scales: Mapping[int, Floats]
     wide: frozenset[int]
