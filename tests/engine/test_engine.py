@@ -20,7 +20,11 @@ from tenuto.base.errors import (
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import Transition
+from tenuto.memory.pool import Pool
 from tests.engine.stage import (
+    FULL,
+    PAGE,
+    SLIDING,
     VOCABULARY,
     Stage,
     continuation,
@@ -56,6 +60,27 @@ def test_a_turn_costs_its_new_tokens_however_long_the_history(mix, overlap: int)
         stage = Stage(mix, overlap=overlap)
         stage.told(tokens=tokens, output=1)
         assert stage.cost(partial(stage.say, "s", [1, 2, 3], 1)) == 4  # the last of the history, and three new ones
+
+
+def test_a_step_acquires_the_pages_of_all_its_turns_in_one_call_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage((FULL, SLIDING), token_budget=64)
+    for name in ("a", "b", "c"):
+        stage.open(name)
+        stage.say(name, count_from(ord(name), 3 * PAGE), 20)
+    taken: list[int] = []
+    take = Pool._take
+
+    def counted(pool: Pool, count: int) -> list[int] | None:
+        taken.extend([count] if count else [])
+        return take(pool, count)
+
+    monkeypatch.setattr(Pool, "_take", counted)
+    for _ in range(20):
+        taken.clear()
+        stage.step()
+        assert len(taken) <= 2
+        assert stage.engine.steps > 1 or sum(taken) == 2 * 9
+    stage.play()
 
 
 @every_overlap

@@ -163,7 +163,7 @@ class Scribe:
         end = start + tokens
         while len(writing.tokens) <= end:
             writing.tokens.append(next(self._fresh))
-        for growth in writing.memory.grow(end):
+        for growth in self.memory.grow([(writing.memory.session.tables, end)]):
             self._learn(writing, growth)
         self._read(writing, start)
         moves = self.memory.advance(np.array([row]), np.array([start]), [])

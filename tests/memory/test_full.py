@@ -157,7 +157,7 @@ def test_pages_acquired_for_tokens_that_were_not_accepted_are_freed_at_commit(re
     script = scribe.session()
     writing = scribe.open(script)
     scribe.compute(writing, accepted)
-    writing.memory.grow(reserved)
+    scribe.memory.grow([(writing.memory.session.tables, reserved)])
     scribe.commit(script, accepted + 1)
     assert scribe.memory.pools[0].leased == pages_for(accepted, PAGE)
     scribe.audit()
@@ -174,7 +174,7 @@ def test_a_table_has_one_open_turn() -> None:
     pool = Pool("full0", 8)
     table = make_table(GroupSpec(FULL, 1), pool)
     with pytest.raises(InvariantError, match="no turn is open"):
-        table.grow(1)
+        table._group.grow([(table, 1)])
     table.begin(nothing(pool, "turn 1"), 0, None, at_end=True)
     with pytest.raises(InvariantError, match="turn 2 begins on a table that another turn has open"):
         table.begin(nothing(pool, "turn 2"), 0, None, at_end=True)
@@ -185,5 +185,5 @@ def test_a_plan_without_room_is_an_error_that_acquires_nothing() -> None:
     table = make_table(GroupSpec(FULL, 1), pool)
     table.begin(nothing(pool, "turn"), 0, None, at_end=True)
     with pytest.raises(InvariantError, match="applied without room"):
-        table.grow(3 * PAGE)
+        table._group.grow([(table, 3 * PAGE)])
     assert pool.free == 2

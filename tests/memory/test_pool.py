@@ -31,6 +31,19 @@ def test_more_units_than_there_are_is_not_now_and_takes_nothing() -> None:
     assert (len(lease), pool.free, pool.leased) == (3, 2, 3)
 
 
+def test_several_leases_grow_together_or_not_at_all() -> None:
+    pool = Pool("pages", 9)
+    leases = [held(pool, 2), held(pool, 1, BEN), held(pool, 0)]
+    before = [list(lease.units) for lease in leases]
+    assert not pool.grow([(leases[0], 1), (leases[1], 4), (leases[2], 2)])
+    assert ([list(lease.units) for lease in leases], pool.free) == (before, 6)
+    assert pool.grow([(leases[0], 1), (leases[1], 3), (leases[2], 2)])
+    after = [list(lease.units) for lease in leases]
+    assert [units[: len(had)] for units, had in zip(after, before, strict=True)] == before
+    assert ([len(units) for units in after], pool.free) == ([3, 4, 2], 0)
+    assert len({unit for units in after for unit in units}) == 9
+
+
 def test_a_transferred_lease_has_the_same_units_and_its_source_is_of_no_use() -> None:
     pool = Pool("pages", 5)
     source = held(pool, 3)

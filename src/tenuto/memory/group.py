@@ -115,6 +115,14 @@ class Group(ABC):
 
     # -- steps
 
+    def grow(self, growing: Sequence[tuple[Table, int]]) -> list[Growth]:
+        """Acquire, in one go, what the open turns of tables need to compute up to an end each. The caller has checked
+        that there is room."""
+        lacking = [(table, count) for table, end in growing if (count := table.lacking(end))]
+        if lacking and not self.pool.grow([(table.opened, count) for table, count in lacking]):
+            raise InvariantError(f"{self.pool.name}: a plan was applied without room for it")
+        return [table.grown(count) for table, count in lacking]
+
     @abstractmethod
     def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: Moves) -> None:
         """Apply a plan in which `rows`, having `grown`, compute from `starts` on: move on to the units they write, and
@@ -266,9 +274,9 @@ class Table(ABC):
         """Units to acquire to compute up to `end`."""
         return 0
 
-    def grow(self, end: int) -> Growth | None:
-        """Acquire what computing up to `end` needs, if anything. The caller has checked that there is room."""
-        return None
+    def grown(self, count: int) -> Growth:
+        """The turn has just been given `count` units for what it is to compute."""
+        raise InvariantError(f"{self.pool.name}: its turns acquire nothing as they grow")
 
     def slide(self, computed: int) -> None:
         """Give back own units that no position from `computed` on needs."""

@@ -12,7 +12,7 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.memory.checkpoint_cache import CheckpointCache
 from tenuto.memory.full import FullGroup
-from tenuto.memory.group import Group, Growth, Moves
+from tenuto.memory.group import Group, Growth, Moves, Table
 from tenuto.memory.pool import Holder, Lease, Pool
 from tenuto.memory.rows import Longs, Rows
 from tenuto.memory.shape import Shape
@@ -188,6 +188,15 @@ class Memory:
             yield Reservation(self.groups, [stack.enter_context(lease) for lease in reserved])
 
     # -- steps
+
+    def grow(self, growing: Sequence[tuple[Sequence[Table], int]]) -> list[Growth]:
+        """Acquire what the open turns of sessions, by their tables, need to compute up to an end each: in one call for
+        every group."""
+        return [
+            growth
+            for group in self.groups
+            for growth in group.grow([(tables[group.index], end) for tables, end in growing])
+        ]
 
     def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth]) -> Moves:
         """Apply a plan in which `rows`, having `grown`, compute from `starts` on: every group moves on to the units it

@@ -146,15 +146,11 @@ class PagedTable(Table):
     def lacking(self, end: int) -> int:
         return max(0, pages_for(end, self.page_size) - self.entries)
 
-    def grow(self, end: int) -> Growth | None:
-        index, had, wanted = self.entries, len(self.opened), self.lacking(end)
-        if not wanted:
-            return None
-        if not self.opened.grow(wanted):
-            raise InvariantError(f"{self.pool.name}: a plan was applied without room for it")
-        self._group.entries[self.row] = index + wanted
+    def grown(self, count: int) -> Growth:
+        index = self.entries - count
+        self._group.entries[self.row] = index + count
         copied = self.kept_page(index) if self._copy_slots > 0 and index == self.first else NO_PAGE
-        return Growth(self._group.index, self.row, index, self.opened.units[had:], copied, self._copy_slots)
+        return Growth(self._group.index, self.row, index, self.opened.units[-count:], copied, self._copy_slots)
 
     @abstractmethod
     def kept_page(self, index: int) -> int:

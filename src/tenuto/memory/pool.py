@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -83,6 +83,20 @@ class Pool:
         """A lease on `count` fresh units, or `None` if fewer are free now."""
         lease = Lease(self, array("i"), holder)
         return lease if lease.grow(count) else None
+
+    def grow(self, growing: Sequence[tuple[Lease, int]]) -> bool:
+        """Acquire units at the end of several leases in one go, of each as many as are given; False, changing nothing,
+        if fewer are free now."""
+        held = [lease.units for lease, _ in growing]
+        units = self._take(sum(count for _, count in growing))
+        if units is None:
+            return False
+        first = 0
+        for mine, (lease, count) in zip(held, growing, strict=True):
+            lease.count_now()
+            mine.extend(units[first : first + count])
+            first += count
+        return True
 
     def share(self, units: array[int], holder: Holder, reads: int | None = None) -> Lease:
         """A lease on units, int32, that others hold. `reads`: how many slots of the last one the holder reads (`None`:
@@ -292,12 +306,7 @@ class Lease:
 
     def grow(self, count: int) -> bool:
         """Acquire `count` more units at the end; False, changing nothing, if fewer are free now."""
-        held, units = self.units, self.pool._take(count)
-        if units is None:
-            return False
-        self.count_now()
-        held.extend(units)
-        return True
+        return self.pool.grow([(self, count)])
 
     def share(self, start: int, stop: int, holder: Holder, reads: int | None = None) -> Lease:
         """A second lease on units [start, stop), for `holder`, which reads the first `reads` slots of the last one; see

@@ -123,10 +123,6 @@ class TurnMemory:
         """Units of each group to acquire to compute up to `end`."""
         return [table.lacking(end) for table in self._tables]
 
-    def grow(self, end: int) -> list[Growth]:
-        """Acquire the units of every group that computing up to `end` needs."""
-        return [growth for table in self._tables if (growth := table.grow(end)) is not None]
-
     def slide(self) -> None:
         """Give back own units that no position which can still be accepted needs."""
         for table in self._tables:

@@ -318,10 +318,9 @@ class Planner:
 
     def _move(self, proposal: Proposal, ends: Longs, news: News) -> Moves:
         """Acquire units, move on to those that the step writes, and collect what the executor has to know of them."""
-        turns, grown = self._batch.turns, list(news.taken)
-        for index in np.flatnonzero(proposal.needs.any(axis=0)).tolist():
-            grown += turns[proposal.rows[index]].session.memory.turn.grow(int(ends[index]))
-        moves = self._memory.advance(proposal.rows, proposal.starts, grown)
+        turns, growing = self._batch.turns, np.flatnonzero(proposal.needs.any(axis=0)).tolist()
+        grown = self._memory.grow([(turns[proposal.rows[i]].session.memory.tables, int(ends[i])) for i in growing])
+        moves = self._memory.advance(proposal.rows, proposal.starts, [*news.taken, *grown])
         for row in moves.left:
             turns[row].session.memory.turn.left_checkpoint()
         return moves
