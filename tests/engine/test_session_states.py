@@ -104,6 +104,19 @@ def test_what_was_parked_under_a_turn_that_was_aborted_can_be_imported(tmp_path:
 
 
 @every_mix
+def test_an_imported_session_shares_what_it_has_like_any_other(mix, tmp_path: Path) -> None:
+    """Known fault: after a fork within one of its pages, audits took the rest of that page for one somebody writes."""
+    here = Stage(mix)
+    here.told("s", 50)
+    there = Stage(mix)
+    imported(there, exported(here, "s", tmp_path / "file"))
+    there.engine.fork("s", position=31, child="fork")
+    there.engine.audit()
+    goes_on(there, "fork", 7)
+    assert goes_on(there, "s", 7) == 55
+
+
+@every_mix
 def test_idle_sessions_yield_to_an_imported_one(mix, tmp_path: Path) -> None:
     path = exported(told(mix), "s", tmp_path / "file")
     there = Stage(mix, units=60 if FULL in mix else 14)

@@ -122,7 +122,10 @@ class CommittedMemory:
         return sum(map(len, self.kept())) if self.computed else 0
 
     def receive(self, position: int, units: Sequence[Lease]) -> None:
-        """Stand at `position`, having nothing, with `units` of each group, in which its state is."""
+        """Stand at `position`, having nothing, with `units` of each group, in which its state is. It reads them and has
+        written none."""
+        for lease in units:
+            lease.pool.add_reader(lease.units, lease.pool.reads(position))
         made = Checkpoint(position, self.holder_name) if self.memory.needs_checkpoints else None
         holder = made if made is not None else self
         parts = [table.receive(lease, holder) for table, lease in zip(self.tables, units, strict=True)]
