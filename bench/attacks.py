@@ -2,7 +2,7 @@
 
 A tenant reads `STREAMS` streams while another one attacks. The figures are the longest time in which one of the streams
 brought nothing, without an attack and beside it, and the memory of both processes before the attack, at its height, and
-`SETTLING_SECONDS` after it has ended.
+`SETTLING_SECONDS` after it has ended. Beside attacks on memory there are no streams, whose own memory would be counted.
 """
 
 from __future__ import annotations
@@ -215,6 +215,13 @@ def stop_regex(attacker: Attacker) -> None:
     attacker.repeat("/v1/completions", {**body, "stop_regex": patterns, "temperature": 0}, 8, until_over=True)
 
 
+def allowed_regex(attacker: Attacker) -> None:
+    """The slowest expression that is allowed."""
+    body = {"model": "default", "prompt": [5, 6, 7, 8, 9], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    pattern = r"(?s).*a.{240}\x{10ffff}"
+    attacker.repeat("/v1/completions", {**body, "stop_regex": pattern, "temperature": 0}, 8, until_over=True)
+
+
 def grammars(attacker: Attacker) -> None:
     """Schemas that take seconds to compile, and how long another tenant's small one waits beside them."""
 
@@ -308,6 +315,7 @@ def ended_turns(attacker: Attacker) -> None:
 STALLS: dict[str, Callable[[Attacker], None]] = {
     **{f"dense {kind}": dense(kind) for kind in DENSE},
     "stop_regex": stop_regex,
+    "allowed regex": allowed_regex,
     "grammars": grammars,
     "logprobs": logprobs,
 }
@@ -350,16 +358,19 @@ def height(running: Processes) -> Iterator[list[float]]:
         looking.join()
 
 
-def measure(running: Processes, watcher: Watcher, name: str) -> None:
+def measure(running: Processes, watcher: Watcher | None, name: str) -> None:
     """Print the row of one attack."""
-    watcher.longest()
-    time.sleep(3)
-    without = watcher.longest()
+    without = beside = float("nan")
+    if watcher is not None:
+        watcher.longest()
+        time.sleep(3)
+        without = watcher.longest()
     before = (resident(running.edge), resident(running.engine))
     command = [sys.executable, "-m", "bench.attacks", "--attack", name, running.url]
     with height(running) as most:
         answers = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()  # noqa: S603 - our own command
-        beside = watcher.longest()
+        if watcher is not None:
+            beside = watcher.longest()
     time.sleep(SETTLING_SECONDS)
     after = (resident(running.edge), resident(running.engine))
     memory = f"{sum(before):>9.0f}{most[0] - sum(before):>+10.0f}"
@@ -377,12 +388,13 @@ def main(model: str = "witness:0.005", *names: str) -> None:
         keys.write_text(KEYS)
         for name in names or ATTACKS:
             with server(model, context, "--keys", str(keys), key=READER) as running:
-                watcher = Watcher(running.url, context - 64)
+                watcher = Watcher(running.url, context - 64) if name in STALLS else None
                 try:
                     time.sleep(2)
                     measure(running, watcher, name)
                 finally:
-                    watcher.close()
+                    if watcher is not None:
+                        watcher.close()
 
 
 if __name__ == "__main__":
