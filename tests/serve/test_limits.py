@@ -53,6 +53,9 @@ class Raw:
     def send(self, data: bytes) -> None:
         self._socket.sendall(data)
 
+    def send_no_more(self) -> None:
+        self._socket.shutdown(socket.SHUT_WR)
+
     def answer(self) -> tuple[int, str | None]:
         """Status and code of what is answered until the server closes the connection; 0 if it closes without."""
         received = b""
@@ -406,6 +409,42 @@ def test_a_client_of_http_1_0_gets_answers_without_chunks_that_end_with_the_conn
     with witness.client() as http:
         whole = http.post("/generate", json={**body, "stream": False}).json()
     assert json.loads(told[-1].removeprefix("data: "))["output_ids"] == whole["output_ids"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_closed_its_half_of_the_connection_gets_its_answer(
+    slow_witness: Server, stream: bool
+) -> None:
+    body = {"input_ids": [5, 6], "stream": stream, "sampling_params": {"max_new_tokens": 60, "temperature": 0}}
+    content = json.dumps(body).encode()
+    head = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with Raw(slow_witness) as raw:
+        raw.send(head % len(content) + content)
+        raw.send_no_more()
+        answer = raw.answer_of(2**20)
+    while answer.startswith(b"HTTP/1.1 100 "):
+        answer = answer.partition(b"\r\n\r\n")[2]
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b'"finish_reason":{') == 1
+    assert answer.endswith(b"0\r\n\r\n" if stream else b"}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_gone_is_noticed_though_it_may_have_closed_only_its_half(
+    slow_witness: Server, stream: bool
+) -> None:
+    with slow_witness.client() as http:
+        session = http.post("/v1/sessions", json={}).json()["id"]
+        body = {"input": [5], "max_new_tokens": 3000, "ignore_eos": True, "stream": stream}
+        content = json.dumps(body).encode()
+        head = f"POST /v1/sessions/{session}/turns HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        with Raw(slow_witness) as raw:
+            raw.send(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            while http.get(f"/v1/sessions/{session}").json()["turn"] is None:
+                time.sleep(0.01)
+        while http.get(f"/v1/sessions/{session}").json()["turn"] is not None:
+            time.sleep(0.01)
+        assert http.get(f"/v1/sessions/{session}").json()["version"] == 0
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])

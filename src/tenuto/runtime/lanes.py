@@ -1,4 +1,5 @@
-"""Text work beside the engine's thread. Long work does not hold up short work, nor one tenant's work another's."""
+"""Text work beside the engine's thread. Long work does not hold up short work, and tenants do not hold up each
+other."""
 
 from __future__ import annotations
 

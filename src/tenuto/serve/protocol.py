@@ -25,6 +25,8 @@ SLICE_BYTES = 2**14
 """How much is parsed before the limits are checked."""
 REST_SECONDS = 5.0
 """How long a client may continue a body that was already answered."""
+PROBE_SECONDS = (0.05, 0.2, 1.0, 5.0)
+"""Times between probes of a client that has closed its half of the connection; the last is repeated."""
 LINGER_SECONDS = 1.0
 """How long a refused connection is still read: closing it at once might lose the answer."""
 
@@ -41,10 +43,11 @@ class ConnectionLimits:
 class RequestClient:
     """The `Client` of one request. `unframed`: its answer ends with the connection, and has no chunks."""
 
-    __slots__ = ("_cycle", "_flow", "_gone", "_transport", "unframed")
+    __slots__ = ("_cycle", "_events", "_flow", "_gone", "_transport", "unframed")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.unframed = False
+        self._events = False  # the answer is a stream of events
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
@@ -59,6 +62,21 @@ class RequestClient:
         if self._flow.write_paused:
             return False
         self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if framed else part)
+        return True
+
+    def begin_events(self) -> None:
+        """See `Client`."""
+        self._events = True
+
+    def probe(self) -> bool:
+        """Write something that a client ignores, since writing shows whether it is gone. False if nothing can be."""
+        cycle = self._cycle
+        if not cycle.response_started:
+            if cycle.scope["http_version"] == "1.0":
+                return False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._events:
+            self.write(b":\n\n")  # a comment
         return True
 
     async def drain(self) -> None:
@@ -114,6 +132,8 @@ class BoundedProtocol(WatchedConnection):
         self._in_body = False  # its headers are complete
         self._around = 0  # bytes since it began, or since its last byte of body
         self._client: RequestClient | None = None  # of the last request
+        self._half_closed = False  # the client sends no more, and may still read
+        self._probing: asyncio.TimerHandle | None = None  # while that is so
 
     @property
     def _answering(self) -> bool:
@@ -128,8 +148,29 @@ class BoundedProtocol(WatchedConnection):
         else:
             self._await_headers()
 
+    def eof_received(self) -> bool:  # type: ignore[override] # uvicorn's closes every connection
+        """The client sends no more: it has gone, or has closed only its half of the connection and waits for its
+        answer. Writing shows which, for a client that has gone resets the connection. True keeps it open."""
+        if self._ended or not self._answering or self.cycle.more_body or self.pipeline or self._client is None:
+            return False
+        self._half_closed = self._client.probe()
+        if self._half_closed:
+            self._probe_later(0)
+        return self._half_closed
+
+    def _probe_later(self, number: int) -> None:
+        delay = PROBE_SECONDS[min(number, len(PROBE_SECONDS) - 1)]
+        self._probing = self.loop.call_later(delay, self._probe, number + 1)
+
+    def _probe(self, number: int) -> None:
+        if self._client is not None and self._answering and not self.transport.is_closing():
+            self._client.probe()
+            self._probe_later(number)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._probing is not None:
+            self._probing.cancel()
         super().connection_lost(exc)
         if self._client is not None:
             self._client.lost()
@@ -188,6 +229,8 @@ class BoundedProtocol(WatchedConnection):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._half_closed:
+            self.transport.close()
         if self._in_body and not self._answering and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._close_after(REST_SECONDS)

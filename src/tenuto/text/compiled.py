@@ -70,7 +70,7 @@ class CompiledGrammars(Generic[T]):
             return grammar in self._kept
 
     def find(self, grammar: Grammar) -> T | None:
-        """What was compiled of it, if that is kept."""
+        """The compiled grammar, if it is kept."""
         with self._lock:
             found = self._kept.get(grammar)
             if found is None:

@@ -97,7 +97,7 @@ async def _list(parts: Iterable[T], write: Callable[[T], Awaitable[bytes]]) -> b
 
 
 async def _numbers(tokens: array[int]) -> bytes:
-    """A JSON list of tokens, of which there may be millions, without holding up others."""
+    """A JSON list of tokens, even of millions, without holding up others."""
 
     async def write(piece: array[int]) -> bytes:
         await asyncio.sleep(0)

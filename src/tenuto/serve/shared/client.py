@@ -13,6 +13,10 @@ EXTENSION = "tenuto.client"
 class Client(Protocol):
     """The connection on which a request came."""
 
+    def begin_events(self) -> None:
+        """The answer has begun, and is a stream of server-sent events."""
+        ...
+
     def write(self, part: bytes) -> bool:
         """Write a part of the answer's body, which has begun and is not complete. False if it is not taken: the
         buffers are full. Ignored if the client has gone."""

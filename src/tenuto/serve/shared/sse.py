@@ -101,6 +101,8 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if self._client is not None:
+            self._client.begin_events()
         with self._listening():
             try:
                 await self._put(self._events.opening(), send)
