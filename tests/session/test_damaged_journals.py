@@ -205,6 +205,19 @@ def test_a_damaged_session_is_set_aside_and_named_and_the_rest_goes_on(harm: str
     journal.close()
 
 
+def test_a_damaged_journal_is_kept_where_files_cannot_be_linked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    written(path)
+    harmed_now(path, HARMS["tokens"])
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    assert len(began(path)[0]) == 5
+    db = sqlite3.connect(f"{path}.damaged-1")
+    assert db.execute("SELECT count(*) FROM sessions").fetchone() == (6,)
+    db.close()
+
+
 def harmed_now(path: Path, *statements: str) -> None:
     _open.pop().close()
     db = sqlite3.connect(path)
@@ -442,6 +455,22 @@ def test_the_space_of_sessions_that_are_gone_comes_back(ending: str, path: Path)
     assert {each.session for each in journal.sessions()} == {session.id for session in talk.engine.sessions}
     assert journal.mend() is None
     assert kept.id == "kept"
+    journal.close()
+
+
+def test_a_file_that_cannot_become_smaller_is_left_as_it_is(path: Path) -> None:
+    Journal(path, "tokens").close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA auto_vacuum = NONE")
+    db.execute("VACUUM")
+    db.close()
+    talk = Journaled(10_000)
+    journal = Journal(path, "tokens")
+    fill(talk, journal, 60)
+    for number in range(60):
+        talk.engine.close(f"large {number}")
+    journal.write(talk.new_changes())
+    assert not journal.tidy()
     journal.close()
 
 

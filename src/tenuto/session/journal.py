@@ -256,17 +256,18 @@ class Journal:
 
     def tidy(self) -> bool:
         """Give some free space back to the file system. False if there is no more to do for now."""
-        free, pages = (
-            int(self._db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("freelist_count", "page_count")
-        )
+        free, pages = self._count("freelist_count"), self._count("page_count")
         if free > max(VACUUMED, pages // 4):
             self._db.executescript(f"PRAGMA incremental_vacuum({VACUUMED})")
-            self._vacuumed = True
-            return True
+            self._vacuumed = self._count("freelist_count") < free  # else another program has arranged the file
+            return self._vacuumed
         if self._vacuumed:
             self._vacuumed = False
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # only now does the file become shorter
         return False
+
+    def _count(self, what: str) -> int:
+        return int(self._db.execute(f"PRAGMA {what}").fetchone()[0])
 
     def _write(self, change: Change) -> None:
         session = change.session

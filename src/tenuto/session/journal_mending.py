@@ -139,7 +139,10 @@ def set_aside(path: Path, db: sqlite3.Connection) -> Path:
     """Keep the file under another name, besides its own."""
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     aside = _free_name(path)
-    aside.hardlink_to(path)
+    try:
+        aside.hardlink_to(path)
+    except OSError:  # not every file system has links
+        _copy_with_log(db, aside, b"")
     return aside
 
 
