@@ -1,4 +1,4 @@
-"""What an engine on the witness knows of its turns: their histories, and the slots that somebody reads."""
+"""Histories of turns for the witness, and a check of each plan's writes against the slots that sequences read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sim.internals import needed_of_session, needed_of_turn
 
 
 class SlotWritten(AssertionError):
-    """A plan writes what somebody reads."""
+    """A plan writes a slot that a sequence reads."""
 
 
 def known_histories(engine: Engine, plan: Plan) -> list[Ints]:

@@ -1,4 +1,4 @@
-"""What an engine keeps of closed sessions, and off the device: private parts that the simulator looks at."""
+"""Closed sessions that are kept and memory that is parked: private parts of the engine that the simulator reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kept_in_vain(engine: Engine) -> str | None:
 
 
 def parked_of(engine: Engine, session: Session) -> Parked | None:
-    """What is parked of the session."""
+    """The session's parked memory."""
     parking = engine.parking
     parked = parking._sessions.get(session) if parking is not None else None
     return parked if parking is not None and parked in parking.tiers else None

@@ -1,4 +1,4 @@
-"""Sessions begin with what others' running turns compute and part from them within a page; one of them goes back."""
+"""Sessions begin with memory that running turns compute, part from them within a page, and are rewound into it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def overtaking(world: RandomWorld) -> list[Callable[[], None]]:
 
 
 def _overtake(world: RandomWorld, shared: dict[str, int]) -> None:
-    """Somebody begins with what a running turn computes, and then mostly leaves: its turn is aborted or loses its
-    memory, or it closes."""
+    """A session begins with memory that a running turn computes. Then, mostly, its turn is aborted or preempted, or it
+    is closed."""
     rng = world.rng
     leader = _leader(world)
     if leader is None:
@@ -75,7 +75,7 @@ def _leader(world: RandomWorld) -> str | None:
 
 
 def _leave(world: RandomWorld, sid: str) -> None:
-    """Something happens to the session's turn before it has copied what it shares."""
+    """The session's turn is interrupted before it has copied the page it shares."""
     if not world.is_open(sid) or (turn := world.session_of(sid).turn) is None or world.naive[sid].closing:
         return
     how = world.rng.random()
@@ -91,7 +91,7 @@ def _leave(world: RandomWorld, sid: str) -> None:
 
 
 def _taken_away(world: RandomWorld, turn: Turn) -> None:
-    """What a turn has found elsewhere is taken away before it goes on, and it ends: its session is what it was."""
+    """A turn loses the memory that it shares before it computes anything, and is aborted; its session is exported."""
     if turn.running:
         world.engine.lifecycle.preempt(turn)
         world.turns[turn.number].disturbed = True
@@ -101,7 +101,7 @@ def _taken_away(world: RandomWorld, turn: Turn) -> None:
 
 
 def _go_back(world: RandomWorld, shared: dict[str, int]) -> None:
-    """A session goes back a little, mostly to within the page in which others have begun, and on at once."""
+    """A session is rewound a little, mostly into the page that others share, and takes its next turn at once."""
     rng, size = world.rng, world.config.page_size
     sid = world._pick(lambda s: s.turn is None and s.id in shared) or world._idle()
     if sid is None:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from time import process_time
 
 from tests.sim.mutants import Mutant
-from tests.sim.run import GRAMMARS, PREFIXED, any_world, run_world
+from tests.sim.run import GRAMMARS, OVERTAKING, PREFIXED, any_world, run_world
 from tests.sim.slips import Slip
 from tests.sim.telling import module_of, tell
 
@@ -118,7 +118,9 @@ def _plant_and_look(job: Job) -> Outcome:
             return Outcome(job.known, f"{type(error).__name__} in a story", process_time() - began)
         return Outcome(None, "survived its story", process_time() - began)
     steps, first = 0, () if job.known is None else (job.known,)
-    others = chain.from_iterable((seed, PREFIXED + seed, GRAMMARS + seed) for seed in range(PREFIXED))
+    others = chain.from_iterable(
+        (seed, PREFIXED + seed, GRAMMARS + seed, OVERTAKING + seed) for seed in range(PREFIXED)
+    )
     for seed in chain(first, others):
         _set_timers()
         summary = run_world(any_world(seed), WORLD_STEPS, job.past)

@@ -1,4 +1,4 @@
-"""Sessions leave in files and come back under other names, and what was parked last stays parked."""
+"""Sessions are exported and imported under other names, and a full disk forgets the least recently used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL, WEIGHTS = "a model", "weights"
 
 
 def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
-    """A session at rest, or `sid`, is exported, and comes back under another name: nothing exported is refused."""
+    """Export an idle session, or `sid`, and import it under another name. The import must not be refused."""
     sid = sid or world._pick(lambda s: s.turn is None and not s.policy.ephemeral)
     if sid is None or not world.is_open(sid) or len(world.naive) >= world.config.sessions:
         return
@@ -65,8 +65,8 @@ def park_last(world: RandomWorld) -> None:
 
 
 class ParkedInOrder:
-    """Sees that a full disk gives up what was used longest ago: whoever loses what was parked of it, only because there
-    was no room, was not used after somebody who keeps it there."""
+    """Checks that a full disk gives up the least recently used memory: a session that loses its parked memory for lack
+    of room was used before every session that keeps its own on disk."""
 
     def __init__(self, world: World) -> None:
         self._world = world

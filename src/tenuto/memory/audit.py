@@ -228,8 +228,8 @@ def _expand(sessions: Iterable[SessionMemory], others: Iterable[Holder]) -> Iter
 
 
 def _check_floors(holder: Holder) -> None:
-    """What the holder reads now cannot be written by anybody else now, also if its leases have changed since the audit
-    began. Raises `InvariantError`."""
+    """Raises `InvariantError` if another sequence may write slots that the holder reads. This looks at memory as it is
+    now, even if the holder's leases have changed since the audit began."""
     if isinstance(holder, CommittedMemory | Checkpoint):
         holder.check_floors()
 

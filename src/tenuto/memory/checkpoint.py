@@ -15,8 +15,8 @@ class Checkpoint:
     attention. It does not change until its end, when it holds nothing. Any number of sequences may refer to it; each
     unit is held once for all of them.
 
-    A second sequence that refers to it reads what the first may still be writing: from then on it is `shared`, and the
-    floors of its units protect what it holds. While only one does, that one may be cut and write it anew.
+    When a second sequence refers to it, it becomes `shared`: the floors of its units then protect it. Before that, the
+    only sequence that refers to it may be cut back and overwrite it.
 
     Invariant: `references` counts the sequences that refer to it, and `pins` those that need it; it is in the cache if
     it has references and no pins. It ends with its last reference, or earlier when it is evicted, which `evicted` tells
@@ -86,7 +86,7 @@ class Checkpoint:
                 lease.pool.add_reader(lease.units, lease.pool.reads(self.position))
 
     def check_floors(self) -> None:
-        """For the audit: raises `InvariantError` if what several sequences rely on may still be written."""
+        """For the audit: raises `InvariantError` if several sequences refer to it and its units may be written."""
         for lease in self.leases() if self.references > 1 else ():
             if wrong := lease.pool.unprotected(lease.units, lease.pool.reads(self.position)):
                 raise InvariantError(f"{lease.pool.name}: units {wrong} of {self.holder_name} may still be written")

@@ -103,7 +103,7 @@ class CommittedMemory:
         self.stand_at(position, checkpoint)
 
     def check_floors(self) -> None:
-        """For the audit: raises `InvariantError` if somebody else may write what this reads."""
+        """For the audit: raises `InvariantError` if another sequence may write slots that this one reads."""
         needed = self.checkpoints.needed
         for group, table in enumerate(self.tables):
             table.check_floors(self.computed, needed.parts[group] if needed is not None else None)

@@ -133,7 +133,7 @@ class FullTable(PagedTable):
     def check_floors(self, position: int, part: Lease | None) -> None:
         units = self.base.units
         self.check_tail(units[-1] if len(units) else NO_PAGE, position)
-        if not units or self.pool.counts[units[0]] == 1:  # whoever holds a page holds all before it: it shares none
+        if not units or self.pool.counts[units[0]] == 1:  # a holder of later pages holds the first too
             return
         wrong = self.pool.unprotected(units, self.used(position))
         wrong = [unit for unit in wrong if unit != self.tail and self.pool.counts[unit] > 1]

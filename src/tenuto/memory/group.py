@@ -213,8 +213,8 @@ class Table(ABC):
         """Cut the session to `position`, where a checkpoint with `part` stands."""
 
     def check_floors(self, position: int, part: Lease | None) -> None:
-        """For the audit: raises `InvariantError` if somebody else may write what the session reads, which ends at
-        `position`, where a checkpoint with `part` stands."""
+        """For the audit: raises `InvariantError` if another sequence may write slots that this session reads. The
+        session ends at `position`, where a checkpoint with `part` stands."""
         return
 
     # -- admission

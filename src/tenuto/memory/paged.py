@@ -184,7 +184,7 @@ class PagedTable(Table):
 
     def end_at(self, position: int, page: int, *, brought: bool = False) -> None:
         """The session's memory now ends at `position`, in `page`: take the tail if the turn `brought` the page, keep it
-        if it is of this page, or lose it. What others read of the page is below its floor in any case."""
+        if it is of this page, or lose it. Slots that other sequences read stay below the page's floor."""
         if brought and position % self.page_size:
             self._take_tail(page)
         elif position % self.page_size == 0 or not self.has_tail(page, position):
@@ -204,7 +204,7 @@ class PagedTable(Table):
 
     def check_tail(self, page: int, position: int) -> None:
         """For the audit: the session ends at `position`, in `page`. Raises `InvariantError` if it has the tail of
-        another page, or somebody else may write what it reads of this one."""
+        another page, or if another sequence may write slots of `page` that this one reads."""
         if self.tail not in (NO_PAGE, page) or (self.tail != NO_PAGE and self.pool.tails.get(self.tail) is not self):
             raise InvariantError(f"{self.pool.name}: a session that ends in unit {page} has the tail of {self.tail}")
         other = self.pool.tails.get(page, self)

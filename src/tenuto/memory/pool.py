@@ -42,10 +42,11 @@ class Pool:
     while steps are in flight that may still touch it, or a copy that may still write it), or leased (count = number of
     leases that list it).
 
-    A unit has `slots` token slots, and a *floor*. Invariant: no slot below the floor is ever written while the unit is
-    leased, and every sequence that reads the unit, except the one that may write it, reads only slots below the floor.
-    So a second lease on units, and a second reference to a checkpoint, raise floors in `add_reader`; whoever goes on in
-    a unit asks `write_on`, which refuses slots below its floor. A floor falls only when a single lease is left.
+    A unit has `slots` token slots and a *floor*. Invariant: while the unit is leased, no slot below its floor is ever
+    written, and every sequence that reads the unit, except the one that may write it, reads only slots below the floor.
+    So a second lease on units, and a second reference to a checkpoint, raise floors in `add_reader`. A sequence that
+    resumes writing in a unit calls `write_on`, which refuses slots below the floor. A floor falls only when a single
+    lease is left.
     """
 
     def __init__(self, name: str, capacity: int, slots: int = 1) -> None:
@@ -112,8 +113,8 @@ class Pool:
         return (position - 1) % self.slots + 1
 
     def add_reader(self, units: array[int], reads: int | None = None) -> None:
-        """Another sequence reads `units`, of the last one only the first `reads` slots (`None`: all), and none of these
-        slots may be written from now on."""
+        """Another sequence reads `units`: every slot of all but the last, and the first `reads` slots (`None`: all) of
+        the last. From now on none of these slots may be written."""
         if not units:
             return
         last = self.slots if reads is None else reads
@@ -126,8 +127,8 @@ class Pool:
         self.floors[units[-1]] = floor
 
     def write_on(self, unit: int, slot: int) -> None:
-        """Whoever may write the leased `unit` goes on at `slot`: what the slots from there on held is written anew.
-        Raises `InvariantError` if somebody else reads them."""
+        """The sequence that may write the leased `unit` resumes at `slot` and overwrites what follows. Raises
+        `InvariantError` if another sequence reads that."""
         if slot < self.floors[unit]:
             raise InvariantError(
                 f"{self.name} unit {unit} would be written from slot {slot} on; "
@@ -143,8 +144,8 @@ class Pool:
         self.floors[unit] = min(slot, self.floors[unit])
 
     def unprotected(self, units: array[int], reads: int) -> list[int]:
-        """Which of `units`, int32, have floors below what somebody reads: the first `reads` slots of the last one, and
-        every slot of the others."""
+        """The units, of `units` (int32), whose floor is too low for a sequence that reads every slot of all but the
+        last, and the first `reads` slots of the last."""
         if not units:
             return []
         index = np.frombuffer(units, dtype=np.int32)
@@ -316,7 +317,8 @@ class Lease:
         return lease
 
     def share_within(self, start: int, stop: int, holder: Holder) -> Lease:
-        """A second lease on units [start, stop), for a `holder` of the same sequence, which may go on writing them."""
+        """A second lease on units [start, stop), for a `holder` of the same sequence. The sequence may still write
+        them."""
         if not 0 <= start <= stop <= len(self):
             raise InvariantError(f"share [{start}, {stop}) of a lease on {len(self)} units of {self.pool.name}")
         units = self.units[start:stop]
