@@ -12,7 +12,8 @@ from tenuto.base.grammar import Grammar
 from tenuto.base.messages import StartTurn
 from tenuto.base.options import TurnParams
 from tenuto.engine.rendering import Basis
-from tenuto.runtime.lanes import LARGE_GRAMMAR, LONG, Lane, Lanes
+from tenuto.runtime import lanes
+from tenuto.runtime.lanes import LARGE, LARGE_GRAMMAR, LONG, MUCH, Lane, Lanes
 from tenuto.runtime.preparation import Preparer
 from tests.text.test_grammars import compiler
 
@@ -43,12 +44,27 @@ def test_a_mistake_in_one_piece_of_work_does_not_end_a_lane() -> None:
     assert done == [1]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "times"), [([LARGE, 1, LARGE], 2), ([LARGE - 1] * (2 * MUCH // LARGE + 3), 2), ([1], 0)]
+)
+def test_free_memory_is_returned_after_large_work_and_after_much(
+    sizes: list[int], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr(lanes, "give_back", lambda: returned.append(1))
+    lane = Lane("test")
+    for size in sizes:
+        lane.put(size, lambda: None)
+    lane.close()
+    assert len(returned) == times
+
+
 def test_a_small_grammar_does_not_wait_for_large_ones_nor_text_for_grammars() -> None:
-    lanes = Lanes()
+    some = Lanes()
     try:
-        assert len({lanes.of(1), lanes.of(1, 1), lanes.of(1, LARGE_GRAMMAR), lanes.of(LONG)}) == 4
+        assert len({some.of(1), some.of(1, 1), some.of(1, LARGE_GRAMMAR), some.of(LONG)}) == 4
     finally:
-        lanes.close()
+        some.close()
 
 
 def test_expressions_that_end_a_turn_are_compiled_and_refused_before_the_engine_has_the_turn() -> None:

@@ -16,7 +16,9 @@ log = logging.getLogger("tenuto.runtime")
 LONG = 2**15
 """Characters, or tokens, from which on work is long."""
 LARGE = 2**18
-"""After work on so much, free memory is returned to the system."""
+"""After one piece of work on so much, free memory is returned to the system."""
+MUCH = 2**22
+"""Likewise after several on so much together."""
 
 
 LARGE_GRAMMAR = 2**12
@@ -58,15 +60,18 @@ class Lane:
             self._thread.join()
 
     def _run(self) -> None:
+        done = 0
         while (work := self._next()) is not None:
             size = work.size
+            done += size
             try:
                 work.do()
             except Exception:  # a mistake of ours; others wait
                 log.exception("text work failed")
             del work  # the next may be long in coming
-            if size >= LARGE:
+            if size >= LARGE or done >= MUCH:
                 give_back()
+                done = 0
 
     def _next(self) -> Work | None:
         """The next thing to do, or `None` at the end."""
