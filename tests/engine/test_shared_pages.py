@@ -123,3 +123,14 @@ def test_an_audit_names_a_page_that_may_be_written_below_what_another_reads(mix)
     pool.floors[table.tail] = 0  # type: ignore[attr-defined]
     with pytest.raises(InvariantError, match=r"may (still )?be written"):
         stage.engine.audit()
+
+
+def test_a_session_that_goes_back_below_what_its_fork_reads_copies_the_page() -> None:
+    stage = Stage(units=60)
+    session = stage.told("s", 16, 4)
+    stage.engine.fork("s", child="fork")
+    stage.engine.rewind("s", position=19)  # in the last page, a slot below what the fork reads
+    history = list(session.history)
+    turn = stage.say("s", [5, 6], 3)
+    stage.play()
+    assert list(turn.output) == continuation([*history, 5, 6], 3)

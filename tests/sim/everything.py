@@ -17,6 +17,7 @@ from tests.sim.mutants import find_mutants
 from tests.sim.planted import Catcher, Planted
 from tests.sim.slips import SLIPS
 from tests.sim.slips_by_area import BY_AREA
+from tests.sim.slips_of_kernels import INT8
 
 CATCHERS = Path(__file__).with_name("catchers.json")
 JUSTIFIED: dict[str, str] = {
@@ -47,6 +48,8 @@ def everything() -> dict[str, Planted]:
         planted[f"fault {fault.__name__}"] = fault
     for slip in chain(SLIPS, *BY_AREA.values()):
         planted[f"slip {slip}"] = slip
+    for native in INT8:
+        planted[f"native {native}"] = native
     seen: dict[str, int] = {}
     for mutant in find_mutants():
         text = f"call {mutant.module} {mutant.text}"

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,27 +16,34 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Connection
-from time import process_time
+from time import process_time, time
+
+import pytest
 
 from tests.sim.mutants import Mutant
 from tests.sim.run import GRAMMARS, OVERTAKING, PREFIXED, any_world, run_world
 from tests.sim.slips import Slip
+from tests.sim.slips_of_kernels import NativeSlip
 from tests.sim.telling import module_of, tell
 
-Planted = Callable[[], AbstractContextManager[None]] | Slip | Mutant | None
+Planted = Callable[[], AbstractContextManager[None]] | Slip | NativeSlip | Mutant | None
 """A fault, which replaces methods, or what changes the source of one; or nothing."""
 
 Catcher = int | str
 """The seed of a world, or a test's id."""
 
 WORLD_STEPS = 150
-CPU_SECONDS = 2
+CPU_SECONDS = 1
 """Processor time of a world or a story, several times what any needs: a step that does not end is found, too."""
 SECONDS = 30
 """The same with all its waiting."""
 
 MAX_MEMORY = 3 << 30
 """Bytes: what does not end may also grow."""
+
+WITH_MODELS = {
+    f"tests/exec/test_{name}.py" for name in ("kv_cache_dtype", "model_executor", "native_forward", "state_slots")
+}
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 _FAULTS: list[object] = []
@@ -47,12 +56,13 @@ class EndlessStepError(Exception):
 @dataclass(frozen=True)
 class Job:
     """What to plant, and where to look for it: the story, or the worlds, first the one that is known, for `most_steps`.
-    Rules in `past` may be broken."""
+    Rules in `past` may be broken. `name`: of what is planted, for tests that need pytest."""
 
     planted: Planted
     most_steps: int
     known: Catcher | None = None
     past: Collection[str] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,14 +84,32 @@ def look_for_all(jobs: Iterable[Job]) -> Iterator[Outcome]:
     longer than most of the worlds.
     """
     jobs = list(jobs)
-    stories = {module_of(job.known) for job in jobs if isinstance(job.known, str)}
+    stories = {module_of(job.known) for job in jobs if isinstance(job.known, str) and not needs_pytest(job.known)}
     FORKSERVER.set_forkserver_preload(["tests.sim.everything", *sorted(stories)])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(_look, jobs)
 
 
+def needs_pytest(catcher: Catcher | None) -> bool:
+    """Whether it is a test of executors, whose fixtures make models. That takes seconds, and compiling more."""
+    return isinstance(catcher, str) and catcher.partition("::")[0] in WITH_MODELS
+
+
+def _run_pytest(job: Job) -> Outcome:
+    command = [sys.executable, "-m", "tests.sim.under_pytest", job.name, str(job.known)]
+    began = time()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time() - began
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return Outcome(None, (done.stdout + done.stderr)[-2000:], seconds)
+    caught = done.returncode == pytest.ExitCode.TESTS_FAILED
+    return Outcome(job.known if caught else None, "a test failed" if caught else "survived its test", seconds)
+
+
 def _look(job: Job) -> Outcome:
     """One job in its process."""
+    if needs_pytest(job.known):
+        return _run_pytest(job)
     receiving, sending = FORKSERVER.Pipe(duplex=False)
     process = FORKSERVER.Process(target=_tell, args=(job, sending))
     process.start()
@@ -104,7 +132,7 @@ def _tell(job: Job, sending: Connection) -> None:
 
 
 def _plant_and_look(job: Job) -> Outcome:
-    _plant(job.planted)
+    plant(job.planted)
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGVTALRM, _give_up)
@@ -132,9 +160,9 @@ def _plant_and_look(job: Job) -> Outcome:
     return Outcome(None, f"survived {steps} steps", process_time() - began)
 
 
-def _plant(planted: Planted) -> None:
+def plant(planted: Planted) -> None:
     """For good."""
-    if isinstance(planted, Slip | Mutant):
+    if isinstance(planted, Slip | NativeSlip | Mutant):
         planted.plant()
     elif planted is not None:
         fault = planted()

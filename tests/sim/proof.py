@@ -31,7 +31,7 @@ def main() -> int:
     if arguments.unknown:
         chosen = [name for name in chosen if name not in known]
     first = {name: catcher for name, catcher in known.items() if not arguments.anew or isinstance(catcher, str)}
-    jobs = [Job(every[name], arguments.steps, first.get(name), arguments.past) for name in chosen]
+    jobs = [Job(every[name], arguments.steps, first.get(name), arguments.past, name) for name in chosen]
     survivors, seconds = 0, 0.0
     for name, outcome in zip(chosen, look_for_all(jobs), strict=True):
         print(f"{outcome}  {name}", flush=True)

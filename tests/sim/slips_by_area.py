@@ -67,8 +67,8 @@ TIMERS = (
 
 PRESSURE = (
     Slip("sched.pressure", "if session.has_running_turn or (memory.computed == 0 and memory.turn is None):", "if session.has_running_turn or memory.computed == 0:"),
-    Slip("sched.pressure", "if checkpoint is not None and checkpoint.pins == pins:", "if checkpoint is not None:"),
-    Slip("sched.pressure", "tuple((counts > 0) & (counts == np.frombuffer(pool.counts, np.int32))", "tuple((counts > 0)"),
+    Slip("sched.pressure", "if checkpoint.pins == pins:", "if checkpoint.pins >= pins:"),
+    Slip("sched.pressure", "masks.append((held > 0) & (held == np.frombuffer(pool.counts, np.int32)))", "masks.append(held > 0)"),
     Slip("sched.pressure", "if n > pools[g].free + pools[g].limbo]", "if n > pools[g].free]"),
     Slip("sched.pressure", "        if self._drop_one(short, set(), Rung.PREFIX):\n            return True\n", ""),
     Slip("sched.pressure", "if self._unused(short) > unused or", "if self._unused(short) >= unused or"),

@@ -1,0 +1,54 @@
+"""Slips in the native kernels, of keys and values in 8 bits, which have to be compiled: see `slips`."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+
+from tenuto.kernels.native import build
+from tests.sim.rewritten import rewrite
+
+
+@dataclass(frozen=True)
+class NativeSlip:
+    """In a file of the kernels the first `old` becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old.strip()}  ->  {self.new.strip() or 'nothing'}"
+
+    def plant(self) -> None:
+        """For good: the best variant that there is here is compiled anew, into a directory of its own, and no other is
+        tried."""
+        sources = Path(mkdtemp(prefix="slip-"))
+        for path in (*build.SOURCES.glob("*.h"), *build.SOURCES.glob("*.cpp")):
+            shutil.copy(path, sources)
+        text = (sources / self.file).read_text()
+        if self.old not in text:
+            raise ValueError(f"the source of this slip is gone: {self}")
+        (sources / self.file).write_text(text.replace(self.old, self.new, 1))
+        build.SOURCES = sources
+        rewrite(build.__name__, lambda source: _elsewhere(source, sources))
+
+
+def _elsewhere(source: str, directory: Path) -> str:
+    """`build` with its results in `directory`, and one variant."""
+    one = "if self.features.issuperset(map(_kernel_name, needs))]"
+    return source.replace('cache / "kernels"', f"Path({str(directory)!r})").replace(one, f"{one}[:1]")
+
+
+INT8 = (
+    NativeSlip("attention.h", "highest16(most) / 127.0f;", "highest16(most) / 130.0f;"),
+    NativeSlip("attention.h", "(uint16_t)((bits + 0xFFFFu) >> 16)", "(uint16_t)(bits >> 16)"),
+    NativeSlip("attention.h", "fours[i] ^ 0x80808080u", "fours[i]"),
+    NativeSlip("attention.h", "scales(block, d / BLOCK) + lane", "scales(block, 0) + lane"),
+    NativeSlip("attention.h", "set_scale(scales(block, parts()) + lane, value", "set_scale(scales(block, 0) + lane, value"),
+    NativeSlip("attention.h", "(parts() + 2) / 2 * 64", "(parts() + 1) / 2 * 64"),
+    NativeSlip("attention_bytes.h", "asked.offsets[r][part])", "asked.offsets[r][0])"),
+    NativeSlip("attention_bytes.h", "most = max16(most, select(score > UNSEEN, load<f32x16>(value_scales + i * LANES), f32x16{}));", "most = max16(most, load<f32x16>(value_scales + i * LANES));"),
+)  # fmt: skip

@@ -1,0 +1,15 @@
+"""`python -m tests.sim.under_pytest NAME TEST` plants what has that name and runs a test by pytest: where models are
+made, fixtures make them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.sim.everything import everything
+from tests.sim.planted import plant
+
+if __name__ == "__main__":
+    plant(everything()[sys.argv[1]])
+    sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
