@@ -263,11 +263,10 @@ def metadata(attacker: Attacker) -> None:
 
 
 def kept_responses(attacker: Attacker) -> None:
-    """Responses that are kept with instructions as long as the body takes."""
-    for number in range(20):
+    """Many responses that are kept, each with as long instructions as fit."""
+    for number in range(1000):
         asked = {"model": "default", "input": "x", "max_output_tokens": 1}
-        tool = {"type": "function", "name": "f", "description": f"{number:06}{filled('x')}"}
-        attacker.ask("/v1/responses", {**asked, "tools": [tool], "tool_choice": "none"})
+        attacker.ask("/v1/responses", {**asked, "instructions": f"{number:06}{'hello ' * 5000}"})
 
 
 def grammar_memory(attacker: Attacker) -> None:
