@@ -262,13 +262,6 @@ def metadata(attacker: Attacker) -> None:
         attacker.ask("/v1/responses", {**asked, "metadata": {"a": f"{number:06}{filled('x')}"}})
 
 
-def kept_responses(attacker: Attacker) -> None:
-    """Many responses that are kept, each with as long instructions as fit."""
-    for number in range(1000):
-        asked = {"model": "default", "input": "x", "max_output_tokens": 1}
-        attacker.ask("/v1/responses", {**asked, "instructions": f"{number:06}{'hello ' * 5000}"})
-
-
 def grammar_memory(attacker: Attacker) -> None:
     """Short expressions whose automata are large."""
     for number in range(12):
@@ -320,7 +313,6 @@ STALLS: dict[str, Callable[[Attacker], None]] = {
 }
 HOGS: dict[str, Callable[[Attacker], None]] = {
     "metadata": metadata,
-    "kept responses": kept_responses,
     "grammar memory": grammar_memory,
     "chunked bodies": chunked,
     "long texts": texts,
