@@ -1,9 +1,9 @@
 """`python -m bench.clients [CLIENT ...]`: clients at their newest version, unmodified, on a server.
 
-Every client is fetched from its package index (npm or PyPI) into a directory of its own, by default a temporary one,
-and asks a server that this starts. Its model (`caller.py`) calls a tool when it has some, and answers when it has the
-result. Nothing but this machine is talked to once the packages are there. The exit status is 1 if a client did not get
-what it wanted.
+Each client is fetched from its package index (npm or PyPI) into its own directory, by default a temporary one. It then
+talks to a server that this program starts. The server's model (`caller.py`) calls a tool when it has some, and answers
+when it has the result. Once the packages are there, clients reach nothing but this machine. The exit status is 1 if a
+client did not get what it wanted.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ RUN_SECONDS = 240
 
 
 def call(command: list[str], place: Path, env: dict[str, str] | None = None, seconds: int = RUN_SECONDS) -> str:
-    """What a program writes to stdout. Raises `RuntimeError` with all that it wrote if it fails."""
+    """Run a program, and give its stdout. Raises `RuntimeError` with all that it wrote if it fails."""
     done = subprocess.run(  # noqa: S603 - commands of our own
         command,
         cwd=place,
@@ -32,7 +32,7 @@ def call(command: list[str], place: Path, env: dict[str, str] | None = None, sec
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Packages below a directory, each in a place of its own; what is there is taken as it is."""
+    """Packages below a directory, each in its own folder. A package that is there already is not fetched again."""
 
     directory: Path
 

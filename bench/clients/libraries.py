@@ -1,4 +1,4 @@
-"""Python libraries: each runs a script of `inside` in an environment of its own."""
+"""Python libraries. Each runs its script of `inside` in its own environment."""
 
 from __future__ import annotations
 

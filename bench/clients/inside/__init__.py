@@ -1,1 +1,1 @@
-"""What runs in a client's own environment: each is given the server's URL, and fails unless it gets what it wants."""
+"""Scripts that run in a client's own environment. Each takes the server's URL, and fails unless the client works."""

@@ -65,8 +65,8 @@ class MambaBlock:
         return linear(gated.to(x.dtype), self._out, self._out_bias)
 
     def _scan(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes out of rows of equal length, float32 [rows, length, channels], and the state after them. `x` is
-        what comes out of the convolution, [rows, length, channels]."""
+        """The outputs of rows of equal length, float32 [rows, length, channels], and the state after them. `x` is the
+        convolution's output, [rows, length, channels]."""
         s, shape = self._shape, x.shape[:2]
         low, b, c = torch.split(linear(x.flatten(0, 1), self._select), [s.rank, s.state, s.state], dim=1)
         steps = functional.softplus(linear(low, self._steps).float() + self._step_bias).view(*shape, -1)

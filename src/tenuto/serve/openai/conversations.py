@@ -127,8 +127,8 @@ class Conversations:
         return found
 
     def go_on(self, tenant: str, name: str | None, items: Sequence[Item]) -> GoingOn:
-        """A response with input `items`, from the conversation called `name` if that is given; whoever calls this ends
-        it. Raises `NotFound`, `SessionBusy`, `LimitReached`, `InvalidRequest`."""
+        """A response with input `items`, in the conversation `name` if that is given. The caller ends it. Raises
+        `NotFound`, `SessionBusy`, `LimitReached`, `InvalidRequest`."""
         if name is None:
             return GoingOn(self, tenant, None, items)
         self.require_room(tenant)
@@ -189,7 +189,7 @@ def listed(items: Sequence[dict[str, Any]], *, more: bool = False) -> dict[str, 
 
 
 def kept(item: Item) -> dict[str, Any]:
-    """An item as it is listed, with an id of its own. Raises `InvalidRequest`."""
+    """An item in the form of a list's entry, with a new id. Raises `InvalidRequest`."""
     base = {"id": f"{_PREFIXES[item.type]}_{secrets.token_hex(12)}", "type": item.type, "status": "completed"}
     if item.type == "message":
         kind = "output_text" if item.role == "assistant" else "input_text"

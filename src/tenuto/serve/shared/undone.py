@@ -1,5 +1,5 @@
-"""What requests ask for and this server leaves undone. The answer is as good without it, so the request is not refused;
-what was left undone is named in a header of the answer and in the log."""
+"""Wishes that this server leaves undone. The answer is as good without them, so the request is not refused; a header of
+the answer names them, and so does the log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _notes: ContextVar[dict[str, None] | None] = ContextVar("left_undone", default=N
 
 @contextmanager
 def noting() -> Iterator[dict[str, None]]:
-    """Collects what `leave_undone` is told inside the block, in order and each once."""
+    """Collects the names that `leave_undone` gets inside the block, in order and each once."""
     notes: dict[str, None] = {}
     token = _notes.set(notes)
     try:
@@ -49,8 +49,8 @@ ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS), After
 
 
 def of_type(kind: str) -> WrapValidator:
-    """Annotates a tool. Those of another type, which neither the client's functions nor the server can run, are left
-    out; one without a type is of this `kind`."""
+    """Annotates a tool. Tools of another type than `kind` are left out, as the server cannot run them. A tool without a
+    type is of this `kind`."""
 
     def known(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         other = given.get("type") if isinstance(given, dict) else None
