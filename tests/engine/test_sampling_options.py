@@ -445,7 +445,7 @@ def test_a_stop_id_said_as_a_guess_ends_the_turn_and_is_named(overlap: int) -> N
 class Numbers:
     """A text stream in which every token is its number and a blank; a stop string is looked for at once."""
 
-    def __init__(self, stop: tuple[str, ...], min_tokens: int, include_stop: bool, _: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], min_tokens: int, include_stop: bool, *_: object) -> None:
         self.stop: str | None = None
         self.delivered_tokens = 0
         self._stop, self._min_tokens = stop, min_tokens
