@@ -122,6 +122,8 @@ def test_units_copied_out_and_in_again_elsewhere_hold_the_same(executor: ModelEx
     kept = states(executor)
     executor.write_units(0, ints([5, 1]), list(executor.read_units(0, ints([0, 2]))))
     assert changed(kept, states(executor)) == {5, 1}
+    one, other = (executor.read_units(0, ints([slot]))[0] for slot in (2, 0))
+    assert [row.tolist() for row in executor.read_units(0, ints([2, 0]))] == [one.tolist(), other.tolist()]
 
 
 def test_copies_that_the_device_refuses_are_a_typed_error(
@@ -133,6 +135,12 @@ def test_copies_that_the_device_refuses_are_a_typed_error(
     monkeypatch.setattr(executor.forward, "read_units", fail)
     with pytest.raises(CopyFailed, match="out of memory"):
         executor.read_units(0, ints([0]))
+
+
+def test_a_row_goes_on_from_the_slot_it_reads_wherever_it_writes(executor: ModelExecutor) -> None:
+    elsewhere = logits_of(executor, plan({0: [4, 5]}, 5, [0], [3])).clone()
+    in_place = logits_of(executor, plan({0: [4, 5]}, 5, [0], [0]))
+    assert torch.allclose(elsewhere, in_place, rtol=1e-5, atol=1e-6)
 
 
 def test_a_state_may_be_written_where_it_was_read(executor: ModelExecutor) -> None:

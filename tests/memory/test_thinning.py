@@ -244,3 +244,15 @@ def test_one_whose_gap_has_hardly_grown_is_as_old_as_what_is_above_it() -> None:
     lines.go_on(line, 10)
     lines.cache._evict(line[1])  # so the first ends where it was made last
     assert lines.cache.order.heads() == [other[0]]
+
+
+def test_one_whose_gap_has_shrunk_is_considered_with_those_of_its_size() -> None:
+    lines = Lines()
+    older, line = lines.open(), lines.open()
+    for each in (older, line):
+        lines.go_on(each, 100)
+        lines.go_on(each, 100)
+    kept = line[0]
+    line.cut(200)
+    assert lines.cache.order.gap(kept) == 100
+    assert kept in lines.cache.order.heads()

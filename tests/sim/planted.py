@@ -33,7 +33,7 @@ Catcher = int | str
 """The seed of a world, or a test's id."""
 
 WORLD_STEPS = 150
-CPU_SECONDS = 1
+CPU_SECONDS = 2
 """Processor time of a world or a story, several times what any needs: a step that does not end is found, too."""
 SECONDS = 30
 """The same with all its waiting."""
