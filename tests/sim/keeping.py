@@ -39,3 +39,8 @@ def is_leaving(engine: Engine) -> bool:
     """Whether something is on its way to disk."""
     every = engine.parking._sessions.values() if engine.parking is not None else ()
     return any(unit.leaving for parked in every for unit in parked)
+
+
+def is_worth_disk(engine: Engine, size: int, tokens: int) -> bool:
+    """Whether reading `size` bytes from disk takes less time than computing `tokens`, as far as was measured."""
+    return engine.parking is not None and engine.parking.tiers.rates.worth("disk", size, tokens)

@@ -96,9 +96,10 @@ class ParkedInOrder:
         engine = self._world.engine
         lost = [
             session
-            for session, (_, size, version) in self._parked.items()
+            for session, (parked, size, version) in self._parked.items()
             if (session.state, session.turn, session.version) == (SessionState.OPEN, None, version)
             and size <= budget
+            and keeping.is_worth_disk(engine, size, parked.position)
             and keeping.parked_of(engine, session) is None
         ]
         kept = [session for session in self._parked if keeping.stays_on_disk(engine, session)]
