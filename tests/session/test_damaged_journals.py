@@ -141,6 +141,20 @@ def test_one_flipped_bit_in_the_log_loses_at_most_what_it_is_in(path: Path, tmp_
     assert whole > 8
 
 
+def test_a_flipped_bit_in_the_logs_copy_of_the_schema_loses_nothing(path: Path, tmp_path: Path) -> None:
+    """Without a schema SQLite reads no row; that of the database itself never changes."""
+    saved, rng = written(path), Random(7)
+    files = killed(path)
+    log, frame = files["journal-wal"], 24 + 4096
+    places = [at for at in range(32, len(log), frame) if log[at : at + 4] == (1).to_bytes(4, "big")]
+    assert places
+    for _ in range(24):
+        at, bit = rng.choice(places) + 24 + rng.randrange(4096), rng.randrange(8)
+        found, damage = began(put({**files, "journal-wal": flipped(log, at, bit)}, tmp_path / "harmed"))
+        assert found == saved
+        assert not present(damage).changes
+
+
 @pytest.mark.parametrize("harm", ["cut", "gone", "of nothing but zeros"])
 def test_a_log_that_is_gone_is_noticed_and_what_is_lost_is_counted(harm: str, path: Path, tmp_path: Path) -> None:
     saved = written(path)

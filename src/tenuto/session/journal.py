@@ -25,6 +25,7 @@ from tenuto.session.journal_mending import (
     connected,
     copied_aside,
     execute,
+    has_schema,
     remove_copy,
     searched_log,
     set_aside,
@@ -165,7 +166,8 @@ class Journal:
         if self._found is not None:
             source = connected(self._found, _LOCK_SECONDS)
             there = SessionRows(source, self._fingerprint, FORMAT).header()
-            if there is None or there[2] > self._changes:  # or this row is what is damaged
+            unreadable = there is None and not has_schema(source)
+            if not unreadable and (there is None or there[2] > self._changes):  # or this row is what is damaged
                 self._source = source
                 self._changes, self._sessions = there[2:] if there is not None else (acknowledged, 0)
             else:

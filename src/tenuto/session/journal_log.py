@@ -16,11 +16,19 @@ _HEADER, _FRAME = 32, 24
 _MAGIC = 0x377F0682
 """Checksums are over little-endian words; one more: big-endian."""
 _VERSION = 3007000
+_FIRST = (1).to_bytes(4, "big")
 _Words = npt.NDArray[np.uint32]
 
 
-def mended_log(data: bytes, page_size: int) -> bytes | None:
-    """The log with correct checksums, up to the last commit in it; `None` without any commit."""
+_CHANGING = slice(28, 40)
+"""Of the first page: the size of the database, and its free pages. The rest of the page is the schema, which a journal
+has from its beginning and never changes."""
+
+
+def mended_log(data: bytes, first_page: bytes) -> bytes | None:
+    """The log with correct checksums, up to the last commit in it; `None` without any commit. `first_page`: that of the
+    database, which replaces the log's, since nothing can be read with a damaged schema."""
+    page_size = len(first_page)
     step = _FRAME + page_size
     count = max(0, (len(data) - _HEADER) // step)
     salts = [data[_HEADER + i * step + 8 : _HEADER + i * step + 16] for i in range(count)]
@@ -37,6 +45,8 @@ def mended_log(data: bytes, page_size: int) -> bytes | None:
     for i in range(last + 1):
         begin = _HEADER + i * step
         target, page = data[begin : begin + 8], data[begin + _FRAME : begin + step]
+        if target[:4] == _FIRST:
+            page = first_page[: _CHANGING.start] + page[_CHANGING] + first_page[_CHANGING.stop :]
         sums = _checksum(target + page, sums, big=big)
         frames.append(target + salt + _stored(sums) + page)
         if any(target[4:]):  # a commit: the size of the database after it

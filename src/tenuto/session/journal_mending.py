@@ -43,6 +43,14 @@ def connected(path: Path, lock_seconds: float) -> sqlite3.Connection:
     return db
 
 
+def has_schema(db: sqlite3.Connection) -> bool:
+    """Whether rows can be read at all."""
+    try:
+        return db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+    except sqlite3.Error:
+        return False
+
+
 def execute(db: sqlite3.Connection, statements: str) -> None:
     """Carry out statements within the transaction under way."""
     for statement in filter(str.strip, statements.split(";")):
@@ -156,12 +164,15 @@ def copied_aside(path: Path, db: sqlite3.Connection) -> Path:
 def searched_log(path: Path, db: sqlite3.Connection) -> Path | None:
     """A copy of the journal with all commits of its log, also those after damage; `None` if the log is empty."""
     size = int(db.execute("PRAGMA page_size").fetchone()[0])
-    log = mended_log(_read_log(path), size)
-    if log is None:
-        return None
     found = path.with_name(f"{path.name}.found")
     remove_copy(found)
-    _copy_with_log(db, found, log)
+    _copy_with_log(db, found, b"")
+    with found.open("rb") as copy:
+        log = mended_log(_read_log(path), copy.read(size))
+    if log is None:
+        remove_copy(found)
+        return None
+    Path(f"{found}-wal").write_bytes(log)
     return found
 
 
