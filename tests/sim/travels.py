@@ -72,6 +72,7 @@ class ParkedInOrder:
         self._world = world
         self._used: dict[Session, int] = {}  # the step in which it last had a turn, or was parked
         self._parked: dict[Session, tuple[Parked, int, int]] = {}  # of those at rest, its size, and their version
+        self._on_disk: set[Parked] = set()  # of these
         self._failures: Counter[str] = Counter()
 
     def look(self) -> None:
@@ -85,12 +86,15 @@ class ParkedInOrder:
             self._check(disk.budget)
         self._failures = Counter(parking.tiers.failures)
         before, self._parked = self._parked, {}
+        self._on_disk.clear()
         for session in world.engine.sessions:
             parked = keeping.parked_of(world.engine, session)
             if session.turn is not None or (parked is not None and before.get(session, (None,))[0] is not parked):
                 self._used[session] = world.steps
             if parked is not None and session.turn is None:
                 self._parked[session] = parked, parked.size, session.version
+                if parked.on_disk:
+                    self._on_disk.add(parked)
 
     def _check(self, budget: int) -> None:
         engine = self._world.engine
@@ -100,6 +104,7 @@ class ParkedInOrder:
             if (session.state, session.turn, session.version) == (SessionState.OPEN, None, version)
             and size <= budget
             and keeping.is_worth_disk(engine, size, parked.position)
+            and parked not in self._on_disk  # what is there goes in an order of its own
             and keeping.parked_of(engine, session) is None
         ]
         kept = [session for session in self._parked if keeping.stays_on_disk(engine, session)]
