@@ -56,6 +56,20 @@ def test_a_transferred_lease_has_the_same_units_and_its_source_is_of_no_use() ->
     assert (list(moved.units), pool.leased) == (units, 3)
 
 
+@pytest.mark.parametrize("count", [2, BULK + 1])
+def test_whoever_gets_a_second_lease_keeps_what_it_reads_from_being_written(count: int) -> None:
+    pool = Pool("pages", count, slots=4)
+    units = held(pool, count).units
+    second = pool.share(units, BEN, 3)
+    for unit, slot in ((units[0], 3), (units[-1], 2)):
+        with pytest.raises(InvariantError, match=f"unit {unit} would be written from slot {slot} on"):
+            pool.write_on(unit, slot)
+    pool.write_on(units[-1], 3)
+    second.release()
+    pool.take_alone(units[0], 1)
+    pool.write_on(units[0], 1)
+
+
 def test_absorbing_a_lease_empties_it() -> None:
     pool = Pool("pages", 6)
     first, second = held(pool, 2), held(pool, 3, BEN)

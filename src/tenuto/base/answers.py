@@ -258,7 +258,7 @@ class AnswerReader:
         return True if again else self._tell(said, len(self._rest))
 
     def _named(self, said: Said, *, ended: bool) -> bool:
-        """Calls from here on, each a name, nine letters and digits or not, and arguments."""
+        """Parses calls from here on: a name, an optional nine-character id, then JSON arguments."""
         if self._scan is None:
             begun = self._rest.lstrip()
             head, brace, _ = begun.partition("{")

@@ -18,8 +18,8 @@ from tenuto.base.tools import TAGS, ModelHabits
 def shape_of(
     habits: ModelHabits, answer: Grammar | None, functions: Mapping[str, Any], *, forced: bool, parallel: bool
 ) -> Grammar | None:
-    """What an answer in a chat must follow: `answer`, if that is given, or calls of these functions, which may come in
-    its place, or with `forced` must. A model that thinks may do so before. Raises `InvalidRequest`."""
+    """The grammar of an answer in a chat: `answer`, if that is given, or calls of these functions instead of it, which
+    `forced` requires. A model that thinks may do so before. Raises `InvalidRequest`."""
     if functions and (forced or answer is not None):
         return calls_grammar(habits, functions, parallel=parallel, answer=None if forced else answer)
     plain = habits.thinks == "no" and habits.tools != "channels"

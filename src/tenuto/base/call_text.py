@@ -15,7 +15,7 @@ OPEN_PARAMETER, CLOSE_PARAMETER = "<parameter=", "</parameter>"
 
 
 class Scan:
-    """Looks for the end of JSON that begins at `start` of a text, as the text grows: every letter is looked at once."""
+    """Finds the end of JSON that begins at `start` of a growing text, and reads every character once."""
 
     def __init__(self, start: int, closes: str = "") -> None:
         """`closes`: the tag behind it, if there is one."""
@@ -33,8 +33,8 @@ class Scan:
         return self._at if self._at > self.start and not self._depth else None
 
     def closing(self, text: str) -> int | None:
-        """Where the first closing tag is that is not in a string; where the quotation marks make no sense, the first
-        of all."""
+        """The position of the first closing tag outside strings, or of the first one at all where quotation marks do
+        not pair up."""
         while (found := text.find(self._closes, self._searched)) >= 0:
             if self.first is None and text[self.start : found].lstrip()[:1] not in "{[":
                 return found
@@ -75,7 +75,7 @@ _BEHIND_STRING = re.compile(r"\S")
 
 
 def overlap(text: str, tag: str) -> int:
-    """How many of the last letters of `text` begin `tag`."""
+    """The length of the longest end of `text` that begins `tag`."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 

@@ -37,7 +37,7 @@ def header_of(text: str, *, begun: bool, ended: bool) -> tuple[Header | None, st
 
 
 def content_end(text: str, *, ended: bool) -> tuple[int, int | None]:
-    """The length of a message's content, as far as it is certain, and the place of the next header, if it is there."""
+    """The length of a message's content, as far as it is certain, and the position of the next header, if any."""
     ends = [(at, mark) for mark in (END, START, CHANNEL) if (at := text.find(mark)) >= 0]
     if not ends:
         held = 0 if ended else max(overlap(text, mark) for mark in (END, START, CHANNEL))

@@ -151,8 +151,8 @@ def user_path(path: str) -> Path:
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """The directory of downloaded models and compiled kernels: `$TENUTO_CACHE`, else `tenuto` in `$XDG_CACHE_HOME` or
-    `~/.cache`. Where that neither exists nor can be made (no home, or a read-only one), it is `tenuto-` and the user's
-    number in the system's temporary directory. Raises `ConfigError` if that belongs to somebody else."""
+    `~/.cache`. If that does not exist and cannot be made (no home, or a read-only one), it is `tenuto-` and the user's
+    number in the system's temporary directory. Raises `ConfigError` if that belongs to another user."""
     own = environ.get("TENUTO_CACHE")
     if own:
         return user_path(own)

@@ -86,7 +86,7 @@ class Policy:
     """What applies to all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
     `None` for never. `max_tokens`: cap on its history, at most the context length (the default). An `ephemeral`
     session closes when its only turn ends. `tenant`: who owns it. `hidden`: it is not listed. `metadata`: its owner's
-    notes. What a `pinned` session has in memory never yields to others; room for all that it may become is set
+    notes. The memory of a `pinned` session never yields to others; room for all that it may become is set
     aside."""
 
     priority: int = option(0, "Priority of its turns; higher runs first.", PRIORITIES)

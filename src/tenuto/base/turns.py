@@ -266,7 +266,7 @@ class Transcript:
 
 
 def last_role(given: TurnInput) -> str:
-    """Who wrote the last of the messages that input is, if it is messages."""
+    """The role of the last message of input that is messages, else an empty string."""
     last = given[-1] if len(given) else None
     return last.role if isinstance(last, Message) else ""
 

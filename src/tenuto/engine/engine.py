@@ -320,7 +320,7 @@ class Engine:
 
     @guarded
     def state(self, session_id: str, tenant: str = "") -> CopiedState | LentUnits:
-        """What there is of a session's state; see `SessionStates.of`. Raises `SessionBusy` while a turn is open."""
+        """The state of a session; see `SessionStates.of`. Raises `SessionBusy` while a turn is open."""
         return self.states.of(self.sessions.get(session_id, tenant))
 
     @guarded

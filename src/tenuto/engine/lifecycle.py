@@ -444,8 +444,8 @@ class Lifecycle:
             self.note_memory(session)
 
     def close(self, session: Session) -> None:
-        """Close and forget a session without an open turn. What it has in memory stays, for others to begin with,
-        unless another session has that too."""
+        """Close and forget a session without an open turn. Its memory stays for others to begin with, unless another
+        session has that too."""
         self._index(session)
         self._sessions.close(session, keep=self._prefixes is not None and self._prefixes.keep(session))
         self.note_memory(session)

@@ -111,14 +111,14 @@ class Parking:
         )
 
     def lend(self, session: Session) -> LentUnits | None:
-        """What is parked of a session, to be read elsewhere; `Tiers.take_back` ends that."""
+        """The parked memory of a session, to be read elsewhere until `Tiers.take_back`."""
         parked = self._sessions.get(session)
         if parked is None or parked not in self.tiers:
             return None
         return self.tiers.lend(parked, self._contents(session, parked.position))
 
     def position(self, session: Session) -> int:
-        """Of how many tokens memory is parked."""
+        """The number of tokens whose memory is parked."""
         parked = self._sessions.get(session)
         return parked.position if parked is not None and parked in self.tiers else 0
 
@@ -199,7 +199,7 @@ class Parking:
 
     @staticmethod
     def _contents(session: Session, position: int) -> list[list[Content]]:
-        """What those units hold."""
+        """The contents of those units."""
         tokens = session.history[:position].tobytes()
         return [contents(session.policy.tenant, tokens, table.kept_ranges(position)) for table in session.memory.tables]
 

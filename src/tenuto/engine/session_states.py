@@ -57,8 +57,8 @@ class SessionStates:
         return [self._copier.unit_bytes(group) for group in range(len(self._memory.groups))]
 
     def of(self, session: Session) -> CopiedState | LentUnits:
-        """What there is of the session's state: a copy, or what is parked of it, which another thread may read and
-        `take_back` gets. Raises `SessionBusy` while a turn is open."""
+        """The session's state: a copy, or its parked memory, which another thread may read until `take_back`. Raises
+        `SessionBusy` while a turn is open."""
         session.require_idle("export the state of")
         memory = session.memory
         if memory.computed and (self._parking is None or self._parking.position(session) < memory.computed):
@@ -72,7 +72,7 @@ class SessionStates:
         return lent or CopiedState(0, [[] for _ in self._memory.groups])
 
     def take_back(self, lent: LentUnits) -> None:
-        """What was parked has been read, or not."""
+        """Ends the loan of parked memory, whether it was read or not."""
         if self._parking is not None:
             self._parking.tiers.take_back(lent)
 

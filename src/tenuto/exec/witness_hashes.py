@@ -33,7 +33,7 @@ def history_hash(tokens: Sequence[int]) -> int:
 
 
 def seeded(state: int, seed: int) -> int:
-    """What `next_token` takes for a turn with `seed`, after a history with hash `state`; seed 0 changes nothing."""
+    """The argument of `next_token` for a turn with `seed` after a history with hash `state`; seed 0 changes nothing."""
     return state ^ (seed * MULTIPLIER & MASK)
 
 
@@ -54,7 +54,7 @@ def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
 
 def next_allowed(state: int, vocab_size: int, masked: Collection[int], allowed: Words) -> int:
     """One of the tokens that have their bit in `allowed` and are not among `masked`, all equally likely; as
-    `next_unmasked` if there are none."""
+    `next_unmasked` if no such token is left."""
     bits = np.unpackbits(allowed.view(np.uint8), count=vocab_size, bitorder="little")
     bits[list(masked)] = 0
     tokens = np.flatnonzero(bits)

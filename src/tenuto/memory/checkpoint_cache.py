@@ -109,7 +109,7 @@ class CheckpointCache:
         """A sequence that refers to it no longer needs it. Once nobody does, it is in the cache; nothing is evicted
         before `trim`."""
         if checkpoint.pins == 1:
-            checkpoint.count_now()  # as what somebody needs
+            checkpoint.count_now()  # as needed
         checkpoint.pins -= 1
         if checkpoint.pins < 0:
             raise InvariantError(f"{checkpoint.holder_name} is unpinned but nobody needs it")

@@ -19,8 +19,8 @@ class SnapshotUnusable(Exception):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Units in rows [row, row + count) of file number `file`. What each holds follows from the session's tokens, and
-    the file has to say the same."""
+    """Units in rows [row, row + count) of file number `file`. Their contents follow from the session's tokens,
+    and the file has to name the same."""
 
     file: int
     row: int

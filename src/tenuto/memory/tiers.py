@@ -190,8 +190,8 @@ class Tiers:
         return self.host_used - self._leaving_bytes > self._host_bytes
 
     def _leave(self, parked: Parked) -> bool:
-        """Have what of it is in host memory written to disk. False if there is none, or no room on it. Waits, if more
-        than `MAX_LEAVING` bytes would be on their way."""
+        """Write those of its units that are in host memory to disk. False without a disk, or without room on it.
+        Waits, if more than `MAX_LEAVING` bytes would be on their way."""
         if self._disk is None:
             return False
         if self._leaving_bytes and self._leaving_bytes + _size(self._staying(parked)) > MAX_LEAVING:
@@ -309,7 +309,7 @@ class Tiers:
 
     def bring_back(self, parked: Parked, leases: Sequence[Lease], names: Contents) -> list[Move]:
         """Have the first units of each group come to those of `leases`, where they are not yet: the moves to wait for.
-        What is on its way for somebody else is not moved again. `names`: what the units have to hold, by the tokens of
+        Units that are already on their way are not moved again. `names`: what the units have to hold, by the tokens of
         who gets them. Raises `InvariantError` if they hold anything else."""
         _check(parked, names)
         moves: dict[Move, None] = {}

@@ -280,7 +280,7 @@ class Service:
             return
         model = self._model.with_weights(None)
         weights = self._model.executor.load(None)
-        same = model.weights.stamps == self._model.weights.stamps  # somebody may have written others in their place
+        same = model.weights.stamps == self._model.weights.stamps  # the files may have been replaced meanwhile
         changed = None if same else model.tier_identity(self._engine.config)
         self._put(weights, lambda engine: engine.restore_memory(request.parts, weights, changed))
         if not same:

@@ -42,7 +42,7 @@ class Rung(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """What a closed session holds: units by group, and the checkpoint that it needs."""
+    """The memory of a closed session: units by group, and the checkpoint that it needs."""
 
     units: list[tuple[int, npt.NDArray[np.int32]]]
     needed: Checkpoint | None
@@ -54,7 +54,7 @@ class Pressure:
     Invariant: `_closed` has what every closed session holds, which does not change until it is dropped;
     `_closed_counts[group]` says how often each unit is among that, and `_needed` each checkpoint.
 
-    What pinned sessions have committed is nobody's to take, only what their open turns have in memory besides. Within
+    Committed memory of pinned sessions is never taken, only that of their open turns. Within
     a rung the lowest priority yields first, then whoever has been there longest. Sessions that would free
     nothing that is short are passed over; if units are shared so that nobody frees any alone, all who share them yield.
     """

@@ -155,8 +155,8 @@ class ChatTemplate:
         return cls(tokenizer.chat_template, tokenizer, tool_source=tokenizer.tool_template)
 
     def _try(self, asked: Conversation, answered: Conversation, question: Sequence[Message]) -> tuple[str, str]:
-        """What closes an answer, and what asks for one. Some templates take no tools as an empty list only. Raises
-        `ModelError`."""
+        """The text that closes an answer, and the text that asks for one. Some templates accept the absence of tools
+        only as an empty list. Raises `ModelError`."""
         try:
             closer = self._tail(answered, [], generate=False)[0]
             self._tail(answered, question, generate=True)

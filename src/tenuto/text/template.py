@@ -72,7 +72,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - the library's class has no annotation for it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """What is between the tags."""
+        """Parses a `{% generation %}` block into the statements between its tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -128,7 +128,7 @@ struct QueryRows {
 INLINE float weigh(const float *scores, Half *shares, int count, int step, Partial &row) {
   f32x16 top = splat(UNSEEN);
   for (int i = 0; i < count; i++)
-    top = max16(load<f32x16>(scores + i * step * LANES), top); // in this order: what is no number is left out
+    top = max16(load<f32x16>(scores + i * step * LANES), top); // in this order, so that NaN is left out
   const float highest = highest16(top), base = std::max(row.highest, whole_above(highest));
   if (highest <= UNSEEN) { // nothing to see here
     for (int i = 0; i < count; i++)

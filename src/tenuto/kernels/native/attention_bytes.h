@@ -55,7 +55,7 @@ static __attribute__((noinline)) Weighed weigh_bytes(const float *scores, const 
   f32x16 top = splat(UNSEEN), most = {};
   for (int i = 0; i < count; i++) {
     const f32x16 score = load<f32x16>(scores + i * LANES);
-    top = max16(score, top); // in this order: what is no number is left out
+    top = max16(score, top); // in this order, so that NaN is left out
     most = max16(most, select(score > UNSEEN, load<f32x16>(value_scales + i * LANES), f32x16{}));
   }
   const float scale = highest16(most) / MOST_SHARED, own = whole_above(highest16(top));

@@ -137,7 +137,7 @@ INLINE void weigh_rows(Scores scores, const Chunk &chunk, const QueryRows &rows,
     ahead.ask_often();
     f32x16 top = splat(UNSEEN);
     for (int i = 0; i < seen; i++)
-      top = max16(load<f32x16>(scores[i][r]), top); // in this order: what is no number is left out
+      top = max16(load<f32x16>(scores[i][r]), top); // in this order, so that NaN is left out
     each_row[r] = top;
   }
   const f32x16 top = each(each_row, [](f32x16 a, f32x16 b) { return max16(a, b); });

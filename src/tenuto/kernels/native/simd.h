@@ -113,8 +113,8 @@ INLINE f32x16 power_of_two(f32x16 y, int base) {
 }
 // Whole numbers from here on are too large for `power_of_two` to count in.
 constexpr float LARGE = 0x1p22f;
-// As `power_of_two`, for any whole `base`. If that is large, y - base is exact wherever the power is not 0; for y that
-// is no number the power is 0.
+// As `power_of_two`, for any whole `base`. If that is large, y - base is exact wherever the power is not 0; for NaN
+// the power is 0.
 INLINE f32x16 power_below(f32x16 y, float base) {
   if (fabsf(base) < LARGE)
     return power_of_two(y, (int)base);

@@ -61,7 +61,7 @@ async def respond(
     edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: Kept, conversations: ConversationsOf
 ) -> Response:
     """Answer input. With `previous_response_id`, send only what is new: a fork of its state goes on. With
-    `conversation`, likewise: the answer is written after its items, to which it is added."""
+    `conversation`, the answer is written after its items, and added to them."""
     edge.check_model(body.model)
     going_on = conversations.go_on(tenant.name, body.conversation_id, body.items)
     try:

@@ -40,7 +40,7 @@ class OutputLogprobs:
         self._written = 0
 
     def lists(self, reply: Transcript, *, top: bool, text: bool) -> dict[str, msgspec.Raw]:
-        """What an answer has of them. `text`: with the tokens' texts."""
+        """The log-probabilities of an answer. `text`: with the tokens' texts."""
         new = reply.logprobs[self._written :]
         self._written += len(new)
         self._tokens.extend(entry(token, text=text) for token in new)

@@ -141,7 +141,7 @@ async def model_info(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
 
 
 def _paths(edge: Edge, tenant: Tenant) -> dict[str, str]:
-    """Where the model's files are, which only an admin is told."""
+    """The paths of the model's files, for admins only; others get its name."""
     if not tenant.admin:
         return {"model_path": edge.served_name, "tokenizer_path": edge.served_name}
     model = edge.model.path or edge.model.model

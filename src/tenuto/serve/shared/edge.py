@@ -68,12 +68,12 @@ class Edge:
 
     @property
     def served_name(self) -> str:
-        """What answers call the model."""
+        """The model's name in answers."""
         return self.served_names[0]
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """What clients call the model: one name or more."""
+        """The names that clients may give the model, at least one."""
         return self.settings.served_names or (self.model.model,)
 
     def check_model(self, name: str) -> None:

@@ -147,7 +147,7 @@ def read_ttl(text: str) -> float | None:
 class ServeSettings:
     """How the server listens, and what clients may ask of it.
 
-    `served_names`: what clients call the model, of which answers have the first; its own name if there are none.
+    `served_names`: names that clients may give the model, answers have the first; by default its own.
     `any_model_name`: clients may call it anything. `max_body_bytes`: per request,
     `max_bodies_bytes`: of all open requests together. `max_state_bytes`: of sessions that are imported with their
     state, one or all together; they go to temporary files. `max_turns`: open turns of all tenants. `max_connections`:
