@@ -452,10 +452,12 @@ def positions_kept(session: Session) -> list[int]:
     return [c.position for c in session.memory.checkpoints]
 
 
-def stamp(session: Session) -> tuple[int, int, int]:
-    """Changes whenever what a session at rest holds does, but for evictions and new units behind the same numbers."""
+def stamp(session: Session) -> tuple[int, int, int, tuple[bytes, ...]]:
+    """Changes whenever a session at rest holds anything else, except after evictions of checkpoints and new units with
+    the same numbers. A session that left the device and came back between two looks has other units."""
     memory = session.memory
-    return memory.computed, len(memory.checkpoints), session.version
+    units = tuple(bytes(each) for each in memory.kept()) if memory.computed else ()
+    return memory.computed, len(memory.checkpoints), session.version, units
 
 
 def slots_of(pages: Pages, size: int) -> np.ndarray:
