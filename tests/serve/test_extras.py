@@ -287,7 +287,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "background": True,
             "cache_salt": "a",
-            "conversation": "a",
             "logit_bias": {"5": 1},
             "min_p": 0.2,
             "prompt": {"id": "a"},
