@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import InvalidRequest
@@ -49,9 +49,16 @@ def test_a_pattern_stops_a_text_where_it_first_matches_however_the_text_is_cut(p
 
 
 @given(pattern=expressions, pieces=pieces_of_text)
+@example(pattern="(?:b){2}a", pieces=["bbb"])
+@example(pattern="(?:(?:a|bb)){1,2}b", pieces=["a", "aa"])
+@example(pattern="(?:b){0}a", pieces=["b"])
+@example(pattern="(?:b){0,1}a", pieces=["bb"])
+@example(pattern="(?:b){2,}a", pieces=["bbbb"])
 @settings(max_examples=150)
 def test_only_what_may_become_a_match_is_held_back(pattern: str, pieces: list[str]) -> None:
-    assume(stop_patterns([pattern])[0].size <= LONGEST + 1)  # else `ENDINGS` may not complete it
+    assume(stop_patterns([pattern])[0].size <= LONGEST + 1)
+    # Each character of a match goes with one of the parts that `size` counts, and the shortest way to complete a match
+    # uses none of them twice: after its first character, at most LONGEST more. Each part matches "a" or "b".
     matcher, text = StopMatcher([], [pattern]), ""
     for piece in pieces:
         text += piece

@@ -221,15 +221,18 @@ def _of_sequence(sequence: Sequence[_Part]) -> _Part:
 
 
 def _repeated(part: _Part, times: str) -> _Part:
-    """A repetition. Its beginnings: some whole repetitions and the beginning of one more."""
-    count = 1
+    """A repetition. Its beginnings: whole repetitions, at least one fewer than there may be, and the beginning of one
+    more."""
+    most: int | None
     if times[0] == "{":
-        least, _, most = times[1 : times.index("}")].rpartition(",")
-        before = f"{{0,{int(most)}}}" if most else "*"
-        count = int(most or least)
+        least, comma, last = times[1 : times.index("}")].partition(",")
+        most = None if comma and not last else int(last or least)
+        count = max(1, int(last or least))
     else:
-        before = "" if times[0] == "?" else "*"
+        most, count = 1 if times[0] == "?" else None, 1
     begun = f"(?:{part.begun})" if part.begun else ""
-    return _Part(
-        part.itself + times, (f"(?:{part.itself}){before}" if before else "") + begun, part.size * max(1, count)
-    )
+    if most == 0:
+        begun = ""
+    elif most != 1:
+        begun = f"(?:{part.itself})" + ("*" if most is None else f"{{0,{most - 1}}}") + begun
+    return _Part(part.itself + times, begun, part.size * count)
