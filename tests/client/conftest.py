@@ -34,7 +34,8 @@ def remote(witness: Server) -> Iterator[tenuto.RemoteEngine]:
 
 class Proxy:
     """Passes bytes on to a server. `cuts`: after how many bytes of answers the next connections break, in order; those
-    after them do not. With `refuse` new ones are closed at once. `connections`: how many there were."""
+    after them do not. With `refuse` new ones are closed at once. `connections`: how many there were. Answers pass
+    while `answers` is set."""
 
     def __init__(self, url: str) -> None:
         host, port = url.removeprefix("http://").split(":")
@@ -44,6 +45,8 @@ class Proxy:
         self.cuts: list[int] = []
         self.refuse = False
         self.connections = 0
+        self.answers = threading.Event()
+        self.answers.set()
         self._open: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -54,6 +57,7 @@ class Proxy:
             _shut(one)
 
     def close(self) -> None:
+        self.answers.set()
         _shut(self._listener)
         self._listener.close()
         self._threads[0].join()
@@ -74,15 +78,18 @@ class Proxy:
                 server = socket.create_connection(self._target)
                 self._open += [client, server]
                 most = self.cuts.pop(0) if self.cuts else 2**40
-                for pair in ((client, server, 2**40), (server, client, most)):
-                    thread = threading.Thread(target=_pass_on, args=pair)
+                always = threading.Event()
+                always.set()
+                for one_way in ((client, server, 2**40, always), (server, client, most, self.answers)):
+                    thread = threading.Thread(target=_pass_on, args=one_way)
                     thread.start()
                     self._threads.append(thread)
 
 
-def _pass_on(source: socket.socket, target: socket.socket, most: int) -> None:
+def _pass_on(source: socket.socket, target: socket.socket, most: int, allowed: threading.Event) -> None:
     with suppress(OSError):
         while most and (data := source.recv(min(4096, most))):
+            allowed.wait()
             target.sendall(data)
             most -= len(data)
     for one in (source, target):

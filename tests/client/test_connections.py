@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -255,6 +256,21 @@ def test_sessions_without_a_name_close_with_their_client_and_others_stay(remote:
         made[0].close()
         assert len(engine.transport.connection.leftovers) == 3
     assert [info.session_id for info in remote.sessions()] == ["named", "named-fork"]
+
+
+def test_sessions_still_opening_when_their_client_closes_close_too(remote: tenuto.RemoteEngine, proxy: Proxy) -> None:
+    parent = remote.session("parent")
+    parent.append([1])
+    with tenuto.connect(proxy.url) as engine, ThreadPoolExecutor() as pool:
+        mine = engine.attach("parent")
+        proxy.answers.clear()
+        opening = [pool.submit(call) for call in (engine.session, mine.fork, lambda: mine.trim([1]))]
+        eventually(lambda: len(remote.sessions()) == 4)
+        engine.transport.connection.request_stop()
+        proxy.answers.set()
+        engine.close()
+        assert len({each.result().id for each in opening}) == 3
+    assert [info.session_id for info in remote.sessions()] == ["parent"]
 
 
 def test_more_sessions_than_are_deleted_at_once_close_with_their_client(remote: tenuto.RemoteEngine) -> None:

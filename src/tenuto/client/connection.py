@@ -23,7 +23,8 @@ CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 2.0
 """How long an idle connection is kept: less than servers do, so that requests do not meet a closed one."""
 END_SECONDS = 5.0
-"""On closing, how long to wait for requests to end, and again for the leftovers to be deleted."""
+"""On closing, how long to wait for sessions to open, then for requests to end, and again for the leftovers to be
+deleted."""
 PIECE = 2**20
 """Bytes of a file sent or received at once."""
 MAX_DELETIONS = 32
@@ -42,11 +43,15 @@ class Connection:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS),
         )
         self.leftovers: set[str] = set()  # paths to delete on closing; used only in its own thread
+        self._unbroken: set[asyncio.Task[Any]] = set()  # as `leftovers`
         self._loop = asyncio.new_event_loop()
         self._stopped = False
         self._lock = threading.RLock()  # reentrant: a finalizer may stop it in the middle of anything
         self._thread = threading.Thread(
-            target=_run, args=(self._loop, self._http, self.leftovers), name="tenuto-client", daemon=True
+            target=_run,
+            args=(self._loop, self._http, self.leftovers, self._unbroken),
+            name="tenuto-client",
+            daemon=True,
         )
         self._thread.start()
 
@@ -57,6 +62,17 @@ class Connection:
                 work.close()
                 raise EngineStopped("the connection to the server was closed")
             return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """Closing the connection waits for the current task to leave the block, before it cancels anything."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._unbroken.add(task)
+        try:
+            yield
+        finally:
+            self._unbroken.discard(task)
 
     def request_stop(self) -> None:
         """Cancel requests in progress and end the thread, without waiting."""
@@ -143,17 +159,23 @@ def typed_errors() -> Iterator[None]:
         raise Disconnected(f"the connection to the server broke: {str(error) or type(error).__name__}") from error
 
 
-def _run(loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, leftovers: set[str]) -> None:
+def _run(
+    loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, leftovers: set[str], unbroken: set[asyncio.Task[Any]]
+) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
     finally:
-        loop.run_until_complete(_end(http, leftovers))
+        loop.run_until_complete(_end(http, leftovers, unbroken))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
 
-async def _end(http: httpx.AsyncClient, leftovers: set[str]) -> None:
+async def _end(http: httpx.AsyncClient, leftovers: set[str], unbroken: set[asyncio.Task[Any]]) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(END_SECONDS):
+            while unbroken:
+                await asyncio.wait(set(unbroken))
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

@@ -19,6 +19,7 @@ from tenuto.client.feed import Feed, Source
 from tenuto.client.transport import Deliver, Options, RunningTurn
 from tenuto.client.wire import (
     SERVER_OPTIONS,
+    Exchange,
     answer_from,
     exchange_of,
     input_body,
@@ -45,7 +46,14 @@ class HttpTransport:
         return self.connection.call(self._ask(request))
 
     async def _ask(self, request: Request[T]) -> T:
-        method, path, body, query = exchange_of(request)
+        exchange = exchange_of(request)
+        if _opens_without_id(exchange):  # only the answer tells which session to close
+            with self.connection.unbroken():
+                return await self._answer(request, exchange)
+        return await self._answer(request, exchange)
+
+    async def _answer(self, request: Request[T], exchange: Exchange) -> T:
+        method, path, body, query = exchange
         asked: Any = request
         match asked:
             case ExportSession(state=str(file)):
@@ -53,11 +61,10 @@ class HttpTransport:
                 said: Any = await asyncio.to_thread(_document_of, Path(file))
             case ImportSession(state=str(file)):
                 said = await self.connection.upload(path + "/state", Path(file), **(query or {}))
-                body = None
             case _:
                 said = await self.connection.ask(method, path, body, **(query or {}))
         answer = answer_from(request, said)
-        if isinstance(answer, SessionInfo) and body is not None and body.get("id", "") is None:  # opened without an id
+        if isinstance(answer, SessionInfo) and _opens_without_id(exchange):
             self.connection.leftovers.add(session_path(answer.session_id))
         if isinstance(request, CloseSession):
             self.connection.leftovers.discard(path)
@@ -80,6 +87,10 @@ class HttpTransport:
 
     def close(self) -> None:
         self.connection.close()
+
+
+def _opens_without_id(exchange: Exchange) -> bool:
+    return exchange.body is not None and exchange.body.get("id", "") is None
 
 
 def _document_of(path: Path) -> Any:
