@@ -1,5 +1,5 @@
-"""How a vocabulary writes bytes. Only where a token is the same bytes everywhere can text be delivered token by
-token."""
+"""The spelling of bytes in a vocabulary. Text can be delivered token by token only if a token stands for the same bytes
+in every context."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tokenizers.models import BPE
 from tenuto.base.errors import ModelError
 
 SPACE = "\u2581"
-"""How SentencePiece writes a blank."""
+"""SentencePiece's character for a blank."""
 SUPPORTED = "byte-level BPE (decoder ByteLevel), or BPE with byte fallback as Gemma and Llama 2 have it"
 
 
 @dataclass(frozen=True, slots=True)
 class Alphabet:
-    """`bytes_of` gives the bytes of a token of the vocabulary, and `added_bytes` those of one that was added as text.
-    `letters` is how the vocabulary writes each byte alone."""
+    """The spelling of bytes in one vocabulary. `bytes_of` returns the bytes of a token of the vocabulary, `added_bytes`
+    those of an added token. `letters` maps each byte to the text of its own token."""
 
     bytes_of: Callable[[str], bytes]
     added_bytes: Callable[[str], bytes]
@@ -30,7 +30,7 @@ class Alphabet:
 
 
 def alphabet_of(backend: tokenizers.Tokenizer) -> Alphabet:
-    """Raises `ModelError` if what a token stands for depends on where it is."""
+    """Returns the alphabet of `backend`. Raises `ModelError` if the bytes of a token may depend on its position."""
     if isinstance(backend.decoder, decoders.ByteLevel):
         return _byte_level()
     if _is_sentencepiece(backend):
@@ -45,22 +45,23 @@ def _byte_level() -> Alphabet:
     def bytes_of(text: str) -> bytes:
         try:
             return bytes([byte_of[letter] for letter in text])
-        except KeyError:  # not in the byte alphabet: it stands for itself
+        except KeyError:  # outside the byte alphabet: the text is literal
             return text.encode()
 
     return Alphabet(bytes_of, str.encode, letters)
 
 
 def _letters() -> dict[int, str]:
-    """The byte-level alphabet (GPT-2's): visible Latin-1 letters stand for themselves, the other bytes, in order, for
-    the code points from 256 on."""
+    """Returns GPT-2's byte-level alphabet: visible Latin-1 characters stand for themselves, and the other bytes, in
+    order, are written as the code points from 256 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = sorted(set(range(256)) - set(visible))
     return {byte: chr(byte) for byte in visible} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}
 
 
 def _sentencepiece() -> Alphabet:
-    """Letters stand for themselves, blanks are written as `SPACE`, and what the vocabulary lacks as bytes."""
+    """Returns SentencePiece's alphabet: characters stand for themselves, blanks are written as `SPACE`, and characters
+    that the vocabulary lacks are written as byte tokens such as `<0x0A>`."""
     letters = {byte: f"<0x{byte:02X}>" for byte in range(256)}
     byte_of = {letter: bytes([byte]) for byte, letter in letters.items()}
 
@@ -71,8 +72,8 @@ def _sentencepiece() -> Alphabet:
 
 
 def _is_sentencepiece(backend: tokenizers.Tokenizer) -> bool:
-    """Whether blanks are only replaced, there and back. With a blank put before each text, or the first one taken away,
-    a token would be other bytes at the beginning."""
+    """Whether the tokenizer only replaces blanks by `SPACE` and back. If it also added or removed a leading blank, the
+    bytes of a text's first token would differ from those elsewhere."""
     model = backend.model
     return (
         isinstance(model, BPE)
@@ -83,12 +84,13 @@ def _is_sentencepiece(backend: tokenizers.Tokenizer) -> bool:
 
 
 def replacing(what: str, by: str) -> dict[str, Any]:
-    """The settings of a normalizer or decoder that does so."""
+    """Returns the settings of a normalizer or decoder that replaces `what` with `by`."""
     return {"type": "Replace", "pattern": {"String": what}, "content": by}
 
 
 def steps(component: Any, several: str) -> list[dict[str, Any]]:
-    """The settings of a normalizer or decoder, or of those that it is a sequence of, in order."""
+    """Returns the settings of a normalizer, pre-tokenizer or decoder; for a sequence, those of its members in order.
+    `several` is the key under which a sequence lists them."""
     if component is None:
         return []
     found = json.loads(component.__getstate__())

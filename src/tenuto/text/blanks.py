@@ -1,5 +1,5 @@
-"""The blank that some tokenizers put before a text. It is added here, and not by the library, which cannot know whether
-a text goes on from what is already in a history."""
+"""The blank that some tokenizers put before a text. We add it ourselves because the library cannot know whether a text
+continues a history."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tenuto.text.alphabet import SPACE, replacing, steps
 
 
 class Before(Enum):
-    """What stands before a text in its history."""
+    """The kind of content that precedes a text in its history."""
 
     NOTHING = "nothing"
     CONTROL = "control"
@@ -22,23 +22,23 @@ class Before(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Blanks:
-    """Where a blank is put before a text: where it `opens` a history, and after a `control` token. `once`: not where
-    the text begins with one."""
+    """Settings of the leading blank: it is put before a text that `opens` a history or follows a `control` token.
+    `once`: not if the text already begins with a blank."""
 
     opens: bool = False
     control: bool = False
     once: bool = False
 
     def put(self, text: str, before: Before) -> str:
-        """`text` with its blank, if it gets one."""
+        """Returns `text`, with a leading blank where one belongs."""
         wanted = self.opens if before is Before.NOTHING else self.control and before is Before.CONTROL
         return f" {text}" if wanted and text and not (self.once and text.startswith((" ", SPACE))) else text
 
 
 def taken_from(backend: tokenizers.Tokenizer) -> Blanks:
-    """What `backend` does with blanks, which it does no more afterwards: they are only replaced, there and back. As
-    Llama 2 has it, the normalizer puts one before each text between control tokens; a pre-tokenizer of type Metaspace
-    before each, or only before the first. The decoder takes it away again. Other backends stay as they are."""
+    """Moves the leading blank out of `backend` and returns its settings; `backend` then only replaces blanks by `SPACE`
+    and back. In Llama 2's form the normalizer puts a blank before each text between control tokens. A pre-tokenizer of
+    type Metaspace does so before each text or only before the first. Other backends are left unchanged."""
     found = [*steps(backend.normalizer, "normalizers"), *steps(backend.pre_tokenizer, "pretokenizers")]
     match found:
         case [{"type": "Prepend", "prepend": letter}, {"type": "Replace"} as replace] if letter == SPACE:

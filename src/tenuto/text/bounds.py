@@ -1,4 +1,4 @@
-"""How much text a token can stand for, so that text which cannot fit is refused without being encoded."""
+"""Upper bounds on the text of one token, so that text which cannot fit is refused without being encoded."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from tokenizers.models import BPE
 from tenuto.text.alphabet import SPACE
 
 _SHRINKS = {"ByteLevel": 1, "NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
-"""By normalizer: by which factor it may shrink a text in UTF-8. Others may leave out any part of it."""
+"""The factor by which each normalizer may shrink a text in UTF-8. Other normalizers may drop any part of it."""
 _BLANKS_WRITTEN = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-"""The only replacement that leaves nothing out."""
+"""The only supported replacement, which drops nothing."""
 _IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))
 """The bytes that can occur in UTF-8."""
 WINDOW = 2**16
-"""Characters of a long text to process in one go: other threads get Python's lock in between."""
+"""Characters of a long text to process at a time, so that other threads get Python's lock in between."""
 _KEEPING = frozenset({"ByteLevel", "Digits", "Punctuation", "Split"})
-"""Pre-tokenizers that only split, unless told to remove what they find."""
+"""Pre-tokenizers that drop no text, unless configured to remove matches."""
 
 
 class TokenBound(NamedTuple):
-    """One token stands for at most `max_bytes` bytes of a text's UTF-8, not counting those in `lost`, which the
-    vocabulary lacks and the tokenizer drops."""
+    """One token stands for at most `max_bytes` bytes of UTF-8, not counting bytes in `lost`, which the vocabulary lacks
+    and the tokenizer drops."""
 
     max_bytes: int
     lost: bytes
 
     def least_tokens(self, text: str, spare: int) -> int:
-        """The fewest tokens `text` can have, not counting `spare` of its bytes either."""
+        """Returns a lower bound on the tokens of `text`, not counting `spare` of its bytes."""
         if text.isascii() and not self.lost:
             size = len(text)
         else:
@@ -41,8 +41,8 @@ class TokenBound(NamedTuple):
 
 
 def token_bound(backend: tokenizers.Tokenizer, longest: int, byte_letters: Mapping[int, str]) -> TokenBound | None:
-    """The bound on the text of a token whose own bytes are at most `longest`. `byte_letters`: how the vocabulary writes
-    each byte. `None` if no bound is known, since parts of the tokenizer may leave out text."""
+    """Returns the bound for a tokenizer whose longest token has `longest` bytes. `byte_letters`: the vocabulary's
+    spelling of each byte. Returns None if no bound is known, because parts of the tokenizer may drop text."""
     shrinks = _shrinks(backend.normalizer)
     lost = _lost(backend, byte_letters)
     added = backend.get_added_tokens_decoder().values()
@@ -58,7 +58,7 @@ def token_bound(backend: tokenizers.Tokenizer, longest: int, byte_letters: Mappi
 
 
 def _parts(component: Any, several: str) -> Iterable[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer, or of those that it is a sequence of."""
+    """Yields the settings of a normalizer or pre-tokenizer; for a sequence, those of its members, in no fixed order."""
     if component is None:
         return
     pending = [json.loads(component.__getstate__())]
@@ -74,7 +74,7 @@ def _shrinks(normalizer: Any) -> int | None:
     total = 1
     for part in _parts(normalizer, "normalizers"):
         if part == _BLANKS_WRITTEN:
-            total *= len(SPACE.encode())  # where a text has this letter, it counts as a blank
+            total *= len(SPACE.encode())  # a literal SPACE in the text (3 bytes) decodes to a blank (1 byte)
         elif part["type"] in _SHRINKS:
             total *= _SHRINKS[part["type"]]
         else:
@@ -90,7 +90,7 @@ def _keeps(pre_tokenizer: Any) -> bool:
 
 
 def _lost(backend: tokenizers.Tokenizer, byte_letters: Mapping[int, str]) -> bytes | None:
-    """The bytes that the vocabulary lacks. `None` if they are not all that is left out, or fused."""
+    """Returns the bytes that the vocabulary lacks. None if the tokenizer may drop or fuse other bytes, too."""
     model = backend.model
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None

@@ -1,4 +1,4 @@
-"""Messages to tokens: all of the first turn, then only what each later turn adds."""
+"""Renders messages to tokens: the whole first turn, then only what each later turn adds."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tenuto.text.tokenizer import Tokenizer
 from tenuto.text.tools import for_template, habits_of, protected, texts_of, thinks_of, without_tools
 
 SWITCHES = ("enable_thinking", "thinking")
-"""What templates call the variable that turns thoughts on and off."""
+"""Names of the template variable that turns thinking on and off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """All that rendering needs to know of the messages already in a history. Its size does not grow with them.
+    """The facts about the messages in a history that rendering needs. Its size does not grow with the history.
 
-    The history ends with the last message's content. What closes that message is not in it yet, except for the
-    end-of-turn token if the model wrote it.
+    The history ends with the last message's content. The markup that closes that message is not in it yet, except for
+    the end-of-turn token if the model wrote it.
     """
 
     system: bool
@@ -35,18 +35,18 @@ class Conversation:
     dialogue: bool
     """Whether it has messages other than system messages."""
     role: str
-    """Who spoke last, or speaks now."""
+    """Role of the last message, or of the answer being written."""
     tools: str = ""
-    """A digest of the tools that it opened with."""
+    """Digest of the tools in its opening; "" if there were no tools."""
 
     def then(self, messages: Sequence[Message], generate: bool) -> Conversation:
-        """The conversation with `messages` appended, and with `generate` also the assistant's answer."""
+        """Returns the conversation with `messages` appended, and with `generate` also the assistant's answer."""
         roles = [message.role for message in messages] + ["assistant"] * generate
         return replace(self, dialogue=self.dialogue or set(roles) != {"system"}, role=roles[-1])
 
     def stand_in(self, last: str, filler: str) -> list[dict[str, Any]]:
-        """The shortest conversation that a template continues in the same way. The last message's content is `last`,
-        the others' `filler`."""
+        """Returns the shortest conversation that a template continues in the same way. The content is `last` in the
+        last message and `filler` in the others."""
         if not self.dialogue:
             return [{"role": "system", "content": last}]
         roles = ["system"] if self.system else []
@@ -56,12 +56,12 @@ class Conversation:
             roles.append("assistant")
         final = {"role": self.role, "content": last}
         if self.role == "tool":
-            final["tool_call_id"] = "0" * 9  # some templates refuse results without one of nine letters
+            final["tool_call_id"] = "0" * 9  # some templates refuse results without a nine-character id
         return [*({"role": role, "content": filler} for role in roles), final]
 
 
 class _Displaced(InvalidRequest):
-    """A template writes a message elsewhere than after those before it, or not at all."""
+    """The template drops a message or writes it before earlier ones."""
 
 
 class Rendered(NamedTuple):
@@ -75,15 +75,13 @@ class ChatTemplate:
     """A model's chat template, rendered turn by turn.
 
     A session's history is never rendered again. New messages are rendered after a short stand-in for the conversation
-    so far, and what the template writes after the stand-in's last content is the delta: it begins with whatever closes
-    that message. So the tokens of all turns are those of rendering the whole conversation at once, provided that the
-    template writes an earlier turn as it wrote it when that was the last.
+    so far. The text after the stand-in's last content is the delta, which begins with the markup that closes that
+    message. If the template writes every turn as it did when the turn was the last, the tokens of all turns equal those
+    of rendering the whole conversation at once.
 
-    With templates that do not, the history stays as it was read and generated, and a turn adds what the template writes
-    after it: earlier reasoning is kept where the template would now remove it, a system message or tools stay in the
-    turn they came with where the template would move them to the last one, a date stays that of the day on which the
-    session began, and an answer that ended with the token for the last answer keeps that one. `rewrites` tells which of
-    these a model has. Messages that a template drops, or puts elsewhere than at the end, are refused.
+    Other templates rewrite earlier turns. Here the history stays as it was read and generated: earlier reasoning is
+    kept, system message, tools and date stay those of the turn they came with, and an answer keeps the token that ended
+    it. `rewrites` lists the differences. Messages that a template drops or moves are refused.
 
     Control tokens in a message's content are plain text; only the template's own are control tokens.
     """
@@ -95,8 +93,8 @@ class ChatTemplate:
         local_time: Callable[[], datetime] = datetime.now,
         tool_source: str | None = None,
     ) -> None:
-        """`tool_source`: the template for conversations with tools, if there is another for them. Raises `ModelError`
-        if a source is not a template or, as trying it shows, cannot be rendered as a delta."""
+        """`tool_source`: a separate template for conversations with tools. Tries out both and raises `ModelError` if
+        one is not a template or cannot be rendered as a delta."""
         eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         variables = {
             "bos_token": tokenizer.control_text(tokenizer.bos_id),
@@ -127,16 +125,16 @@ class ChatTemplate:
             after_result=self._thinks_after_result(habits.thinks),
             late_system=self._can_write(answered, Message("system", "x"), Message("user", "x")),
         )
-        """How its model writes calls and thoughts."""
+        """The forms in which the model writes calls and thoughts."""
         self._leading, first = self._closing(closer)
         self.end_of_turn = first
-        """The token that closes an assistant message, if the template closes it with a control token."""
+        """The control token with which the template closes an assistant message, if it uses one."""
         self.stop_ids = frozenset({*tokenizer.eos_ids, *([first] if first is not None else [])})
         """The tokens that end an answer."""
         _, followed = self._closing(self._tail(answered, question, generate=True)[0])
         self._closers = frozenset({first, followed}) if followed is not None and first != followed else frozenset()
         self.rewrites = self._rewrites()
-        """What the template would write otherwise of earlier turns, for people. Sessions keep it as it was."""
+        """Descriptions of what the template would rewrite in earlier turns; sessions leave these unchanged."""
         self._with_tools: ChatTemplate | None = None
         if tool_source is not None and tool_source != source:
             self._with_tools = ChatTemplate(tool_source, tokenizer, local_time)
@@ -149,14 +147,14 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """That of a model, if it has one. Raises `ModelError`."""
+        """Returns the chat template of a model, or None. Raises `ModelError`."""
         if tokenizer.chat_template is None:
             return None
         return cls(tokenizer.chat_template, tokenizer, tool_source=tokenizer.tool_template)
 
     def _try(self, asked: Conversation, answered: Conversation, question: Sequence[Message]) -> tuple[str, str]:
-        """The text that closes an answer, and the text that asks for one. Some templates accept the absence of tools
-        only as an empty list. Raises `ModelError`."""
+        """Returns the text that closes an answer and the text that asks for one. Some templates accept the absence of
+        tools only as an empty list; this is found out here. Raises `ModelError`."""
         try:
             closer = self._tail(answered, [], generate=False)[0]
             self._tail(answered, question, generate=True)
@@ -168,14 +166,15 @@ class ChatTemplate:
             raise ModelError(f"the chat template cannot be rendered turn by turn: {error}") from None
 
     def _closing(self, text: str) -> tuple[str, int | None]:
-        """The control token that closes a message before which `text` begins, and the blanks before it."""
+        """Returns the blanks at the start of `text`, which follows a message's content, and the control token after
+        them."""
         first, *rest = [*self._markup.tokenizer.split_markup(text), None][:2]
         if isinstance(first, str) and not first.strip() and rest and isinstance(rest[0], int):
             return first, rest[0]
         return "", first if isinstance(first, int) else None
 
     def _can_write(self, earlier: Conversation, *messages: Message) -> bool:
-        """Whether the template writes messages in their place."""
+        """Whether the template writes `messages` after the conversation `earlier`."""
         try:
             self._tail(earlier, messages, generate=True)
         except TenutoError:
@@ -183,7 +182,7 @@ class ChatTemplate:
         return True
 
     def _writes_results_of_calls_only(self, answered: Conversation) -> bool:
-        """Whether the template refuses a result after an answer in which it finds no call, but not after a call."""
+        """Whether the template accepts a tool's result after a call but not after an answer without one."""
         result = Message("tool", "x", name="f", tool_call_id="0" * 9)
         if self._can_write(answered, result):
             return False
@@ -191,7 +190,7 @@ class ChatTemplate:
         return self._can_write(answered, result)
 
     def _thinks_after_result(self, usual: Thinks) -> Thinks | None:
-        """How an answer to a tool's result begins, where that is otherwise."""
+        """Returns how an answer to a tool's result begins, if it differs from `usual`."""
         if not self._writes_results:
             return None
         with suppress(TenutoError):
@@ -201,7 +200,8 @@ class ChatTemplate:
         return None
 
     def _switches(self, asked: Conversation, prompt: str) -> Iterator[tuple[str, bool, Thinks]]:
-        """The variables that change whether an answer begins with thoughts. `prompt` is asked with without them."""
+        """Yields name and value of each variable that changes how an answer begins to think, with the effect. `prompt`:
+        the text that asks for an answer without these variables."""
         usual = thinks_of(self._source, prompt)
         for name in (name for name in SWITCHES if name in self._source):
             for value in (False, True):
@@ -233,10 +233,10 @@ class ChatTemplate:
         tools: Tools = NO_TOOLS,
         variables: Variables = NO_VARIABLES,
     ) -> Rendered:
-        """The tokens of a session's first turn, complete as they are, which tell of `tools`. With `generate` they end
-        where the assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no
-        messages or the template does not allow them, and `ContextExceeded` if they certainly do not fit into `room`;
-        they are rendered by then, but not encoded."""
+        """Renders a session's first turn, with the definitions of `tools`. With `generate` the tokens end where the
+        assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages or
+        the template refuses them. Raises `ContextExceeded`, without encoding, if they certainly do not fit into
+        `room`."""
         if not messages:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
         if tools and self._with_tools is not None:
@@ -267,13 +267,13 @@ class ChatTemplate:
         room: Room | None = None,
         variables: Variables = NO_VARIABLES,
     ) -> Rendered:
-        """The tokens that append `messages` to the history of `earlier`, which ends with `last_token`. They begin with
-        what closes the last message, except for an end-of-turn token that is already there. `variables` are told for
-        this turn alone: what was written of earlier ones stays.
+        """Renders `messages` as a continuation of `earlier`, whose history ends with `last_token`. The tokens begin
+        with the markup that closes the last message, without an end-of-turn token already in the history. `variables`
+        apply to this turn only.
 
-        Without messages, an unfinished answer is continued, which takes no tokens; after a finished one, or another
-        role's message, the assistant is asked to speak. Raises `InvalidRequest` if the template does not allow these
-        messages here, and `ContextExceeded` as `opening` does."""
+        Without messages, an unfinished answer is continued, with no tokens; after a finished one, or another role's
+        message, the assistant is asked to speak. Raises `InvalidRequest` if the template refuses the messages here, and
+        `ContextExceeded` like `opening`."""
         if earlier.tools and self._with_tools is not None:
             return self._with_tools.delta(
                 earlier, messages, last_token=last_token, generate=generate, room=room, variables=variables
@@ -293,7 +293,7 @@ class ChatTemplate:
         tokens = guard.encode(text if generate else self._unclosed(text, later, variables), room, before)
         closes = tokens[len(leading) : len(leading) + 1] if tokens[: len(leading)] == leading else []
         if ended and closes and (closes == [last_token] or self._closers == {closes[0], last_token}):
-            del tokens[: len(leading) + 1]  # the model has written it, and what precedes it or not
+            del tokens[: len(leading) + 1]  # the model wrote the closing token, perhaps without the blanks before it
         return Rendered(tokens, later)
 
     def _guard(
@@ -309,7 +309,7 @@ class ChatTemplate:
         generate: bool,
         variables: Variables = NO_VARIABLES,
     ) -> tuple[str, Guard]:
-        """What the template writes after the content of `earlier`'s last message."""
+        """Returns the text that the template writes after the content of `earlier`'s last message, and its guard."""
         guard = self._guard(messages, variables=variables)
         told = _told(variables, guard)
         results = bool(messages) and messages[0].role == "tool" and earlier.role == "assistant" and self._needs_calls
@@ -322,17 +322,18 @@ class ChatTemplate:
         if self._markup.half_written(before, tail):
             raise InvalidRequest("the model's chat template leaves a control token half written beside a message")
         self._check_places(stand_in, messages, guard, told)
-        if results:  # the rest of the call's arguments is no part of what follows it
+        if results:  # drop the rest of the call's arguments, up to the first control token
             first = next(self._markup.tokenizer.split_markup(tail), None)
             tail = tail.removeprefix(first) if isinstance(first, str) else tail
         return tail, guard
 
     def _call_before(self, earlier: Conversation, result: Message, guard: Guard) -> list[dict[str, Any]]:
-        """As `Conversation.stand_in`, but the answer is a call, whose argument is the mark. Raises `InvalidRequest`."""
+        """Returns a stand-in like `Conversation.stand_in` whose answer is a call with the mark as its argument. Raises
+        `InvalidRequest` if `result` does not name its function."""
         if not result.name:
             raise InvalidRequest(
-                "a result follows an answer, and the model's chat template writes it only with the name of its "
-                "function; allowed: a message with name, or the whole conversation"
+                "the model's chat template needs the function's name to write a result after an answer; allowed: a "
+                "message with name, or the whole conversation"
             )
         function = {"name": guard.protect(result.name), "arguments": {"x": guard.mark}}
         call = {"type": "function", "id": guard.protect(result.tool_call_id), "function": function}
@@ -342,8 +343,8 @@ class ChatTemplate:
     def _check_places(
         self, stand_in: list[dict[str, Any]], messages: Sequence[Message], guard: Guard, told: dict[str, Any]
     ) -> None:
-        """Raises `_Displaced` if the template does not write each of `messages`, but for those of the assistant, after
-        the stand-in: what it writes of them elsewhere, the history would never have."""
+        """Raises `_Displaced` unless the template writes each of `messages`, except the assistant's, after the
+        stand-in; text written elsewhere would never reach the history."""
         probed = [
             {**raw, "content": guard.probe} if raw["role"] != "assistant" else raw
             for raw in _protected(messages, guard)
@@ -355,12 +356,13 @@ class ChatTemplate:
         if tail.count(guard.probe) < expected:
             roles = sorted({raw["role"] for raw in probed} - {"assistant"})
             raise _Displaced(
-                f"the model's chat template moves or drops messages ({' or '.join(roles)}) where they follow others; "
-                "allowed in a session: what it writes in its place"
+                f"the model's chat template moves or drops messages ({' or '.join(roles)}) that follow others; "
+                "allowed in a session: messages that it writes in order"
             )
 
     def _unclosed(self, text: str, conversation: Conversation, variables: Variables) -> str:
-        """`text` up to the end of its last message's content."""
+        """Returns `text` up to the end of its last message's content. Raises `InvalidRequest` if that end is
+        unknown."""
         closer, _ = self._tail(conversation, [], generate=False, variables=variables)
         if not text.endswith(closer):
             raise InvalidRequest(f"the model's chat template cannot append a {conversation.role} message by itself")

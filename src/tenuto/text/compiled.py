@@ -1,4 +1,4 @@
-"""Compiled grammars that are kept for later turns, by the memory they take."""
+"""A cache of compiled grammars, bounded by their estimated memory."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tenuto.base.grammar import Grammar
 T = TypeVar("T")
 
 MAX_BYTES = 2**26
-"""Of all compiled grammars that are kept, as estimated."""
+"""Bound on the estimated memory of all cached grammars."""
 SOURCE_BYTES = 100
-"""Memory that a character of a grammar's source takes when it is compiled: JSON schemas take 50 to 95."""
+"""Compiled size per character of a grammar's source; JSON schemas were measured at 50 to 95 bytes."""
 LEAST_BYTES = 2**18
 """Memory of the smallest compiled grammar."""
 GROWTH_BYTES_A_SECOND = 4e8
-"""How fast an automaton grows while masks are computed from it, at most: measured were 20 to 360 MB for every second of
-a thread's time."""
+"""Upper bound on the growth of an automaton per second of thread time spent computing masks; 20 to 360 MB were
+measured."""
 MAX_GROWTH = 2**23
-"""Bytes that an automaton grows before it is compiled anew, which takes a millisecond for most grammars."""
+"""Growth, in bytes, after which a grammar is compiled anew, which takes a millisecond for most grammars."""
 
 
 class Growth:
-    """How much the automaton of one compiled grammar has grown. The library builds it while masks are computed, for all
-    matchers of the grammar together, and gives up when it has 250,000 states. It does not say how many it has or how
-    much memory they take, so the time is counted. For any thread.
+    """Estimated growth of the automaton of one compiled grammar. Thread-safe.
 
-    Invariant: `bytes` only grows; under `_lock`.
+    The library extends the automaton, which all matchers of the grammar share, while it computes masks, and fails at
+    250,000 states. It does not report the number of states or their memory, so we estimate the growth from the time
+    spent. Invariant: `bytes` only grows; under `_lock`.
     """
 
     def __init__(self, compile_seconds: float = 0.0, outgrown: Callable[[], None] = lambda: None) -> None:
-        """`compile_seconds`: a grammar that took longer to compile is kept longer. `outgrown`: called once it has
-        outgrown its limit."""
+        """`compile_seconds`: the time compiling took; a grammar that took longer may grow further. `outgrown`: called
+        once, when the limit is exceeded."""
         self.bytes = 0.0
         self._tell = outgrown
         self._limit = min(max(MAX_GROWTH, compile_seconds * GROWTH_BYTES_A_SECOND), MAX_BYTES / 2)
@@ -42,11 +42,11 @@ class Growth:
 
     @property
     def outgrown(self) -> bool:
-        """Whether later turns should have the grammar compiled anew."""
+        """Whether the limit is exceeded, so that later turns should compile the grammar anew."""
         return self.bytes > self._limit
 
     def add(self, seconds: float) -> None:
-        """A thread has computed masks for so long."""
+        """Records that a thread spent `seconds` computing masks."""
         with self._lock:
             before = self.outgrown
             self.bytes += seconds * GROWTH_BYTES_A_SECOND
@@ -56,9 +56,9 @@ class Growth:
 
 
 class CompiledGrammars(Generic[T]):
-    """The grammars used last, each with what was compiled of it. For any thread.
+    """A cache from grammars to their compiled form that evicts the least recently used. Thread-safe.
 
-    Invariant: `_kept` has them in the order of their use, the latest at the end; under `_lock`.
+    Invariant: `_kept` is ordered by last use, the most recent at the end; under `_lock`.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CompiledGrammars(Generic[T]):
             return grammar in self._kept
 
     def find(self, grammar: Grammar) -> T | None:
-        """The compiled grammar, if it is kept."""
+        """Returns the compiled grammar, or None if it is not cached."""
         with self._lock:
             found = self._kept.get(grammar)
             if found is None:
@@ -79,14 +79,14 @@ class CompiledGrammars(Generic[T]):
             return found[0]
 
     def keep(self, grammar: Grammar, compiled: T, growth: Growth) -> None:
-        """Keep it in place of those used longest ago."""
+        """Caches a compiled grammar, evicting the least recently used ones if space is short."""
         with self._lock:
             self._kept.pop(grammar, None)
             self._kept[grammar] = compiled, growth
             self._trim()
 
     def trim(self) -> None:
-        """Forget grammars that take too much memory by now."""
+        """Evicts grammars that have outgrown their limit, then the least recently used ones until all fit."""
         with self._lock:
             self._trim()
 

@@ -1,4 +1,4 @@
-"""A turn's grammar while the turn runs: how far its output has come in it, and what may follow."""
+"""The constraint that a grammar puts on a running turn: follows its output and computes which tokens may come next."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ import numpy as np
 from tenuto.base.plan import Words
 
 SLOW_SECONDS = 0.005
-"""A constraint whose last mask took longer is slow: others should not have to wait for it."""
+"""A constraint is slow if its last mask took longer; its masks are then computed apart from the others."""
 
 
 class Matcher(Protocol):
-    """Follows tokens through a grammar. None of this raises: a matcher that cannot go on says so in `failure`."""
+    """Follows tokens through a grammar. No method raises; a matcher that cannot continue sets `failure`."""
 
     @property
     def failure(self) -> str:
-        """Why it cannot go on; empty if it can."""
+        """Why the matcher cannot continue; empty if it can."""
         ...
 
     @property
     def complete(self) -> bool:
-        """Whether the text is one of the grammar's and nothing may follow."""
+        """Whether the text matches the grammar and nothing may follow."""
         ...
 
     def consume(self, token: int) -> bool:
-        """Go on by a token. False if it may not come here; then there is a `failure`."""
+        """Advances by a token. Returns False and sets `failure` if the grammar does not allow it here."""
         ...
 
     def fill(self, words: Words) -> None:
-        """Set bit `token % 32` of `words[token // 32]` for every token that may come next, and clear all others."""
+        """Sets bit `token % 32` of `words[token // 32]` for every token that may come next, and clears all others."""
         ...
 
     def copy(self) -> Matcher:
-        """Another one that stands where this one does; neither moves the other."""
+        """Returns an independent matcher at the same position."""
         ...
 
 
 class Constraint:
-    """What a turn's output has to follow. The engine's thread pushes what has been settled; another computes masks.
+    """The constraint on one turn's output. The engine's thread pushes settled tokens; another thread computes masks.
 
-    Invariant: the matcher stands at the end of the turn's settled output; under `_lock`. It never goes back: guesses
-    are followed on copies, an aborted turn gives its constraint up, and a preempted one keeps its output and with it
-    its constraint.
+    Invariant: the matcher is at the end of the turn's settled output; under `_lock`. It never moves back: guesses are
+    followed on copies, an aborted turn drops its constraint, and a preempted turn keeps its output and its constraint.
     """
 
     __slots__ = ("_lock", "_matcher", "_next", "_stuck", "_words", "failure", "slow")
 
     def __init__(self, matcher: Matcher, words: int, first: Words | None = None) -> None:
-        """`words`: of a mask. `first`: the mask of the first token, if it is known."""
+        """`words`: the length of a mask. `first`: the mask of the first token, if it is known."""
         self._matcher = matcher
         self._words = words
         self._next = first  # the mask of the next token, once it is known
-        self._stuck = False  # there can be none; both under `_lock`
+        self._stuck = False  # no token can come next; both under `_lock`
         self._lock = threading.Lock()
-        self.failure = ""  # why the turn cannot go on; written by the engine's thread
-        self.slow = False  # written by whoever computes masks
+        self.failure = ""  # why the turn cannot continue; written by the engine's thread
+        self.slow = False  # written by the thread that computes masks
 
     @property
     def ready(self) -> bool:
-        """Whether the mask of the next token takes no time."""
+        """Whether the mask of the next token is known already."""
         return self._next is not None or self._stuck
 
     def push(self, token: int) -> bool:
-        """Take in an output token. True if the text is complete. A token that may not come here is a `failure`."""
+        """Advances by an output token. Returns True if the text is complete; sets `failure` if the token is not
+        allowed."""
         with self._lock:
             self._next = None
             if self._stuck or not self._matcher.consume(token):
@@ -76,9 +76,11 @@ class Constraint:
             return self._matcher.complete
 
     def masks(self, guesses: Sequence[int]) -> Words | None:
-        """What may come next, and after each of the guesses: uint32 [1 + guesses, words]. After a guess that may not
-        come, or completes the text, or after which nothing may come, anything may: what is sampled there is not looked
-        at, or fails. `None` if the grammar turns out to be too complex, or no token may come; the next `push` fails."""
+        """Returns the masks of the next token and of the token after each guess: uint32 [1 + guesses, words].
+
+        After a guess that is not allowed, completes the text or cannot be continued, the mask allows every token: what
+        is sampled there is ignored or fails. Returns None if no token may come next or the grammar is too complex; the
+        next `push` then fails."""
         began = perf_counter()
         with self._lock:
             masks = np.full((1 + len(guesses), self._words), 0xFFFFFFFF, np.uint32)
@@ -96,7 +98,8 @@ class Constraint:
         return masks
 
     def _follow(self, guesses: Sequence[int], masks: Words) -> None:
-        """Fill the masks, [guesses, words], of what may come after each of the guesses, as far as that can be said."""
+        """Fills `masks`, [guesses, words], for the token after each guess, up to the first guess that cannot be
+        continued."""
         ahead = self._matcher.copy()
         for guess, mask in zip(guesses, masks, strict=True):
             if not ahead.consume(guess) or ahead.complete:

@@ -1,4 +1,4 @@
-"""Decodes sampled tokens to text as they arrive."""
+"""Incremental decoding of sampled tokens to text."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 class IncrementalDecoder:
-    """Decodes a growing sequence of tokens. The results of `push` and `flush` add up to `Tokenizer.decode` of all
-    tokens, unless control tokens are shown. A token costs time in proportion to its bytes."""
+    """Decodes a growing sequence of tokens. The results of `push` and `flush` concatenate to `Tokenizer.decode` of all
+    tokens, plus the text of shown control tokens. The time per token is proportional to its bytes."""
 
     def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, bytes] = MappingProxyType({})) -> None:
-        """`shown`: control tokens that have a text here, UTF-8."""
+        """`shown`: control tokens to deliver as text, with that text in UTF-8."""
         self._tokenizer = tokenizer
         self._shown = shown
-        self._rest = b""  # what may still become a character
+        self._rest = b""  # bytes of an incomplete character
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that `ids` complete. Bytes that may still become a character wait for the next tokens."""
+        """Returns the text that `ids` complete. Bytes of an incomplete character wait for the next tokens."""
         data = self._rest + b"".join([self._shown.get(token) or self._tokenizer.token_bytes(token) for token in ids])
         text, read = utf_8_decode(data, "replace", False)  # noqa: FBT003 - positional only: not the end
         self._rest = data[read:]
@@ -28,10 +28,11 @@ class IncrementalDecoder:
 
     @property
     def pending(self) -> bool:
-        """Whether bytes wait to become a character."""
+        """Whether bytes of an incomplete character are held back."""
         return bool(self._rest)
 
     def flush(self) -> str:
-        """The rest, at the end: U+FFFD for an incomplete character. The decoder can then be reused."""
+        """Returns the rest at the end of the tokens, with U+FFFD for an incomplete character. The decoder can then be
+        reused."""
         rest, self._rest = self._rest.decode(errors="replace"), b""
         return rest

@@ -21,7 +21,7 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
-    """Build the tokenizer described by the `tokenizer.*` keys. Raises `ModelError`, also for unsupported kinds."""
+    """Builds the tokenizer described by the `tokenizer.*` keys. Raises `ModelError`, also for unsupported kinds."""
     path, meta = file.path, file.metadata
     architecture, name = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre")
     try:
@@ -57,7 +57,8 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
 
 
 def _byte_level(pre: PreTokenizer, tokens: list[str], merges: list[str]) -> tokenizers.Tokenizer:
-    """`tokens[i]` is how token i is written; `merges` are pairs, the most frequent first."""
+    """Builds a byte-level tokenizer. `tokens[i]` is the text of token i; `merges` are pairs separated by a space, in
+    merge order."""
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocabulary = {text: i for i, text in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, cast("Any", pairs), ignore_merges=pre.whole_words))
@@ -70,20 +71,21 @@ _NOT_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
 
 
 class _Swallowing(NamedTuple):
-    """Whether control tokens take the white space on their left and right; files do not say so."""
+    """Whether control tokens swallow the white space on their left and right. GGUF files do not record it."""
 
     left: bool = False
     right: bool = False
 
     @classmethod
     def of(cls, architecture: object, pre: object) -> Self:
-        """As published with Phi-3 mini, which has Llama 2's tokenizer, and with Phi-4, which has GPT-4's."""
+        """Returns the behaviour published with Phi-3 mini (Llama 2's tokenizer) and Phi-4 (GPT-4's); other models
+        swallow nothing."""
         if architecture != "phi3":
             return cls()
         return cls(left=pre == "dbrx", right=pre in (None, "default", "dbrx"))
 
     def takes(self, text: str) -> tuple[bool, bool]:
-        """What the control token `text` takes."""
+        """Whether the control token `text` swallows white space on its left, and on its right."""
         if self.right and not self.left and text in _NOT_SWALLOWING:
             return False, False
         return self
@@ -92,8 +94,8 @@ class _Swallowing(NamedTuple):
 def _added(
     tokens: list[str], types: list[int], steering: Collection[int | None], swallowing: _Swallowing
 ) -> list[AddedToken]:
-    """The tokens that are found in text before it is cut into words. Those in `steering` are control tokens whatever
-    their type, so that no text becomes the one that ends a turn."""
+    """Returns the tokens that are matched before text is split into words. Tokens in `steering` are control tokens
+    whatever their type, so that users' text never encodes to the token that ends a turn."""
     added = []
     for i, (text, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind not in (UNKNOWN, CONTROL, USER_DEFINED) and i not in steering:

@@ -1,5 +1,5 @@
-"""Grammars to constraints, by llguidance. Compiling takes milliseconds, sometimes seconds: never in the engine's
-thread."""
+"""Compiles grammars to constraints with llguidance. This takes milliseconds, sometimes seconds, so it must not run in
+the engine's thread."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from tenuto.text.constraint import Constraint
 from tenuto.text.tokenizer import Tokenizer
 
 SHOWN = 400
-"""Characters of what the library says of a bad grammar."""
+"""Maximum length, in characters, of the library's message about a bad grammar."""
 SCHEMA_OPTIONS: Any = {"whitespace_pattern": WHITE_SPACE}
 
 
 class GrammarMatcher:
-    """A `Matcher` by llguidance."""
+    """A `Matcher` implemented by llguidance."""
 
     __slots__ = ("_control", "_growth", "_matcher")
 
     def __init__(self, matcher: LLMatcher, growth: Growth, control: Words | None = None) -> None:
-        """`growth`: of the automaton that all copies share. `control`: the mask of the control tokens, if the grammar
-        names any. Where one of them may end what could also go on, the library allows them all, so they are tried."""
+        """`growth`: that of the automaton, which all copies share. `control`: the mask of all control tokens, if the
+        grammar names any. Where a control token may end text that could also continue, the library's mask allows every
+        control token, so `fill` tries each."""
         self._matcher = matcher
         self._growth = growth
         self._control = control
@@ -67,14 +68,14 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Makes constraints of grammars for the tokens of one model. For any thread.
+    """Compiles grammars to constraints on the tokens of one model. Thread-safe.
 
-    Invariant: `_compiled` has of every grammar the mask of its first token, and a matcher that nobody moves. `_control`
-    is set with `_tokens`.
+    Invariant: `_compiled` holds, for each grammar, a matcher that never moves and the mask of the first token.
+    `_control` is set together with `_tokens`.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """`end_ids`: the control tokens that end an answer. They may come where a text is complete."""
+        """`end_ids`: the control tokens that end an answer; they are allowed where the text is complete."""
         self._make = partial(_tokens_of, tokenizer, vocab_size, end_ids)
         self._tokens: LLTokenizer | None = None  # made when first needed
         self._control = np.zeros(0, np.uint32)  # the mask of all control tokens
@@ -82,11 +83,12 @@ class GrammarCompiler:
         self._making = threading.Lock()
 
     def has(self, grammar: Grammar) -> bool:
-        """Whether it is compiled, so that `constraint` takes no time."""
+        """Whether `grammar` is compiled already, so that `constraint` takes no time."""
         return grammar in self._compiled
 
     def constraint(self, grammar: Grammar) -> Constraint:
-        """A fresh one. Raises `InvalidRequest` for what is no grammar, or cannot be followed."""
+        """Returns a new constraint. Raises `InvalidRequest` if the grammar is malformed, unsupported, or matches only
+        the empty text."""
         matcher, first = self._compiled.find(grammar) or self._compile(grammar)
         return Constraint(matcher.copy(), len(first), first)
 
@@ -114,9 +116,9 @@ class GrammarCompiler:
 
 
 _NAMED = re.compile(r"<[\[|]")
-"""Where a grammar may name a control token."""
+"""Matches where a grammar may name a control token."""
 LIMITS = LLParserLimits(verbose_errors=False)
-"""The library's own: a mask costs at most about 15 ms, an automaton takes at most some 100 MB."""
+"""The library's default limits: a mask costs at most about 15 ms, and an automaton takes at most some 100 MB."""
 
 _NAMES = {
     "json_schema": "JSON schema",
@@ -143,7 +145,7 @@ def _schema(grammar: Grammar) -> str:
 def _ebnf(grammar: Grammar) -> str:
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.source))
-    except Exception as error:  # noqa: BLE001 - the library raises bare ones
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise InvalidRequest(f"the EBNF grammar is refused: {_brief(str(error))}", param="grammar") from None
 
 
@@ -152,7 +154,7 @@ def _choice(grammar: Grammar) -> str:
 
 
 def _literal(text: str) -> str:
-    """An expression that matches just this."""
+    """Returns an expression that matches exactly `text`."""
     return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
@@ -167,7 +169,7 @@ _SOURCES: dict[str, Callable[[Grammar], str]] = {
 
 
 def _brief(error: str) -> str:
-    """What the library says of a grammar, without its pictures and traces."""
+    """Returns the library's error message without its excerpts of the grammar and traces, cut to `SHOWN` characters."""
     text = " ".join(error.partition("<")[0].split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
@@ -180,7 +182,8 @@ def _mask_of(tokens: Sequence[int], words: int) -> Words:
 
 
 class _Tokens(TokenizerWrapper):
-    """A tokenizer as the library wants it: control tokens have no bytes, so that no grammar can name them."""
+    """A tokenizer with llguidance's interface. Control tokens have no bytes, so text in a grammar never matches
+    them."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
         self.is_tokenizer_wrapper = True  # the library asks for it
@@ -195,9 +198,9 @@ class _Tokens(TokenizerWrapper):
 
 
 def _tokens_of(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> tuple[LLTokenizer, Sequence[int]]:
-    """The library's tokenizer, and the control tokens."""
+    """Returns the library's tokenizer and the control tokens."""
     ends = [token for token in dict.fromkeys(end_ids) if token < vocab_size]
-    if not ends:  # the library wants one: a token that no model has
+    if not ends:  # the library requires one: add a token that the model does not have
         vocab_size += 1
         ends = [vocab_size - 1]
     tokens = _Tokens(tokenizer, vocab_size, ends[0])

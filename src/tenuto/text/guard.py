@@ -1,4 +1,4 @@
-"""Keeps users' text apart from markup while a template mixes the two."""
+"""Keeps users' text distinguishable from markup while a chat template mixes the two."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
 
 class Markup:
-    """The control tokens of a tokenizer, as the strings to guard against in users' text."""
+    """The control tokens' texts of a tokenizer, which must not act as markup in users' text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -28,22 +28,22 @@ class Markup:
         self._tails = tuple({text[cut:] for text in texts for cut in range(1, len(text))})
 
     def half_written(self, before: str, after: str) -> bool:
-        """Whether `before` ends, or `after` starts, inside the text of a control token, which text put between them
-        could complete."""
+        """Whether `before` ends, or `after` starts, with part of a control token, which text put between the two could
+        complete."""
         return before.endswith(self._heads) or after.startswith(self._tails)
 
 
 class Guard:
-    """One rendering's stand-ins: letters of Unicode's private use area that occur in none of its texts.
+    """The stand-ins of one rendering: characters of Unicode's private use area that occur in none of its texts.
 
-    Where a user's text spells a control token, a stand-in replaces its first letter before the template sees it. So
-    whatever the template does with the text (trim, split, repeat), control tokens in the output are the template's
-    own. The letters are restored when the text between control tokens is encoded.
+    Where a user's text spells a control token, a stand-in replaces the first character before the template sees it. So
+    whatever the template does with the text (trim, split, repeat), control tokens in the output are the template's own.
+    The original characters are restored when the text between control tokens is encoded.
     """
 
     def __init__(self, markup: Markup, texts: Iterable[str]) -> None:
-        """`texts`: everything that goes into the rendering, the template's source and the messages. Raises
-        `InvalidRequest` if they leave no private letter unused."""
+        """`texts`: everything that enters the rendering, i.e. the template's source and the messages. Raises
+        `InvalidRequest` if they leave too few private characters unused."""
         self._markup = markup
         used = {letter for text in texts for letter in _private_letters(text)}
         unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
@@ -54,11 +54,11 @@ class Guard:
             raise InvalidRequest("messages use all of Unicode's private use plane 15; allowed: a part of it") from None
 
     def protect(self, text: str) -> str:
-        """`text` for the template."""
+        """Returns `text` with stand-ins, for the template."""
         return "".join(self._protected(text, at) for at in range(0, len(text), WINDOW))
 
     def _protected(self, text: str, at: int) -> str:
-        """A window of `text`, from `at` on."""
+        """Returns the window of `text` that starts at `at`, with stand-ins."""
         pieces, done, end = [], at, min(at + WINDOW, len(text))
         for match in self._markup.starts.finditer(text, at, end + self._markup.reach - 1):
             start = match.start()
@@ -69,8 +69,8 @@ class Guard:
         return "".join([*pieces, text[done:end]])
 
     def encode(self, rendered: str, room: Room | None = None, before: Before = Before.NOTHING) -> list[int]:
-        """The tokens of the rendered text, given what stands `before` it. Raises `ContextExceeded`, without encoding
-        it, if it certainly does not fit into `room`."""
+        """Returns the tokens of the rendered text, given what stands `before` it. Raises `ContextExceeded`, without
+        encoding, if the text certainly does not fit into `room`."""
         tokenizer = self._markup.tokenizer
         if room is not None:
             room.require(tokenizer.least_tokens(rendered, self._added_bytes(rendered)))
@@ -90,7 +90,7 @@ class Guard:
         return text
 
     def _added_bytes(self, text: str) -> int:
-        """How many bytes longer stand-ins make a text."""
+        """Returns the number of UTF-8 bytes that stand-ins add to `text`."""
         return sum(
             text.count(stand_in) * (len(stand_in.encode()) - len(letter.encode()))
             for letter, stand_in in self._stand_ins.items()

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face model directory."""
+"""Loads the tokenizer of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 def tokenizer_from_directory(path: Path) -> Tokenizer:
-    """Read `tokenizer.json` and, where present, `tokenizer_config.json`, `generation_config.json` and the chat template
-    files. Raises `ModelError`."""
+    """Reads `tokenizer.json` and, where present, `tokenizer_config.json`, `generation_config.json` and the chat
+    template files. Raises `ModelError`."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ModelError(f"{path} has no tokenizer.json")
@@ -42,9 +42,9 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Add what `tokenizer_config.json` has besides `tokenizer.json`, as transformers does: the tokens it describes,
-    then the special ones it names. One that would get another id than it has there is left out: the model
-    would not know it. Raises `ModelError` for what describes no tokens."""
+    """Adds the tokens that only `tokenizer_config.json` declares, as transformers does: those in
+    `added_tokens_decoder`, then the named special tokens. Tokens whose id would differ from the declared one are left
+    out, as the model has no embedding for them. Raises `ModelError` if `added_tokens_decoder` is malformed."""
     present = backend.get_added_tokens_decoder()
     for token_id, token in _described(config.get("added_tokens_decoder")):
         known = backend.token_to_id(token.content)
@@ -56,14 +56,14 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
 
 
 def _described(given: object) -> list[tuple[int, AddedToken]]:
-    """Ids and tokens, by id. Raises `ModelError`."""
+    """Returns the tokens of `added_tokens_decoder` with their ids, sorted by id. Raises `ModelError`."""
     try:
         found = [
             (int(key), AddedToken(**{name: fields[name] for name in _FIELDS if name in fields}))
             for key, fields in (given.items() if isinstance(given, dict) else ())
         ]
     except (TypeError, ValueError) as error:
-        raise ModelError(f"added_tokens_decoder in tokenizer_config.json describes no tokens: {error}") from None
+        raise ModelError(f"added_tokens_decoder in tokenizer_config.json does not describe tokens: {error}") from None
     return sorted(found, key=itemgetter(0))
 
 
@@ -72,7 +72,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 def _named(config: dict[str, Any]) -> list[object]:
-    """The special tokens that a configuration names, as texts or objects."""
+    """Returns the special tokens that a configuration names, each as a text or an object."""
     named = [config.get(role) for role in _ROLES]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = config.get(key) or []
@@ -81,7 +81,7 @@ def _named(config: dict[str, Any]) -> list[object]:
 
 
 def _steer(backend: tokenizers.Tokenizer, ids: Collection[int | None]) -> None:
-    """Make the added tokens in `ids` special, so that no text becomes one that ends a turn, whatever the files say."""
+    """Makes the added tokens in `ids` special, so that users' text never encodes to a token that ends a turn."""
     for i, token in backend.get_added_tokens_decoder().items():
         if i in ids and not token.special:
             token.special = True
@@ -93,7 +93,7 @@ def _added_texts(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _adds(backend: tokenizers.Tokenizer, bos_id: int, told: object) -> bool:
-    """Whether prompts begin with `bos_id`: as the configuration tells, or else as the post-processor does."""
+    """Whether prompts begin with `bos_id`, by the configuration or, failing that, by the post-processor."""
     if isinstance(told, bool):
         return told
     first: list[int] = backend.encode("a", add_special_tokens=True).ids[:1]
@@ -113,7 +113,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: object) -> int | None:
-    """The id of a token named in tokenizer_config.json, where it is a string or an object with `content`."""
+    """Returns the id of a token named in tokenizer_config.json, as a string or as an object with `content`."""
     token_id: int | None = backend.token_to_id(_text(token)) if _text(token) else None
     return token_id
 
@@ -124,7 +124,7 @@ def _text(token: object) -> str:
 
 
 def _eos_ids(backend: tokenizers.Tokenizer, config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """The tokenizer's end token, then those that end generation: one id or a list."""
+    """Returns the ids of the tokenizer's end token and of the tokens (one id or a list) that end generation."""
     stops = generation.get("eos_token_id")
     ids = [_token_id(backend, config.get("eos_token")), *(stops if isinstance(stops, list) else [stops])]
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
@@ -136,8 +136,9 @@ class _Templates(NamedTuple):
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> _Templates:
-    """Template files take precedence over the tokenizer's configuration. Of several templates `default` is the usual
-    one, and `tool_use` that of conversations with tools, as in transformers; one of them may be alone."""
+    """Reads the chat templates; files take precedence over the tokenizer's configuration. Of several named templates,
+    `default` is the usual one and `tool_use` serves conversations with tools, as in transformers. Either may be
+    missing."""
     file, beside = path / "chat_template.jinja", path / "additional_chat_templates" / "tool_use.jinja"
     if file.is_file():
         with_tools = beside.read_text(encoding="utf-8") if beside.is_file() else None

@@ -1,4 +1,4 @@
-"""Computes what may be sampled of turns with a grammar, while the steps that sample it compute."""
+"""Computes the masks of turns with a grammar while the steps that sample from them run."""
 
 from __future__ import annotations
 
@@ -11,59 +11,58 @@ from tenuto.text.constraint import Constraint
 
 
 class MaskRequest(NamedTuple):
-    """The masks wanted of a constraint: of its next token, and of those after each of `guesses`. `answer` gets what
-    `Constraint.masks` returns."""
+    """A request for `constraint.masks(guesses)`; `answer` receives the result."""
 
     constraint: Constraint
     guesses: Sequence[int]
     answer: Future[Words | None]
 
     def carry_out(self) -> None:
-        """Unless nobody waits any more."""
+        """Computes the masks, unless `answer` has been cancelled."""
         if self.answer.set_running_or_notify_cancel():
             try:
                 self.answer.set_result(self.constraint.masks(self.guesses))
-            except BaseException as error:  # noqa: BLE001 - told to the step that waits for it
+            except BaseException as error:  # noqa: BLE001 - raised in the step that waits for the answer
                 self.answer.set_exception(error)
 
 
 def give_up(answer: Future[Words | None]) -> None:
-    """Answer a request whose turn has left its row, unless it is answered: whatever is sampled is dropped."""
+    """Answers None to a pending request whose turn has left its row; the token sampled in that row is dropped."""
     if not answer.done() and answer.set_running_or_notify_cancel():
         answer.set_result(None)
 
 
 class Masks(Protocol):
-    """Carries out requests."""
+    """Carries out requests for masks."""
 
     def ask(self, requests: Sequence[MaskRequest]) -> None:
-        """Carry them out, now or in other threads."""
+        """Carries out the requests, at once or in other threads."""
         ...
 
     def close(self) -> None:
-        """Finish what has been asked."""
+        """Finishes pending requests."""
         ...
 
 
 class MasksAtOnce:
-    """Carries out requests where it is asked."""
+    """Carries out requests at once, in the calling thread."""
 
     def ask(self, requests: Sequence[MaskRequest]) -> None:
         for request in requests:
             request.carry_out()
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing; no request is pending."""
 
 
 class MaskThreads:
-    """Two threads: one for all, and one for constraints that are slow, which only those wait for."""
+    """Carries out requests in two threads; slow constraints have the second one, so that the others need not wait."""
 
     def __init__(self) -> None:
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"tenuto-{name}") for name in ("masks", "slow-masks")]
 
     def ask(self, requests: Sequence[MaskRequest]) -> None:
-        # Read once: the threads change `slow`, and each request is carried out by one of them.
+        # The threads change `slow`; it is read once, so that exactly one of them gets each request.
         slow = [request.constraint.slow for request in requests]
         for number, thread in enumerate(self._threads):
             mine = [request for request, late in zip(requests, slow, strict=True) if late is bool(number)]
@@ -71,7 +70,7 @@ class MaskThreads:
                 thread.submit(_carry_out, mine)
 
     def close(self) -> None:
-        """Finish what has been asked."""
+        """Finishes pending requests and ends the threads."""
         for thread in self._threads:
             thread.shutdown()
 

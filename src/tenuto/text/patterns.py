@@ -1,7 +1,7 @@
-"""Regular expressions that end a turn, found in text that arrives in pieces.
+"""Regular expressions that end a turn, matched in text that arrives in pieces.
 
-RE2 searches in time proportional to the text, whatever the expression. It does not tell whether a text may still become
-a match, so a second expression is made of each: one that matches every beginning of its matches.
+RE2 searches in time proportional to the text, whatever the expression. It cannot report that a text may still become a
+match, so we derive a second expression from each, which matches every prefix of its matches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ MAX_STOP_PATTERNS = 8
 MAX_PATTERN_LENGTH = 256
 """In characters."""
 MAX_MATCH_LENGTH = 1024
-"""In characters. Longer matches are not found, so that no more has to be searched with every token, or held back."""
+"""In characters. Longer matches are not found; this bounds the text searched for every token, and the text held
+back."""
 MAX_SIZE = 256
-"""Characters, classes and assertions in a turn's expressions, each counted as often as it may be repeated. The
-states of a larger automaton may not fit its memory, and RE2 then follows every place in the expression for every
-character of the text: a thousand take 20 ms a token, this many up to 3."""
+"""Characters, classes and assertions in a turn's expressions, each counted as often as it may be repeated. The states
+of a larger automaton may exceed its memory; RE2 then follows every position in the expression for every character of
+the text. A size of 1,000 takes 20 ms a token, this one up to 3 ms."""
 MAX_PROGRAM_BYTES = 2**20
-"""Memory for the compiled form of an expression and the states its search meets."""
+"""Memory for the compiled form of an expression and the automaton states its search visits."""
 MAX_CACHED = 32
-"""Compiled expressions, the latest used."""
+"""Number of compiled expressions cached, least recently used evicted first."""
 
 _PART = re.compile(
     r"""
@@ -44,16 +45,16 @@ _PART = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""A part of an expression that RE2 has accepted."""
+"""Matches the next part of an expression that RE2 has accepted."""
 _AT_END = ("$", r"\b", r"\B", r"\z")
-"""Atoms that depend on what follows, or on whether anything does."""
+"""Atoms that depend on the following character, or on whether there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopPattern:
-    """A compiled expression, for all turns with it. `begun` matches at every position from which the text up to its end
-    may become a match. `looks_ahead`: it may match the beginning of a text, but not more of the same text. `size`: as
-    in `MAX_SIZE`."""
+    """A compiled expression, shared by all turns that use it. `begun` matches wherever the rest of the text may still
+    become a match. `looks_ahead`: the expression may match a text but not an extension of it. `size` is counted as for
+    `MAX_SIZE`."""
 
     pattern: str
     whole: re2._Regexp
@@ -63,18 +64,18 @@ class StopPattern:
 
 
 class PatternFinder:
-    """Finds the first match of a pattern in a growing text: the one that ends first, and of those the longest, of at
-    most `MAX_MATCH_LENGTH` characters. The end of the text so far counts as an end of the text."""
+    """Finds the first match of a pattern in a growing text: of the matches that end first, the longest, up to
+    `MAX_MATCH_LENGTH` characters. The end of the text so far counts as the end of the text."""
 
     def __init__(self, pattern: StopPattern) -> None:
         self._pattern = pattern
         self._text = ""  # Invariant: the text so far from the character before `border` on
         self._start = 0  # where `_text` starts
         self.border = 0
-        """Where the text starts that may still become a match."""
+        """Position from which the text may still become a match."""
 
     def find(self, text: str) -> tuple[int, int, str] | None:
-        """Read on. Start and end of the match, if there is one now, and the expression."""
+        """Appends `text`. Returns start and end of the match and the expression, once there is a match."""
         read = len(self._text)
         self._text += text
         whole = self._pattern.whole
@@ -94,7 +95,8 @@ class PatternFinder:
 
 
 def stop_patterns(patterns: Sequence[str]) -> list[StopPattern]:
-    """Raises `InvalidRequest` for what is not a regular expression, or one that is too large."""
+    """Compiles a turn's stop patterns. Raises `InvalidRequest` if one is not a regular expression, if there are too
+    many, or if they are too large."""
     if isinstance(patterns, str):
         raise _refused("stop_regex is a single string; allowed here: a list of strings")
     if len(patterns) > MAX_STOP_PATTERNS:
@@ -118,7 +120,9 @@ def stop_patterns(patterns: Sequence[str]) -> list[StopPattern]:
 def _compiled(pattern: str) -> StopPattern:
     whole = _program(pattern, pattern)
     if whole.search("") is not None:
-        raise _refused(f"stop_regex {pattern!r} matches the empty text; allowed: what needs at least a character")
+        raise _refused(
+            f"stop_regex {pattern!r} matches the empty text; allowed: expressions that need at least one character"
+        )
     parts = _Parts(pattern)
     found = parts.whole()
     if found.size > MAX_SIZE:
@@ -154,7 +158,8 @@ def _refused(problem: str) -> InvalidRequest:
 
 
 class _Part(NamedTuple):
-    """A part of an expression: itself, what matches its beginnings, and its size as in `MAX_SIZE`."""
+    """A part of an expression: `itself`, an expression `begun` that matches its prefixes, and its `size` as counted for
+    `MAX_SIZE`."""
 
     itself: str
     begun: str = ""
@@ -163,22 +168,22 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Parts:
-    """An expression that RE2 has accepted, taken apart as far as sequences, choices, groups and repetitions go."""
+    """Parser of an expression that RE2 has accepted; it recognizes sequences, choices, groups and repetitions."""
 
     pattern: str
     atoms: set[str] = field(default_factory=set)
     _at: int = 0
 
     def whole(self) -> _Part:
-        """The expression. Its `begun` matches the beginnings of all matches, the empty one included, and maybe
-        matches."""
+        """Parses the whole expression. Its `begun` matches every prefix of a match, the empty one included, and
+        possibly whole matches."""
         return self._choice()
 
     def _choice(self) -> _Part:
-        """The part from here to the end of the group."""
+        """Parses from here to the end of the group."""
         choices: list[_Part] = []
         sequence: list[_Part] = []
-        flags: list[_Part] = []  # they hold up to the end of the group, in later choices too
+        flags: list[_Part] = []  # flags apply up to the end of the group, in later choices too
         while (part := self._next()) is not None and part.lastgroup != "closed":
             text, kind = part.group(), part.lastgroup
             if kind == "either":
@@ -197,7 +202,7 @@ class _Parts:
                 sequence.append(_repeated(sequence.pop(), text))
             else:
                 if text == r"\C":
-                    raise _refused(r"stop_regex has \C; allowed: what matches whole characters")
+                    raise _refused(r"stop_regex has \C; allowed: expressions that match whole characters")
                 self.atoms.add(text)
                 sequence.append(_Part(text, size=1))
         choices.append(_of_sequence(sequence))
@@ -212,8 +217,8 @@ class _Parts:
 
 
 def _of_sequence(sequence: Sequence[_Part]) -> _Part:
-    """Parts in a sequence. Its beginnings: those of its first part, and that part followed by beginnings of the
-    rest."""
+    """Joins the parts of a sequence. Its prefixes are those of its first part, and the first part followed by prefixes
+    of the rest."""
     rest = ""
     for part in reversed(sequence):
         rest = f"(?:{part.itself}{rest}|{part.begun})"
@@ -221,8 +226,8 @@ def _of_sequence(sequence: Sequence[_Part]) -> _Part:
 
 
 def _repeated(part: _Part, times: str) -> _Part:
-    """A repetition. Its beginnings: whole repetitions, at least one fewer than there may be, and the beginning of one
-    more."""
+    """Repeats a part. The prefixes are up to one repetition fewer than the maximum, followed by a prefix of the
+    part."""
     most: int | None
     if times[0] == "{":
         least, comma, last = times[1 : times.index("}")].partition(",")

@@ -1,8 +1,7 @@
-"""How byte-level tokenizers cut text into words before they merge, by the name that GGUF files have for it.
+"""Pre-tokenizers of byte-level tokenizers: they split text into words before merging. GGUF files refer to them by name.
 
-The patterns are those in the `tokenizer.json` files that the models were published with. Which name stands for which is
-laid down by llama.cpp: `get_vocab_base_pre` of its converter writes the names, and `llama_vocab::impl::load` in
-`src/llama-vocab.cpp` reads them.
+The patterns are those in the `tokenizer.json` files that the models were published with. llama.cpp defines the names:
+`get_vocab_base_pre` of its converter writes them, and `llama_vocab::impl::load` in `src/llama-vocab.cpp` reads them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
 
 
 def _digits() -> pre_tokenizers.PreTokenizer:
-    """Every digit alone, then like GPT-2."""
+    """Splits off every digit, then splits like GPT-2."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
@@ -53,8 +52,8 @@ def _pattern(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """`nfc`: text is composed first. `whole_words`: a whole word is looked up before it is merged. `opens`: prompts
-    begin with the beginning-of-text token unless the file says otherwise."""
+    """Settings of one pre-tokenizer. `nfc`: text is first normalized to NFC. `whole_words`: a word that is a token is
+    not built by merges. `opens`: prompts begin with the beginning-of-text token unless the file says otherwise."""
 
     make: Callable[[], pre_tokenizers.PreTokenizer]
     nfc: bool = False
@@ -62,7 +61,7 @@ class PreTokenizer:
     opens: bool = False
 
     def put_into(self, backend: tokenizers.Tokenizer) -> None:
-        """Have `backend` cut text so."""
+        """Sets the normalizer and pre-tokenizer of `backend`."""
         if self.nfc:
             backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = self.make()
@@ -93,16 +92,16 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-4o": _O200K,  # Phi-4 mini, gpt-oss
     "llama4": _O200K,
 }
-"""By `tokenizer.ggml.pre`."""
+"""Pre-tokenizers by `tokenizer.ggml.pre`."""
 
 _UNNAMED = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
-"""By `general.architecture`: those that have only ever been trained with one."""
+"""The pre-tokenizer of files that name none, by `general.architecture`: those always trained with the same one."""
 
 
 def pre_tokenizer(kind: object, name: str | None, architecture: object) -> PreTokenizer:
-    """The one that a GGUF file with a tokenizer of this `kind` names, or, where it names none, the one of its
-    architecture. Raises `ModelError` if it is not known: text cut in another way would become tokens that the model was
-    not trained with."""
+    """Returns the pre-tokenizer that a GGUF file names, or the one of its architecture if it names none. Raises
+    `ModelError` if `kind` or `name` is not supported: text split differently would become tokens that the model was not
+    trained with."""
     if kind != "gpt2":
         raise ModelError(f"its kind (tokenizer.ggml.model) is {kind!r}; supported: 'gpt2' and 'llama', {SUPPORTED}")
     supported = ", ".join(sorted(PRE_TOKENIZERS))

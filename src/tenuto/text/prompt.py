@@ -13,7 +13,7 @@ from tenuto.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A turn's input: `tokens`, or `messages` still to be rendered. `text`: the tokens were given as text."""
+    """A turn's input: `tokens`, or `messages` still to be rendered. `text`: the caller gave the tokens as text."""
 
     tokens: tuple[int, ...] = ()
     messages: tuple[Message, ...] = ()
@@ -26,9 +26,9 @@ def parse_input(
     room: Room | None = None,
     last_token: int | None = None,
 ) -> Prompt:
-    """`last_token` is that of the history that the input follows, if there is one. Raises `InvalidRequest` if `given`
-    is neither text, nor token ids, nor messages, and `ContextExceeded` if it is text or token ids that certainly do not
-    fit into `room`; such text is not encoded."""
+    """Parses a turn's input and encodes text. `last_token`: the last token of the history, if there is one. Raises
+    `InvalidRequest` unless `given` is text, token ids or messages. Raises `ContextExceeded`, without encoding, if text
+    or token ids certainly do not fit into `room`."""
     if isinstance(given, str):
         if tokenizer is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none; give token ids")

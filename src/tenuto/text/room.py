@@ -1,4 +1,4 @@
-"""How much of a context is left for an input."""
+"""The space left for an input in a context."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tenuto.base.errors import ContextExceeded
 
 
 class Room(NamedTuple):
-    """The history has `history` tokens and may have `allowed` with the input; `limit` is the context. `spare`: how many
-    of the input's tokens may be left out, because the history has them already."""
+    """The space left for an input. The history has `history` tokens and may have `allowed` with the input; `limit` is
+    the context. `spare`: tokens of the input that may turn out to be in the history already."""
 
     history: int
     allowed: int

@@ -1,4 +1,5 @@
-"""SentencePiece's BPE (Kudo and Richardson, arXiv:1808.06226) from a vocabulary with scores, as GGUF files have it."""
+"""SentencePiece's BPE (Kudo and Richardson, arXiv:1808.06226) from a vocabulary with scores, as stored in GGUF
+files."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from tokenizers import decoders, models, normalizers
 from tenuto.text.alphabet import SPACE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""Values of `tokenizer.ggml.token_type`. Only normal tokens, and runs of blanks, are merged from others."""
+"""Values of `tokenizer.ggml.token_type`. Only normal tokens and runs of blanks result from merges."""
 
 
 def with_blanks(tokens: list[str], types: list[int]) -> list[str]:
-    """`tokens` with runs of blanks in the vocabulary's letters: where they are user-defined, as Gemma's, files have
-    them as blanks."""
+    """Returns `tokens` with runs of blanks spelled with `SPACE`: files store user-defined runs, such as Gemma's, as
+    plain blanks."""
     return [
         SPACE * len(text) if kind == USER_DEFINED and text and not text.strip(" ") else text
         for text, kind in zip(tokens, types, strict=True)
@@ -24,8 +25,8 @@ def with_blanks(tokens: list[str], types: list[int]) -> list[str]:
 
 
 def sentencepiece(tokens: list[str], types: list[int], scores: Sequence[float]) -> tokenizers.Tokenizer:
-    """`tokens[i]`, `types[i]` and `scores[i]` describe token i. Of all neighbours that make a normal token together
-    those with the highest score are merged first."""
+    """Builds the tokenizer. `tokens[i]`, `types[i]` and `scores[i]` describe token i. Adjacent tokens are merged in the
+    order of the score of the normal token they form, highest first."""
     tokens = with_blanks(tokens, types)
     unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     model = models.BPE(
@@ -42,8 +43,8 @@ def sentencepiece(tokens: list[str], types: list[int], scores: Sequence[float]) 
 
 
 def _merges(tokens: list[str], types: list[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every pair of normal tokens that is one, too, the first to be merged first. Of pairs that make the same token the
-    one with the longest left part comes first, as in conversions by transformers."""
+    """Returns all pairs of normal tokens that concatenate to another one, in merge order. Of the pairs that form the
+    same token, the one with the longest left part comes first, as in conversions by transformers."""
     normal = {text: score for text, kind, score in zip(tokens, types, scores, strict=True) if kind == NORMAL}
     ranked = sorted(normal.items(), key=lambda item: item[1], reverse=True)
     return _blank_merges(tokens, types) + [
@@ -55,7 +56,8 @@ def _merges(tokens: list[str], types: list[int], scores: Sequence[float]) -> lis
 
 
 def _blank_merges(tokens: list[str], types: list[int]) -> list[tuple[str, str]]:
-    """How user-defined runs of blanks are merged: before all else, the longest first, as published with Gemma."""
+    """Returns the merges of user-defined runs of blanks, longest run first. They precede all other merges, as in
+    Gemma's published tokenizer."""
     defined = {text for text, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED}
     runs = sorted((len(text) for text in defined if text and not text.strip(SPACE)), reverse=True)
     parts = {1, *runs}

@@ -1,4 +1,4 @@
-"""Stop strings and stop patterns, found in text that arrives in pieces."""
+"""Stop strings and stop patterns, matched in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ MAX_STOP_LENGTH = 256
 
 
 class StopMatcher:
-    """Finds the first stop in a growing text, a string or what matches a pattern, and holds back what could still
+    """Finds the first stop, a string or a match of a pattern, in a growing text, and holds back text that may still
     become one.
 
-    The first is the one that ends first, and of those the longest: it is known as soon as it is complete, so it does
-    not depend on how the text is split into pieces.
+    The first stop is the one that ends first; ties go to the longest. So it does not depend on how the text is split
+    into pieces.
     """
 
     def __init__(self, stop_strings: Sequence[str], patterns: Sequence[str] = ()) -> None:
-        """Raises `InvalidRequest` on an empty string, too many or too long ones, and what is not a pattern."""
+        """Raises `InvalidRequest` if a stop is empty, too long or not a valid pattern, or if there are too many."""
         _check(stop_strings)
         self._finders: list[_Finder] = [PatternFinder(pattern) for pattern in stop_patterns(patterns)]
         if stop_strings:
             self._finders.append(_StringFinder(stop_strings))
-        self._held = ""  # Invariant: without a match, the text from the first finder's border on
+        self._held = ""  # Invariant: until a match, the text from the lowest border of all finders on
         self._read = 0  # characters
         self._matched: str | None = None
         self._text: str | None = None  # of the match
 
     @property
     def pending(self) -> int:
-        """How many characters are held back."""
+        """Number of characters held back."""
         return len(self._held)
 
     @property
@@ -44,8 +44,8 @@ class StopMatcher:
         return self._matched
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that can now be delivered, and what is the stop in it, once that was found. Text after it is
-        dropped."""
+        """Appends `text`. Returns the text that can now be delivered, and the text of the stop once one is found. Text
+        after the stop is dropped."""
         if self._matched is not None:
             return "", self._text
         if not self._finders:
@@ -63,7 +63,7 @@ class StopMatcher:
         return text[:border], None
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Returns the text held back; call it at the end of the text."""
         rest, self._held = self._held, ""
         return rest
 
@@ -72,10 +72,10 @@ class _Finder(Protocol):
     """Finds one kind of stop. Positions count characters of the whole text."""
 
     border: int
-    """Where the text starts that may still become a match."""
+    """Position from which the text may still become a match."""
 
     def find(self, text: str) -> tuple[int, int, str] | None:
-        """Read on. Start and end of the match, if there is one now, and what was to be found."""
+        """Appends `text`. Returns start and end of the match and the stop string or pattern, once there is a match."""
 
 
 class _StringFinder:
@@ -97,9 +97,9 @@ class _StringFinder:
 
 
 class _State:
-    """A prefix of some stop string, of `depth` characters: the longest that the text so far ends with.
+    """A state of the automaton: the longest prefix of a stop string, of `depth` characters, that the text ends with.
 
-    `match` is the longest stop string that it ends with; `fallback` the next shorter prefix that it ends with."""
+    `match` is the longest stop string at the end of this prefix, and `fallback` the next shorter prefix there."""
 
     __slots__ = ("depth", "fallback", "match", "next")
 
@@ -119,7 +119,7 @@ class _State:
 
 
 def _automaton(stop_strings: Sequence[str]) -> list[_State]:
-    """All states, the one of the empty prefix first."""
+    """Returns all states; the first is the empty prefix."""
     root = _State(0)
     for stop in stop_strings:
         state = root

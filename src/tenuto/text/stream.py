@@ -1,4 +1,4 @@
-"""The text of one turn: what may be delivered of it, and when a stop string or pattern ends it."""
+"""The text of one turn: decides what can be delivered and whether a stop string or pattern has ended it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns a turn's output tokens into text, and finds its stops. `functools.partial(TextStream, tokenizer)` is
-    what an engine takes as its `text`.
+    """Turns a turn's output tokens into text and finds its stops. An engine takes `functools.partial(TextStream,
+    tokenizer)` as its `text`.
 
-    Two things hold text back: bytes that are not a whole character yet, and characters that may still become a stop.
-    Invariant: `_ends` has, in order, for every token that ends with a character and is not yet delivered whole,
-    how many characters and how many tokens there are by its end. No turn is cut inside a character.
+    Text is held back if it is an incomplete character or may still become a stop. Invariant: for every token that ends
+    with a complete character and is not yet fully delivered, `_ends` holds, in order, the numbers of characters and of
+    tokens up to its end. So a turn is never cut inside a character.
     """
 
     def __init__(
@@ -27,10 +27,9 @@ class TextStream:
         stop_regex: tuple[str, ...] = (),
         marks: tuple[tuple[str, int], ...] = (),
     ) -> None:
-        """In the text that the first `min_tokens` tokens bring no stop is looked for, nor the beginning of one. The
-        text keeps what ends it, a stop string or what matches a pattern, only with `include_stop`. `marks`: control
-        tokens that the text has, for whoever takes it apart, by their texts. Raises
-        `InvalidRequest` if `stop` is not a list of stop strings, or `stop_regex` not one of patterns."""
+        """Stops are not matched in the text of the first `min_tokens` tokens, and may not begin there. The stop itself
+        is delivered only with `include_stop`. `marks`: texts and ids of control tokens to deliver as text, for parsing
+        the answer. Raises `InvalidRequest` if `stop` or `stop_regex` is not a valid list."""
         self._decoder = IncrementalDecoder(tokenizer, {token: text.encode() for text, token in marks})
         self._matcher = StopMatcher(stop, stop_regex)
         self._min_tokens = min_tokens
@@ -41,15 +40,15 @@ class TextStream:
         self._delivered = 0  # characters
         self._delivered_tokens = 0
         self._pieces: list[str] = []  # delivered, not yet taken
-        self._kept: list[tuple[int, str]] | None = None  # all that was delivered, after how many tokens, if asked for
+        self._kept: list[tuple[int, str]] | None = None  # if kept: delivered pieces, each with the token count by then
 
     def push(self, token: int) -> bool:
-        """Take the next output token; True if a stop is now complete, and whatever follows is no text."""
+        """Takes the next output token. Returns True if a stop is complete; text after it is dropped."""
         self._tokens += 1
         return self._pass_on(self._decoder.push((token,)))
 
     def finish(self) -> None:
-        """No more tokens: deliver what was held back."""
+        """Delivers the text held back; call it after the last token."""
         if not self._pass_on(self._decoder.flush()):
             self._deliver(self._matcher.flush())
 
@@ -60,19 +59,19 @@ class TextStream:
 
     @property
     def delivered_tokens(self) -> int:
-        """Leading output tokens whose text has been delivered whole. They never end inside a character."""
+        """Number of leading output tokens whose text is fully delivered. They never end inside a character."""
         return self._delivered_tokens
 
     def keep_text(self) -> None:
-        """From the beginning on, keep what is delivered for `text`."""
+        """Keeps all delivered text for `text`; call it before the first token."""
         self._kept = []
 
     def text(self, tokens: int) -> str:
-        """What was delivered of the first `tokens` tokens, if that was kept."""
+        """Returns the delivered text of the first `tokens` tokens; "" unless it is kept."""
         return "".join(text for end, text in self._kept or () if end <= tokens)
 
     def take_text(self) -> str:
-        """Text delivered since the last call."""
+        """Returns the text delivered since the last call."""
         text = "".join(self._pieces)
         self._pieces.clear()
         return text

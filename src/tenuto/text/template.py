@@ -1,4 +1,4 @@
-"""Runs a model's chat template: Jinja, sandboxed, with the helpers that templates written for `transformers` expect."""
+"""Runs a model's chat template: sandboxed Jinja with the helpers that templates written for `transformers` expect."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tenuto.base.errors import InvalidRequest, ModelError
 
 
 class Template:
-    """A chat template's source, compiled. `variables` are visible to it in every rendering. `knows_tools`: it has a
-    place for them."""
+    """A compiled chat template. `variables` are visible in every rendering. `knows_tools`: its source refers to
+    `tools`."""
 
     def __init__(self, source: str, variables: Mapping[str, str], local_time: Callable[[], datetime]) -> None:
         """Raises `ModelError` if `source` is not a template."""
@@ -40,7 +40,7 @@ class Template:
             raise ModelError(f"line {error.lineno} of the chat template: {error.message}") from None
         self._variables = dict(variables)
         self.no_tools: list[Any] | None = None
-        """What `tools` is where there are none."""
+        """The value of `tools` in conversations without tools."""
 
     def render(
         self,
@@ -49,9 +49,8 @@ class Template:
         tools: Sequence[Any] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Render `messages`, with `generate` up to where the assistant begins to speak. `variables`: what the template
-        is told besides. Raises `InvalidRequest` if the
-        template refuses them or fails."""
+        """Renders `messages`, with `generate` up to where the assistant begins to speak. `variables`: further variables
+        of this rendering. Raises `InvalidRequest` if the template refuses the messages or fails."""
         try:
             return self._template.render(
                 messages=messages,
@@ -66,8 +65,7 @@ class Template:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model has written, for those who train with `transformers`. Here it does
-    nothing."""
+    """Accepts `{% generation %}`, which marks a model's output for training with `transformers`, and ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 - the library's class has no annotation for it
 

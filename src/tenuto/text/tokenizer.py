@@ -1,4 +1,4 @@
-"""The tokenizer: text to token ids and back, with control tokens kept apart from text."""
+"""The tokenizer: converts text to token ids and back, and keeps control tokens apart from text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tenuto.text.blanks import Before, Blanks, taken_from
 from tenuto.text.bounds import token_bound
 
 LONG_TEXT = 2048
-"""From this many characters on, a text is encoded without Python's lock, so that other threads can run."""
+"""Texts of at least this many characters are encoded without holding Python's lock, so that other threads can run."""
 
 
 class Tokenizer:
-    """A BPE tokenizer in which a token is the same bytes everywhere.
+    """A BPE tokenizer in which a token stands for the same bytes in every context.
 
-    Control tokens (`<|im_end|>` and the like) steer the model. Text never turns into them unless the caller of `encode`
-    declares it as markup. Tokens that a model adds without calling them special are ordinary text.
+    Control tokens (`<|im_end|>` and the like) steer the model. Text encodes to them only if the caller of `encode`
+    declares it as markup. Added tokens that are not declared special are ordinary text.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class Tokenizer:
         tool_template: str | None = None,
         blanks: Blanks | None = None,
     ) -> None:
-        """Take over `backend` and set it up. `blanks`: where it is to put them before texts, where it does not say so
-        itself. Raises `ModelError` if it is of another kind than `alphabet_of` knows, or if plain text can encode to a
-        control token."""
+        """Takes over `backend` and configures it. `blanks` says where a blank goes before a text; by default
+        `backend`'s own settings decide. Raises `ModelError` if `alphabet_of` does not support `backend`, or if plain
+        text can encode to a control token."""
         self._blanks = blanks or taken_from(backend)
         alphabet = alphabet_of(backend)
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = True  # in the library's words: encode special tokens as ordinary text
+        backend.encode_special_tokens = True  # the library's name for: treat their text as ordinary text
         self._backend = backend
         self._bytes = _token_bytes(backend, alphabet)
         self._control = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
@@ -52,13 +52,13 @@ class Tokenizer:
         self.bos_id = bos_id
         """The beginning-of-text token, if the model has one."""
         self.eos_ids = eos_ids
-        """Tokens that end an answer. The first is the one that templates call `eos_token`."""
+        """Tokens that end an answer. Templates see the first as `eos_token`."""
         self.adds_bos = adds_bos
         """Whether a prompt that is not rendered by a chat template must start with `bos_id`. `encode` never adds it."""
         self.chat_template = chat_template
-        """The Jinja source that comes with the model."""
+        """The Jinja source of the model's chat template, if it has one."""
         self.tool_template = tool_template
-        """The one for conversations with tools, if the model has another for them."""
+        """The Jinja source for conversations with tools, if the model has a separate one."""
         longest = max(len(self.written_bytes(i)) for i in self._bytes)
         self._bound = token_bound(backend, longest, alphabet.letters)
         for i, text in self._control.items():
@@ -67,12 +67,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token id. A model may have more rows, which stand for nothing."""
+        """The highest token id plus one. A model's embedding may have further, unused rows."""
         return max(self._bytes) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for tokenizers in which every token means the same."""
+        """SHA-256, in hex, of the texts of all tokens; equal if every token means the same."""
         digest = hashlib.sha256()
         for token, text in sorted((self._bytes | {i: t.encode() for i, t in self._control.items()}).items()):
             digest.update(token.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text)
@@ -80,27 +80,27 @@ class Tokenizer:
 
     @property
     def control_texts(self) -> frozenset[str]:
-        """How the control tokens are written in markup."""
+        """The markup of all control tokens."""
         return frozenset(self._control_ids)
 
     def control_text(self, token: int | None) -> str:
-        """How control token `token` is written in markup; "" for None and for tokens that are not control tokens."""
+        """Returns the markup of control token `token`; "" for None and for other tokens."""
         return "" if token is None else self._control.get(token, "")
 
     def control_id(self, text: str) -> int | None:
-        """The control token that is written like this in markup, if there is one."""
+        """Returns the id of the control token whose markup is `text`, if there is one."""
         return self._control_ids.get(text)
 
     def before(self, last_token: int | None) -> Before:
-        """What stands before a text that follows `last_token`, or with `None` nothing."""
+        """Returns what precedes a text appended after `last_token` (`None`: the text is the first)."""
         if last_token is None:
             return Before.NOTHING
         return Before.CONTROL if last_token in self._control else Before.TEXT
 
     def encode(self, text: str, special: bool = False, before: Before = Before.TEXT) -> list[int]:
-        """Token ids of `text`. Nothing is added at either end, but for the blank that some models have before a text,
-        depending on what stands `before` it. With `special`, control tokens written out in `text` become those tokens:
-        for markup only, not for users' text. Raises `InvalidRequest` on lone surrogates."""
+        """Returns the token ids of `text`. Adds no tokens at either end; some models put a blank before the text,
+        depending on what stands `before` it. With `special`, control tokens spelled out in `text` are encoded as such:
+        use it for markup, never for users' text. Raises `InvalidRequest` on lone surrogates."""
         if not special:
             return self._encode_plain(self._blanks.put(text, before))
         ids: list[int] = []
@@ -114,12 +114,12 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str, spare: int = 0) -> int:
-        """The fewest tokens that `text`, or markup, can have, not counting `spare` of its bytes; found without encoding
-        it. 0 if the text of this tokenizer's tokens is unbounded."""
+        """Returns a lower bound on the tokens of `text` (plain or markup) without encoding it, ignoring `spare` of its
+        bytes. 0 if one token of this tokenizer can stand for text of any length."""
         return self._bound.least_tokens(text, spare) if self._bound is not None else 0
 
     def split_markup(self, text: str) -> Iterator[int | str]:
-        """The control tokens written out in `text`, as ids, and the plain text between them."""
+        """Yields the control tokens spelled out in `text`, as ids, and the plain text between them."""
         done = 0
         if self._control_pattern is not None:
             for match in self._control_pattern.finditer(text):
@@ -131,36 +131,37 @@ class Tokenizer:
             yield text[done:]
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of `ids`, broken UTF-8 as U+FFFD. Control tokens are left out, or with `special` written out."""
+        """Returns the text of `ids`, with U+FFFD for broken UTF-8. Control tokens are omitted, or with `special`
+        spelled out."""
         raw = b"".join(map(self.written_bytes if special else self.token_bytes, ids))
         return raw.decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The raw bytes of a token, not always complete UTF-8; b"" for control tokens and unused ids."""
+        """Returns the bytes of a token, possibly incomplete UTF-8; b"" for control tokens and unused ids."""
         return self._bytes.get(token, b"")
 
     def written_bytes(self, token: int) -> bytes:
-        """The bytes of a token, control tokens as they are written in markup."""
+        """Returns the bytes of a token; for a control token, those of its markup."""
         return self._control[token].encode() if token in self._control else self.token_bytes(token)
 
     def _encode_plain(self, text: str) -> list[int]:
         try:
             if len(text) < LONG_TEXT:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-            else:  # only this call lets other threads run
+            else:  # only this call releases Python's lock
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except (TypeError, UnicodeEncodeError):  # depending on the version of the library
+        except (TypeError, UnicodeEncodeError):  # which of the two depends on the library's version
             raise InvalidRequest("text has a lone surrogate; allowed: Unicode text") from None
         return ids
 
 
 _BLANKS = r"[^\S\x1c-\x1f]*"
-"""White space as Unicode has it; Python counts four control characters more."""
+"""White space as Unicode defines it; Python's `\\s` matches four control characters more."""
 
 
 def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Matches control tokens in markup, the longest first. A token may be declared to include the white space on its
-    left or right. The group that matched holds the token's own text."""
+    """Returns the pattern of control tokens in markup, which prefers longer ones. A token may be declared to swallow
+    the white space on its left or right; the group that matched holds the token's own text."""
     groups: dict[tuple[bool, bool], list[str]] = {}
     for token in backend.get_added_tokens_decoder().values():
         if token.special and token.content:
@@ -173,7 +174,7 @@ def _control_pattern(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
 
 
 def _token_bytes(backend: tokenizers.Tokenizer, alphabet: Alphabet) -> dict[int, bytes]:
-    """Token id -> the bytes it stands for."""
+    """Returns the bytes of every token id; b"" for control tokens. Raises `ModelError` if there are no tokens."""
     table = {i: alphabet.bytes_of(text) for text, i in backend.get_vocab(with_added_tokens=False).items()}
     for i, token in backend.get_added_tokens_decoder().items():
         table[i] = b"" if token.special else alphabet.added_bytes(token.content)

@@ -1,4 +1,4 @@
-"""Tools and calls in a conversation, for templates that know of them and for those that do not."""
+"""Tools and calls in a conversation, for chat templates with and without support for tools."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ INSTRUCTIONS = (
     'To call one, answer with nothing but a JSON object: {{"name": its name, "arguments": an object}}. '
     "To call several, answer with a list of such objects."
 )
-"""Told to models whose template has no place for tools."""
+"""Instructions for models whose template does not support tools."""
 Protect = Callable[[str], str]
 
 
 def habits_of(source: str, prompt: str, control: Callable[[str], int | None]) -> ModelHabits:
-    """What a chat template tells of how its model writes. `prompt`: what it writes to ask for an answer. `control`: the
-    control token that has this text, if there is one."""
+    """Infers from a chat template the forms in which its model writes. `prompt`: the text that asks for an answer.
+    `control` returns the control token with a given text, if there is one."""
 
     def written(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
         found = ((text, control(text)) for text in texts if text in source)
@@ -38,7 +38,7 @@ def habits_of(source: str, prompt: str, control: Callable[[str], int | None]) ->
 
 
 def _format_of(source: str) -> ToolFormat:
-    """How a model writes calls whose chat template has this source."""
+    """Infers the format of a model's calls from the source of its chat template."""
     signs: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
         ("channels", ("<|channel|>", "<|message|>")),
         ("functions", ("<function=", "<parameter=")),
@@ -50,14 +50,14 @@ def _format_of(source: str) -> ToolFormat:
 
 
 def thinks_of(source: str, prompt: str) -> Thinks:
-    """How a model thinks whose chat template writes `prompt` to ask for an answer."""
+    """Infers how a model thinks from the source of its chat template and the text that asks for an answer."""
     if "</think>" not in source:
         return "no"
     return "opened" if prompt.rstrip().endswith("<think>") else "tags"
 
 
 def for_template(message: Message, protect: Protect) -> dict[str, Any]:
-    """A message as templates that know of tools take it."""
+    """Returns a message in the form expected by templates that support tools."""
     raw: dict[str, Any] = {"role": message.role, "content": protect(message.content)}
     if message.tool_calls:
         raw["tool_calls"] = [_call(call, protect) for call in message.tool_calls]
@@ -76,7 +76,7 @@ def _call(call: ToolCall, protect: Protect) -> dict[str, Any]:
 
 
 def protected(value: Any, protect: Protect) -> Any:
-    """JSON with every string in it protected."""
+    """Returns a JSON value with `protect` applied to every string in it."""
     if isinstance(value, str):
         return protect(value)
     if isinstance(value, list):
@@ -87,9 +87,9 @@ def protected(value: Any, protect: Protect) -> Any:
 
 
 def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool, results: bool) -> list[Message]:
-    """The messages for a template that knows of no tools: their definitions are part of the system message, or of the
-    first message if there can be none, and calls are the text of their message. Unless it writes `results`, they are
-    what the user says next."""
+    """Returns the messages for a template that does not support tools. Definitions go into the system message, or
+    without `system` into the first message, and calls into the text of their message. Results become the user's text
+    unless the template writes `results`."""
     told = [_plain(message) for message in (messages if results else _results_said(messages))]
     if not tools:
         return told
@@ -103,7 +103,7 @@ def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool, re
 
 
 def _results_said(messages: Sequence[Message]) -> list[Message]:
-    """The messages with results of calls as the user's text, one message for all that follow each other."""
+    """Returns the messages with results of calls as the user's text; consecutive ones are joined to one message."""
     told, names, joins = list[Message](), dict[str, str](), False
     for each in messages:
         names |= {call.id: call.name for call in each.tool_calls}
@@ -131,10 +131,10 @@ def _plain(message: Message) -> Message:
 
 
 def texts_of(messages: Sequence[Message], tools: Tools) -> list[str]:
-    """All that users have put into messages and tools."""
+    """Returns all texts that users put into messages and tools."""
     texts = [tools.source]
     for message in messages:
         texts += (message.content, message.name, message.tool_call_id, message.reasoning)
-        for call in message.tool_calls:  # arguments without escapes, as templates are told them
+        for call in message.tool_calls:  # arguments without escapes, as in templates
             texts += (call.name, json.dumps(call.parsed(), ensure_ascii=False), call.id)
     return texts

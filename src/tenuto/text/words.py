@@ -1,4 +1,4 @@
-"""A tokenizer without a model's files, for the witness: every byte is a token, and so are some made-up words."""
+"""A tokenizer for the witness, which has no model files: its tokens are the 256 bytes and made-up words."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML, the common form."""
+"""The ChatML template."""
 
 
 def witness_tokenizer(vocab_size: int) -> Tokenizer:
-    """`vocab_size` tokens: 256 bytes, words that no text is encoded to, and last the two control tokens of ChatML."""
+    """Returns a tokenizer of `vocab_size` tokens: the 256 bytes, words that no text encodes to, and ChatML's two
+    control tokens at the end."""
     letters = sorted(ByteLevelSplit.alphabet())
-    space = "\u0120"  # how the byte-level alphabet writes a blank
+    space = "\u0120"  # the byte-level alphabet's character for a space
     words = [f"{space}w{number}" for number in range(vocab_size - len(letters) - 2)]
     backend = tokenizers.Tokenizer(BPE({text: i for i, text in enumerate([*letters, *words])}, []))
     backend.pre_tokenizer = ByteLevelSplit(add_prefix_space=False, use_regex=False)
