@@ -15,6 +15,7 @@ from tenuto.memory.contents import contents
 from tenuto.memory.lent import LentUnits
 from tenuto.memory.rates import Rates
 from tenuto.memory.unit_files import INDEX, SUFFIX, UnitFiles
+from tests.carriers import ByHand
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix
 from tests.present import present
 
@@ -222,6 +223,18 @@ def test_a_session_that_the_disk_could_never_hold_pushes_nobody_out(tmp_path: Pa
     assert parked(stage) == ["a", "b"]
     assert parking(stage).tiers.failures == {"full": 1}
     assert goes_on(stage, "large") == 0
+
+
+def test_memory_that_finds_no_room_beside_writes_under_way_counts_as_busy_not_as_full(tmp_path: Path) -> None:
+    copies = ByHand()
+    stage = make(tmp_path, budget=20 * UNIT, carrier=copies)
+    told(stage, "a", "b", "c")  # of 8 pages each; none of the writes has ended
+    assert parked(stage) == ["a", "b"]
+    assert parking(stage).tiers.failures == {"busy": 1}
+    copies.finish()
+    told(stage, "d")
+    assert parked(stage) == ["b", "d"]
+    assert parking(stage).tiers.failures == {"busy": 1}
 
 
 def test_a_file_system_that_fills_up_gives_up_what_was_used_least_recently(

@@ -15,8 +15,10 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.turns import TurnState
 from tenuto.base.views import SessionState
 from tenuto.engine import engine as engine_module
+from tenuto.engine import lifecycle as lifecycle_module
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.sharing import Found, Sharing
 from tenuto.memory.checkpoint import Checkpoint
 from tenuto.memory.full import FullTable
 from tenuto.memory.paged import PagedTable
@@ -53,11 +55,13 @@ class Slot:
 
 @dataclass(slots=True)
 class Event:
-    """A transition: "start", "pause", "preempt", "drop", as it happened within a step. `freed`: units that came free by
-    it, a group each; `alone`: units that nobody else held before, and `shared`: whether there were others too.
-    `fitted`: for a drop of a session whose own turn waits, whether that turn would have fitted. `better`: for a drop
-    that gives nothing by itself, a session that would have. `closed`: units of each group that only closed
-    sessions held before, if the session is open."""
+    """A transition as it happened within a step: "start", "pause", "preempt", "drop", or "share", when a session takes
+    what another has in memory instead of its own.
+
+    `freed`: units that came free by it, a group each; `alone`: units that nobody else held before, and `shared`:
+    whether there were others too. `fitted`: for a drop of a session whose own turn waits, whether that turn would
+    have fitted. `better`: for a drop that gives nothing by itself, a session that would have. `closed`: units of each
+    group that only closed sessions held before, if the session is open."""
 
     kind: str
     turn: Turn | None
@@ -135,7 +139,16 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
             super().start(turn, *more)
             log.events.append(Event("start", turn, turn.session, state, ""))
 
-    with patch.object(engine_module, "Lifecycle", Watched):
+    class WatchedSharing(Sharing):
+        def begin_with(self, turn: Turn, found: Found) -> None:
+            freed = exclusive(turn.session)
+            super().begin_with(turn, found)
+            log.events.append(Event("share", turn, turn.session, turn.state, "", freed))
+
+    with (
+        patch.object(engine_module, "Lifecycle", Watched),
+        patch.object(lifecycle_module, "Sharing", WatchedSharing),
+    ):
         log.engine = Engine(*args, **options)
     return log.engine
 
@@ -197,9 +210,12 @@ def exclusive(session: Session) -> tuple[int, ...]:
 
 
 def shares(session: Session) -> bool:
-    """Whether somebody else holds a unit of the session's too."""
+    """Whether another session holds a unit of this session too, or refers to one of its checkpoints."""
+    holders = list(session.memory.holders())
+    if any(isinstance(each, Checkpoint) and each.references > holders.count(each) for each in holders):
+        return True
     mine: dict[tuple[int, int], int] = {}
-    for holder in session.memory.holders():
+    for holder in holders:
         for lease in holder.leases():
             for unit in lease.units:
                 mine[id(lease.pool), unit] = mine.get((id(lease.pool), unit), 0) + 1

@@ -157,7 +157,9 @@ class Watch:
         growing = (
             2 * len(world.engine.batch) if world.config.overlap else 0
         )  # pages taken before what yielded comes free
+        swapped = [e.freed for e in events if e.kind == "share"]  # sessions that took others' memory gave up their own
         room = [n - len(starts) - growing for n in self._room()]  # the copy of a tail is counted at worst
+        room = [n - sum(units) for n, *units in zip(room, *swapped, strict=True)]
         if any(any(e.freed) for e in victims) and all(
             all(n <= have for n, have in zip(e.freed, room, strict=True) if n) for e in victims
         ):
@@ -184,15 +186,15 @@ class Watch:
                 return
 
     def _check_suspects(self, victims: list[Event]) -> None:
-        """While it is found out who makes steps fail, nobody yields where there was room for the longest turn."""
+        """While the turns that make steps fail are searched, nobody yields where the longest turn had room beside what
+        the running turns still need. In each group one unit more may be the source that its session brings back."""
         world = self._world
         losers = [e for e in victims if e.kind == "preempt"]
         rows = len(world.engine.batch) == world.config.running or any(e.kind == "start" for e in world.log.events)
         if not losers or rows or internals.copying(world.engine):
             return
-        room = [pool.free + pool.limbo for pool in world.engine.memory.pools]
-        room = [have - sum(e.freed[group] for e in victims if e.freed) for group, have in enumerate(room)]
-        if all(have >= needed for have, needed in zip(room, self._worst(world.longest), strict=True)):
+        room = [have - sum(e.freed[group] for e in victims if e.freed) for group, have in enumerate(self._room())]
+        if all(have > needed for have, needed in zip(room, self._worst(world.longest), strict=True)):
             names = [e.session.id[:6] for e in losers]
             world.found("in vain", f"{names} lost memory to suspects, and {room} units of each group were free")
 

@@ -73,7 +73,9 @@ class Tiers:
         self.moved: Counter[str] = (
             Counter()
         )  # units, by where to: "host", "disk", "device"; "nowhere": for want of room
-        self.failures: Counter[str] = Counter()  # by cause
+        self.failures: Counter[str] = Counter()
+        """By cause: "full" and "busy", no room on disk, the latter while writes under way take some of it; "copy"; and
+        those of `DiskFailed`."""
 
     def __len__(self) -> int:
         return len(self._in_host) + len(self._on_disk)
@@ -199,7 +201,7 @@ class Tiers:
             self.take_written()
         units = self._staying(parked)  # now, since those of a write that has failed stay, too
         if units and not self._make_room(_size(units), parked):
-            self.failures["full"] += 1
+            self.failures["busy" if self._leaving_bytes else "full"] += 1
             return False
         if parked in self._in_host:
             del self._in_host[parked]
