@@ -22,11 +22,11 @@ def main() -> int:
     parser.add_argument("--prefixes", action="store_true", help="small worlds with a prefix cache")
     parser.add_argument("--grammars", action="store_true", help="small worlds whose turns have grammars")
     parser.add_argument(
-        "--overtaking", action="store_true", help="small worlds whose sessions begin with what running turns compute"
+        "--overtaking", action="store_true", help="small worlds whose sessions start from memory of running turns"
     )
     parser.add_argument("--pinned", action="store_true", help="small worlds in which some sessions are pinned")
-    parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen less often than this")
-    parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken, to see what else is found")
+    parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen fewer times than this")
+    parser.add_argument("--past", nargs="*", default=(), help="rules to ignore, to see what else is found")
     arguments = parser.parse_args()
     began = time.monotonic()
     if arguments.seed is not None:

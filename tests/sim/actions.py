@@ -20,7 +20,7 @@ from tests.sim.travels import leave_and_come, park_last
 
 
 class RandomWorld(MirroredWorld):
-    """Operations at random between the steps."""
+    """Random operations between the steps."""
 
     def __init__(self, config: WorldConfig, ignored: Collection[str] = ()) -> None:
         super().__init__(config, ignored)
@@ -57,13 +57,13 @@ class RandomWorld(MirroredWorld):
             ]
             if config.overtaking:
                 operations += [(partial(leave_and_come, self), 20), (partial(park_last, self), 20)]
-        if config.seed % 2:  # a calm world: memory is not taken away by hand
+        if config.seed % 2:  # a calm world: no operation takes memory away
             operations = [(op, n) for op, n in operations if op not in (self.op_drop, self.op_preempt)]
         self._names = [operation for operation, _ in operations]
         self._weights = [weight for _, weight in operations]
 
     def run(self, steps: int) -> None:
-        """`steps` engine steps with random operations between them."""
+        """Runs `steps` engine steps with random operations between them."""
         last = self.steps + steps
         while self.steps < last:
             for _ in range(self.rng.choice((0, 1, 1, 2, 3))):
@@ -90,7 +90,7 @@ class RandomWorld(MirroredWorld):
         if rng.random() < 0.04:
             count = rng.randint(most // 2, most + 1)
         count = min(count, most + 1)
-        if self.config.prefixes and rng.random() < 0.7:  # one of three long texts, to some length, and then others
+        if self.config.prefixes and rng.random() < 0.7:  # a prefix of one of three long texts, then random tokens
             common = rng.randint(0, count)
             text = rng.randrange(3)
             return [(i * i + text) % VOCAB for i in range(common)] + [
@@ -142,7 +142,7 @@ class RandomWorld(MirroredWorld):
         )
 
     def op_pin(self) -> None:
-        """A pinned session is opened, if there is room, and used at once; a few stay."""
+        """Opens a pinned session, if there is room, and uses it at once; a few stay open."""
         pinned = [s.id for s in self._sessions() if s.policy.pinned]
         if len(pinned) > 3 and self.rng.random() < 0.8:
             self.close(self.rng.choice(pinned), finish=True)
@@ -158,7 +158,7 @@ class RandomWorld(MirroredWorld):
             self.submit(sid, self._tokens(), self._params())
 
     def op_one_shot(self) -> None:
-        """A one-shot request: an ephemeral session that closes when its only turn ends."""
+        """Sends a one-shot request: an ephemeral session that closes when its only turn ends."""
         sid = self.open(Policy(ephemeral=True))
         if sid is not None:
             if self.rng.random() < 0.2:
@@ -168,7 +168,7 @@ class RandomWorld(MirroredWorld):
                 self.fork(sid)
 
     def op_repeat(self) -> None:
-        """Someone asks the same as another, or nearly: a retry, a sample, a common prompt, a history resent."""
+        """Repeats an earlier request exactly or nearly: a retry, a sample, a shared prompt, a resent history."""
         sid = self._pick(lambda s: bool(s.history) or s.turn is not None)
         if sid is None:
             return
@@ -205,7 +205,7 @@ class RandomWorld(MirroredWorld):
         turn = self.session_of(sid).turn
         if turn is None:
             tokens = self._tokens()
-        else:  # typed on, corrected near the end, or rewritten
+        else:  # extended, corrected near the end, or rewritten
             old = list(turn.input)
             tokens = old[: max(0, len(old) - self.rng.choice((0, 1, 3, 7, 13, 99)))] + self._tokens()[:21]
         self.draft(sid, tokens)
@@ -237,7 +237,7 @@ class RandomWorld(MirroredWorld):
         self.abort(sid, self.rng.choice((None, None, "delivered", "delivered", 0, 1, 3)))
 
     def op_preempt(self) -> None:
-        """A running turn loses its units, and then something happens to it before it can resume."""
+        """Preempts a running turn, then does something to it before it can resume."""
         kept = self.rng.random() < 0.7
         sid = self._pick(lambda s: s.has_running_turn and s.turn.replaces and len(s.turn.output) > 1)  # type: ignore[union-attr]
         again = sid is not None and self.rng.random() < 0.7
@@ -261,7 +261,7 @@ class RandomWorld(MirroredWorld):
             self._jump_to_deadline(turn)
 
     def op_deadline(self) -> None:
-        """The clock jumps to where a deadline of some open turn has passed."""
+        """Moves the clock past the deadline of some open turn."""
         state = self.rng.choice((TurnState.DRAFTING, TurnState.QUEUED, TurnState.QUEUED, TurnState.RUNNING))
         found = [s.turn for s in self._sessions() if s.turn is not None and s.turn.state is state]
         if found:
@@ -307,7 +307,7 @@ class RandomWorld(MirroredWorld):
         state = self.rng.choice((None, TurnState.QUEUED, TurnState.QUEUED, TurnState.QUEUED))
         wanted = lambda turn: turn is None if state is None else turn is not None and turn.state is state  # noqa: E731
         sid = self._pick(lambda s: wanted(s.turn) and s.memory.computed > 0)
-        if sid is None and state is not None:  # make one that waits
+        if sid is None and state is not None:  # open one that waits
             sid = self._pick(lambda s: s.turn is None and s.memory.computed > 0)
             if sid is not None:
                 self.submit(sid, self._tokens(), self._params())
@@ -321,30 +321,30 @@ class RandomWorld(MirroredWorld):
                 self.found("drop", f"{sid} was dropped and holds memory")
 
     def op_park(self) -> None:
-        """A session that has no turn in memory yields, as under pressure."""
+        """Puts a session that has no turn in memory under pressure, so that it yields."""
         sid = self._pick(lambda s: s.memory.turn is None and s.memory.computed > 0 and not s.policy.pinned)
         if sid is not None:
             self.engine.lifecycle.drop(self.session_of(sid), "pressure")
 
     def op_come_back(self) -> None:
-        """A session that has lost its memory goes on."""
+        """Continues a session that has lost its memory."""
         sid = self._pick(lambda s: s.turn is None and len(s.history) > 1 and s.memory.computed == 0)
         if sid is not None:
             self.submit(sid, self._tokens(), self._params(draft=True))
 
     def op_come_back_together(self) -> None:
-        """A session that has lost its memory goes on, and so does a fork of it."""
+        """Continues a session that has lost its memory, and a fork of it at the same time."""
         sid = self._pick(lambda s: s.turn is None and len(s.history) > 1 and s.memory.computed == 0)
         if sid is not None and (child := self.fork(sid)) is not None:
             for each in (sid, child):
                 self.submit(each, self._tokens(), self._params(draft=True))
 
     def op_restart(self) -> None:
-        """The engine ends, in order or not, and its sessions go on in another one."""
+        """Ends the engine, cleanly or not, and continues its sessions in another one."""
         self.restart(killed=self.rng.random() < 0.3)
 
     def op_illegal(self) -> None:
-        """What the states do not allow is refused with a typed error and changes nothing."""
+        """Tries an operation that the state does not allow: it must raise a typed error and change nothing."""
         rng = self.rng
         some = self._pick(lambda s: True)
         if some is None:
@@ -372,7 +372,7 @@ class RandomWorld(MirroredWorld):
         rng.choice(calls)()
 
     def _raising(self, sid: str) -> None:
-        """Tokens come from an iterator that raises an error of the caller's."""
+        """Yields tokens, then raises an error of the caller's."""
 
         def tokens() -> Iterator[int]:
             yield 1
@@ -393,4 +393,4 @@ class RandomWorld(MirroredWorld):
             if self._shape(session) != before:
                 self.found("refusals", f"{operation.__name__}: refused and changed something")
         else:
-            self.found("refusals", f"{operation.__name__} took tokens from an iterator that raises")
+            self.found("refusals", f"{operation.__name__} accepted tokens from an iterator that raises")

@@ -1,4 +1,4 @@
-"""The witness of the simulator: it sees every plan, and what each is about to write."""
+"""The simulator's witness: it sees every plan and checks what each is about to write."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 
 class CheckedExecutor(WitnessExecutor):
-    """A witness that asks its world what may be written, and counts what every turn computes."""
+    """A witness that asks its world what may be written, and counts the tokens computed for each turn."""
 
     def __init__(self, world: World, **options: Any) -> None:
         config = world.config
         super().__init__(config.page_size, config.groups, VOCAB, eager=True, **options)
         self._world = world
         self._needed: Needed | None = None
-        self.members: dict[int, dict[int, int]] = {}  # of each step in flight: where it ends for each turn, by number
+        # by step in flight: turn number to the position where the step ends for it
+        self.members: dict[int, dict[int, int]] = {}
         self.collecting: dict[int, int] = {}
-        self.tokens = 0  # computed, ever
+        self.tokens = 0  # total tokens computed
 
     def submit(self, plan: Plan) -> None:
         world = self._world

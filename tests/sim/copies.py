@@ -1,4 +1,4 @@
-"""Copies that take their time: several steps, or a part of one."""
+"""Copies that take several steps, or part of one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tenuto.memory.moves import Job
 from tests.carriers import ByHand
 
 PIECE = 200
-"""Bytes: a page or two."""
+"""In bytes: a page or two."""
 
 
 class SlowCopies(ByHand):
-    """A `Carrier` whose moves advance while steps are computed, and between them, by chance. A move that is cancelled
-    still copies a piece, which had begun."""
+    """A `Carrier` whose moves advance at random, during steps and between them. A cancelled move still copies the piece
+    it had begun."""
 
     def __init__(self, chance: Random) -> None:
         super().__init__(PIECE)
@@ -21,7 +21,7 @@ class SlowCopies(ByHand):
         self._stopped: set[Job] = set()
 
     def go_on(self) -> None:
-        """A little time passes."""
+        """Lets a little time pass."""
         for move in list(self.moves):
             while self._chance.random() < 0.5:
                 if not self._advance(move):

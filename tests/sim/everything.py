@@ -21,27 +21,27 @@ from tests.sim.slips_of_kernels import INT8
 
 CATCHERS = Path(__file__).with_name("catchers.json")
 JUSTIFIED: dict[str, str] = {
-    "a_row_cut_back_keeps_its_alternate_position": "it is where the row is cut back to, until its next step",
-    "a_resting_draft_is_never_evictable": "it has its place since it got its row; the note makes it the latest there",
-    "limbo_of_the_second_step_is_merged": "nothing is released between its submission and the end of the first",
-    "memory.pool: gone = self._limbo[-1] if": "as above: what is released finds one step in flight",
-    "engine.parking taken.release()": "admission has counted the units, so nothing that was taken is given back",
+    "a_row_cut_back_keeps_its_alternate_position": "until its next step the row is cut back to exactly that position",
+    "a_resting_draft_is_never_evictable": "it is listed since it got its row; the note only moves it to the end",
+    "limbo_of_the_second_step_is_merged": "nothing is released between its submission and the end of the first step",
+    "memory.pool: gone = self._limbo[-1] if": "as above: at each release one step is in flight",
+    "engine.parking taken.release()": "admission has counted the units, so no unit that was taken is returned",
     "memory.turn_memory: if live > began:": "the source's position can be resumed anyway",
     "memory.rows: self.mark[row] = FAR": "a row gets its mark when it is taken",
-    "sched.batch: self._sampling.pop(row, None)": "the next turn of the row that samples brings its own options",
-    "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked from the last such position on",
-    "session.registry: and session.key not in self._watched": "the later entry takes the place of the earlier",
+    "sched.batch: self._sampling.pop(row, None)": "the next turn that samples in the row sets its own options",
+    "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked at or after the last such position",
+    "session.registry: and session.key not in self._watched": "the later entry replaces the earlier one",
     "memory.tiers: unit.place = ELSEWHERE": "the units of a move that failed are released with it",
-    "memory.tiers: return number if there and": "likewise: nobody has the units of a move that is not usable",
-    "memory.tiers: if self._copies.get((unit.group": "a copy that nobody refers to is not taken for one",
-    "sched.pressure: if self._drop_one(short, set()": "closed sessions that are kept each have something of their own",
-    "memory.session_memory: if needed is None or needed": "the units that others have, too, are not counted as its own",
+    "memory.tiers: return number if there and": "no holder has the units of a move that is not usable",
+    "memory.tiers: if self._copies.get((unit.group": "a copy without references is never used",
+    "sched.pressure: if self._drop_one(short, set()": "each closed session that is kept has units that no other has",
+    "memory.session_memory: if needed is None or needed": "units shared with others are not counted as its own",
 }
-"""What may be planted without the simulator noticing, by part of its name, and why that is right."""
+"""Changes that the simulator need not catch, by part of their names, with the reason."""
 
 
 def everything() -> dict[str, Planted]:
-    """Everything that can be planted, by name."""
+    """Returns everything that can be planted, by name."""
     planted: dict[str, Planted] = {}
     kinds = (FAULTS, FAULTS_OF_COPIES, FAULTS_OF_GRAMMARS, FAULTS_OF_JOURNALS, FAULTS_OF_KINDS, FAULTS_OF_SCHEDULE)
     for fault in chain(*kinds, FAULTS_OF_SHARING):
@@ -59,11 +59,11 @@ def everything() -> dict[str, Planted]:
 
 
 def is_justified(name: str) -> bool:
-    """Whether it may go unnoticed."""
+    """Returns whether the simulator need not catch it."""
     return any(part in name for part in JUSTIFIED)
 
 
 def known_catchers() -> dict[str, Catcher]:
-    """What has caught each, by name."""
+    """Returns what has caught each planted change, by name."""
     found: dict[str, Catcher] = json.loads(CATCHERS.read_text())
     return found

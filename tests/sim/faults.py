@@ -1,7 +1,7 @@
-"""The known failures of this field, planted one at a time, so that the simulator can show that it catches each.
+"""The known failures of this field, planted one at a time, to show that the simulator catches each.
 
-Each is a context in which the core has one of the faults that engines of this kind have been reported to have. They are
-planted from outside, on classes, and undone at the end."""
+Each is a context manager that gives the core one fault reported of engines of this kind. It replaces methods of classes
+from outside, and restores them at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tenuto.session.session import Turn
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """`owner.name` is `make(original)` for a while."""
+    """Replaces `owner.name` with `make(original)` inside the context."""
     original = vars(owner)[name]
     setattr(owner, name, make(original))
     try:
@@ -37,7 +37,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 @contextmanager
 def together(*contexts: AbstractContextManager[None]) -> Iterator[None]:
-    """All of them."""
+    """Enters all of the contexts."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -45,7 +45,7 @@ def together(*contexts: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def a_turn_that_did_not_fit_frees_its_sessions_state() -> Any:
-    """Rejected by admission, it releases the state slot its session holds: a double free later."""
+    """A turn rejected by admission releases its session's state slot, which is freed twice later."""
 
     def make(original: Any) -> Any:
         def admit_pass(self: Admission) -> Any:
@@ -61,7 +61,7 @@ def a_turn_that_did_not_fit_frees_its_sessions_state() -> Any:
 
 
 def borrowed_memory_is_counted_twice() -> Any:
-    """What a turn started from is listed by the turn and by its source, so a healthy server reports a leak."""
+    """Units that a turn started from are listed by the turn and by their source, so a healthy server reports a leak."""
 
     def make(original: Any) -> Any:
         def leases(self: TurnMemory) -> Iterator[Lease]:
@@ -74,7 +74,7 @@ def borrowed_memory_is_counted_twice() -> Any:
 
 
 def reserved_slots_are_not_returned() -> Any:
-    """What an admission pass reserved and did not use stays taken."""
+    """Slots that an admission pass reserved and did not use stay taken."""
 
     def make(original: Any) -> Any:
         @contextmanager
@@ -89,7 +89,7 @@ def reserved_slots_are_not_returned() -> Any:
 
 
 def an_aborted_turn_wipes_its_session() -> Any:
-    """Abort drops what the session had computed."""
+    """Abort drops the session's computed memory."""
 
     def make(original: Any) -> Any:
         def abort(self: Turn, reason: EndReason, now: float) -> Any:
@@ -116,7 +116,7 @@ def an_aborted_turn_overwrites_its_session() -> Any:
 
 
 def a_rejected_turn_clears_the_live_ones_mark() -> Any:
-    """A second turn on a busy session is refused, but the session forgets the first."""
+    """A second turn on a busy session is refused, but the session forgets the first one."""
 
     def make(original: Any) -> Any:
         def submit(self: Engine, session_id: str, *rest: Any, tenant: str = "") -> Any:
@@ -131,7 +131,7 @@ def a_rejected_turn_clears_the_live_ones_mark() -> Any:
 
 
 def a_preempted_turn_is_committed_as_history() -> Any:
-    """Retraction saves what the turn had, as if it had ended."""
+    """Retraction saves the turn's output as if the turn had ended."""
 
     def make(original: Any) -> Any:
         def preempt(self: Turn) -> None:
@@ -180,7 +180,7 @@ def a_partly_used_page_is_freed_under_committed_tokens() -> Any:
 
 
 def an_idle_timeout_closes_a_session_whose_turn_runs() -> Any:
-    """Expiry looks at the clock and not at the open turn."""
+    """Expiry looks at the clock and ignores the open turn."""
 
     def make(original: Any) -> Any:
         def expired(self: Registry) -> list[Any]:
@@ -196,7 +196,7 @@ def an_idle_timeout_closes_a_session_whose_turn_runs() -> Any:
 
 
 def a_turn_without_tokens_takes_a_row() -> Any:
-    """A turn with nothing to compute is scheduled like any other, and waits for a result that never comes."""
+    """A turn with nothing to compute is scheduled like any other and waits for a result that never comes."""
 
     def make(original: Any) -> Any:
         def start(self: Lifecycle, turn: Turn, slots: Any) -> None:
@@ -214,7 +214,7 @@ def a_turn_without_tokens_takes_a_row() -> Any:
 
 
 def a_turn_may_be_longer_than_the_context() -> Any:
-    """The requested length is taken as it comes."""
+    """The requested length is accepted without a check."""
 
     def make(original: Any) -> Any:
         def allowed(self: TurnGate, session: Any, prompt: int, wanted: int | None) -> int:
@@ -226,7 +226,7 @@ def a_turn_may_be_longer_than_the_context() -> Any:
 
 
 def a_disconnect_leaves_a_zombie_turn() -> Any:
-    """Abort tells the caller it is done, and the turn stays in its row."""
+    """Abort reports success, and the turn stays in its row."""
 
     def make(original: Any) -> Any:
         def abort(self: Lifecycle, turn: Turn, reason: EndReason) -> None:
@@ -241,7 +241,7 @@ def a_disconnect_leaves_a_zombie_turn() -> Any:
 
 
 def a_source_is_evicted_between_match_and_use() -> Any:
-    """A turn reads its session's checkpoint without pinning it, and the cache may evict it."""
+    """A turn reads its session's checkpoint without pinning it, so the cache may evict it."""
 
     def begin(original: Any) -> Any:
         def init(self: TurnMemory, *args: Any) -> None:
@@ -268,7 +268,8 @@ def a_source_is_evicted_between_match_and_use() -> Any:
 
 
 def a_page_has_two_owners_while_totals_balance() -> Any:
-    """Now and then a page is handed out that another turn holds, and the free one it should have been is not."""
+    """Occasionally the pool hands out a page that another turn holds, and keeps the free page it should have handed
+    out."""
 
     def make(original: Any) -> Any:
         def take(self: Pool, count: int) -> list[int] | None:
@@ -285,12 +286,12 @@ def a_page_has_two_owners_while_totals_balance() -> Any:
 
 
 def a_wrong_guess_is_kept() -> Any:
-    """Rejected lookahead does not cut memory back."""
+    """Memory is not cut back when lookahead tokens are rejected."""
     return replaced(Memory, "reject", lambda original: lambda self, row, start, position: None)
 
 
 def a_stale_result_is_taken() -> Any:
-    """A result that comes after its turn has left the row goes to whoever has the row now."""
+    """A result that arrives after its turn has left the row goes to the turn now in that row."""
 
     def make(original: Any) -> Any:
         def give_back(self: Any, row: int) -> None:
@@ -303,7 +304,7 @@ def a_stale_result_is_taken() -> Any:
 
 
 def a_fork_writes_its_parents_page() -> Any:
-    """The child takes the tail along."""
+    """The child takes the parent's tail."""
     return replaced(FullTable, "writable", lambda original: lambda self, position: True)
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong with copies to the device that are made while steps run, planted one at a time."""
+"""Faults of copies to the device that are made while steps run, planted one at a time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.sim.faults import replaced
 
 
 def a_page_is_given_out_while_a_copy_writes_it() -> Any:
-    """The turn that the copy was for has been aborted, and its units go to others at once."""
+    """When the turn that the copy was for is aborted, its units are handed out at once."""
     return replaced(Pool, "copy_begins", lambda original: lambda self, units: None)
 
 
 def units_that_a_copy_wrote_are_never_given_back() -> Any:
-    """What was released while a copy wrote it stays where it is."""
+    """Units released while a copy writes them are never freed."""
     return replaced(Pool, "copy_ended", lambda original: lambda self, units: None)
 
 
 def a_turn_starts_before_its_copies_have_arrived() -> Any:
-    """Its session has the units, and nobody asks what is in them."""
+    """A turn starts as soon as its session has the units, whether or not they are filled."""
 
     def make(original: Any) -> Any:
         def bring_back(self: Tiers, parked: Parked, leases: Sequence[Lease], names: Contents) -> list[Move]:
@@ -42,7 +42,7 @@ def a_turn_starts_before_its_copies_have_arrived() -> Any:
 
 
 def what_is_on_its_way_for_another_is_not_waited_for() -> Any:
-    """Two sessions share units: the one whose turn starts later waits for what it moves itself."""
+    """Two sessions share units: the one whose turn starts later waits only for its own moves."""
 
     def make(original: Any) -> Any:
         def bring_back(self: Tiers, parked: Parked, leases: Sequence[Lease], names: Contents) -> list[Move]:
@@ -54,7 +54,7 @@ def what_is_on_its_way_for_another_is_not_waited_for() -> Any:
 
 
 def a_move_that_another_waits_for_is_cancelled() -> Any:
-    """The turn that it began for ends, and nobody asks who else waits."""
+    """A move is cancelled when the turn that began it ends, although others still wait for it."""
 
     def make(original: Any) -> Any:
         def give_up(self: Moves, move: Move) -> None:
@@ -67,12 +67,13 @@ def a_move_that_another_waits_for_is_cancelled() -> Any:
 
 
 def a_copy_that_failed_is_taken_for_what_was_parked() -> Any:
-    """Nobody asks how a move has ended."""
+    """The result of a move is never checked."""
     return replaced(Job, "usable", lambda original: property(lambda self: not self.cancelled))
 
 
 def a_session_keeps_what_has_not_arrived() -> Any:
-    """Its turn is aborted in the middle, and its memory is taken for whole."""
+    """A turn is aborted while its session's memory arrives, and the session keeps that memory as if it were
+    complete."""
 
     def make(original: Any) -> Any:
         def give_up(self: Parking, turn: Turn) -> None:
@@ -86,12 +87,12 @@ def a_session_keeps_what_has_not_arrived() -> Any:
 
 
 def a_fork_takes_what_has_not_arrived() -> Any:
-    """A session's memory looks whole while it is arriving."""
+    """A session whose memory is still arriving is forked as if it were complete."""
     return replaced(Parking, "begun", lambda original: lambda self, turn: None)
 
 
 def what_a_file_holds_is_not_compared() -> Any:
-    """Files that have changed places are taken for each other."""
+    """The content of a file is not checked, so files that were swapped are mistaken for each other."""
 
     def make(original: Any) -> Any:
         def read_units(disk: Disk, file: UnitFile, group: int, wanted: Sequence[tuple[int, Content]]) -> list[Bytes]:
@@ -103,7 +104,7 @@ def what_a_file_holds_is_not_compared() -> Any:
 
 
 def a_full_disk_is_written_to() -> Any:
-    """Nothing makes room for what leaves host memory."""
+    """No file is removed to make room for memory that leaves the host."""
     return replaced(Tiers, "_make_room", lambda original: lambda self, size, parked=None: True)
 
 

@@ -1,4 +1,4 @@
-"""More planted faults: of grammars. See `faults`."""
+"""More planted faults, of grammars. See `faults`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sim.faults import replaced, together
 
 
 def forks_and_samples_share_a_matcher() -> Any:
-    """All turns of one grammar move the same matcher."""
+    """All turns with the same grammar advance one matcher."""
     shared: dict[Grammar, Constraint] = {}
 
     def make(original: Any) -> Any:
@@ -30,12 +30,12 @@ def forks_and_samples_share_a_matcher() -> Any:
 
 
 def rejected_guesses_stay_in_the_matcher() -> Any:
-    """What guesses led to is where the turn goes on."""
+    """The turn continues from the matcher state that rejected guesses led to."""
     return replaced(GrammarMatcher, "copy", lambda original: lambda self: self)
 
 
 def a_failed_step_has_moved_the_matcher() -> Any:
-    """A turn's matcher is a token ahead of it once a step has failed."""
+    """After a failed step a turn's matcher is one token ahead of the turn."""
 
     def make(original: Any) -> Any:
         def retry(self: Flights, failed: Flight) -> None:
@@ -50,7 +50,7 @@ def a_failed_step_has_moved_the_matcher() -> Any:
 
 
 def _take_any(constraint: Constraint) -> None:
-    """Move on by the first token that may come."""
+    """Advances by the first token that is allowed."""
     masks = constraint.masks(())
     if masks is not None:
         constraint.push(next(token for token in range(32) if masks[0, 0] >> token & 1))
@@ -58,7 +58,7 @@ def _take_any(constraint: Constraint) -> None:
 
 
 def a_preempted_turn_follows_its_grammar_from_the_beginning() -> Any:
-    """Its output stays, and how far it has come in its grammar does not."""
+    """The turn keeps its output but loses its position in the grammar."""
     beginnings: dict[int, Matcher] = {}
 
     def make(original: Any) -> Any:
@@ -80,7 +80,7 @@ def a_preempted_turn_follows_its_grammar_from_the_beginning() -> Any:
 
 
 def a_mask_is_used_for_the_next_token_too() -> Any:
-    """What might come before a token is taken for what may come after it."""
+    """The mask for one token is used again for the next one."""
 
     def make(original: Any) -> Any:
         def push(self: Constraint, token: int) -> bool:

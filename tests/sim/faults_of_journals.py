@@ -1,4 +1,4 @@
-"""What can go wrong with journals, planted one at a time."""
+"""Faults of journals, planted one at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.sim.faults import replaced
 
 
 def a_damaged_row_is_believed() -> Any:
-    """Nobody compares checksums."""
+    """Checksums are not compared."""
     return replaced(rows, "check", lambda original: lambda name, row, given: None)
 
 
 def a_row_that_is_gone_is_not_missed() -> Any:
-    """Nobody compares counts."""
+    """Row counts are not compared."""
 
     def make(original: Any) -> Any:
         def tokens(self: rows.SessionRows, session: int) -> Any:
@@ -34,12 +34,12 @@ def a_row_that_is_gone_is_not_missed() -> Any:
 
 
 def a_log_that_has_lost_its_end_is_believed() -> Any:
-    """Nobody asks how many changes were acknowledged."""
+    """The number of acknowledged changes is not checked."""
     return replaced(Acknowledged, "read", lambda original: lambda self, owner: 0)
 
 
 def changes_behind_damage_in_the_log_are_given_up() -> Any:
-    """SQLite drops them, and nobody looks for them."""
+    """SQLite drops them, and recovery does not look for them."""
 
     def make(original: Any) -> Any:
         def searched_log(path: Path, db: sqlite3.Connection) -> Path | None:
@@ -51,7 +51,7 @@ def changes_behind_damage_in_the_log_are_given_up() -> Any:
 
 
 def a_damaged_session_leaves_no_trace() -> Any:
-    """It is set aside, and nobody is told."""
+    """It is set aside without a report."""
     return replaced(Journal, "mend", lambda original: lambda self: original(self) and None)
 
 

@@ -1,4 +1,4 @@
-"""Faults of state slots and of windows, planted as those of `faults` are."""
+"""Faults of state slots and sliding windows, planted like those in `faults`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sim.faults import replaced
 
 
 def rows_read_each_others_state_slots() -> Any:
-    """The slots that a step reads are in another order than its rows."""
+    """A step reads state slots in a different order from its rows."""
 
     def make(original: Any) -> Any:
         def advance(self: StateGroup, rows: Any, starts: Any, grown: Any, moves: Any) -> None:
@@ -27,7 +27,7 @@ def rows_read_each_others_state_slots() -> Any:
 
 
 def pages_of_the_sessions_window_are_released_before_the_turn_commits() -> Any:
-    """The turn has passed them, but its session stands there until it commits."""
+    """Pages that the turn has moved past are released although its session still stands there until the commit."""
 
     def make(original: Any) -> Any:
         def slide(self: SlidingTable, computed: int) -> None:
@@ -41,7 +41,7 @@ def pages_of_the_sessions_window_are_released_before_the_turn_commits() -> Any:
 
 
 def a_checkpoints_state_is_past_its_position() -> Any:
-    """It says that it stands a token before what its slot has seen."""
+    """Its recorded position is one token short of the tokens in its slot."""
 
     def make(original: Any) -> Any:
         def checkpoint(self: TurnMemory, position: int) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""More planted faults: of limbo, of who waits and who yields, of drafts, of what is counted. See `faults`."""
+"""More planted faults: of limbo, waiting and yielding, drafts, and counts. See `faults`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.sim.faults import replaced, together
 
 
 def limbo_is_given_back_before_the_step_is_collected() -> Any:
-    """What a step in flight may still touch can be handed out."""
+    """Units that a step in flight may still touch can be handed out."""
 
     def make(original: Any) -> Any:
         return lambda self, units, *, unused=False: original(self, units, unused=True)
@@ -38,7 +38,7 @@ def limbo_is_given_back_before_the_step_is_collected() -> Any:
 
 
 def a_preempted_turn_loses_its_age() -> Any:
-    """It waits behind all who have come since."""
+    """It queues behind every turn that arrived since."""
 
     def make(original: Any) -> Any:
         def leave(self: Lifecycle, turn: Turn, *more: Any) -> None:
@@ -54,7 +54,7 @@ def a_preempted_turn_loses_its_age() -> Any:
 
 
 def preemption_does_not_ask_for_a_higher_priority() -> Any:
-    """Whoever has waited longer takes the row of another of the same priority."""
+    """A turn that has waited longer takes the row of another turn of the same priority."""
 
     def make(original: Any) -> Any:
         def may_yield(self: Admission, running: Turn, turn: Turn) -> bool:
@@ -68,7 +68,7 @@ def preemption_does_not_ask_for_a_higher_priority() -> Any:
 
 
 def the_purge_of_timers_drops_live_ones() -> Any:
-    """When there are too many timers, those that still count go too."""
+    """When there are too many timers, the purge removes live ones too."""
     return replaced(Lifecycle, "_is_live", lambda original: lambda self, *entry: False)
 
 
@@ -78,7 +78,7 @@ def keep_delivered_keeps_everything() -> Any:
 
 
 def late_input_scores_go_to_whoever_has_the_row() -> Any:
-    """Log-probabilities of input that come after their turn has left."""
+    """Log-probabilities of a turn's input that arrive after it has left go to the turn now in its row."""
 
     def make(original: Any) -> Any:
         def take(self: Settler, flight: Any, scores: Any, live: Any) -> None:
@@ -102,7 +102,7 @@ def the_checkpoint_budget_is_the_whole_pool() -> Any:
 
 
 def spaced_checkpoints_are_not_aligned_to_pages() -> Any:
-    """They stand wherever the interval says."""
+    """They are placed at exact multiples of the interval."""
 
     def make(original: Any) -> Any:
         def of(config: Any, page_size: int) -> Shape:
@@ -114,14 +114,14 @@ def spaced_checkpoints_are_not_aligned_to_pages() -> Any:
 
 
 def admission_does_not_count_the_copy_of_the_tail() -> Any:
-    """The page that a shared, partly filled one is copied to is left out of the worst case."""
+    """The worst case leaves out the page that a shared, partly filled page is copied to."""
     return replaced(
         PagedTable, "entries_at", lambda original: lambda self, start, *, at_end: pages_for(start, self.page_size)
     )
 
 
 def a_refused_turn_is_not_looked_at_again_while_others_run() -> Any:
-    """It waits until nobody runs, though room has come free."""
+    """It waits until nothing runs, even if room has been freed."""
 
     def make(original: Any) -> Any:
         def make_room(self: Admission, turn: Turn) -> bool:
@@ -135,12 +135,12 @@ def a_refused_turn_is_not_looked_at_again_while_others_run() -> Any:
 
 
 def a_suspect_shares_steps() -> Any:
-    """A turn with which steps fail goes on failing others'."""
+    """A turn whose steps fail keeps failing the steps of others."""
     return replaced(Suspects, "rows", lambda original: lambda self: [])
 
 
 def bisection_never_splits() -> Any:
-    """Those of a failed step stay suspects together."""
+    """All turns of a failed step stay suspects together."""
 
     def make(original: Any) -> Any:
         def step_failed(self: Suspects, turns: Any, *, alone: bool) -> None:
@@ -153,12 +153,12 @@ def bisection_never_splits() -> Any:
 
 
 def suspects_are_never_cleared() -> Any:
-    """A turn that has come past where it failed still shares no step."""
+    """A turn that has passed the position where it failed still shares no step."""
     return replaced(Suspects, "step_succeeded", lambda original: Suspects._tidy)
 
 
 def preempted_work_is_not_counted() -> Any:
-    """`usage.computed` leaves out what a preemption threw away."""
+    """`usage.computed` leaves out the work that a preemption threw away."""
 
     def make(original: Any) -> Any:
         def preempt(self: Lifecycle, turn: Turn, *more: Any) -> None:
@@ -172,7 +172,7 @@ def preempted_work_is_not_counted() -> Any:
 
 
 def a_fork_inherits_ephemeral() -> Any:
-    """The child of a one-shot session closes after its first turn."""
+    """A one-shot session's child closes after its first turn."""
 
     def make(original: Any) -> Any:
         def fork(self: Engine, session_id: str, **options: Any) -> Session:
@@ -186,7 +186,7 @@ def a_fork_inherits_ephemeral() -> Any:
 
 
 def the_rebuilt_queue_is_empty() -> Any:
-    """When entries of the gone are thrown out of the heaps, those of the waiting are too."""
+    """Purging the heaps of turns that left removes waiting turns too."""
 
     def make(original: Any) -> Any:
         def rebuild(self: WaitingQueue) -> None:
@@ -198,7 +198,7 @@ def the_rebuilt_queue_is_empty() -> Any:
 
 
 def _without(owner: Any, name: str, forgotten: Callable[[Any], tuple[Any, str]]) -> Any:
-    """`owner.name` runs while a method of another object does nothing."""
+    """Runs `owner.name` while a method of another object does nothing."""
 
     def make(original: Any) -> Any:
         def operation(self: Any, *args: Any, **options: Any) -> Any:
@@ -215,17 +215,17 @@ def _without(owner: Any, name: str, forgotten: Callable[[Any], tuple[Any, str]])
 
 
 def a_rewind_does_not_note_the_length() -> Any:
-    """What the tenant has in its sessions is counted too high."""
+    """The tokens counted in the tenant's sessions are too many."""
     return _without(Engine, "rewind", lambda engine: (engine.sessions, "note_length"))
 
 
 def a_forked_session_is_never_evictable() -> Any:
-    """Pressure does not know it, until it has a turn of its own."""
+    """Pressure does not see the fork until its first turn."""
     return _without(Engine, "fork", lambda engine: (engine.pressure, "note"))
 
 
 def a_resting_draft_is_never_evictable() -> Any:
-    """Pressure does not learn that it has left its row."""
+    """Pressure does not learn that the draft has left its row."""
     return _without(Lifecycle, "rest", lambda lifecycle: (lifecycle.pressure, "note"))
 
 
@@ -267,12 +267,12 @@ def barge_in_of_a_preempted_turn_drops_the_session() -> Any:
 
 
 def regenerate_after_a_preemption_keeps_memory_past_its_base() -> Any:
-    """The old output's memory stays under the new one."""
+    """The old output's memory stays below the new output."""
     return _taking_in(lambda session: max(0, len(session.history) - 1))
 
 
 def a_row_cut_back_keeps_its_alternate_position() -> Any:
-    """After wrong guesses the alternate state slot is thought to hold what it does not."""
+    """After wrong guesses the engine assumes the wrong position for the alternate state slot."""
 
     def make(original: Any) -> Any:
         def reject(self: StateGroup, row: int, start: int, position: int) -> int:
@@ -287,7 +287,7 @@ def a_row_cut_back_keeps_its_alternate_position() -> Any:
 
 
 def admission_ignores_what_drafts_hold() -> Any:
-    """Room that others have, drafts or not, is thought to be free for a draft's asking, and they yield to it."""
+    """A draft's admission treats units that others hold as free, and their holders yield to it."""
 
     def make(original: Any) -> Any:
         def fits_beside(self: Admission, turn: Turn, need: Any, kept: Any) -> bool:
@@ -303,12 +303,12 @@ def admission_ignores_what_drafts_hold() -> Any:
 
 
 def the_audit_of_a_step_in_flight_looks_at_nothing() -> Any:
-    """A unit that a step touches may be free, and the audit is content."""
+    """The audit accepts free units that a step in flight touches."""
     return replaced(Auditor, "_touched", lambda original: lambda self, flights: [])
 
 
 def a_pinned_session_yields_as_any_other() -> Any:
-    """Its place is among those who yield."""
+    """A pinned session is listed among the evictable ones."""
 
     def make(original: Any) -> Any:
         def place(session: Session) -> Any:
@@ -323,7 +323,7 @@ def a_pinned_session_yields_as_any_other() -> Any:
 
 
 def what_pinned_sessions_keep_counts_as_free() -> Any:
-    """Turns are admitted as if it could yield."""
+    """Turns are admitted as if pinned memory could yield."""
 
     def make(original: Any) -> Any:
         def held_by(self: Pressure, turns: Any) -> Any:

@@ -1,5 +1,4 @@
-"""More planted faults: of two steps in flight, of steps repeated, of checkpoints that many share, of tenants. See
-`faults`."""
+"""More planted faults: of two steps in flight, repeated steps, shared checkpoints, and tenants. See `faults`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.sim.faults import replaced
 
 
 def a_tail_goes_along_with_its_session() -> Any:
-    """Whoever has had a tail thinks that it has that of the page in which it ends now, whichever page that is."""
+    """A session that has held a tail claims the tail of the page that is now its last."""
 
     def make(original: Any) -> Any:
         def end_at(self: PagedTable, position: int, page: int, *, brought: bool = False) -> None:
@@ -38,7 +37,7 @@ def a_tail_goes_along_with_its_session() -> Any:
 
 
 def limbo_of_the_second_step_is_merged_with_the_firsts() -> Any:
-    """What was released since the second step began is free when the first has ended."""
+    """Units released since the second step began become free when the first ends."""
 
     def make(original: Any) -> Any:
         def step_settled(self: Pool) -> None:
@@ -53,12 +52,12 @@ def limbo_of_the_second_step_is_merged_with_the_firsts() -> Any:
 
 
 def what_was_computed_for_a_turn_that_left_its_row_is_forgotten() -> Any:
-    """The step settles, and the turn is not told."""
+    """The step settles without crediting the turn."""
     return replaced(Settler, "_settle_left", lambda original: lambda self, turn, settled: None)
 
 
 def a_retry_keeps_the_failed_steps_checkpoint() -> Any:
-    """A turn that goes on after a failed step thinks that it can resume where that step was to come."""
+    """After a failed step a turn assumes it can resume at the position that step should have reached."""
 
     def make(original: Any) -> Any:
         def retry(self: Lifecycle, turn: Turn) -> None:
@@ -79,7 +78,7 @@ def a_retry_keeps_the_failed_steps_checkpoint() -> Any:
 
 
 def a_shared_checkpoint_is_released_by_the_first_of_two() -> Any:
-    """Who refers to it still finds it, and its units are somebody else's."""
+    """Other holders still find it, though its units belong to another holder."""
 
     def make(original: Any) -> Any:
         def release(self: CheckpointCache, checkpoint: Checkpoint) -> None:
@@ -98,34 +97,34 @@ def a_shared_checkpoint_is_released_by_the_first_of_two() -> Any:
 
 
 def cached_checkpoints_are_never_evicted_for_room() -> Any:
-    """Sessions lose their memory for what only saves work."""
+    """Sessions lose their memory to checkpoints that only save work."""
     return replaced(CheckpointCache, "evict_for", lambda original: lambda self, groups: False)
 
 
 def what_running_turns_will_need_is_not_counted() -> Any:
-    """Admission gives away the pages of tokens that running turns know already."""
+    """Admission hands out the pages that running turns need for tokens they already know."""
     return replaced(
         Admission, "_pledged", lambda original: lambda self, turn: np.zeros(len(self._memory.pools), np.int64)
     )
 
 
 def a_paused_turn_loses_its_memory() -> Any:
-    """It gives its row to another, and everything with it."""
+    """It loses its memory together with its row."""
     return replaced(Lifecycle, "pause", lambda original: Lifecycle.preempt)
 
 
 def a_tenants_weight_is_ignored() -> Any:
-    """All tenants count alike."""
+    """All tenants have the same weight."""
     return replaced(Shares, "weight", lambda original: lambda self, turn: 1.0)
 
 
 def nobody_notes_when_a_tenant_last_started() -> Any:
-    """Of tenants with as many rows the one whose turn is oldest is always the next."""
+    """Among tenants with equally many rows, the one with the oldest turn always comes next."""
     return replaced(Shares, "last_start", lambda original: lambda self, turn: 0)
 
 
 def whose_turn_it_is_has_nothing_to_do_with_tenants() -> Any:
-    """A tenant with many turns that came first gets all rows."""
+    """A tenant whose many turns came first gets all rows."""
 
     def make(original: Any) -> Any:
         def next_turn(self: Admission) -> Turn | None:
@@ -138,7 +137,7 @@ def whose_turn_it_is_has_nothing_to_do_with_tenants() -> Any:
 
 
 def nobody_yields_to_another_tenant() -> Any:
-    """Whoever has all rows keeps them."""
+    """A tenant that has all rows keeps them."""
 
     def make(original: Any) -> Any:
         def load_before(self: Batch, turn: Turn) -> float:
@@ -150,7 +149,7 @@ def nobody_yields_to_another_tenant() -> Any:
 
 
 def tokens_go_to_the_first_tenant() -> Any:
-    """Who wishes for most is served first."""
+    """The tenant that requests most is served first."""
 
     def make(original: Any) -> Any:
         def divide(budget: int, wishes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:

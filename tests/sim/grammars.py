@@ -1,7 +1,7 @@
-"""Grammars of turns in the simulator, compiled by the real library for the tokens of the simulator.
+"""Grammars of turns in the simulator, compiled by the real library for the simulator's tokens.
 
-What a turn says alone is found with a matcher of its own that only goes forward; what is a text of a grammar, without
-the library."""
+A turn's expected output is found with a separate matcher that only moves forward; whether a text belongs to a grammar
+is decided without the library."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tenuto.text.masks import MaskRequest
 from tests.sim.letters import EOS, TOKEN_BYTES, VOCAB
 
 SLOW = 0.1
-"""How often a mask is said to have taken long."""
+"""The probability that a mask is marked as slow."""
 
 OPEN = Grammar("regex", "(ab|b)+( (c|é|€)*)?")
 FIXED = Grammar("regex", "([bc]{2} ){4}")
 NESTED = Grammar("lark", 'start: "b" start? "c" | "b" start? " " start?')
 CHOICE = Grammar.of_choice(("bca", "bcab cc", "b é", "cc€€c", "c b"))
 DEAD_END = Grammar("regex", "[bc]{1,6}(d| [bc]*)")
-"""After six letters only "d" may come or a blank, and no token has the former; before, either may."""
+"""After six characters only "d" or a space is allowed, and no token contains "d"; before that, any may follow."""
 GRAMMARS = (OPEN, OPEN, FIXED, NESTED, NESTED, CHOICE, DEAD_END, Grammar("regex", "[bc]{1,6}d"))
-"""The last can never be completed."""
+"""Outputs of the last can never be completed."""
 
 _EXPRESSIONS = {
     grammar: re.compile(grammar.source if grammar.kind == "regex" else "|".join(grammar.choices()))
@@ -42,7 +42,7 @@ _EXPRESSIONS = {
 
 
 class _Tokens:
-    """As much of a tokenizer as a compiler asks for. The token that ends an answer is a control token to grammars."""
+    """The part of a tokenizer that a compiler needs. To grammars, the end-of-answer token is a control token."""
 
     @staticmethod
     def token_bytes(token: int) -> bytes:
@@ -50,7 +50,7 @@ class _Tokens:
 
     @staticmethod
     def encode(text: str) -> list[int]:
-        """The longest token each time; what no token begins with is left out."""
+        """Encodes greedily by the longest token; bytes that begin no token are dropped."""
         raw, tokens = text.encode(), []
         while raw:
             fitting = [token for token in range(VOCAB) if token != EOS and raw.startswith(TOKEN_BYTES[token])]
@@ -67,18 +67,18 @@ def _compiler() -> GrammarCompiler:
 
 @cache
 def _beginning(grammar: Grammar) -> tuple[LLMatcher, int]:
-    """A matcher of the library that nobody moves and no compiler of the engine's knows, and the words of a mask."""
+    """Returns a new matcher of the library, which the engine does not share, and the number of words in a mask."""
     matcher, first = GrammarCompiler(_Tokens(), VOCAB, (EOS,))._compile(grammar)  # type: ignore[arg-type]
     return matcher._matcher, len(first)
 
 
 def constraint_of(params: TurnParams) -> Constraint | None:
-    """As the engine's intake makes it."""
+    """Returns the constraint that the engine's intake would make."""
     return _compiler().constraint(params.grammar) if params.grammar is not None else None
 
 
 class Follower:
-    """How far the output of one turn has come in its grammar. It never goes back."""
+    """The position of one turn's output in its grammar. It never moves back."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
@@ -91,13 +91,13 @@ class Follower:
         return other
 
     def allowed(self) -> Words:
-        """The tokens that may come next; none if the library cannot go on."""
+        """Returns the tokens that may come next; none if the library cannot continue."""
         words = np.zeros(self._words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         return words if not self._matcher.is_error() else np.zeros_like(words)
 
     def take(self, token: int) -> bool:
-        """Go on by a token; False if it may not come."""
+        """Advances by a token; returns False if it is not allowed."""
         return not self._matcher.is_error() and self._matcher.consume_token(token)
 
     @property
@@ -105,8 +105,8 @@ class Follower:
         return self._matcher.is_stopped()
 
     def legal(self, output: Sequence[int], *, whole: bool) -> bool:
-        """Whether the tokens stand for a text of the grammar, found without the library; unless it is the `whole` text,
-        for letters that some text of it has."""
+        """Returns whether a `whole` output is a text of the grammar, decided without the library. Of a partial output
+        only the characters are checked."""
         ended = output[-1:] == [EOS]
         raw = b"".join(_Tokens.token_bytes(token) for token in output)
         if not (whole or ended):
@@ -118,12 +118,13 @@ class Follower:
 
 
 def is_nested(text: str) -> bool:
-    """Whether it is a text of `NESTED`: one that is closed by its own letter, or by a blank and what follows it."""
+    """Returns whether the text belongs to `NESTED`: each level ends with "c", or with a space and an optional inner
+    level."""
     return _nested_ends(text, 0) >= {len(text)}
 
 
 def _nested_ends(text: str, start: int) -> set[int]:
-    """Where the texts of `NESTED` end that begin at `start`."""
+    """Returns the ends of all texts of `NESTED` that begin at `start`."""
     if text[start : start + 1] != "b":
         return set()
     ends = set()
@@ -136,24 +137,24 @@ def _nested_ends(text: str, start: int) -> set[int]:
 
 
 class LateMasks:
-    """Carries out requests at any time before their answers are needed, in any order, as threads may. Of some it says
-    that they took long."""
+    """Carries out requests at any time before their answers are needed, in any order, as threads may. It marks some of
+    them as slow."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._waiting: list[MaskRequest] = []
-        self.were_slow: set[Constraint] = set()  # in this step, and may not be any more
+        self.were_slow: set[Constraint] = set()  # in this step; they may be fast by now
 
     def ask(self, requests: Sequence[MaskRequest]) -> None:
         self._waiting += requests
         self.go_on()
 
     def go_on(self) -> None:
-        """Carry out some."""
+        """Carries out some of the requests."""
         self._carry_out([request for request in self._waiting if self._rng.random() < 0.5])
 
     def require(self, masks: Iterable[TokenMasks]) -> None:
-        """Carry out those whose answers are needed now."""
+        """Carries out the requests whose answers are needed now."""
         needed: set[int] = {id(each.allowed) for each in masks}
         self._carry_out([request for request in self._waiting if id(request.answer) in needed])
 

@@ -1,4 +1,4 @@
-"""All that the simulator knows of the core's insides: adapt this file when they change."""
+"""Everything the simulator reads of the core's internals: adapt this file when they change."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tenuto.session.session import Session, Turn
 from tenuto.text.constraint import Constraint
 
 MAX_EVENTS = 2000
-"""Transitions within one step: far more than there are turns."""
+"""Transitions within one step: far more than the number of turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Positions [start, stop) are in `pages` of `group`, the first of which begins at position `first`."""
+    """Positions [start, stop) are in `pages` of `group`; the first page begins at position `first`."""
 
     group: int
     pages: Any  # array of units
@@ -45,7 +45,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The state after `position` tokens is in `slot` of `group`; `fixed`: nothing may be written there."""
+    """The state after `position` tokens is in `slot` of `group`; if `fixed`, no step may write there."""
 
     group: int
     slot: int
@@ -55,13 +55,13 @@ class Slot:
 
 @dataclass(slots=True)
 class Event:
-    """A transition as it happened within a step: "start", "pause", "preempt", "drop", or "share", when a session takes
-    what another has in memory instead of its own.
+    """A transition within a step: "start", "pause", "preempt", "park", "drop", or "share", when a session takes memory
+    of another one in place of its own.
 
-    `freed`: units that came free by it, a group each; `alone`: units that nobody else held before, and `shared`:
-    whether there were others too. `fitted`: for a drop of a session whose own turn waits, whether that turn would
-    have fitted. `better`: for a drop that gives nothing by itself, a session that would have. `closed`: units of each
-    group that only closed sessions held before, if the session is open."""
+    `freed`: units of each group that it freed; `alone`: units of each group that only this session held; `shared`:
+    whether others held some of its units. `fitted`: for the drop of a session with a waiting turn, whether that turn
+    would have fitted. `better`: for a drop that frees nothing by itself, a session that would have freed something.
+    `closed`: for an open session, units of each group that only closed sessions held."""
 
     kind: str
     turn: Turn | None
@@ -77,17 +77,17 @@ class Event:
 
 
 class Log:
-    """What happened since it was last cleared."""
+    """The transitions since the log was last cleared."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.engine: Engine | None = None
-        self.would_fit: Any = None  # (turn) -> bool, asked before a session is dropped
-        self.better_victim: Any = None  # (session) -> another or None, asked before one is dropped that gives nothing
+        self.would_fit: Any = None  # (turn) -> bool, called before a session is dropped
+        self.better_victim: Any = None  # (session) -> another or None, called before a drop that frees nothing
 
 
 def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C901 - a method for each transition
-    """An engine whose life cycle writes `log`."""
+    """Returns an engine whose life cycle writes to `log`."""
 
     class Watched(Lifecycle):
         def _unused(self) -> list[int]:
@@ -95,7 +95,7 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
             return [pool.free + pool.limbo for pool in log.engine.memory.pools]
 
         def preempt(self, turn: Turn, *more: Any) -> None:
-            if turn.state is not TurnState.RUNNING:  # it drops the session
+            if turn.state is not TurnState.RUNNING:  # preempt() drops the session
                 super().preempt(turn, *more)
                 return
             event = Event("preempt", turn, turn.session, turn.state, more[0] if more else "preempted")
@@ -110,7 +110,7 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
         def pause(self, turn: Turn) -> None:
             state = turn.state
             super().pause(turn)
-            if state is TurnState.RUNNING and turn.session.memory.turn is not None:  # else it was preempted
+            if state is TurnState.RUNNING and turn.session.memory.turn is not None:  # otherwise it was preempted
                 log.events.append(Event("pause", turn, turn.session, state, "paused"))
 
         def drop(self, session: Session, why: str = "pressure") -> None:
@@ -135,7 +135,7 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
         def start(self, turn: Turn, *more: Any) -> None:
             state = turn.state
             if len(log.events) > MAX_EVENTS:
-                raise InvariantError(f"a step does not end: {turn!r} is started after {len(log.events)} transitions")
+                raise InvariantError(f"endless step: {turn!r} is started after {len(log.events)} transitions")
             super().start(turn, *more)
             log.events.append(Event("start", turn, turn.session, state, ""))
 
@@ -153,11 +153,11 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
     return log.engine
 
 
-# -- what is held
+# -- held units
 
 
 def of_closed_sessions(engine: Engine) -> tuple[int, ...]:
-    """Units of each group that nobody but closed sessions holds."""
+    """Returns the number of units of each group held only by closed sessions."""
     pools, closed = engine.memory.pools, list(engine.sessions.prefixes)
     holders = [holder for session in closed for holder in session.memory.holders()]
     theirs: list[dict[int, int]] = [{} for _ in pools]
@@ -173,7 +173,8 @@ def of_closed_sessions(engine: Engine) -> tuple[int, ...]:
 
 
 def reclaimable(engine: Engine) -> list[int]:
-    """Units of each group that nobody holds but closed sessions, and checkpoints that no open session needs."""
+    """Returns the number of units of each group held only by closed sessions and by checkpoints no open session
+    needs."""
     pools = engine.memory.pools
     theirs: list[Counter[int]] = [Counter() for _ in pools]
     index = {id(pool): group for group, pool in enumerate(pools)}
@@ -193,7 +194,7 @@ def reclaimable(engine: Engine) -> list[int]:
 
 
 def exclusive(session: Session) -> tuple[int, ...]:
-    """Units of each group that would come free if everything of the session's were released."""
+    """Returns the number of units of each group that releasing all the session's memory would free."""
     pools = session.memory.memory.pools
     mine: list[dict[int, int]] = [{} for _ in pools]
     holders = list(session.memory.holders())
@@ -210,7 +211,7 @@ def exclusive(session: Session) -> tuple[int, ...]:
 
 
 def shares(session: Session) -> bool:
-    """Whether another session holds a unit of this session too, or refers to one of its checkpoints."""
+    """Returns whether another holder has some unit of the session, or refers to one of its checkpoints."""
     holders = list(session.memory.holders())
     if any(isinstance(each, Checkpoint) and each.references > holders.count(each) for each in holders):
         return True
@@ -224,7 +225,7 @@ def shares(session: Session) -> bool:
 
 
 def needed_of_session(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
-    """What a session's memory says of its history: every slot of it is read by whoever resumes there."""
+    """Returns the pages and slots of the session's history: a turn that resumes there reads every slot of them."""
     pages: list[Pages] = []
     slots: list[Slot] = []
     for group, table in enumerate(memory.tables):
@@ -247,7 +248,7 @@ def _of_checkpoints(checkpoints: Any, group: int, table: Any, pages: list[Pages]
 
 
 def needed_of_turn(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
-    """What an open turn holds besides, as far as it is settled."""
+    """Returns the pages and slots that an open turn holds in addition, up to the settled position."""
     turn = memory.turn
     pages: list[Pages] = []
     slots: list[Slot] = []
@@ -255,7 +256,7 @@ def needed_of_turn(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
         return pages, slots
     computed = turn.computed
     resumable = [*([turn.source] if turn.source is not None else []), *turn.checkpoints]
-    own = [c for c in resumable if c.position <= computed]  # the others' step is in flight
+    own = [c for c in resumable if c.position <= computed]  # the others belong to the step in flight
     for group, table in enumerate(memory.tables):
         if isinstance(table, StateTable):
             _of_checkpoints(own, group, table, pages, slots)
@@ -279,7 +280,7 @@ def needed_of_turn(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
 
 
 def _settled_slot(memory: SessionMemory, group: int, computed: int) -> int:
-    """The state slot that holds the state after `computed` tokens; -1 if that cannot be told."""
+    """Returns the state slot with the state after `computed` tokens; -1 if unknown."""
     turn, rows, registers = memory.turn, memory.memory.rows, memory.memory.groups[group]
     assert turn is not None
     assert isinstance(registers, StateGroup)
@@ -295,7 +296,7 @@ def _settled_slot(memory: SessionMemory, group: int, computed: int) -> int:
 
 
 def cached_units(engine: Engine) -> list[int]:
-    """Distinct units of each group that checkpoints hold which only save work."""
+    """Returns the number of distinct units of each group held by checkpoints that only save work."""
     cache, pools = engine.memory.cache, engine.memory.pools
     found: list[set[int]] = [set() for _ in pools]
     for session in [*engine.sessions, *engine.sessions.prefixes]:
@@ -309,14 +310,14 @@ def cached_units(engine: Engine) -> list[int]:
 
 
 def trimmed(engine: Engine) -> int:
-    """Checkpoints given up for the budget's sake, ever: not because memory was short."""
+    """Returns the number of checkpoints evicted so far to keep the budget, not for lack of memory."""
     cache = engine.memory.cache
     return cache.evicted - cache.replaced - engine.pressure.yielded["checkpoint"]
 
 
 def essential_units(engine: Engine, turn: Turn | None) -> list[int]:
-    """Distinct units of each group that may not be taken from anyone: those of running turns and drafts in rows and of
-    their sessions, and those of the session of `turn`; checkpoints that only save work are left out."""
+    """Returns the number of distinct units of each group that cannot be taken: those of turns and drafts in rows, of
+    their sessions, and of the session of `turn`, without checkpoints that only save work."""
     cache, pools = engine.memory.cache, engine.memory.pools
     found: list[set[int]] = [set() for _ in pools]
     index = {id(pool): group for group, pool in enumerate(pools)}
@@ -332,20 +333,20 @@ def essential_units(engine: Engine, turn: Turn | None) -> list[int]:
 
 
 def held_beyond(engine: Engine, turn: Turn) -> list[int]:
-    """Units of each group that a turn in memory may write."""
+    """Returns the number of units of each group that a turn in memory may write."""
     memory = turn.session.memory.turn
     return memory.own_units() if memory is not None else [0] * len(engine.memory.pools)
 
 
 def table_entries(turn: Turn, group: int) -> int:
-    """Page table entries the running turn can write through."""
+    """Returns the number of page table entries the running turn can write through."""
     table = turn.session.memory.tables[group]
     assert isinstance(table, PagedTable)
     return table.entries
 
 
 def touched_by(executor: Any, plan: Any) -> list[set[int]]:
-    """Units of each group that a plan names."""
+    """Returns the units of each group that a plan names."""
     found: list[set[int]] = [set() for _ in executor.spec.groups]
     for group, table, copy in zip(executor._paged, plan.tables, plan.copies, strict=True):
         found[group].update(table.pages.tolist(), copy.sources.tolist(), copy.targets.tolist())
@@ -355,12 +356,12 @@ def touched_by(executor: Any, plan: Any) -> list[set[int]]:
 
 
 def reusable(engine: Engine, group: int) -> list[int]:
-    """Units that could be handed out now."""
+    """Returns the units that could be handed out now."""
     return engine.memory.pools[group].unused()[0]
 
 
 def bookkeeping(engine: Engine) -> dict[str, int]:
-    """Entries of the lists that grow with operations."""
+    """Returns the lengths of the lists that grow with operations."""
     return {
         "timers": len(engine.lifecycle._timers),
         "expiries": len(engine.sessions._expiries),
@@ -369,30 +370,30 @@ def bookkeeping(engine: Engine) -> dict[str, int]:
 
 
 def has_suspects(engine: Engine) -> bool:
-    """Whether steps may be run with a part of the turns only."""
+    """Returns whether steps may run with only some of the turns."""
     return bool(engine.suspects)
 
 
 def waits_in_its_row(engine: Engine, turn: Turn) -> bool:
-    """Whether a running turn waits for what another computes, or for copies."""
+    """Returns whether a running turn waits for another turn's computation or for copies."""
     return turn.session.memory.arriving or (
         engine.lifecycle.sharing is not None and engine.lifecycle.sharing.waits(turn)
     )
 
 
 def is_parked(engine: Engine, session: Session) -> bool:
-    """Whether something of the session is in a tier."""
+    """Returns whether some memory of the session is in a tier."""
     return engine.parking is not None and engine.parking.has(session)
 
 
 def copying(engine: Engine) -> bool:
-    """Whether copies to the device are under way."""
+    """Returns whether copies to the device are under way."""
     return engine.lifecycle.copying
 
 
 def slow_turns(engine: Engine, were_slow: Collection[Constraint]) -> set[int]:
-    """Numbers of running turns that others need not wait for, as their masks take long, or did when the step was
-    planned."""
+    """Returns the numbers of running turns that need not be waited for, because their masks are slow or were slow when
+    the step was planned."""
     running = [turn for turn in engine.batch.turns.tolist() if turn is not None and turn.constraint is not None]
     return {turn.number for turn in running if turn.constraint.slow or turn.constraint in were_slow}
 
@@ -403,8 +404,8 @@ def in_flight(engine: Engine) -> bool:
 
 @contextmanager
 def flight_touches_a_free_unit(engine: Engine) -> Iterator[bool]:
-    """For a while the plan of the step in flight names a unit that is free, which the audit has to see; False: there is
-    none to be had."""
+    """Makes the plan of the step in flight name a free unit, which the audit must see. Yields False if no such plan or
+    unit exists."""
     flight = next(iter(engine._flights), None)
     for group, table in zip(engine.memory.paged, flight.plan.tables if flight is not None else (), strict=False):
         free = reusable(engine, group)
@@ -419,7 +420,7 @@ def flight_touches_a_free_unit(engine: Engine) -> Iterator[bool]:
 
 
 def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one invariant after the other
-    """What sessions and turns hold is what their positions need, no more and no less. Raises `InvariantError`."""
+    """Checks that sessions and turns hold exactly what their positions need. Raises `InvariantError`."""
     size, cache = engine.memory.page_size, engine.memory.cache
 
     def require(condition: object, what: str) -> None:
@@ -433,7 +434,7 @@ def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one in
         require(positions == sorted(set(positions)), f"checkpoints at {positions}")
         if engine.memory.needs_checkpoints and memory.computed:
             require(positions and positions[-1] == memory.computed, f"{memory.computed}, checkpoints at {positions}")
-            require(memory.checkpoints[-1].pins, f"the checkpoint at {memory.computed} could be evicted")
+            require(memory.checkpoints[-1].pins, f"the checkpoint at {memory.computed} can be evicted")
             require(all(c in cache or c.pins for c in memory.checkpoints), "a checkpoint is neither cached nor needed")
         reached = 0
         if turn is not None:
@@ -448,36 +449,36 @@ def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one in
             if isinstance(table, FullTable):
                 require(len(table.base) == -(-memory.computed // size), f"{len(table.base)} pages")
             if turn is None:
-                require(table.own is None, "no turn but a turn's units")
+                require(table.own is None, "units of a turn without a turn")
             elif isinstance(table, PagedTable):
                 guessed = max(reached + (lookahead + 1 if turn.row >= 0 else 0), turn.start)  # guesses leave pages
                 require(table.entries <= -(-guessed // size), f"{table.entries} entries for {reached}")
                 if isinstance(table, SlidingTable):
                     needed = min(table.first_entry(turn.computed), table.entries)
-                    require(table.first + table.released >= needed, "pages out of the window are held")
+                    require(table.first + table.released >= needed, "pages outside the window are held")
 
 
 def spaced_checkpoints(session: Session) -> list[int]:
-    """Positions of checkpoints that the open turn has made."""
+    """Returns the positions of the checkpoints that the open turn has made."""
     turn = session.memory.turn
     return [c.position for c in turn.checkpoints] if turn is not None else []
 
 
 def positions_kept(session: Session) -> list[int]:
-    """Positions of the session's checkpoints."""
+    """Returns the positions of the session's checkpoints."""
     return [c.position for c in session.memory.checkpoints]
 
 
 def stamp(session: Session) -> tuple[int, int, int, tuple[bytes, ...]]:
-    """Changes whenever a session at rest holds anything else, except after evictions of checkpoints and new units with
-    the same numbers. A session that left the device and came back between two looks has other units."""
+    """Returns a value that changes when the units of a session at rest change, except after evictions of checkpoints
+    and for new units with the same numbers. A session that left the device and came back has other units."""
     memory = session.memory
     units = tuple(bytes(each) for each in memory.kept()) if memory.computed else ()
     return memory.computed, len(memory.checkpoints), session.version, units
 
 
 def slots_of(pages: Pages, size: int) -> np.ndarray:
-    """The token slots of its positions."""
+    """Returns the token slots of the positions."""
     units = np.array(pages.pages, np.int64)
     positions = np.arange(pages.start, pages.stop)
     return units[(positions - pages.first) // size] * size + positions % size

@@ -1,4 +1,4 @@
-"""The journal of a world: what one engine has committed is what the next one begins with, also from a damaged file."""
+"""The journal of a world: the next engine begins with exactly what the last one committed, even from a damaged file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tenuto.session.journal_mending import Damage
 from tenuto.session.records import SavedSession
 
 DAMAGED = 0.5
-"""How often a bit of the files is flipped before the next engine reads them."""
+"""The probability that a bit of the files is flipped before the next engine reads them."""
 PAGE = 4096
-"""Bytes; the first page of the file says what it is, and without it the journal is refused."""
+"""In bytes. The first page identifies the file; a journal without it is refused."""
 _MEMORY = Path("/dev/shm")
 
 
 class WorldJournal:
-    """Real files. They are written when an engine ends, in a few transactions, so that worlds stay fast."""
+    """A journal in real files. They are written when an engine ends, in a few transactions, so that worlds stay
+    fast."""
 
     def __init__(self, seed: int, *, ends: bool) -> None:
         """`ends`: whether engines of the world ever end."""
@@ -32,13 +33,13 @@ class WorldJournal:
         self._journal: Journal | None = None
 
     def note(self, changes: Sequence[Change]) -> None:
-        """They have been committed."""
+        """Notes changes that have been committed."""
         if self._ends:
             self._changes += changes
 
     def begin_again(self) -> tuple[list[SavedSession], Damage | None]:
-        """The process is killed, and something may happen to its files. Returns the sessions with which the next one
-        begins, and the losses that it reports."""
+        """Kills the process, and sometimes damages its files. Returns the sessions that the next engine begins with,
+        and the losses that the journal reports."""
         path = self._path()
         journal = self._journal or Journal(path, "tokens")
         while self._changes:

@@ -1,4 +1,4 @@
-"""Closed sessions that are kept and memory that is parked: private parts of the engine that the simulator reads."""
+"""Kept closed sessions and parked memory: private parts of the engine that the simulator reads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tenuto.session.session import Session
 
 
 def kept_in_vain(engine: Engine) -> str | None:
-    """A closed session that is kept, and of which another one that is kept has every full page."""
+    """Finds a kept closed session all of whose full pages another kept session has."""
     if engine.memory.needs_checkpoints:
-        return None  # of two that have the same pages one may be resumed farther
+        return None  # of two sessions with the same pages, one may be resumable further
     size, pages = engine.memory.page_size, {}
     for session in engine.sessions.prefixes:
         full = session.memory.computed // size * size
@@ -23,24 +23,25 @@ def kept_in_vain(engine: Engine) -> str | None:
 
 
 def parked_of(engine: Engine, session: Session) -> Parked | None:
-    """The session's parked memory."""
+    """Returns the session's parked memory."""
     parking = engine.parking
     parked = parking._sessions.get(session) if parking is not None else None
     return parked if parking is not None and parked in parking.tiers else None
 
 
 def stays_on_disk(engine: Engine, session: Session) -> bool:
-    """Whether something of the session is in files, which may be given up."""
+    """Returns whether some memory of the session is in files that may be deleted."""
     parked = parked_of(engine, session)
     return parked is not None and parked.on_disk and not parked.pinned
 
 
 def is_leaving(engine: Engine) -> bool:
-    """Whether something is on its way to disk."""
+    """Returns whether some memory is on its way to disk."""
     every = engine.parking._sessions.values() if engine.parking is not None else ()
     return any(unit.leaving for parked in every for unit in parked)
 
 
 def is_worth_disk(engine: Engine, size: int, tokens: int) -> bool:
-    """Whether reading `size` bytes from disk takes less time than computing `tokens`, as far as was measured."""
+    """Returns whether reading `size` bytes from disk is faster than computing `tokens`, according to measurements so
+    far."""
     return engine.parking is not None and engine.parking.tiers.rates.worth("disk", size, tokens)

@@ -1,5 +1,4 @@
-"""Every operation of an engine, done in a world: it is refused if and only if it has to be, and the naive model does it
-too."""
+"""Every engine operation, mirrored in the naive model: the engine must refuse it exactly when the model does."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ Codes = set[str]
 
 
 class MirroredWorld(World):
-    """The operations. Each returns what the engine returned, or `None` if it refused, rightly."""
+    """The operations. Each returns the engine's result, or `None` if the engine rightly refused."""
 
     def attempt(self, what: str, reasons: Codes, call: Callable[[], T], sid: str | None = None) -> T | None:
-        """`call`, which has to be refused for one of `reasons`, or accepted if there is none."""
+        """Runs `call`, which must be refused for one of `reasons`, or accepted if there are no reasons."""
         session = self.session_of(sid) if sid is not None and self.is_open(sid) else None
         before = self._shape(session)
         try:
@@ -76,7 +75,7 @@ class MirroredWorld(World):
         return session.id
 
     def _may_pin(self, policy: Policy) -> bool:
-        """Whether the longest turn still fits beside all pinned sessions when they are as long as they may become."""
+        """Returns whether the longest turn still fits beside all pinned sessions at their full length."""
         config, shape = self.config, self.engine.memory.shape
         limits = [naive.limit for naive in self.naive.values() if naive.policy.pinned] + [self._limit(policy)]
         for group, units in zip(config.groups, config.units, strict=True):
@@ -123,7 +122,7 @@ class MirroredWorld(World):
 
     def _check_fork(self, session: Session, child: Session, at: int, held: list[int]) -> None:
         reached = child.memory.computed
-        found = session.memory.computed > max(0, len(session.history) - 1)  # elsewhere, of the waiting turn's input
+        found = session.memory.computed > max(0, len(session.history) - 1)  # elsewhere, for the waiting turn's input
         if self._full_only or (at >= len(session.history) and not found):
             wanted = min(session.memory.computed, max(0, at - 1)) if not session.memory.arriving else 0
             if reached != wanted:
@@ -135,7 +134,7 @@ class MirroredWorld(World):
             self.found("shared", f"a fork has checkpoints at {its}, its parent below at {mine}")
 
     def imported(self, sid: str, saved: SavedSession) -> None:
-        """What a session was when it was exported is another session from now on."""
+        """Notes that an exported session was imported as a new session."""
         session = self.attempt("import", set(), lambda: self.engine.restore(saved))
         if session is not None:
             naive = self.naive[sid]
@@ -172,7 +171,7 @@ class MirroredWorld(World):
         self._check_cut(session, computed, held, max(0, at - 1), "a rewind")
 
     def _check_cut(self, session: Session, computed: int, held: list[int], target: int, what: str) -> None:
-        """A session cut to `target` keeps what it can."""
+        """Checks that a session cut to `target` keeps all it can."""
         reached, least = session.memory.computed, min(computed, target)
         if not self._full_only:
             least = max((p for p in held if p <= target), default=0)
@@ -204,7 +203,7 @@ class MirroredWorld(World):
             self.ended(turn)
         self.naive.pop(sid, None)
         if self.is_open(sid):
-            self.found("ends", f"{sid} is open after it was closed")
+            self.found("ends", f"{sid} is still open after being closed")
 
     # -- turns
 
@@ -296,7 +295,7 @@ class MirroredWorld(World):
         most = room if wanted is None else min(wanted, room)
         known.submit(params, most, self.clock.now(), self.steps, text=self.config.text)
         if turn.max_new_tokens != most:
-            self.found("limits", f"{turn!r} may say {turn.max_new_tokens} tokens, not {most}")
+            self.found("limits", f"{turn!r} may generate {turn.max_new_tokens} tokens, not {most}")
         return turn
 
     def draft(self, sid: str, tokens: Sequence[int]) -> Turn | None:
@@ -343,7 +342,7 @@ class MirroredWorld(World):
             if kept or (not committed and internals.is_parked(self.engine, session) != parked):
                 self.found("kept memory", f"the end of a turn whose memory was arriving left {kept} tokens of it")
         elif not committed:
-            if before > last:  # more was found elsewhere, of the input
+            if before > last:  # more of the input was found elsewhere
                 self._check_cut(session, before, held, last, "an abort")
             elif kept != before:
                 self.found("kept memory", f"an abort left {kept} of {before} tokens in memory")

@@ -1,4 +1,4 @@
-"""Removes one call of release, share, transfer, truncate, pin or refer from the core: the simulator has to miss it."""
+"""Removes one call of release, share, transfer, truncate, pin or refer from the core: the simulator must notice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Mutant:
-    """One call: module, line and column, where it ends, and its source."""
+    """One call: its module, line, column, end and source."""
 
     module: str
     line: int
@@ -45,7 +45,7 @@ class Mutant:
         return f"{self.module}:{self.line} {self.text}"
 
     def plant(self) -> None:
-        """For good."""
+        """Removes the call from the loaded module until the process ends."""
         rewrite(self.module, self._without)
         vars(sys.modules[self.module])["_uncounted"] = _uncounted
 
@@ -54,12 +54,12 @@ class Mutant:
 
 
 def concerns_memory(name: str) -> bool:
-    """Whether a method's name says that it releases, shares, transfers or truncates."""
+    """Returns whether a method's name suggests that it releases, shares, transfers or truncates."""
     return any(part in WORDS for part in name.strip("_").split("_"))
 
 
 def find_mutants() -> list[Mutant]:
-    """Every such call in the core."""
+    """Finds every such call in the core."""
     found = []
     for package in PACKAGES:
         for path in sorted((SOURCE / package).glob("*.py")):
@@ -77,8 +77,8 @@ def find_mutants() -> list[Mutant]:
 
 
 class _Remover(ast.NodeTransformer):
-    """Takes one call out. A statement becomes `pass`; a share becomes a lease that is not counted; a transfer gives the
-    same lease without moving it; any other value becomes None."""
+    """Removes one call. A statement becomes `pass`, a share an uncounted lease, a transfer the same lease unmoved, and
+    any other value None."""
 
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
@@ -110,7 +110,8 @@ class _Remover(ast.NodeTransformer):
 
 
 def _left_of(call: ast.expr) -> ast.stmt:
-    """What stays of a call that is removed: `super()`, so that the function refers to all that it referred to."""
+    """Returns what replaces a removed statement: `super()` if the call used it, so that the function keeps the same
+    free variables."""
     assert isinstance(call, ast.Call)
     assert isinstance(call.func, ast.Attribute)
     owner = call.func.value
@@ -118,5 +119,5 @@ def _left_of(call: ast.expr) -> ast.stmt:
 
 
 def _uncounted(lease, start: int, stop: int, holder):
-    """A share that raises no count."""
+    """Shares without raising the count."""
     return type(lease)(lease.pool, lease.units[start:stop], holder)

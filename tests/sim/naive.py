@@ -1,4 +1,4 @@
-"""What sessions should contain and what each turn should do, kept in the most naive way: lists of tokens, copied."""
+"""The expected sessions and turns, kept in the most naive way: copied lists of tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.sim.grammars import Follower
 from tests.sim.letters import EOS, TOKEN_BYTES, VOCAB
 
 PREFILL = TurnParams(max_new_tokens=0)
-"""Input is appended, and nothing generated."""
+"""Appends input and generates nothing."""
 
 
 class TokenRun:
-    """Tokens, and the hash after each of them: `hashes[n]` is that of the first n."""
+    """Tokens and the hash after each: `hashes[n]` covers the first n tokens."""
 
     __slots__ = ("hashes", "tokens")
 
@@ -43,19 +43,20 @@ class TokenRun:
         del self.hashes[position + 1 :]
 
     def head(self, position: int) -> TokenRun:
-        """A copy of the first `position` tokens."""
+        """Returns a copy of the first `position` tokens."""
         copy = TokenRun()
         copy.tokens, copy.hashes = self.tokens[:position], self.hashes[: position + 1]
         return copy
 
     def stored(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """What the witness stores in the slots of positions [start, stop): hashes uint64 and tokens int64."""
+        """Returns the hashes (uint64) and tokens (int64) that the witness stores in the slots of positions [start,
+        stop)."""
         hashes = np.frombuffer(self.hashes[start + 1 : stop + 1], np.uint64)
         return hashes, np.frombuffer(self.tokens[start:stop], np.int32).astype(np.int64)
 
 
 class NaiveSession:
-    """A history, turn boundaries as (start, input_end, end), and what its policy says."""
+    """A history, turn boundaries as (start, input_end, end), and the session's policy."""
 
     def __init__(self, policy: Policy, limit: int, now: float) -> None:
         self.policy = policy
@@ -84,7 +85,7 @@ class NaiveSession:
         return child
 
     def take_in(self, base: int, tokens: Sequence[int], output: Sequence[int], *, replaces: bool) -> None:
-        """Commit a turn."""
+        """Commits a turn."""
         start = self.records.pop()[0] if replaces else base
         self.history.cut(base)
         self.history.extend(tokens)
@@ -99,7 +100,7 @@ class NaiveSession:
         self.last_end = now
 
     def expires(self, now: float) -> bool:
-        """Whether it must be gone after the next step."""
+        """Returns whether the session must be gone after the next step."""
         ttl = self.policy.ttl
         return ttl is not None and self.turn is None and not self.closing and self.last_end + ttl <= now
 
@@ -109,7 +110,7 @@ def _cut(records: list[tuple[int, int, int]], position: int) -> list[tuple[int, 
 
 
 class NaiveTurn:
-    """What one turn says, and when it has to end: every token follows from all before it and the seed."""
+    """One turn's expected output and deadline: every token follows from all tokens before it and the seed."""
 
     def __init__(self, number: int, sid: str, session: NaiveSession, base: int, tokens: Sequence[int]) -> None:
         self.number = number
@@ -132,19 +133,19 @@ class NaiveTurn:
         self.text: NaiveText | None = None
         self.follower: Follower | None = None
         self.complete = False  # its output is a text of its grammar, and nothing may follow
-        self.stuck = False  # its last token may not come in its grammar
+        self.stuck = False  # its grammar does not allow its last token
         self.output: list[int] = []
-        self.pieces: list[str] = []  # text it has delivered
-        self.computed = 0  # tokens of it in plans given to the executor
-        self.first_start = -1  # where the first plan since it started begins
-        self.since = 0  # the step at which it was submitted
-        self.overtaken = 0  # turns that came later, of no higher priority, and started before it
-        self.disturbed = False  # preempted, or in a failed step: it computes again what it had
-        self.last_failed = False  # the last step it was in failed
-        self.poisoned_from: int | None = None  # every step with it fails that computes past this position
-        self.failed_alone = 0  # failed steps with nobody else in them
+        self.pieces: list[str] = []  # text delivered so far
+        self.computed = 0  # its tokens in plans given to the executor
+        self.first_start = -1  # where the first plan since its start begins
+        self.since = 0  # the step in which it was submitted
+        self.overtaken = 0  # later turns of no higher priority that started before it
+        self.disturbed = False  # preempted, or in a failed step: it recomputes what it had
+        self.last_failed = False  # whether its last step failed
+        self.poisoned_from: int | None = None  # every step that takes it past this position fails
+        self.failed_alone = 0  # failed steps in which it was the only turn
 
-    # -- what is fixed when it is opened
+    # -- fixed when the turn is opened
 
     def redraft(self, tokens: Sequence[int], now: float) -> None:
         self.input = list(tokens)
@@ -165,7 +166,7 @@ class NaiveTurn:
         return self.base + len(self.input)
 
     def deadline(self, draft_timeout: float) -> float | None:
-        """When it has to end; `None` for never."""
+        """Returns the time at which it has to end; `None` for never."""
         if self.drafting:
             return self.changed + draft_timeout
         limits = [self.params.timeout, None if self.started else self.params.queue_timeout]
@@ -175,10 +176,11 @@ class NaiveTurn:
     def rank(self, aging: float) -> tuple[bool, float, int]:
         return self.drafting, self.arrival - self.priority * aging, self.number
 
-    # -- what it says
+    # -- output
 
     def said_at(self, position: int) -> int:
-        """The token that follows the first `position` tokens: all there are, if it has a grammar."""
+        """Returns the token after the first `position` tokens; with a grammar, `position` must be the end of the
+        sequence."""
         state = seeded(self.sequence.hashes[position], self.params.sampling.seed)
         masked = self.stops if position - self.prompt < self.params.min_new_tokens else ()
         if self.follower is not None:
@@ -196,7 +198,7 @@ class NaiveTurn:
         return self.text is not None and self.text.found(self.output) is not None
 
     def check(self, output: Sequence[int]) -> str | None:
-        """What is wrong with `output`, which only grows."""
+        """Returns what is wrong with `output`, if anything; it may only grow."""
         if len(output) < len(self.output):
             return f"output shrank from {len(self.output)} to {len(output)} tokens"
         for position in range(len(self.output), len(output)):
@@ -204,7 +206,7 @@ class NaiveTurn:
                 return f"output goes on after its end: {list(output)} of at most {self.most}"
             token = self.said_at(self.prompt + position)
             if output[position] != token:
-                return f"output {position} is {output[position]}, the history says {token}"
+                return f"output {position} is {output[position]}, but {token} follows from the history"
             self.output.append(token)
             self.sequence.extend((token,))
             if self.follower is not None:
@@ -213,7 +215,7 @@ class NaiveTurn:
         return None
 
     def guess(self, count: int) -> list[int]:
-        """The next `count` tokens, or fewer if its grammar ends before."""
+        """Returns the next `count` tokens, or fewer if its grammar ends before."""
         ahead = self.sequence.head(len(self.sequence))
         follower = self.follower.copy() if self.follower is not None else None
         guesses: list[int] = []
@@ -227,21 +229,22 @@ class NaiveTurn:
                 break
         return guesses
 
-    # -- what it reports
+    # -- reports
 
     @property
     def delivered(self) -> int:
         return len(self.output) if self.text is None else self.text.delivered_tokens(self.output)
 
     def output_logprobs(self) -> list[TokenLogprob]:
-        """One an output token."""
+        """Returns one entry for each output token."""
         if self.params.logprobs is None:
             return []
         most = self.params.logprobs
         return [TokenLogprob(token, 0.0, (Candidate(token, 0.0),) if most else ()) for token in self.output]
 
     def input_logprobs(self) -> list[TokenLogprob | None]:
-        """One an input token: what the witness would have said with seed 0 is certain."""
+        """Returns one entry for each input token: the witness gives probability 1 to the token it would generate with
+        seed 0."""
         found: list[TokenLogprob | None] = []
         for position in range(self.base, self.prompt):
             if position == 0:
@@ -255,24 +258,24 @@ class NaiveTurn:
 
 @dataclass(frozen=True)
 class NaiveText:
-    """The text of a turn, decoded from the start each time it is looked at."""
+    """The text of a turn, decoded from the start at each call."""
 
     stop: tuple[str, ...]
     min_tokens: int
 
     @staticmethod
     def decoded(output: Sequence[int]) -> tuple[str, bool]:
-        """The whole characters of `output`, and whether bytes are left over."""
+        """Returns the complete characters of `output`, and whether bytes are left over."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = decoder.decode(b"".join(TOKEN_BYTES[token] for token in output))
         return text, bool(decoder.getstate()[0])
 
     def _searched(self, output: Sequence[int]) -> str:
-        """The part in which stop strings count."""
+        """Returns the part of the text in which stop strings count."""
         return self.decoded(output)[0][len(self.decoded(output[: self.min_tokens])[0]) :]
 
     def found(self, output: Sequence[int]) -> tuple[int, str] | None:
-        """Where the first stop string to end begins, in characters of the whole text, and which it is."""
+        """Returns the first stop string to end: its start, in characters of the whole text, and the string."""
         if not self.stop or len(output) <= self.min_tokens:
             return None
         text = self._searched(output)
@@ -284,7 +287,7 @@ class NaiveText:
         return None
 
     def delivered(self, output: Sequence[int]) -> int:
-        """Characters given out while it goes on."""
+        """Returns the number of characters delivered while the turn runs."""
         found = self.found(output)
         if found is not None:
             return found[0]
@@ -296,7 +299,7 @@ class NaiveText:
         return whole - max((n for n in range(1, len(text) + 1) if text[-n:] in prefixes), default=0)
 
     def delivered_tokens(self, output: Sequence[int]) -> int:
-        """Leading tokens that end with a character and whose text is out."""
+        """Returns the number of leading tokens that end with a complete character and whose text was delivered."""
         out = 0
         for n in range(1, len(output) + 1):
             text, pending = self.decoded(output[:n])
@@ -305,7 +308,7 @@ class NaiveText:
         return out
 
     def whole(self, output: Sequence[int], *, ended: bool) -> str:
-        """All the text given out by the end of a turn that came to its own end, or so far."""
+        """Returns all text delivered so far, or by the end of a turn that ended by itself."""
         text = self.decoded(output)[0]
         found = self.found(output)
         if found is not None:
@@ -316,7 +319,7 @@ class NaiveText:
 
 
 class Letters:
-    """As much of a tokenizer as a text stream asks for."""
+    """The part of a tokenizer that a text stream needs."""
 
     @staticmethod
     def token_bytes(token: int) -> bytes:

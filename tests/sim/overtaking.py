@@ -1,4 +1,5 @@
-"""Sessions begin with memory that running turns compute, part from them within a page, and are rewound into it."""
+"""Sessions that start from memory that running turns compute, diverge from them within a page, and are rewound into
+it."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ if TYPE_CHECKING:
     from tests.sim.actions import RandomWorld
 
 PATIENT = TurnParams(max_new_tokens=8, ignore_eos=True)
-"""A turn that runs for some steps."""
+"""Parameters of a turn that runs for some steps."""
 
 
 def overtaking(world: RandomWorld) -> list[Callable[[], None]]:
-    """The operations."""
-    shared: dict[str, int] = {}  # sessions of which others have begun with a turn, and how far
+    """Returns the operations."""
+    shared: dict[str, int] = {}  # leading sessions, and the number of tokens that others share
     return [partial(_overtake, world, shared), partial(_go_back, world, shared)]
 
 
 def _overtake(world: RandomWorld, shared: dict[str, int]) -> None:
-    """A session begins with memory that a running turn computes. Then, mostly, its turn is aborted or preempted, or it
-    is closed."""
+    """Starts a session from memory that a running turn computes. Then one of their turns is usually aborted or
+    preempted, or its session closed."""
     rng = world.rng
     leader = _leader(world)
     if leader is None:
@@ -38,7 +39,7 @@ def _overtake(world: RandomWorld, shared: dict[str, int]) -> None:
     follower = world.open(Policy(**world.own(leader)))
     if follower is None:
         return
-    if rng.random() < 0.7:  # it has a history and no memory of it
+    if rng.random() < 0.7:  # it has a history without memory
         world.adopt(follower, tokens[:common], [])
         world.submit(follower, [1], world._params(draft=True))
     else:
@@ -57,7 +58,7 @@ def _overtake(world: RandomWorld, shared: dict[str, int]) -> None:
 
 
 def _leader(world: RandomWorld) -> str | None:
-    """A session whose turn runs and has computed more than a page, or is about to."""
+    """Returns a session whose running turn has computed more than a page, or soon will."""
     rng, size = world.rng, world.config.page_size
 
     def ahead(session: Session) -> bool:
@@ -75,7 +76,7 @@ def _leader(world: RandomWorld) -> str | None:
 
 
 def _leave(world: RandomWorld, sid: str) -> None:
-    """The session's turn is interrupted before it has copied the page it shares."""
+    """Interrupts the session's turn before it has copied the page it shares."""
     if not world.is_open(sid) or (turn := world.session_of(sid).turn) is None or world.naive[sid].closing:
         return
     how = world.rng.random()
@@ -91,7 +92,7 @@ def _leave(world: RandomWorld, sid: str) -> None:
 
 
 def _taken_away(world: RandomWorld, turn: Turn) -> None:
-    """A turn loses the memory that it shares before it computes anything, and is aborted; its session is exported."""
+    """Takes the shared memory from a turn before it computes anything, aborts it, and exports its session."""
     if turn.running:
         world.engine.lifecycle.preempt(turn)
         world.turns[turn.number].disturbed = True
@@ -101,7 +102,7 @@ def _taken_away(world: RandomWorld, turn: Turn) -> None:
 
 
 def _go_back(world: RandomWorld, shared: dict[str, int]) -> None:
-    """A session is rewound a little, mostly into the page that others share, and takes its next turn at once."""
+    """Rewinds a session a little, mostly into the page that others share, and submits its next turn at once."""
     rng, size = world.rng, world.config.page_size
     sid = world._pick(lambda s: s.turn is None and s.id in shared) or world._idle()
     if sid is None:

@@ -1,4 +1,4 @@
-"""Worlds and stories with something planted, in a process of its own, until one of them fails."""
+"""Runs worlds and stories with a planted change, in a separate process, until one of them fails."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tests.sim.slips_of_kernels import NativeSlip
 from tests.sim.telling import module_of, tell
 
 Planted = Callable[[], AbstractContextManager[None]] | Slip | NativeSlip | Mutant | None
-"""A fault, which replaces methods, or what changes the source of one; or nothing."""
+"""A fault that replaces methods, a change of one method's source, or nothing."""
 
 Catcher = int | str
-"""The seed of a world, or a test's id."""
+"""The seed of a world, or the id of a test."""
 
 WORLD_STEPS = 150
 CPU_SECONDS = 2
-"""Processor time of a world or a story, several times what any needs: a step that does not end is found, too."""
+"""Processor time allowed for a world or a story, several times what any needs, so that endless steps are found."""
 SECONDS = 30
-"""The same with all its waiting."""
+"""The wall-clock time allowed."""
 
 MAX_MEMORY = 3 << 30
-"""Bytes: what does not end may also grow."""
+"""In bytes: an endless step may also use up memory."""
 
 WITH_MODELS = {
     f"tests/exec/test_{name}.py" for name in ("kv_cache_dtype", "model_executor", "native_forward", "state_slots")
@@ -50,13 +50,13 @@ _FAULTS: list[object] = []
 
 
 class EndlessStepError(Exception):
-    """The engine does not come back."""
+    """The engine does not return."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to plant, and where to look for it: the story, or the worlds, first the one that is known, for `most_steps`.
-    Rules in `past` may be broken. `name`: of what is planted, for tests that need pytest."""
+    """The change to plant, and where to look for it: in the known story, or in worlds, starting with the known one, for
+    `most_steps`. Rules in `past` may be broken. `name`: the change's name, for tests that need pytest."""
 
     planted: Planted
     most_steps: int
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`catcher` is what noticed, and `how`; `None`: nobody. `seconds`: processor time of all that was looked at."""
+    """`catcher` caught the change, by `how`; `None` if nothing did. `seconds`: the processor time of the search."""
 
     catcher: Catcher | None
     how: str
@@ -78,10 +78,10 @@ class Outcome:
 
 
 def look_for_all(jobs: Iterable[Job]) -> Iterator[Outcome]:
-    """What comes of each job, in order.
+    """Yields the outcome of each job, in order.
 
-    Each has a process of its own. It is forked from one that has loaded all modules: to start Python anew would take
-    longer than most of the worlds.
+    Each runs in a separate process, forked from one that has loaded all modules: a new Python would take longer to
+    start than most worlds run.
     """
     jobs = list(jobs)
     stories = {module_of(job.known) for job in jobs if isinstance(job.known, str) and not needs_pytest(job.known)}
@@ -91,7 +91,8 @@ def look_for_all(jobs: Iterable[Job]) -> Iterator[Outcome]:
 
 
 def needs_pytest(catcher: Catcher | None) -> bool:
-    """Whether it is a test of executors, whose fixtures make models. That takes seconds, and compiling more."""
+    """Returns whether the catcher is a test of executors, whose fixtures take seconds to make models and longer to
+    compile."""
     return isinstance(catcher, str) and catcher.partition("::")[0] in WITH_MODELS
 
 
@@ -107,7 +108,7 @@ def _run_pytest(job: Job) -> Outcome:
 
 
 def _look(job: Job) -> Outcome:
-    """One job in its process."""
+    """Runs one job in a separate process."""
     if needs_pytest(job.known):
         return _run_pytest(job)
     receiving, sending = FORKSERVER.Pipe(duplex=False)
@@ -161,13 +162,13 @@ def _plant_and_look(job: Job) -> Outcome:
 
 
 def plant(planted: Planted) -> None:
-    """For good."""
+    """Plants the change until the process ends."""
     if isinstance(planted, Slip | NativeSlip | Mutant):
         planted.plant()
     elif planted is not None:
         fault = planted()
         fault.__enter__()
-        _FAULTS.append(fault)  # one that nobody refers to would be undone
+        _FAULTS.append(fault)  # an unreferenced one would be undone
 
 
 def _set_timers() -> None:

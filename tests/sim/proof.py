@@ -1,7 +1,7 @@
-"""Proves the simulator: with each planted fault, each slip and each removed call some world, or a story, has to fail.
+"""Proves the simulator: with each planted fault, slip or removed call some world or story must fail.
 
-`python -m tests.sim.proof` looks for all of them and prints what caught each, after how many steps; `--write` notes
-that in `catchers.json`, so that the tests find it at once; `--only REGEX` takes those in whose names it is found."""
+`python -m tests.sim.proof` plants all of them and prints what caught each, after how many steps; `--write` saves that
+to `catchers.json`, so that the tests find it at once; `--only REGEX` selects by name."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.sim.everything import CATCHERS, everything, is_justified, known_catch
 from tests.sim.planted import Job, look_for_all
 
 MAX_STEPS = 100_000
-"""Something planted has to show within so many steps."""
+"""The number of steps within which every planted change must be caught."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.proof", description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="")
-    parser.add_argument("--unknown", action="store_true", help="only what nothing is known to catch")
-    parser.add_argument("--anew", action="store_true", help="forget the seeds that are known")
+    parser.add_argument("--unknown", action="store_true", help="only changes without a known catcher")
+    parser.add_argument("--anew", action="store_true", help="forget the known seeds")
     parser.add_argument("--steps", type=int, default=MAX_STEPS)
-    parser.add_argument("--past", nargs="*", default=(), help="rules that may be broken")
+    parser.add_argument("--past", nargs="*", default=(), help="rules to ignore")
     arguments = parser.parse_args()
     every, known = everything(), known_catchers()
     chosen = [name for name in every if re.search(arguments.only, name) and not is_justified(name)]

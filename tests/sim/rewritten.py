@@ -1,4 +1,4 @@
-"""Changes what functions of loaded modules do, by changing their source."""
+"""Changes functions of loaded modules by changing their source."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Source = str | ast.Module
 
 
 def rewrite(name: str, change: Callable[[str], Source]) -> None:
-    """Let the functions of module `name` do what its changed source says, for good. Whoever refers to them already does
-    the new thing. Only the bodies of functions may change. Raises `ValueError`."""
+    """Gives the functions of module `name` the bodies in its changed source, until the process ends. Existing
+    references to them are affected too. Only bodies of functions may change. Raises `ValueError`."""
     module = importlib.import_module(name)
     path = module.__file__ or ""
     source = Path(path).read_text()
@@ -30,9 +30,9 @@ def rewrite(name: str, change: Callable[[str], Source]) -> None:
 
 
 def _changed(before: CodeType, after: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """The functions of a module, or of a class, that differ."""
+    """Yields the functions of a module or class that differ."""
     if not _alike(before, after):
-        raise ValueError(f"{before.co_qualname} itself changes, not only its functions")
+        raise ValueError(f"{before.co_qualname} itself changes, not just its functions")
     for old, new in zip(_nested(before), _nested(after), strict=True):
         if not old.co_flags & inspect.CO_OPTIMIZED:  # a class
             yield from _changed(old, new)
@@ -45,7 +45,7 @@ def _nested(code: CodeType) -> list[CodeType]:
 
 
 def _alike(one: CodeType, other: CodeType) -> bool:
-    """Whether both do the same, whatever the functions in them do."""
+    """Returns whether both do the same, ignoring the functions inside them."""
     first, second = (
         (
             code.co_code,
@@ -63,18 +63,18 @@ def _same(one: CodeType, other: CodeType) -> bool:
 
 
 def _find(module: ModuleType, code: CodeType) -> FunctionType:
-    """The function that was compiled to `code`."""
+    """Finds the function that was compiled to `code`."""
     found: Any = module
     for part in code.co_qualname.split("."):
         found = vars(found).get(part)
-    for function in chain(_functions(found), gc.get_objects()):  # several may have one name
+    for function in chain(_functions(found), gc.get_objects()):  # several may share a name
         if isinstance(function, FunctionType) and function.__code__ == code:
             return function
     raise ValueError(f"{module.__name__} has no function {code.co_qualname}")
 
 
 def _functions(found: Any) -> Iterator[FunctionType]:
-    """A function itself, or what is behind its decorators."""
+    """Yields a function, without its decorators."""
     if isinstance(found, property):
         found = [found.fget, found.fset, found.fdel]
     for each in found if isinstance(found, list) else [found]:

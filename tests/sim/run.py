@@ -1,4 +1,4 @@
-"""Runs many seeded worlds, in several processes, and counts what happened in them."""
+"""Runs many seeded worlds in several processes and counts their transitions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRAMMARS = 2 * 10**6
 """The first seed of worlds whose turns have grammars."""
 
 OVERTAKING = 3 * 10**6
-"""The first seed of worlds in which others begin with what running turns compute, and go back in shared pages."""
+"""The first seed of worlds whose sessions start from memory of running turns and go back in shared pages."""
 
 PINNED = 4 * 10**6
 """The first seed of worlds in which some sessions are pinned."""
@@ -68,7 +68,7 @@ TRANSITIONS = (
 
 @dataclass
 class Summary:
-    """What a run of worlds has seen: steps, failures by seed, and transitions by (pressure, mix)."""
+    """The totals of a run: steps, failures by seed, and transitions by (pressure, mix)."""
 
     steps: int = 0
     failures: dict[int, str] = field(default_factory=dict)
@@ -81,12 +81,12 @@ class Summary:
             self.counts.setdefault(cell, Counter()).update(counter)
 
     def rarest(self) -> tuple[int, str, Cell]:
-        """The transition seen least in some cell, and there how often."""
+        """Returns the rarest transition of any cell, with its count."""
         cells = [(pressure, "+".join(kind.value for kind in mix)) for pressure in PRESSURES for mix in MIXES]
         return min((self.counts.get(cell, Counter())[name], name, cell) for cell in cells for name in TRANSITIONS)
 
     def table(self) -> str:
-        """Transitions by pressure level and group mix."""
+        """Formats the transitions by pressure level and group mix."""
         mixes = ["+".join(kind.value for kind in mix) for mix in MIXES]
         lines = []
         for pressure in PRESSURES:
@@ -98,7 +98,7 @@ class Summary:
 
 
 def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) -> Summary:
-    """One world from its seed to its end; rules in `ignored` may be broken."""
+    """Runs one world from its seed to its end; rules in `ignored` may be broken."""
     summary = Summary()
     world = Scenario(config, ignored) if config.story else RandomWorld(config, ignored)
     try:
@@ -114,10 +114,11 @@ def run_world(config: WorldConfig, steps: int, ignored: Collection[str] = ()) ->
 
 
 def any_world(seed: int) -> WorldConfig:
-    """A small random world or, every few seeds, a scenario; from `PREFIXED` on always the former, with a prefix cache,
-    and every other one with tiers; from `GRAMMARS` on with grammars, and every third with a prefix cache too; from
-    `OVERTAKING` on with what that says, a prefix cache, and every third with tiers; from `PINNED` on with pinned
-    sessions, every other one with a prefix cache, and every third with tiers."""
+    """Returns a small random world or, for every fourth seed below `PREFIXED`, a scenario. From `PREFIXED` on, all
+    worlds have a prefix cache, and every other one has tiers. From `GRAMMARS` on, all have grammars, and every third
+    has a prefix cache. From `OVERTAKING` on, sessions start from memory of running turns, all worlds have a prefix
+    cache, and every third has tiers. From `PINNED` on, all have pinned sessions, every other one a prefix cache, every
+    third tiers."""
     if seed >= PINNED:
         return replace(small_world(seed), pins=True, prefixes=seed % 2 == 0, tiers=seed % 3 == 0)
     if seed >= OVERTAKING:
@@ -145,7 +146,7 @@ def run_worlds(
     processes: int | None = None,
     ignored: Collection[str] = (),
 ) -> Summary:
-    """All worlds of `seeds`, `steps` steps each, spread over `processes` (default: all cores)."""
+    """Runs the worlds of all `seeds` for `steps` steps each, in `processes` processes (default: one for each core)."""
     seeds = list(seeds)
     processes = processes or os.cpu_count() or 1
     chunk = max(1, min(21, len(seeds) // processes))

@@ -1,5 +1,5 @@
-"""Worlds with a purpose: what a turn costs where memory is ample, what failing steps cost the healthy, who yields to
-whom. Each draws its sizes from its seed; `World` and `Watch` check all they check in random worlds too."""
+"""Worlds with a purpose: the cost of a turn with ample memory, the cost of failing steps to healthy turns, the order of
+yielding. Each draws its sizes from its seed; `World` and `Watch` make the same checks as in random worlds."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from tests.sim.stories_of_pressure import alone, families, outgrow, passed_over,
 
 
 class Scenario(MirroredWorld):
-    """One story after the other until so many steps are done."""
+    """Plays one story after another until the number of steps is reached."""
 
     def __init__(self, config: WorldConfig, ignored: Collection[str] = ()) -> None:
         super().__init__(config, ignored)
-        self.forced = 0  # steps that fail before others do
-        self.rows = 0  # used when the last plan was made
-        self.given: list[tuple[NaiveTurn, int]] = []  # its turns, and how many tokens it computes for each
+        self.forced = 0  # steps that must fail before any others
+        self.rows = 0  # rows in use when the last plan was made
+        self.given: list[tuple[NaiveTurn, int]] = []  # its turns, with the number of tokens it computes for each
         self._story = story_of(config.seed)
 
     def run(self, steps: int) -> None:
         while self.steps < steps:
             self._story(self)
             self._clear()
-            if self._story is churn:  # thousands of operations for a few steps: once is enough
+            if self._story is churn:  # thousands of operations in a few steps: once is enough
                 self._story = tails
 
     def _clear(self) -> None:
@@ -77,7 +77,7 @@ class Scenario(MirroredWorld):
         return [self.rng.randrange(VOCAB) for _ in range(tokens)]
 
     def say(self, sid: str, tokens: list[int], most: int, **params: Any) -> NaiveTurn:
-        """A turn of exactly `most` tokens; its input is cut to what fits."""
+        """Submits a turn of exactly `most` tokens, with its input cut to fit."""
         tokens = tokens[: max(1, self.longest - len(self.naive[sid].tokens) - most)]
         seed = Sampling(temperature=1.0, seed=self.rng.getrandbits(30))
         given = TurnParams(max_new_tokens=most, ignore_eos=True, sampling=seed, **params)
@@ -91,14 +91,14 @@ class Scenario(MirroredWorld):
         return sid
 
     def told(self, tokens: int, most: int = 1) -> str:
-        """A session with a history in memory."""
+        """Opens a session with a history in memory."""
         sid = self.opened()
         self.say(sid, self.text(tokens), most)
         self.play()
         return sid
 
     def play(self, most: int = 4000) -> int:
-        """Until every submitted turn has ended: the steps that took."""
+        """Steps until every submitted turn has ended; returns the number of steps."""
         began = self.steps
         while any(not turn.drafting for turn in self.turns.values()):
             self.step()
@@ -107,7 +107,7 @@ class Scenario(MirroredWorld):
 
 
 EVERY = 4
-"""Every so manieth world is a scenario."""
+"""Every fourth world is a scenario."""
 STORIES: tuple[Callable[[Scenario], None], ...] = (
     typing,
     tails,
@@ -130,7 +130,7 @@ STORIES: tuple[Callable[[Scenario], None], ...] = (
 
 
 PLACES = 24
-"""In the order of stories, which then begins again: one that is added changes few seeds."""
+"""Stories repeat in this cycle, so that adding one changes few seeds."""
 
 
 def story_of(seed: int) -> Callable[[Scenario], None]:
@@ -142,7 +142,7 @@ def is_scenario(seed: int) -> bool:
 
 
 def scenario_world(seed: int) -> WorldConfig:
-    """The setting of a scenario: memory is ample or tight as its story asks."""
+    """Returns the setting of a scenario, with ample or tight memory as its story requires."""
     rng = Random(seed)
     story = story_of(seed)
     ample = story not in (families, outgrow, alone, promotion, passed_over)

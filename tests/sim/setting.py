@@ -1,4 +1,4 @@
-"""What a seed decides about its world: memory groups, pressure, sizes, faults."""
+"""The settings that a seed decides: memory groups, pressure, sizes, faults."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PRESSURES = ("ample", "tight", "barely")
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """What a seed decides about its world. `recount_every`: every so many steps, at random,
-    everything is recounted. `look`: in what part of the steps memory is compared slot by slot."""
+    """The settings that a seed decides. `recount_every`: the average number of steps between full recounts. `look`: the
+    share of steps after which memory is compared slot by slot."""
 
     seed: int
     groups: tuple[GroupSpec, ...]
@@ -48,15 +48,15 @@ class WorldConfig:
     text: bool = False
     story: str = ""  # of a scenario
     weights: tuple[tuple[str, float], ...] = ()  # of tenants
-    tiers: bool = False  # sessions that yield go to host memory and disk; copies, writes and reads fail
+    tiers: bool = False  # sessions that yield move to host memory and disk; copies, writes and reads fail
     grammars: bool = False  # most turns have one
-    prefixes: bool = False  # memory of closed sessions is kept, and input begins alike
+    prefixes: bool = False  # memory of closed sessions is kept, and inputs share prefixes
     pins: bool = False  # some sessions are pinned
-    overtaking: bool = False  # others begin with what running turns compute, and who shares pages goes back in them
+    overtaking: bool = False  # sessions start from memory that running turns compute, and are rewound into shared pages
 
     @property
     def copy_fail_rate(self) -> float:
-        """How often a copy between the device and host memory fails."""
+        """The probability that a copy between device and host fails."""
         return 0.05 if self.tiers else 0.0
 
     @property
@@ -66,9 +66,9 @@ class WorldConfig:
 
 
 def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False) -> WorldConfig:
-    """A world of up to 32 sessions, recounted and compared after every other step or so. Consecutive seeds go through
-    all mixes, pressure levels and overlaps; every third is drawn from wider ranges. With `overtaking` some turns can
-    run beside each other, and pages have several slots."""
+    """Returns a world of up to 32 sessions, recounted and compared after every other step or so. Consecutive seeds go
+    through all mixes, pressure levels and overlaps; every third is drawn from wider ranges. With `overtaking` several
+    turns can run at once, and pages have several slots."""
     rng = Random(seed)
     mix, pressure = MIXES[seed % 7], PRESSURES[(seed // 7) % 3]
     wide = seed % 3 == 1
@@ -80,7 +80,7 @@ def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False) 
     context = rng.choice((24, 48, 90)) if not wide else rng.choice((12, 60, 130, 260))
     groups = [GroupSpec(kind, 1, window if kind is Kind.SLIDING else 0) for kind in mix]
     if wide and rng.random() < 0.4:
-        kind = rng.choice(mix)  # a second group of a kind; windows differ
+        kind = rng.choice(mix)  # a second group of one kind; windows differ
         groups.append(GroupSpec(kind, 1, rng.randint(2, 40) if kind is Kind.SLIDING else 0))
     return _sized(
         WorldConfig(
@@ -112,7 +112,7 @@ def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False) 
 
 
 def large_world(seed: int) -> WorldConfig:
-    """Hundreds of sessions and thousands of units, recounted every 100 steps."""
+    """Returns a world of hundreds of sessions and thousands of units, recounted every 100 steps."""
     rng = Random(seed)
     window = rng.choice((20, 64))
     return _sized(
@@ -142,13 +142,13 @@ def large_world(seed: int) -> WorldConfig:
 
 
 def least_units(group: GroupSpec, page_size: int, context: int, shape: Shape) -> int:
-    """The fewest units a pool of the group may have."""
+    """Returns the fewest units a pool of the group may have."""
     return turn_units(group, page_size, shape, context, generates=True)
 
 
 def _sized(config: WorldConfig, most: int, rng: Random) -> WorldConfig:
-    """Pools that hold about all sessions, a few turns, or barely one; now and then a full attention pool that shortens
-    the context, down to a single page."""
+    """Sizes the pools for about all sessions, a few turns, or barely one; sometimes a full attention pool is so small
+    that it shortens the context, down to a single page."""
     shape = Shape.of(engine_config(config), config.page_size)
     turns = {"ample": config.sessions + config.running, "tight": 3, "barely": 1}[config.pressure]
     beside = config.pressure == "barely" and config.seed % 4 > 0  # sessions beside the one turn may stay in memory

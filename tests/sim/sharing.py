@@ -1,4 +1,4 @@
-"""The story of tenants that share rows and prefill tokens, and the bounds that it checks."""
+"""The story of tenants that share rows and prefill tokens, and the bounds it checks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 TENANTS = ("greedy", "bea", "cid", "dot", "eve", "fay")
 WEIGHTS = (1.0, 1.0, 2.0, 3.0)
 STARTS_AT_ONCE = 3
-"""Steps in which a tenant without rows gets one: one would do."""
+"""Steps within which a tenant without rows gets one; one should be enough."""
 
 
 def sharing(world: Scenario) -> None:
-    """A tenant with many more turns than there are rows, and others that come and go: each gets its share of rows and
-    of prefill, and no row stays free while anybody waits."""
+    """One tenant has many more turns than there are rows, and others come and go: each gets its share of rows and of
+    prefill, and no row stays free while a turn waits."""
     rng, config = world.rng, world.config
     others = TENANTS[1 : 1 + rng.randint(1, 5)]
     ledger = Ledger(world, ("greedy", *others))
@@ -36,14 +36,14 @@ def sharing(world: Scenario) -> None:
 
 
 class Ledger:
-    """Who waits, who starts and what is computed for whom. Memory is ample: whoever waits lacks nothing but a row."""
+    """Records which tenants wait, start and are computed. Memory is ample: a waiting turn lacks nothing but a row."""
 
     def __init__(self, world: Scenario, tenants: tuple[str, ...]) -> None:
         self._world = world
         weights = dict(world.config.weights)
         self._weights = {tenant: weights.get(tenant, 1.0) for tenant in tenants}
-        self._passed: dict[str, int] = dict.fromkeys(tenants, 0)  # starts of others since it waits and has no row
-        self._since: dict[str, int] = {}  # the step since which a tenant waits and has no row
+        self._passed: dict[str, int] = dict.fromkeys(tenants, 0)  # others' starts while it waits without a row
+        self._since: dict[str, int] = {}  # the step since which a tenant has waited without a row
 
     def ask(self, tenant: str, tokens: int, most: int) -> None:
         world = self._world
@@ -68,21 +68,22 @@ class Ledger:
         self._check_tokens()
 
     def _check_memory(self) -> None:
-        """Who yields a row keeps its memory, unless it relied on a step that is still in flight."""
+        """Checks that a turn that yields its row keeps its memory, unless it relied on a step that is still in
+        flight."""
         lost = [e.turn for e in self._world.log.events if (e.kind, e.why) == ("preempt", "preempted")]
         if lost and not self._world.config.overlap:
-            self._world.found("shares", f"{lost} lost memory, of which there is enough")
+            self._world.found("shares", f"{lost} lost memory although memory is ample")
 
     def _check_rows(self, before: set[Turn]) -> None:
-        """Nothing but rows is short, so none stays free while a turn waits that has waited before the step."""
+        """Checks that no row stays free while a turn waits that already waited before the step: only rows are short."""
         if before.intersection(self._world.waiting()) and self._world.rows < self._world.config.running:
             self._world.found("shares", f"{self._world.rows} of {self._world.config.running} rows are used; turns wait")
 
     def _check_starts(self, before: set[Turn]) -> None:
-        """With as many rows as tenants, weighted, one without rows gets one of those who have more than their share.
-        With fewer, starts go round: while one tenant has none, each of the others starts as often as its weight is of
-        that one's, and once more for every row, which it may have had coming. A turn that takes its own tenant's row
-        does not count."""
+        """Checks each tenant's starts. If there are enough rows, a tenant without one takes one from a tenant above its
+        share. Otherwise starts go round: while a tenant has no row, each other starts as often as the ratio of their
+        weights, plus once for every row it may have been owed. A turn that takes its own tenant's row does not
+        count."""
         world = self._world
         running = {_tenant(turn) for turn in world.engine.batch.running()}
         waiting = {_tenant(turn) for turn in before.intersection(world.waiting())}
@@ -96,7 +97,7 @@ class Ledger:
             self._passed[tenant] = self._passed[tenant] + gained if lacks else 0
             bound = sum(-(-other // weight) for other in self._weights.values()) + world.config.running
             if self._passed[tenant] > bound:
-                message = f"{tenant} of {self._weights} waits while others start {self._passed[tenant]} times"
+                message = f"{tenant} of {self._weights} waits while other tenants start {self._passed[tenant]} times"
                 world.found("shares", f"{message}; allowed: {bound:g}")
             if not lacks or not self._rows_for_all(weight):
                 self._since[tenant] = world.steps
@@ -104,7 +105,7 @@ class Ledger:
                 world.found("shares", f"{tenant} of {self._weights} waits and gets no row of {world.config.running}")
 
     def _rows_for_all(self, weight: float) -> bool:
-        """Whether some tenant must have more than its share if one of this weight has nothing."""
+        """Returns whether some tenant must exceed its share if a tenant of this weight has nothing."""
         others = [self._weights[t] for t in {_tenant(turn) for turn in self._open()}]
         return self._world.config.running >= sum(1 + other / weight for other in others)
 
@@ -112,8 +113,8 @@ class Ledger:
         return [*self._world.waiting(), *self._world.engine.batch.running()]
 
     def _check_tokens(self) -> None:
-        """Tenants whose prefills could use more get equal parts by weight; rounding gives or takes one token for
-        each."""
+        """Checks that tenants whose prefills could use more tokens get equal parts by weight, up to one token of
+        rounding each."""
         world = self._world
         extra: dict[str, int] = {}
         short: set[str] = set()
@@ -124,7 +125,7 @@ class Ledger:
                 short.add(tenant)
                 self._check_priority(turn)
         if short and sum(count for _, count in world.given) < world.config.budget:
-            world.found("shares", f"{world.given} leave tokens of {world.config.budget} that {short} could use")
+            world.found("shares", f"{world.given} leave unused tokens of {world.config.budget} that {short} could use")
         for one in short:
             for other in short:
                 mine, its = extra[one] / self._weights[one], extra[other] / self._weights[other]
@@ -133,7 +134,8 @@ class Ledger:
                     world.found("shares", f"{extra} prefill tokens besides the first, with weights {self._weights}")
 
     def _check_priority(self, short: NaiveTurn) -> None:
-        """While a prefill could use more, none of its tenant's of lower priority gets more than one token."""
+        """Checks that while a prefill could use more tokens, no turn of its tenant with lower priority gets more than
+        one."""
         for turn, count in self._world.given:
             same = turn.session.policy.tenant == short.session.policy.tenant
             if same and count > 1 and turn.priority < short.priority:

@@ -1,6 +1,6 @@
-"""Small slips planted all over the core, one at a time: a sign, an end, a note that is forgotten.
+"""Small slips planted all over the core, one at a time: a wrong sign, a wrong bound, a forgotten update.
 
-Each replaces a piece of a module's source. A slip whose source is no longer there has to be adapted."""
+Each replaces a piece of a module's source. A slip must be adapted when its source changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sim.rewritten import rewrite
 
 @dataclass(frozen=True)
 class Slip:
-    """In `module` the first `old` becomes `new`."""
+    """Replaces the first `old` in `module` with `new`."""
 
     module: str
     old: str
@@ -21,7 +21,7 @@ class Slip:
         return f"{self.module}: {self.old.strip()}  ->  {self.new.strip() or 'nothing'}"
 
     def plant(self) -> None:
-        """For good."""
+        """Plants the slip until the process ends."""
         rewrite(f"tenuto.{self.module}", self._slip)
 
     def _slip(self, source: str) -> str:

@@ -1,4 +1,4 @@
-"""More slips, by what they concern. See `slips`."""
+"""More slips, grouped by area. See `slips`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOLES = (
     Slip("session.prefixes", "        self.version += 1\n", ""),
     Slip("sched.admission", "                    self._room_for = None\n", "                    pass\n"),
 )  # fmt: skip
-"""What an attack on this proof found to be unguarded."""
+"""Slips that an attack on this proof found to be uncaught."""
 
 GRAMMARS = (
     Slip("text.compiled", "self._kept.move_to_end(grammar)", "pass"),

@@ -1,4 +1,4 @@
-"""Slips in the native kernels, of keys and values in 8 bits, which have to be compiled: see `slips`."""
+"""Slips in the native kernels for 8-bit keys and values, which have to be compiled. See `slips`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sim.rewritten import rewrite
 
 @dataclass(frozen=True)
 class NativeSlip:
-    """In a file of the kernels the first `old` becomes `new`."""
+    """Replaces the first `old` in a file of the kernels with `new`."""
 
     file: str
     old: str
@@ -23,8 +23,8 @@ class NativeSlip:
         return f"{self.file}: {self.old.strip()}  ->  {self.new.strip() or 'nothing'}"
 
     def plant(self) -> None:
-        """For good: the best variant that there is here is compiled anew, into a directory of its own, and no other is
-        tried."""
+        """Compiles the best variant for this machine into a separate directory, and loads no other, until the process
+        ends."""
         sources = Path(mkdtemp(prefix="slip-"))
         for path in (*build.SOURCES.glob("*.h"), *build.SOURCES.glob("*.cpp")):
             shutil.copy(path, sources)
@@ -37,7 +37,7 @@ class NativeSlip:
 
 
 def _elsewhere(source: str, directory: Path) -> str:
-    """`build` with its results in `directory`, and one variant."""
+    """Returns `build` for one variant, with its results in `directory`."""
     one = "if self.features.issuperset(map(_kernel_name, needs))]"
     return source.replace('cache / "kernels"', f"Path({str(directory)!r})").replace(one, f"{one}[:1]")
 

@@ -1,7 +1,7 @@
-"""Compares memory slot by slot with the naive histories, and sees that nobody writes what another needs.
+"""Compares memory slot by slot with the naive histories, and checks that no step writes a slot that others need.
 
-A session at rest needs every slot its checkpoints and pages promise; an open turn what it started from and what it has
-settled. What rests is looked at again only when it has changed, and from time to time."""
+A session at rest needs every slot its checkpoints and pages promise; an open turn needs the slots it started from and
+those it has settled. Sessions at rest are compared again when they change, and from time to time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from tests.sim.naive import NaiveSession, NaiveTurn, TokenRun
 
 Array = np.ndarray
 REFRESH = 64
-"""All that rests is looked at anew every so many steps."""
+"""The number of steps after which all sessions at rest are read again."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """What one session or turn needs in each group: slots, the hashes and the tokens (or positions) to be there."""
+    """The slots that one session or turn needs in each group, with the hashes and tokens (or positions) they should
+    hold."""
 
     stamp: object
     owner: str
@@ -40,10 +41,10 @@ class _Whole:
 
 
 class SlotChecker:
-    """Knows the slots of the witness and what should be in them."""
+    """Compares the witness's slots with the histories."""
 
     def __init__(self, page_size: int, groups: int, refresh: int = REFRESH) -> None:
-        """What rests is looked at anew every `refresh` times, else only if its stamp is new."""
+        """Sessions at rest are read again every `refresh` times, otherwise only if their stamp is new."""
         self._refresh = refresh
         self._size = page_size
         self._groups = groups
@@ -58,7 +59,7 @@ class SlotChecker:
             if entry.stop <= entry.start:
                 continue
             if entry.stop > len(sequence):
-                raise Found("slots", f"{owner} has {entry.stop} tokens in memory, of {len(sequence)}")
+                raise Found("slots", f"{owner} has {entry.stop} tokens in memory, but only {len(sequence)}")
             where = internals.slots_of(entry, self._size)
             hashes, tokens = sequence.stored(entry.start, entry.stop)
             part.slots[entry.group].append(where)
@@ -67,7 +68,7 @@ class SlotChecker:
             part.tokens[entry.group].append(tokens)
         for slot in slots:
             if slot.position > len(sequence):
-                raise Found("slots", f"{owner} has the state of {slot.position} tokens, of {len(sequence)}")
+                raise Found("slots", f"{owner} has the state of {slot.position} tokens, but only {len(sequence)}")
             where = np.array((slot.slot,), np.int64)
             part.slots[slot.group].append(where)
             if slot.fixed:
@@ -77,7 +78,7 @@ class SlotChecker:
         return part
 
     def _gather(self, engine: Engine, naive: dict[str, NaiveSession], turns: dict[int, NaiveTurn]) -> list[_Part]:
-        """Bring what rests up to date; what open turns have settled."""
+        """Updates the parts of sessions at rest; returns the settled parts of open turns."""
         self._looked += 1
         fresh: dict[str, _Part] = {}
         moving = []
@@ -87,12 +88,12 @@ class SlotChecker:
             if session.version != naive[sid].version:
                 continue  # a turn with nothing to compute has committed within this step
             if memory.arriving:
-                continue  # nobody reads it before it is there
+                continue  # it is not read before it has arrived
             stamp = (session, internals.stamp(session))
             part = self._parts.get(sid)
             if part is None or changed or part.stamp != stamp:
                 sequence = naive[sid].history
-                if memory.computed > len(sequence) and session.turn is not None:  # it was found elsewhere
+                if memory.computed > len(sequence) and session.turn is not None:  # found elsewhere for the turn's input
                     sequence = turns[session.turn.number].sequence
                 part = self._build(stamp, sid, *internals.needed_of_session(memory), sequence)
             fresh[sid] = part
@@ -117,7 +118,7 @@ class SlotChecker:
         naive: dict[str, NaiveSession],
         turns: dict[int, NaiveTurn],
     ) -> None:
-        """Raise unless the slots hold what the histories say."""
+        """Raises `Found` unless the slots hold what the histories require."""
         moving = self._gather(engine, naive, turns)
         rest = self._resting
         for group, (hashes, tokens) in enumerate(stored):
@@ -128,7 +129,7 @@ class SlotChecker:
                 wrong = (hashes[slots] != wanted) | (tokens[slots] != others)
                 slot = int(slots[np.flatnonzero(wrong)[0]])
                 names = [part.owner for part in self._owners(group, slot, moving)]
-                raise Found("slots", f"group {group}: slot {slot}, which {names} need, is not what the history says")
+                raise Found("slots", f"group {group}: slot {slot}, which {names} need, does not match the history")
 
     def _owners(self, group: int, slot: int, moving: list[_Part]) -> list[_Part]:
         parts = [*self._parts.values(), *moving]
@@ -137,7 +138,7 @@ class SlotChecker:
     def needed(
         self, sizes: list[int], engine: Engine, naive: dict[str, NaiveSession], turns: dict[int, NaiveTurn]
     ) -> Needed:
-        """What no step may write now."""
+        """Returns the slots that no step may write now."""
         moving = self._gather(engine, naive, turns)
         masks = []
         for group, size in enumerate(sizes):
@@ -151,7 +152,7 @@ class SlotChecker:
 
 
 class Needed:
-    """Slots that somebody needs as they are, a mask over each group."""
+    """Slots that must not change, as one mask for each group."""
 
     def __init__(self, masks: list[Array], checker: SlotChecker, moving: list[_Part]) -> None:
         self._masks = masks
@@ -159,7 +160,7 @@ class Needed:
         self._moving = moving
 
     def written(self, group: int, slots: Array) -> str | None:
-        """Which of `slots`, that a step is about to write, is needed by whom."""
+        """Describes the first of `slots` that must not be written, with its owners, or returns `None`."""
         hit = self._masks[group][slots]
         if not hit.any():
             return None

@@ -1,5 +1,4 @@
-"""Stories of drafts, of failing steps, of shared pages, of what comes late, and of thousands of sessions. Memory is
-ample."""
+"""Stories of drafts, failing steps, shared pages, late results, and thousands of sessions. Memory is ample."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from tests.sim.scenarios import Scenario
 
 ISOLATED_WITHIN = 60
-"""Steps from its first failure until a turn that makes steps fail has ended."""
+"""Steps within which a turn that makes steps fail ends after its first failure."""
 
 
 def typing(world: Scenario) -> None:
-    """A draft is typed on while it is computed: no token is computed twice, and sending it computes nothing again."""
+    """A draft is extended while it is computed: no token is computed twice, and sending it computes nothing again."""
     rng, config = world.rng, world.config
     sid = world.told(rng.randint(1, 40))
     had = world.session_of(sid).memory.computed
@@ -51,12 +50,12 @@ def typing(world: Scenario) -> None:
     world.rewind(sid, position=naive.base)
     left = world.session_of(sid).memory.computed
     if left < had:
-        world.found("kept memory", f"rewound to where a turn began: {left} tokens are in memory, {had} were")
+        world.found("kept memory", f"rewound to the start of a turn: {left} tokens are in memory, {had} were before")
 
 
 def editing(world: Scenario) -> None:
-    """A draft is changed in the middle: what comes before the change is not computed again, but for the tokens behind a
-    checkpoint or a window."""
+    """A draft is changed in the middle: tokens before the change are not recomputed, except those after the last
+    checkpoint or in the window."""
     rng, config = world.rng, world.config
     sid = world.opened()
     text = world.text(rng.randint(2, config.context // 3))
@@ -78,11 +77,11 @@ def editing(world: Scenario) -> None:
     world.submit(sid, text or [1], TurnParams(max_new_tokens=3, ignore_eos=True))
     world.play()
     if naive.computed > given + 8:
-        world.found("typing", f"{naive.computed} tokens were computed for a draft; its changes gave {given}")
+        world.found("typing", f"{naive.computed} tokens were computed for a draft; its changes allow {given}")
 
 
 def failing(world: Scenario) -> None:
-    """A few steps fail: it costs those few steps, and nobody is computed again or held up for long."""
+    """A few steps fail: only those steps are lost, and no turn is recomputed or delayed for long."""
     rng, config = world.rng, world.config
     turns = [
         world.say(world.opened(), world.text(rng.randint(1, 30)), rng.randint(20, 60)) for _ in range(config.running)
@@ -110,11 +109,11 @@ def failing(world: Scenario) -> None:
     if computed > needed + (failures + 1) * again:
         world.found("failures", f"{failures} failed steps: {computed} tokens were computed, {needed} needed")
     if steps > longest + ISOLATED_WITHIN * 2:
-        world.found("failures", f"{failures} failed steps: it took {steps} steps, {longest} would do")
+        world.found("failures", f"{failures} failed steps: it took {steps} steps, {longest} would be enough")
 
 
 def poisoned(world: Scenario) -> None:
-    """Every step with one certain turn fails: it ends as failed soon, and the others hardly notice."""
+    """Every step with a certain turn fails: it soon ends as failed, and the others hardly notice."""
     rng, config = world.rng, world.config
     count = max(1, config.running - 1)
     turns = [world.say(world.opened(), world.text(rng.randint(1, 30)), rng.randint(30, 80)) for _ in range(count)]
@@ -129,24 +128,24 @@ def poisoned(world: Scenario) -> None:
         world.step()
         since = world.steps if since is None and world.failures > before else since
         if since is not None and world.steps - since > ISOLATED_WITHIN:
-            world.found("failures", f"a turn with which every step fails goes on for {world.steps - since} steps")
+            world.found("failures", f"a turn that makes every step fail goes on for {world.steps - since} steps")
             break
     result = world.ended_as.get(bad.number)
     if result not in (EndReason.FAILED, None):
-        world.found("failures", f"a turn with which every step fails ended as {result}")
+        world.found("failures", f"a turn that makes every step fail ended as {result}")
     world.play()
     computed = world.executor.tokens - began
     failures = world.failures - before
     most = ceil(log2(config.running)) + MAX_FAILURES
     if failures > most * (1 + config.overlap):  # each may void another
-        world.found("failures", f"one poisoned turn: {failures} steps failed, {most} would do")
+        world.found("failures", f"one poisoned turn: {failures} steps failed, {most} would be enough")
     if computed > needed + bad.prompt + 40 + (failures + 1) * (2 * config.budget + 2 * config.running):
         world.found("failures", f"one poisoned turn: {computed} tokens were computed, the others needed {needed}")
 
 
 def struck(world: Scenario) -> None:
-    """Turns begin together, and steps fail that come past certain places in some of their inputs: bisection finds them,
-    and no turn is cleared before it has come past where its step failed."""
+    """Several turns begin together, and steps that pass certain positions of some inputs fail: bisection finds those
+    turns, and no turn is cleared before it has passed the position where its step failed."""
     rng, config = world.rng, world.config
     count = rng.randint(2, config.running)
     turns = [world.say(world.opened(), world.text(rng.randint(1, 2 * config.budget)), 8) for _ in range(count)]
@@ -157,13 +156,13 @@ def struck(world: Scenario) -> None:
     world.play()
     most = len(bad) * (ceil(log2(count)) + MAX_FAILURES)
     if world.failures - before > most * (1 + config.overlap):  # each may void another
-        world.found("failures", f"{len(bad)} of {count} turns: {world.failures - before} steps failed, {most} would do")
+        world.found("failures", f"{len(bad)} of {count} turns: {world.failures - before} steps failed, at most {most}")
     for sid in list(world.naive):
         world.close(sid, finish=False)
 
 
 def shortened(world: Scenario) -> None:
-    """A draft fails twice far along, is shortened and sent: it shares its steps as if nothing had happened."""
+    """A draft fails twice near its end, is shortened and sent: it then shares steps as if nothing had happened."""
     rng, config = world.rng, world.config
     sid = world.opened()
     text = world.text(config.context // 2)
@@ -186,7 +185,7 @@ def shortened(world: Scenario) -> None:
 
 
 def tails(world: Scenario) -> None:  # noqa: C901 - one stretch of the story after the other
-    """Sessions that share a partly filled page go on from it, are cut back onto it, and go on again."""
+    """Sessions that share a partly filled page continue from it, are cut back onto it, and continue again."""
     rng, config = world.rng, world.config
     size = config.page_size
     first = world.opened()
@@ -220,7 +219,7 @@ def tails(world: Scenario) -> None:  # noqa: C901 - one stretch of the story aft
 
 
 def cut_back(world: Scenario) -> None:
-    """A fork goes on in a copy of the page it shares, is cut back onto the shared one, and both go on."""
+    """A fork continues in a copy of the page it shares, is cut back onto the shared page, and both continue."""
     rng, size = world.rng, world.config.page_size
     for _ in range(rng.randint(2, 6)):
         parent = world.opened()
@@ -242,7 +241,7 @@ def cut_back(world: Scenario) -> None:
 
 
 def churn(world: Scenario) -> None:
-    """Sessions and turns come and go by the thousand beside a few that wait: nothing is forgotten or piles up."""
+    """Thousands of sessions and turns come and go beside a few that wait: nothing is forgotten or piles up."""
     rng = world.rng
     keep = [world.opened(ttl=500.0) for _ in range(3)]
     for sid in keep[:2]:
@@ -271,7 +270,7 @@ def churn(world: Scenario) -> None:
 
 
 def scored(world: Scenario) -> None:
-    """Several turns want the log-probabilities of their input; some end while a step computes them, others go on."""
+    """Several turns request log-probabilities of their input; some end while a step computes them, others continue."""
     rng, config = world.rng, world.config
     for _ in range(rng.randint(3, 8)):
         turns = []
@@ -291,7 +290,7 @@ def scored(world: Scenario) -> None:
 
 
 def guessed(world: Scenario) -> None:
-    """Tokens are guessed ahead where turns end: at stop ids, at their length, and at both at once."""
+    """Tokens are guessed beyond the ends of turns: at stop ids, at the length limit, and at both at once."""
     rng, config = world.rng, world.config
     sids = [world.opened() for _ in range(config.running)]
     for _ in range(rng.randint(10, 30)):

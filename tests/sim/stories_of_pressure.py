@@ -1,4 +1,4 @@
-"""Stories of memory that is short: who yields to whom, and what it costs."""
+"""Stories of scarce memory: the order in which sessions yield, and the cost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from tests.sim.scenarios import Scenario
 
 THRASHING = 1.75
-"""Turns that outgrow memory compute at most so many times what they need; without pressure it is once."""
+"""Turns that outgrow memory compute at most this multiple of what they need; without pressure it is 1."""
 
 
 def outgrow(world: Scenario) -> None:
-    """Turns decode until they outgrow memory; some yield, and what is computed again stays within bounds."""
+    """Turns decode until they outgrow memory; some yield, and the recomputed tokens stay within bounds."""
     rng, config = world.rng, world.config
     for _ in range(rng.choice((0, 0, 4))):
         world.told(rng.randint(4, 30))
@@ -44,7 +44,7 @@ def outgrow(world: Scenario) -> None:
 
 
 def families(world: Scenario) -> None:  # noqa: C901 - one stretch of the story after the other
-    """Many forks of one session beside others that share nothing; then somebody needs room."""
+    """Many forks of one session live beside sessions that share nothing; then other turns need room."""
     rng, config = world.rng, world.config
     parent = world.told(rng.randint(config.context // 4, config.context // 2))
     for _ in range(rng.randint(0, 4)):
@@ -71,8 +71,8 @@ def families(world: Scenario) -> None:  # noqa: C901 - one stretch of the story 
 
 
 def passed_over(world: Scenario) -> None:
-    """Sessions that share all they hold have been idle for longer than others; a few pages are short. Those who share
-    are passed over: they would give nothing."""
+    """A few pages are short, and sessions that share all their pages have been idle for longer than others: they are
+    passed over, since they would free nothing."""
     rng, config = world.rng, world.config
     size = config.page_size
     for _ in range(rng.randint(2, 6)):
@@ -89,7 +89,7 @@ def passed_over(world: Scenario) -> None:
 
 
 def alone(world: Scenario) -> None:
-    """One session in pools that barely hold it: it goes on from its own memory."""
+    """One session in pools that barely hold it continues from its own memory."""
     rng, config = world.rng, world.config
     sid = world.opened()
     while world.longest - len(world.naive[sid].tokens) > 2:
@@ -111,7 +111,7 @@ def alone(world: Scenario) -> None:
 
 
 def promotion(world: Scenario) -> None:
-    """A turn of higher priority comes that does not fit: nobody below it yields for nothing."""
+    """A turn of higher priority arrives that does not fit: no lower one yields in vain."""
     rng, config = world.rng, world.config
     size, pool = config.page_size, config.units[0]
     if rng.random() < 0.6:
@@ -130,7 +130,7 @@ def promotion(world: Scenario) -> None:
 
 
 def refused(world: Scenario) -> None:
-    """A turn does not fit beside two that run; one of them ends, and it fits if idle sessions yield."""
+    """A turn does not fit beside two running ones; one of them ends, and it fits once idle sessions yield."""
     rng, slots = world.rng, world.config.page_size * world.config.units[0]
     for _ in range(rng.randint(3, 6)):
         world.told(max(1, slots // 20))
@@ -147,8 +147,8 @@ def refused(world: Scenario) -> None:
 
 
 def exact(world: Scenario) -> None:
-    """A fork's turn comes that needs just what is free, or a page more or less, and could have it all in one step; its
-    first page is a copy."""
+    """A fork's turn arrives that needs exactly the free units, or a page more or less, in a single step; its first page
+    is a copy."""
     rng, config = world.rng, world.config
     size = config.page_size
     parent = world.told(size * rng.randint(1, 3) + rng.randint(1, size), 2)
@@ -171,8 +171,8 @@ def exact(world: Scenario) -> None:
 
 
 def unwanted(world: Scenario) -> None:
-    """Sessions fill memory, and a draft comes that nobody waits for: none of them yields to it. When they are gone, one
-    that is dropped is computed again."""
+    """Sessions fill memory, and a draft arrives that nothing waits for: no session yields to it. After they close, a
+    dropped draft is computed again."""
     rng, slots = world.rng, world.config.page_size * world.config.units[0]
     told = [world.told(max(1, slots // 7)) for _ in range(rng.randint(4, 7))]
     sid = world.opened()

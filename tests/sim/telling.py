@@ -1,4 +1,4 @@
-"""Runs single tests without pytest, which would take longer than most of them."""
+"""Runs single tests without pytest, whose start would take longer than most of them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from _pytest.mark import ParameterSet
 
 
 def module_of(story: str) -> str:
-    """The module of a test's id."""
+    """Returns the module named by a test's id."""
     return story.partition("::")[0].removesuffix(".py").replace("/", ".")
 
 
 def tell(story: str) -> None:
-    """Run a test, a function of a module, with all its parameters. Raises what it raises."""
+    """Runs a test, a function of a module, with all its parameters. Raises what the test raises."""
     module = importlib.import_module(module_of(story))
     test: Callable[..., object] = getattr(module, story.partition("::")[2])
     for parameters in _parameters(test):
@@ -33,7 +33,7 @@ def tell(story: str) -> None:
 
 
 def _parameters(test: Callable[..., object]) -> Iterator[dict[str, Any]]:
-    """What the marks of a test give it, in all combinations."""
+    """Yields the parameter sets of a test's marks, in all combinations."""
     marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
     combinations: list[dict[str, Any]] = [{}]
     for mark in marks:
@@ -44,7 +44,7 @@ def _parameters(test: Callable[..., object]) -> Iterator[dict[str, Any]]:
 
 
 def _fixture(name: str, module: ModuleType, made: dict[str, Any], stack: ExitStack) -> Any:
-    """A directory, or what a fixture of the module makes."""
+    """Returns a temporary directory, or the value of one of the module's fixtures."""
     if name == "tmp_path" and name not in made:
         made[name] = Path(stack.enter_context(TemporaryDirectory()))
     elif name == "monkeypatch" and name not in made:

@@ -1,4 +1,4 @@
-"""What the registry counts and indexes for each tenant, compared with a look at every session."""
+"""Compares the registry's counts and indexes for each tenant with a scan of all sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STATES = (None, *get_args(StateFilter))
 
 
 def check_tenants(registry: Registry) -> None:
-    """Raises `InvariantError`."""
+    """Raises `InvariantError` at the first difference."""
     for tenant in sorted({session.policy.tenant for session in registry}):
         theirs = sorted((s for s in registry if s.policy.tenant == tenant), key=lambda session: session.id)
         shown = [s for s in theirs if not (s.policy.ephemeral or s.policy.hidden)]
@@ -42,13 +42,13 @@ def check_tenants(registry: Registry) -> None:
 
 
 def check_leaving(registry: Registry, tenant: str, most: int, spared: str) -> None:
-    """Whoever leaves makes enough room, and the last of them is needed for that."""
+    """Checks that the sessions chosen to leave make enough room, and that the last of them is needed for that."""
     leaving, kept = registry.leaving(tenant, most, spared)
     use, order = registry.use(tenant), [s for s in registry.use(tenant).resting() if s.id != spared]
     if kept >= most and leaving:
-        raise InvariantError(f"{leaving} would leave {tenant!r} with {kept} units, not less than {most}")
+        raise InvariantError(f"{leaving} leave {tenant!r} with {kept} units, not fewer than {most}")
     if leaving != order[: len(leaving)] or (leaving and kept + leaving[-1].counted_units < most):
         raise InvariantError(f"{leaving} leave first for {most} units, of {order}")
     rest = sum(s.counted_units for s in (leaving or (order if kept >= most else [])))
     if kept != use.units - rest:
-        raise InvariantError(f"{kept} units are said to be kept, of {use.units}, when {rest} leave")
+        raise InvariantError(f"{kept} units are reported as kept of {use.units}, when {rest} leave")

@@ -1,7 +1,6 @@
-"""Sessions and memory are right in random worlds, and the simulator that says so is itself proved.
+"""Sessions and memory stay right in random worlds, and the simulator that checks this is itself proved.
 
-These runs are short; `make sim` runs as many worlds as it is told to, and `python -m tests.sim.proof` plants
-everything there is."""
+These runs are short; `make sim` runs any number of worlds, and `python -m tests.sim.proof` plants every change."""
 
 from tests.sim.everything import everything, is_justified, known_catchers
 from tests.sim.planted import Job, look_for_all, needs_pytest
@@ -9,17 +8,17 @@ from tests.sim.run import GRAMMARS, OVERTAKING, PINNED, PREFIXED, run_worlds
 
 STEPS = 6_000
 PREFIX_STEPS = 2_000
-"""Of worlds with a prefix cache."""
+"""Seeds of worlds with a prefix cache."""
 OVERTAKING_STEPS = 2_000
-"""Of worlds in which others begin with what running turns compute, and go back in shared pages."""
+"""Seeds of worlds whose sessions start from memory that running turns compute."""
 PINNED_STEPS = 1_500
-"""Of worlds in which some sessions are pinned."""
+"""Seeds of worlds in which some sessions are pinned."""
 GRAMMAR_STEPS = 2_000
-"""Of worlds whose turns have grammars."""
+"""Seeds of worlds whose turns have grammars."""
 WORLD_STEPS = 150
 
 LOOKED_FOR = 6_000
-"""Steps in which a known seed, or one of the first others, has to show what is planted, or the seeds are stale."""
+"""Steps within which a known seed, or one of the first others, must catch the change; otherwise the seeds are stale."""
 
 
 def test_small_worlds_stay_right():
@@ -35,7 +34,7 @@ def test_worlds_with_a_prefix_cache_stay_right():
     assert summary.steps >= PREFIX_STEPS
 
 
-def test_worlds_in_which_others_begin_with_what_running_turns_compute_stay_right():
+def test_worlds_whose_sessions_start_from_memory_of_running_turns_stay_right():
     summary = run_worlds(range(OVERTAKING, OVERTAKING + OVERTAKING_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= OVERTAKING_STEPS
@@ -59,7 +58,8 @@ def test_large_worlds_stay_right():
 
 
 def test_planted_faults_slips_and_removed_calls_are_caught():
-    """Those of which it is known what catches them, and at once; `python -m tests.sim.proof` plants all others."""
+    """Plants the changes whose catchers are known, most of which notice at once; `python -m tests.sim.proof` plants all
+    others."""
     catchers = {name: catcher for name, catcher in known_catchers().items() if not needs_pytest(catcher)}
     planted = {
         name: Job(what, LOOKED_FOR, catchers[name])
@@ -68,7 +68,7 @@ def test_planted_faults_slips_and_removed_calls_are_caught():
     }
     assert len(planted) > 100
     gone = [name for name, catcher in catchers.items() if name not in planted and isinstance(catcher, str)]
-    assert not gone, f"stories have nothing to notice: {gone}"
+    assert not gone, f"these catchers have nothing to catch: {gone}"
     outcomes = dict(zip(planted, look_for_all(planted.values()), strict=True))
     for name, outcome in outcomes.items():
         print(f"{outcome}  {name}")

@@ -1,4 +1,4 @@
-"""Sessions are exported and imported under other names, and a full disk forgets the least recently used."""
+"""Sessions exported and imported under other names, and a full disk that deletes the least recently used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL, WEIGHTS = "a model", "weights"
 
 
 def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
-    """Export an idle session, or `sid`, and import it under another name. The import must not be refused."""
+    """Exports an idle session, or `sid`, and imports it under another name, which must not be refused."""
     sid = sid or world._pick(lambda s: s.turn is None and not s.policy.ephemeral)
     if sid is None or not world.is_open(sid) or len(world.naive) >= world.config.sessions:
         return
@@ -49,7 +49,7 @@ def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
                 engine.states.check(file)
                 file.verify()
             except InvalidRequest as error:
-                world.found("exports", f"{sid} was exported, and is refused: {error}")
+                world.found("exports", f"{sid} was exported, but its import is refused: {error}")
                 return
             name = f"{sid[:6]} at {world.steps}"
             if name not in world.naive:
@@ -58,25 +58,26 @@ def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
 
 
 def park_last(world: RandomWorld) -> None:
-    """A session without a turn yields as under pressure."""
+    """Makes a session without a turn yield as under pressure."""
     sid = world._pick(lambda s: s.turn is None and 0 < s.memory.computed < len(s.history))
     if sid is not None:
         world.engine.lifecycle.drop(world.session_of(sid), "pressure")
 
 
 class ParkedInOrder:
-    """Checks that a full disk gives up the least recently used memory: a session that loses its parked memory for lack
-    of room was used before every session that keeps its own on disk."""
+    """Checks that a full disk deletes the least recently used memory: a session that loses its parked memory for lack
+    of room was used before every session that keeps memory on disk."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._used: dict[Session, int] = {}  # the step in which it last had a turn, or was parked
-        self._parked: dict[Session, tuple[Parked, int, int]] = {}  # of those at rest, its size, and their version
-        self._on_disk: set[Parked] = set()  # of these
+        self._used: dict[Session, int] = {}  # the step in which it last had a turn or was parked
+        # of sessions at rest: the parked memory, its size, the session's version
+        self._parked: dict[Session, tuple[Parked, int, int]] = {}
+        self._on_disk: set[Parked] = set()  # those of them on disk
         self._failures: Counter[str] = Counter()
 
     def look(self) -> None:
-        """A step has ended, and with it all that was done since the last time."""
+        """Looks at the changes since the last step ended."""
         world, disk = self._world, self._world.disk
         parking = world.engine.parking
         if parking is None or disk is None or disk.fills_early:
@@ -104,7 +105,7 @@ class ParkedInOrder:
             if (session.state, session.turn, session.version) == (SessionState.OPEN, None, version)
             and size <= budget
             and keeping.is_worth_disk(engine, size, parked.position)
-            and parked not in self._on_disk  # what is there goes in an order of its own
+            and parked not in self._on_disk  # files on disk have an order of their own
             and keeping.parked_of(engine, session) is None
         ]
         kept = [session for session in self._parked if keeping.stays_on_disk(engine, session)]

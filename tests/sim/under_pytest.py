@@ -1,5 +1,5 @@
-"""`python -m tests.sim.under_pytest NAME TEST` plants what has that name and runs a test by pytest: where models are
-made, fixtures make them."""
+"""`python -m tests.sim.under_pytest NAME TEST` plants the change called NAME and runs a test under pytest, for tests
+whose fixtures make models."""
 
 from __future__ import annotations
 

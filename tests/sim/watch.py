@@ -1,6 +1,6 @@
-"""Who waits too long, who yields in vain, and what is computed again without need.
+"""Watches for turns that wait too long, memory that is taken in vain, and needless recomputation.
 
-Every bound is one that a right engine keeps with room to spare; its reason stands beside it."""
+A correct engine keeps every bound here with room to spare; the reason for each stands beside it."""
 
 from __future__ import annotations
 
@@ -22,45 +22,46 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 STUCK = 400
-"""Steps without any token computed while a submitted turn is open."""
+"""Steps without a computed token while a submitted turn is open."""
 PATIENCE = 6000
-"""Steps a submitted turn may take."""
+"""Steps that a submitted turn may take."""
 STARTS_WITHIN = 6 + RECONSIDERED_AFTER
-"""Steps in which the first in the queue starts once its worst case fits: one would do if it were always considered."""
+"""Steps within which the first turn in the queue starts once its worst case fits; one, if it were always considered."""
 AFTER_FAILURE = 60
-"""The same after a failed step: those who were in it may first have to show which of them makes steps fail."""
+"""The same after a failed step, when it may first have to be found out which of its turns makes steps fail."""
 OVERTAKEN = 1
-"""Turns that came later, of no higher priority, and start before a waiting one: none should."""
+"""Later turns of no higher priority that may start before a waiting one; ideally 0."""
 
 
 class Watch:
-    """Looks at what each step has done."""
+    """Looks at the effects of each step."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._idle: dict[str, tuple[Session, int]] = {}
-        self._pinned: dict[Session, tuple[Turn | None, int]] = {}  # with their turns, and what they have in memory
-        self._trimmed = self._evicted = 0  # checkpoints evicted before the step, for the budget's sake and in all
+        # with their turns, and the tokens they have in memory
+        self._pinned: dict[Session, tuple[Turn | None, int]] = {}
+        self._trimmed = self._evicted = 0  # checkpoints evicted before the step: to keep the budget, and in all
         self._first = 0, world.steps  # the first in the queue, and the last step at which it did not fit
         self._progress = world.steps
         self._executed = 0
         self._judged = False
         self._planned: set[int] = set()  # numbers of the turns in this step's plan
-        self._slow: set[int] = set()  # numbers of those whose masks took long when it was made
-        self._suspected = False  # when this step began, so that it is not for all
-        self._failures = 0  # steps that had failed before this one
-        self._suspicion: tuple[int, set[Turn], str] | None = None  # who yielded, it seems in vain
+        self._slow: set[int] = set()  # numbers of turns whose masks were slow when the plan was made
+        self._suspected = False  # whether this step began with suspects, so that it may leave out turns
+        self._failures = 0  # failed steps before this one
+        self._suspicion: tuple[int, set[Turn], str] | None = None  # turns that yielded, apparently in vain
         self._needy: dict[int, float] = {}  # numbers of the turns it may have been for, and when their drafts changed
         self._parked = ParkedInOrder(world)
         world.log.would_fit = self._fits_with_its_session
         world.log.better_victim = self._better_victim
 
     def healthy(self, turn: NaiveTurn) -> bool:
-        """Whether steps fail for others' sake alone."""
+        """Returns whether the turn's steps can fail only because of other turns."""
         return turn.poisoned_from is None and self._world.config.fail_rate == 0
 
     def yielded(self, session: Session) -> bool:
-        """Whether the session's own memory has been taken from it."""
+        """Returns whether memory has been taken from the session."""
         return any(event.session is session and event.kind in ("drop", "park") for event in self._world.log.events)
 
     # -- around a step
@@ -80,7 +81,7 @@ class Watch:
         world.log.events.clear()
 
     def submitted(self, members: Collection[int]) -> None:
-        """A plan with these turns in it has been given to the executor: what yields in this step has yielded."""
+        """Notes that a plan with these turns was given to the executor: this step takes no more memory."""
         self._planned.update(members)
         self._slow.update(internals.slow_turns(self._world.engine, self._world.masks.were_slow))
         self._judge()
@@ -111,7 +112,7 @@ class Watch:
                 world.found("stuck", f"turn {turn.number} of {turn.sid} starves since step {turn.since}")
 
     def _check_pinned(self) -> None:
-        """Pinned sessions without a running turn have kept what they had in memory."""
+        """Checks that pinned sessions without a running turn have kept their memory."""
         for session, (turn, computed) in self._pinned.items():
             same = session.turn is turn and (turn is None or not turn.running)
             if same and session.state is not SessionState.CLOSED and session.memory.computed < computed:
@@ -120,11 +121,11 @@ class Watch:
     # -- yielding
 
     def _judge(self) -> None:  # noqa: C901, PLR0912 - one rule after the other
-        """Nobody yields in vain: of those who did, at least one could not have stayed, or one drop too many was made.
+        """Checks that no memory is taken in vain: at least one of the victims was needed, and no drop was superfluous.
 
-        Whoever yields last is needed if the others have yielded. So if each of them alone could have kept what it gave,
-        room was made for nobody. While a step is in flight what was released comes free a step or two later, and
-        whoever it was made for starts then."""
+        The last victim is needed if the others have yielded. So if each of them alone could have kept what it gave, the
+        room was made for nothing. While a step is in flight, released units are freed a step or two later, and the turn
+        that needs them starts only then."""
         world, self._judged = self._world, True
         events = world.log.events
         victims = [e for e in events if self._is_victim(e)]
@@ -142,23 +143,24 @@ class Watch:
         self._check_for_drafts(victims)
         dropped = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
         if dropped and not any(any(e.freed) for e in events) and world.engine.memory.cache.evicted == self._evicted:
-            world.found("gives nothing", f"{[e.session for e in dropped]} were dropped, and nothing came free")
+            world.found("gives nothing", f"{[e.session for e in dropped]} were dropped, and nothing was freed")
         if self._suspected:
             self._check_suspects(victims)
-        sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)  # its bounds say little
+        # the bounds of sliding groups are too loose
+        sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)
         if not victims or self._failures != world.failures or self._suspected or sliding:
-            return  # who is singled out for failed steps yields itself if it lacks room
+            return  # a turn singled out after failed steps yields if it lacks room
         if world.engine.memory.cache.evicted != self._evicted:
-            return  # somebody may have yielded so that a checkpoint could be evicted
+            return  # a session may have yielded so that a checkpoint could be evicted
         if internals.copying(world.engine):
-            return  # what yielded may come free only when copies end
+            return  # yielded units may be freed only when copies end
         if world.config.overlap and len(world.engine.batch) == world.config.running:  # for a row: it could not pause
             victims = [e for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
         growing = (
             2 * len(world.engine.batch) if world.config.overlap else 0
-        )  # pages taken before what yielded comes free
+        )  # pages taken before the yielded units are freed
         swapped = [e.freed for e in events if e.kind == "share"]  # sessions that took others' memory gave up their own
-        room = [n - len(starts) - growing for n in self._room()]  # the copy of a tail is counted at worst
+        room = [n - len(starts) - growing for n in self._room()]  # the copy of a tail is counted at its worst case
         room = [n - sum(units) for n, *units in zip(room, *swapped, strict=True)]
         if any(any(e.freed) for e in victims) and all(
             all(n <= have for n, have in zip(e.freed, room, strict=True) if n) for e in victims
@@ -186,8 +188,8 @@ class Watch:
                 return
 
     def _check_suspects(self, victims: list[Event]) -> None:
-        """While the turns that make steps fail are searched, nobody yields where the longest turn had room beside what
-        the running turns still need. In each group one unit more may be the source that its session brings back."""
+        """Checks that while suspects are tested, no turn yields if the longest turn had room beside what the running
+        turns still need. In each group one more unit may be the source that its session brings back."""
         world = self._world
         losers = [e for e in victims if e.kind == "preempt"]
         rows = len(world.engine.batch) == world.config.running or any(e.kind == "start" for e in world.log.events)
@@ -199,15 +201,16 @@ class Watch:
             world.found("in vain", f"{names} lost memory to suspects, and {room} units of each group were free")
 
     def _check_for_drafts(self, victims: list[Event]) -> None:
-        """Nobody yields so that a draft can be computed, but what closed sessions have left."""
+        """Checks that only closed sessions yield to drafts."""
         running = self._world.engine.batch.running()
         losers = [e.session for e in victims if e.kind == "drop" and e.state is not TurnState.DRAFTING]
         losers = [session for session in losers if session.state is not SessionState.CLOSED]
         if losers and not self._world.waiting() and all(turn.drafting for turn in running):
-            self._world.found("drafts", f"{losers} yielded, and nobody but drafts {running} wants anything")
+            self._world.found("drafts", f"{losers} yielded, although only drafts {running} need memory")
 
     def _check_starts(self) -> None:
-        """Who starts is computed in the same step: admission has counted the pages for all it knows."""
+        """Checks that a turn that starts is computed in the same step: admission has counted the pages for all its
+        known tokens."""
         world = self._world
         if self._suspected or self._failures != world.failures:
             return
@@ -218,14 +221,14 @@ class Watch:
                 continue
             if any(e.turn is not None and self._outranks(e.turn, turn) for e in starts[place + 1 :]):
                 continue
-            waits = internals.waits_in_its_row(world.engine, turn)  # for what another computes
+            waits = internals.waits_in_its_row(world.engine, turn)  # for another turn's computation, or for copies
             waits = waits or turn.number in self._slow
             if turn.number in world.turns and turn.number not in self._planned and not waits:
-                world.found("starts", f"{turn!r} has started, and the step has nothing for it")
+                world.found("starts", f"{turn!r} has started, and the step computes nothing for it")
 
     @staticmethod
     def _outranks(later: Turn, turn: Turn) -> bool:
-        """Whether a turn that started later may take memory from one that has started."""
+        """Returns whether a turn that started later may take memory from one that has started."""
         return later.priority > turn.priority or _tenant(later) != _tenant(turn)
 
     @staticmethod
@@ -233,7 +236,7 @@ class Watch:
         return (event.kind, event.why) in (("preempt", "preempted"), ("drop", "pressure"))
 
     def _room(self) -> list[int]:
-        """Units of each group that nobody has or will need for tokens it knows already."""
+        """Returns the units of each group that are free and not needed for tokens that turns already know."""
         engine = self._world.engine
         room = [pool.free + pool.limbo for pool in engine.memory.pools]
         for turn in engine.batch.running():
@@ -242,7 +245,7 @@ class Watch:
         return room
 
     def _pledge(self, turn: Turn) -> list[int]:
-        """Units a running turn may still acquire for the tokens it knows, an upper bound."""
+        """Returns an upper bound of the units a running turn may still acquire for the tokens it knows."""
         own, pledges = internals.held_beyond(self._world.engine, turn), []
         for group, worst in enumerate(self._worst(turn.length + 1 + 2 * self._world.config.overlap)):
             if self._world.config.groups[group].kind is Kind.FULL:
@@ -252,7 +255,8 @@ class Watch:
         return pledges
 
     def _worst(self, length: int) -> list[int]:
-        """Units of each group that a turn needs which starts from nothing and knows `length` tokens, an upper bound."""
+        """Returns an upper bound of the units of each group that a turn needs to compute `length` tokens from
+        nothing."""
         config = self._world.config
         found = []
         for group in config.groups:
@@ -269,17 +273,18 @@ class Watch:
 
     @staticmethod
     def _rung(state: TurnState | None) -> int:
-        """Closed sessions yield first, then drafts, idle sessions, then waiting ones, running turns last."""
+        """Ranks victims: closed sessions yield first, then drafts, idle sessions, waiting turns, and running turns
+        last."""
         if state is None:
             return 1
         return {TurnState.DRAFTING: 0, TurnState.RUNNING: 3}.get(state, 2)
 
     def _cheaper_victim(self, event: Event) -> Session | None:
-        """A session that kept all it has, should yield before the victim and would have given as much in every
-        group."""
+        """Finds a session that kept all its memory, should yield before the victim, and would have freed as much in
+        every group."""
         engine, events = self._world.engine, self._world.log.events
         if event.session.state is SessionState.CLOSED:
-            return None  # they yield first
+            return None  # closed sessions yield first
         victim = self._rung(event.state), (event.turn or event.session.policy).priority
         waiting = self._world.waiting()
         for session in engine.sessions:
@@ -290,7 +295,7 @@ class Watch:
                 continue
             rung = self._rung(turn.state if turn is not None else None)
             if rung == 0 and session.memory.turn is None:
-                rung = 2  # a draft that keeps only its text yields what its session holds as one that waits
+                rung = 2  # with only a draft's text left, its session's memory yields like a waiting turn's
             rank = rung, (turn or session.policy).priority
             gives = internals.exclusive(session) if session.memory.turn is None else session.memory.turn.own_units()
             if rank < victim and all(a >= b for a, b in zip(gives, event.freed, strict=True)):
@@ -298,8 +303,8 @@ class Watch:
         return None
 
     def _better_victim(self, victim: Session) -> Session | None:
-        """An idle session that kept its memory, ranks no higher, and would give something in every group. Closed ones
-        yield before it, however they share what they have."""
+        """Finds an idle session that kept its memory, ranks no higher, and would free something in every group. Closed
+        sessions yield first, no matter what they share."""
         if victim.state is SessionState.CLOSED:
             return None
         for session in self._world.engine.sessions:
@@ -310,8 +315,8 @@ class Watch:
         return None
 
     def _fits_with_its_session(self, turn: Turn) -> bool:
-        """Whether a waiting turn fits beside its session and the running turns, if all others yield. Full attention
-        only: elsewhere the upper bounds say little."""
+        """Returns whether a waiting turn fits beside its session and the running turns, if all others yield. Full
+        attention only: for other kinds the upper bounds are too loose."""
         world = self._world
         if any(group.kind is not Kind.FULL for group in world.config.groups) or world.engine.batch.running():
             return False
@@ -322,8 +327,8 @@ class Watch:
         return all(n + more + 1 <= capacity for n, capacity in zip(kept, world.config.units, strict=True))
 
     def _check_cache(self) -> None:
-        """Checkpoints that only save work hold no more than their share, and are not given up below it. In which order
-        they are is for `tests/memory/test_thinning.py` to check."""
+        """Checks that checkpoints that only save work hold no more than their share, and are not evicted below it.
+        `tests/memory/test_thinning.py` checks their order."""
         world = self._world
         evicted = internals.trimmed(world.engine) - self._trimmed
         if not evicted and not world.looking:
@@ -346,19 +351,20 @@ class Watch:
         kept = all(n + evicted * m <= most for n, m, most in zip(cached, each, budget, strict=True))
         spare = all(4 * n >= most for n, most in zip(room, world.config.units, strict=True))
         if kept and spare:
-            world.found("cache", f"{evicted} checkpoints were given up; {cached} of {budget} are held, {room} free")
+            world.found("cache", f"{evicted} checkpoints were evicted; {cached} of {budget} are held, {room} free")
 
     # -- waiting
 
     def _check_order(self) -> None:
-        """Nobody yields to a turn that does not outrank it, and nobody is overtaken for long."""
+        """Checks that no turn yields to one that does not outrank it, and that none is overtaken for long."""
         world, preempted = self._world, []
         for place, event in enumerate(world.log.events):
             turn = event.turn
             if (event.kind, event.why) in (("preempt", "preempted"), ("pause", "paused")):
                 preempted.append(turn)
             elif event.kind == "drop" and event.state in (TurnState.QUEUED, TurnState.PREEMPTED) and event.fitted:
-                started = next((e.turn for e in world.log.events[place:] if e.kind == "start"), None)  # whom it was for
+                # the turn it was dropped for
+                started = next((e.turn for e in world.log.events[place:] if e.kind == "start"), None)
                 if started is turn and event.why == "pressure":
                     world.found("dropped", f"{turn!r} fits, and its own session was dropped for it")
             elif event.kind == "start" and turn is not None and turn.state is not TurnState.DRAFTING:
@@ -385,19 +391,21 @@ class Watch:
                     world.found("order", f"{turn!r} waits since {other.arrival}; {other.overtaken} later ones started")
 
     def _check_waiting(self) -> None:
-        """The first in the queue starts soon when a row is free and its worst case fits beside those who run."""
+        """Checks that the first turn in the queue soon starts when a row is free and its worst case fits beside the
+        running ones."""
         world = self._world
         waiting = world.waiting()
         if not waiting:
             self._first = (0, world.steps)
             return
         if len({_tenant(turn) for turn in (*waiting, *world.engine.batch.running())}) > 1:
-            self._first = (0, world.steps)  # whose turn it is depends on who has rows: see the story of shares
+            # the next turn depends on how many rows each tenant has: see the story of shares
+            self._first = (0, world.steps)
             return
         naive = min((world.turns[t.number] for t in waiting), key=lambda t: t.rank(world.config.aging))
         number, since = self._first
         turn = world.session_of(naive.sid).turn
-        waits_for_others = turn is not None and turn.preempted and len(world.engine.batch)  # who may grow before it
+        waits_for_others = turn is not None and turn.preempted and len(world.engine.batch)  # which may grow before it
         if naive.number != number or turn is None or waits_for_others or not self.fits(turn):
             self._first = (naive.number, world.steps)
             return
@@ -406,8 +414,8 @@ class Watch:
             world.found("waits", f"{turn!r} fits and has not started for {patience} steps")
 
     def fits(self, turn: Turn) -> bool:
-        """Whether a waiting turn fits beside those in rows and what they know they will need, if all others yield.
-        Units in limbo are not free yet, and each step puts new ones there."""
+        """Returns whether a waiting turn fits beside the turns in rows and what they know they will need, if all others
+        yield. Units in limbo are not free yet, and each step adds to them."""
         engine, config = self._world.engine, self._world.config
         rows = engine.batch.running()
         if sum(t.state is not TurnState.DRAFTING for t in rows) >= config.running:
@@ -423,7 +431,8 @@ class Watch:
         return all(n <= capacity for n, capacity in zip(need, config.units, strict=True))
 
     def drafts_are_computed(self) -> None:
-        """At the end, with nothing else to do, a tenant's first draft has been computed if there is room for it."""
+        """Checks that, once nothing else is left to do, each tenant's first draft has been computed if there is room
+        for it."""
         world = self._world
         if world.waiting() or len(world.engine.batch) or world.steps - world.failed_at < AFTER_FAILURE:
             return

@@ -1,4 +1,4 @@
-"""An engine on the witness, mirrored by the naive model: every step and every end is checked.
+"""An engine on the witness, mirrored by the naive model: every step and every end of a turn is checked.
 
 A failing seed is a bug report: `python -m tests.sim --seed N` runs it again.
 """
@@ -39,43 +39,43 @@ SELF_ENDED = (EndReason.STOP, EndReason.LENGTH, EndReason.APPENDED)
 
 
 class Tenant(TypedDict):
-    """Whose session it is, as operations of the engine take it."""
+    """The tenant of a session, as keyword arguments of the engine's operations."""
 
     tenant: str
 
 
 class World:
-    """One engine, its naive model, and what must hold between them."""
+    """One engine, its naive model, and the invariants between them."""
 
     def __init__(self, config: WorldConfig, ignored: Collection[str] = ()) -> None:
         self.config = config
         self.ignored = frozenset(ignored)
         self.rng = Random(config.seed * 7919 + 1)
-        self._chance = Random(config.seed)  # of what is looked at: the world goes the same way whatever that is
+        self._chance = Random(config.seed)  # of checks: the world takes the same course whatever is checked
         self._faults = Random(config.seed * 31 + 7)  # of copies and disks
         self._late = Random(config.seed * 17 + 3)  # of masks
         self.clock = ManualClock()
         self.naive: dict[str, NaiveSession] = {}
         self.turns: dict[int, NaiveTurn] = {}  # open turns by number
-        self.stats: Counter[str] = Counter()  # rules broken that were looked past, and refusals
+        self.stats: Counter[str] = Counter()  # broken rules that were ignored, and refusals
         self.steps = 0
         self.looking = True  # whether this step is compared slot by slot
         self.failed_at = -(10**9)  # the last step that failed
         self.failures = 0
-        self.ended_as: dict[int, EndReason] = {}  # how turns ended, by number
-        self.asked: dict[int, Keep] = {}  # turns being aborted by an operation, and what is to be kept
+        self.ended_as: dict[int, EndReason] = {}  # by number
+        self.asked: dict[int, Keep] = {}  # what each turn that an operation aborts should keep
         self.log = internals.Log()
         self._sizes = [
             n * (config.page_size if group.paged else 1) for n, group in zip(config.units, config.groups, strict=True)
         ]
         self.disk = FaultyDisk(self._faults, fills_early=not config.overtaking) if config.tiers else None
-        self.tenants: dict[str, str] = {}  # of sessions, ever
+        self.tenants: dict[str, str] = {}  # of all sessions ever opened
         self.journal = WorldJournal(config.seed, ends=config.tiers)
-        self.engines = 0  # ever begun
+        self.engines = 0  # the number begun so far
         self._begin()
 
     def _begin(self) -> None:
-        """A new engine, and what knows of it."""
+        """Begins a new engine, with what observes it."""
         config = self.config
         self.copies = SlowCopies(self._faults)
         self.masks = LateMasks(self._late)
@@ -106,19 +106,19 @@ class World:
         self.watch = Watch(self)
 
     def own(self, sid: str) -> Tenant:
-        """Whose session it is, or was, as operations of the engine take it."""
+        """Returns the tenant of a present or past session, as keyword arguments of the engine's operations."""
         return {"tenant": self.tenants.get(sid, "")}
 
     def session_of(self, sid: str) -> Session:
-        """The engine's session."""
+        """Returns the engine's session."""
         return self.engine.sessions.get(sid, **self.own(sid))
 
     def is_open(self, sid: str) -> bool:
-        """Whether the engine has it."""
+        """Returns whether the engine has the session."""
         return self.engine.sessions.find(sid, **self.own(sid)) is not None
 
     def found(self, rule: str, message: str) -> None:
-        """A rule is broken; goes on if that is to be looked past."""
+        """Raises `Found` for a broken rule, or only counts it if the rule is ignored."""
         if rule not in self.ignored:
             raise Found(rule, message)
         self.stats[rule] += 1
@@ -130,10 +130,10 @@ class World:
         full = [n for n, group in zip(config.units, config.groups, strict=True) if group.kind is Kind.FULL]
         return min([config.context, *(n * config.page_size + 1 for n in full)])
 
-    # -- what the executor asks and tells
+    # -- called by the executor
 
     def planned(self, plan: Plan) -> dict[int, int]:
-        """A plan is given to the executor: where it ends for each of its turns, by their numbers."""
+        """Notes a plan given to the executor. Returns the position where it ends for each of its turns, by number."""
         ends = {}
         for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
             turn: Turn | None = self.engine.batch.turns[row]
@@ -148,7 +148,7 @@ class World:
         return ends
 
     def step_fails(self, members: Mapping[int, int]) -> bool:
-        """Whether the step fails that has these turns in it and ends there for them."""
+        """Returns whether a step fails that takes these turns to these positions."""
         for number, end in members.items():
             turn = self.turns.get(number)
             if turn is not None and turn.poisoned_from is not None and end > turn.poisoned_from:
@@ -167,11 +167,11 @@ class World:
                 self.turns[number].failed_alone += failed and len(members) == 1
 
     def needed(self) -> Needed:
-        """What a step may not write."""
+        """Returns the slots that a step may not write."""
         return self._slots.needed(self._sizes, self.engine, self.naive, self.turns)
 
     def propose(self, turn: Turn, limit: int) -> list[int]:
-        """Guesses for the planner: right, wrong, or right at first."""
+        """Returns guesses for the planner: right, wrong, or right at first."""
         naive = self.turns[turn.number]
         if (wrong := naive.check(turn.output)) is not None:
             self.found("output", f"{turn!r}: {wrong}")
@@ -181,7 +181,7 @@ class World:
     # -- the loop
 
     def step(self) -> StepReport:  # noqa: C901 - one rule after the other
-        """One step of the engine, and all that must hold after it."""
+        """Runs one step of the engine and checks everything that must hold after it."""
         now = self.clock.now()
         timeout = self.engine.config.draft_timeout
         due = {n for n, t in self.turns.items() if (when := t.deadline(timeout)) is not None and when <= now}
@@ -232,7 +232,7 @@ class World:
             naive.pieces.append(turn.text.take_text())
 
     def audit(self) -> None:
-        """Full recount, and what must hold for every session."""
+        """Recounts everything and checks what must hold for every session."""
         self.engine.audit()
         tokens: Counter[str] = Counter()
         for session in self.engine.sessions:
@@ -247,7 +247,7 @@ class World:
                 self.found("tenants", f"{self.engine.sessions.use(tenant)}, its sessions have {count} tokens")
         internals.check_tables(self.engine, self.config.lookahead)
         if (told := self.engine.pressure.reclaimable().tolist()) != (counted := internals.reclaimable(self.engine)):
-            self.found("rungs", f"closed sessions and checkpoints could give {told} units, by count {counted}")
+            self.found("rungs", f"closed sessions and checkpoints could free {told} units; the count is {counted}")
         check_tenants(self.engine.sessions)
         if (kept := keeping.kept_in_vain(self.engine)) is not None:
             self.found("kept in vain", kept)
@@ -263,11 +263,11 @@ class World:
             except Exception:  # noqa: BLE001 - it stops the engine, which is set going again
                 self.engine.broken = None
                 return
-        self.found("audit", "a free unit that the step in flight names is not seen")
+        self.found("audit", "the audit missed a free unit that the step in flight names")
 
     def restart(self, *, killed: bool) -> None:
-        """The engine ends, and another one begins with what a journal has of its sessions: those that last, as of
-        their last commits. Unless it is `killed`, it leaves what it has in memory on disk."""
+        """Ends the engine and begins another one with the lasting sessions of the journal, at their last commits.
+        Unless it is `killed`, it saves its memory to disk."""
         saved = [session.saved() for session in self.engine.sessions if session.policy.lasting]
         turns = [s.turn for s in self.engine.sessions if s.turn is not None]
         if not killed:
@@ -290,16 +290,16 @@ class World:
         self.audit()
 
     def _journaled(self, saved: list[SavedSession]) -> list[SavedSession]:
-        """The sessions that the journal still has, all of which are as they were saved. The others were damaged in it,
-        and it has said so."""
+        """Returns the sessions still in the journal, checked to be as they were saved. The journal must have reported
+        the others as damaged."""
         self.journal.note(self.engine.lifecycle.take_changes())
         found, damage = self.journal.begin_again()
         if [each for each in saved if each in found] != found:
-            self.found("journal", f"the journal has {found} of {saved}")
+            self.found("journal", f"the journal returns {found} of {saved}")
         lost = [each.session for each in saved if each not in found]
         named = {each.name for each in damage.sessions} if damage is not None else set()
         if damage is not None and damage.changes:
-            self.found("journal", f"{damage.changes} changes are lost by one flipped bit")
+            self.found("journal", f"{damage.changes} changes are lost to one flipped bit")
         if lost and (damage is None or (len(lost) > len(named) + damage.missing)):
             self.found("journal", f"the journal has lost {lost}, and reports {damage}")
         return found
@@ -309,7 +309,7 @@ class World:
     def ended(  # noqa: C901, PLR0912 - one rule after the other
         self, turn: Turn, due: Collection[int] = ()
     ) -> None:
-        """Compare how a turn ended with what the naive model says, and take it in."""
+        """Compares the end of a turn with the naive model and commits it there."""
         result = turn.result
         naive = self.turns.pop(turn.number)
         session = naive.session
@@ -326,17 +326,17 @@ class World:
                 session.take_in(naive.base, naive.input, output, replaces=naive.replaces)
         elif reason is EndReason.DEADLINE:
             if turn.number not in due:
-                self.found("deadlines", f"{turn!r} ended at {self.clock.now()}, not due")
+                self.found("deadlines", f"{turn!r} ended at {self.clock.now()} although not due")
         elif reason is EndReason.GRAMMAR:
             if not naive.stuck:
-                self.found("grammar", f"{turn!r} cannot go on after {naive.output}, and it may")
+                self.found("grammar", f"{turn!r} is stuck after {naive.output}, although its grammar allows more")
         elif reason is EndReason.ABORT:
             if asked == "nobody" or (asked is not None and naive.started):
-                self.found("ends", f"{turn!r} was rolled back, asked to keep {asked}")
+                self.found("ends", f"{turn!r} was rolled back when asked to keep {asked}")
         elif reason is not EndReason.FAILED or not naive.last_failed or naive.failed_alone < MAX_FAILURES:
             self.found("ends", f"{turn!r} ended as {reason}")
         elif self.watch.healthy(naive):
-            self.found("failures", f"{turn!r} ended as failed; others make steps fail")
+            self.found("failures", f"{turn!r} ended as failed, although only others make steps fail")
         session.turn = None
         session.last_end = self.clock.now()
         self._check_result(turn, naive, result)
@@ -353,7 +353,7 @@ class World:
             self.found("grammar", f"{turn!r} was committed with {output[: result.kept]}: not a text of its grammar")
         if reason is EndReason.ABORT:
             if asked == "nobody" or asked is None or not naive.started:
-                self.found("ends", f"{turn!r} was committed, asked to keep {asked}")
+                self.found("ends", f"{turn!r} was committed when asked to keep {asked}")
                 return
             most = naive.delivered if asked == "delivered" else asked
             assert isinstance(most, int)
@@ -371,7 +371,7 @@ class World:
             found = naive.text.found(output) if naive.text is not None else None
             stop = output[-1] if output[-1] in naive.stops else found[1] if found is not None else None
         if result.stop != stop:
-            self.found("ends", f"{turn!r} says it was stopped by {result.stop!r}, not {stop!r}")
+            self.found("ends", f"{turn!r} reports that it was stopped by {result.stop!r}, not {stop!r}")
 
     def _check_result(  # noqa: C901, PLR0912 - one rule after the other
         self, turn: Turn, naive: NaiveTurn, result: TurnResult
@@ -382,13 +382,13 @@ class World:
         if [(r.start, r.input_end, r.end) for r in turn.session.records] != session.records:
             self.found("history", f"{naive.sid}: boundaries differ after {turn!r}")
         if result.version != session.version:
-            self.found("history", f"{turn!r} says version {result.version}, not {session.version}")
+            self.found("history", f"{turn!r} reports version {result.version}, not {session.version}")
         if (result.max_new_tokens, result.context_left) != (naive.most, session.limit - len(session.tokens)):
             self.found("limits", f"{turn!r}: {result}, of {session.limit}")
         if (usage.prompt, usage.generated) != (naive.prompt, len(naive.output)):
             self.found("usage", f"{turn!r}: {usage}, with {naive.prompt} tokens of history and input")
         if usage.computed != naive.computed:
-            self.found("computed", f"{turn!r}: {usage}; {naive.computed} tokens of it were given to the executor")
+            self.found("computed", f"{turn!r}: {usage}; {naive.computed} of its tokens were given to the executor")
         if naive.first_start >= 0 and not naive.disturbed and usage.cached != min(naive.first_start, naive.prompt):
             self.found("cached", f"{turn!r}: {usage}; its first step began at {naive.first_start}")
         if usage.cached > max(0, naive.prompt - 1) and naive.most:
@@ -396,7 +396,7 @@ class World:
         if turn.output_logprobs != naive.output_logprobs():
             self.found("logprobs", f"{turn!r}: {turn.output_logprobs}, not {naive.output_logprobs()}")
         if naive.params.input_logprobs is None and turn.input_scores:
-            self.found("logprobs", f"{turn!r} got scores of its input and asked for none")
+            self.found("logprobs", f"{turn!r} got scores of its input without asking for them")
         if naive.params.input_logprobs is not None:
             scored, wanted = list(turn.input_logprobs), naive.input_logprobs()
             whole = bool(naive.output) or result.reason is EndReason.APPENDED
@@ -409,7 +409,7 @@ class World:
                 self.found("text", f"{turn!r} gave {text!r}, not {wanted_text!r}")
 
     def finish(self) -> None:  # noqa: C901 - one rule after the other
-        """Let every submitted turn end, close every session, and see that nothing is left."""
+        """Lets every submitted turn end, closes every session, and checks that nothing is left."""
         for _ in range(PATIENCE):
             if not any(not turn.drafting for turn in self.turns.values()):
                 break
@@ -430,7 +430,7 @@ class World:
                     self.ended(turn)
                 self.naive.pop(sid, None)
         if self.engine.parking is not None and (left := self.engine.parking.tiers):
-            self.found("leaks", f"{left.host_used} bytes in host memory and {left.disk_used} on disk are left")
+            self.found("leaks", f"{left.host_used} bytes in host memory and {left.disk_used} on disk are left over")
         if self.config.prefixes:
             self.engine.drop()
         self.step()
@@ -441,6 +441,6 @@ class World:
                 self.found("leaks", f"{pool.name}: {pool.capacity - pool.free} units are left in an empty engine")
 
     def waiting(self) -> list[Turn]:
-        """Submitted turns without a row."""
+        """Returns submitted turns without a row."""
         turns = [s.turn for s in self.engine.sessions if s.turn is not None]
         return [turn for turn in turns if turn.state in (TurnState.QUEUED, TurnState.PREEMPTED)]
