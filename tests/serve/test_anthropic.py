@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -11,7 +15,7 @@ import httpx
 import pytest
 from anthropic import Anthropic
 
-from tests.serve.server import Server
+from tests.serve.server import Server, serving
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 SCHEMA = {
@@ -116,7 +120,7 @@ def test_an_answer_follows_a_schema(client: Anthropic) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "param"),
+    ("options", "named"),
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -124,20 +128,108 @@ def test_an_answer_follows_a_schema(client: Anthropic) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"tools": [{"type": "bash_20250124", "name": "f"}], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [{"name": "f", "input_schema": {"type": "x"}}], "tool_choice": {"type": "any"}}, "tools"),
+        (
+            {"tools": [{"name": "f", "input_schema": {"type": "x"}}], "tool_choice": {"type": "any"}},
+            "parameters of 'f'",
+        ),
         ({"temperature": -1}, "temperature"),
         ({"nonsense": 1}, "nonsense"),
     ],
     ids=str,
 )
 def test_what_cannot_be_done_is_refused_and_the_field_named(
-    client: Anthropic, witness: Server, options: dict[str, Any], param: str
+    client: Anthropic, witness: Server, options: dict[str, Any], named: str
 ) -> None:
     body = {"model": "witness", "messages": HI, "max_tokens": 5, **options}
     answer = httpx.post(f"{witness.url}/v1/messages", json=body, timeout=60)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    error = told(answer, 400, "invalid_request_error")
+    assert re.search(rf"\b{re.escape(named)}", error["message"]), error
+
+
+# -- errors have Anthropic's form
+
+
+def told(answer: httpx.Response, status: int, kind: str) -> dict[str, Any]:
+    """The error of an answer that has Anthropic's form and nothing else."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"type", "error", "request_id"}
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert set(body["error"]) == {"type", "message"}
+    assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    error: dict[str, Any] = body["error"]
+    return error
 
 
 def test_a_model_that_is_not_there_is_not_found(client: Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="no model"):
+    with pytest.raises(anthropic.NotFoundError, match="no model") as refused:
         ask(client, model="other")
+    assert refused.value.type == "not_found_error"
+    assert refused.value.request_id
+
+
+def test_answers_have_the_id_of_their_request(client: Anthropic) -> None:
+    answer = ask(client, max_tokens=1, extra_headers={"x-request-id": "mine"})
+    assert answer._request_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "kind"),
+    [
+        ("POST", "/v1/messages", b"{", 400, "invalid_request_error"),
+        ("POST", "/v1/messages", b'{"a": "\xff"}', 400, "invalid_request_error"),
+        ("POST", "/v1/messages/count_tokens", b"{}", 400, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", b"{}", 404, "not_found_error"),
+        ("GET", "/v1/messages", b"", 405, "invalid_request_error"),
+        ("POST", "/v1/messages", b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", 413, "request_too_large"),
+    ],
+)
+def test_errors_from_before_a_message_is_read_have_the_form_too(
+    http: httpx.Client, method: str, path: str, content: bytes, status: int, kind: str
+) -> None:
+    told(http.request(method, path, content=content, headers={"content-type": "application/json"}), status, kind)
+
+
+def test_errors_of_the_connection_have_the_form_too(http: httpx.Client) -> None:
+    many = [("x-a", "b")] * 300
+    told(http.post("/v1/messages?beta=true", headers=many), 431, "invalid_request_error")
+    assert set(http.post("/v1/completions", headers=many).json()) == {"error"}
+
+
+def test_the_error_that_ends_a_stream_has_the_form_too(slow_witness: Server) -> None:
+    body = {"model": "witness", "messages": HI, "max_tokens": 3000, "stream": True}
+    with slow_witness.client() as http, http.stream("POST", "/v1/messages", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: message_start"
+        http.post("/abort_request", json={"abort_all": True})
+        said = list(lines)
+        data = json.loads(said[said.index("event: error") + 1].removeprefix("data: "))
+        assert data == {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": data["error"]["message"]},
+            "request_id": answer.headers["request-id"],
+        }
+        assert "aborted" in data["error"]["message"]
+
+
+def test_keys_limits_and_the_end_are_told_in_the_form(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[[keys]]\ntenant = 'alice'\nkey = 'alice-key'\nlimits = { turns = 1 }\n")
+    with serving("--model", "witness:0.005", "--context-length", "4096", "--keys", str(keys)) as server:
+        url, body = f"{server.url}/v1/messages", {"model": "witness", "messages": HI, "max_tokens": 3000}
+        told(httpx.post(url, json=body), 401, "authentication_error")
+        mine = {"x-api-key": "alice-key"}
+        stream = {**body, "stream": True}
+        with httpx.Client(headers=mine, timeout=60) as http, http.stream("POST", url, json=stream) as open_one:
+            next(open_one.iter_lines())
+            told(http.post(url, json=body), 429, "rate_limit_error")
+            server.process.send_signal(signal.SIGTERM)
+            told(_refused_by_the_end(http, url, body), 503, "overloaded_error")
+
+
+def _refused_by_the_end(http: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Response:
+    """The first answer of a server that has begun to end."""
+    deadline = time.monotonic() + 20
+    while (answer := http.post(url, json=body)).status_code == 429:
+        assert time.monotonic() < deadline
+    return answer

@@ -171,7 +171,6 @@ def test_a_thread_is_refused_in_words_that_make_the_client_do_without(witness: S
         ("/v1/chat/completions", {"messages": None}, "messages", "This model's maximum context length is 4096 tokens"),
         ("/v1/completions", {"prompt": None}, "prompt", "This model's maximum context length is 4096 tokens"),
         ("/v1/responses", {"input": None}, "input", "This model's maximum context length is 4096 tokens"),
-        ("/v1/messages", {"messages": None, "max_tokens": 5}, "messages", "prompt is too long"),
     ],
 )
 def test_a_context_that_is_exceeded_is_told_in_the_words_that_clients_look_for(
@@ -183,6 +182,14 @@ def test_a_context_that_is_exceeded_is_told_in_the_words_that_clients_look_for(
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
     assert error["message"].startswith(words)
+    assert "allowed: 409" in error["message"]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_anthropics_clients_look_for(http: httpx.Client) -> None:
+    answer = post(http, "/v1/messages", {"messages": [{"role": "user", "content": "word " * 2000}], "max_tokens": 5})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith("prompt is too long")
     assert "allowed: 409" in error["message"]
 
 

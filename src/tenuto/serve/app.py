@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import structlog
 from fastapi import FastAPI, Request
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
 from tenuto.base.heap import give_back
 from tenuto.serve import admin, documents
+from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
 from tenuto.serve.invalid import refusal_of
 from tenuto.serve.metrics import Metrics
@@ -34,7 +34,7 @@ from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
 from tenuto.serve.shared.bodies import LARGE, Structure
 from tenuto.serve.shared.edge import Edge
-from tenuto.serve.shared.errors import BROKEN, Failure
+from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, new_request_id
 from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 from tenuto.serve.shared.undone import HEADER as LEFT_UNDONE
 from tenuto.serve.shared.undone import noting
@@ -86,9 +86,16 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
     return app
 
 
-def failure_response(failure: Failure) -> Response:
-    """An error as an answer."""
-    return JSONResponse(failure.body, failure.status, failure.headers)
+def form_of(path: str) -> ErrorForm:
+    """The form in which clients that ask for this path expect errors."""
+    of_anthropic = path.startswith(f"{anthropic.router.prefix}/") or path == anthropic.router.prefix
+    return anthropic_errors.FORM if of_anthropic else OPENAI_FORM
+
+
+def failure_response(scope: Scope, failure: Failure) -> Response:
+    """An error as the answer to the request of this scope."""
+    body = form_of(scope["path"]).body(failure, scope["state"]["request_id"])
+    return JSONResponse(body, failure.status, failure.headers)
 
 
 def _forget_frames(error: BaseException | None) -> None:
@@ -99,29 +106,29 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, TenutoError)
     if error.status == 500:
         log.error("failed", error=str(error))
     _forget_frames(error)
-    return failure_response(Failure.of(error))
+    return failure_response(request.scope, Failure.of(error))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     refusal = refusal_of(error.errors(), error.body, request.headers.get("content-type"))
     _forget_frames(error)
-    return failure_response(Failure.of(refusal))
+    return failure_response(request.scope, Failure.of(refusal))
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     _forget_frames(error)
     if error.status_code == 400:
-        return failure_response(Failure(400, InvalidRequest.code, UNREADABLE))
+        return failure_response(request.scope, Failure(400, InvalidRequest.code, UNREADABLE))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{error.detail}: {request.method} {request.url.path[:200]}; /docs lists what there is"
-    response = failure_response(Failure(error.status_code, code, message))
+    response = failure_response(request.scope, Failure(error.status_code, code, message))
     response.headers.update(error.headers or {})
     return response
 
@@ -147,12 +154,15 @@ class Envelope:
             return
         started, headers = time.perf_counter(), Headers(scope=scope)
         to_disk = scope["path"] == native_sessions.IMPORT_STATE
+        request_id = _request_id(headers)
+        scope.setdefault("state", {})["request_id"] = request_id
+        told = [(name.encode(), request_id.encode()) for name in form_of(scope["path"]).id_headers]
         with noting() as undone:
-            exchange = _Exchange(receive, send, _request_id(headers), self._edge, undone, to_disk=to_disk)
+            exchange = _Exchange(receive, send, told, self._edge, undone, to_disk=to_disk)
             await self._handle(scope, headers, exchange, started)
 
     async def _handle(self, scope: Scope, headers: Headers, exchange: _Exchange, started: float) -> None:
-        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
+        with structlog.contextvars.bound_contextvars(request_id=scope["state"]["request_id"]):
             try:
                 await self._answer(scope, headers, exchange)
             except Exception:
@@ -212,20 +222,20 @@ class _Exchange:
         self,
         receive: Receive,
         send: Send,
-        request_id: str,
+        headers: Sequence[tuple[bytes, bytes]],
         edge: Edge,
         undone: Collection[str] = (),
         *,
         to_disk: bool = False,
     ) -> None:
-        """`undone`: what the request asks for and is left undone; complete when the answer begins. `to_disk`: the body
-        is not kept in memory."""
-        self.request_id = request_id
+        """`headers`: the answer has these, too. `undone`: what the request asks for and is left undone; complete when
+        the answer begins. `to_disk`: the body is not kept in memory."""
         self.undone = undone
         self.status = 0
         self.excess: TenutoError | None = None
         self._receive = receive
         self._send = send
+        self._headers = headers
         self._edge = edge
         self._to_disk = to_disk
         self._received = 0
@@ -293,7 +303,7 @@ class _Exchange:
             return
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = [(b"x-request-id", self.request_id.encode())]
+            own = list(self._headers)
             if self.undone and self.status < 400:
                 own.append((LEFT_UNDONE.encode(), ", ".join(self.undone).encode()))
             message["headers"] = [*message["headers"], *own]
@@ -302,7 +312,7 @@ class _Exchange:
     async def refuse(self, scope: Scope, failure: Failure) -> None:
         """Answer with an error."""
         self.excess = None
-        await failure_response(failure)(scope, self._receive, self.send)
+        await failure_response(scope, failure)(scope, self._receive, self.send)
 
 
 def _declared_length(headers: Headers) -> int:
@@ -313,4 +323,4 @@ def _declared_length(headers: Headers) -> int:
 def _request_id(headers: Headers) -> str:
     """The client's own, if it is short visible ASCII."""
     given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+    return given if _REQUEST_ID.fullmatch(given) else new_request_id()

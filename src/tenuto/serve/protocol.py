@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
 from tenuto.serve.shared.client import EXTENSION
-from tenuto.serve.shared.errors import Failure
+from tenuto.serve.shared.errors import ErrorForm, Failure, new_request_id
 from tenuto.serve.unread import WatchedConnection
 
 log = structlog.get_logger("tenuto.http")
@@ -120,11 +120,20 @@ class BoundedProtocol(WatchedConnection):
     or of a body that was answered early. A body that the application waits for is timed by the application.
     """
 
-    def __init__(self, limits: ConnectionLimits, refused: Callable[[int], None], /, **uvicorn: Any) -> None:
-        """`refused` is called with the status of every refusal made here."""
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        refused: Callable[[int], None],
+        form_of: Callable[[str], ErrorForm],
+        /,
+        **uvicorn: Any,
+    ) -> None:
+        """`refused` is called with the status of every refusal made here. `form_of`: the form of errors, by path."""
         super().__init__(**uvicorn)
+        self.url = b""  # until a request begins
         self._limits = limits
         self._refused = refused
+        self._form_of = form_of
         self._timer: asyncio.TimerHandle | None = None
         self._excess: TenutoError | None = None  # why the parser was stopped
         self._ended = False  # refused; further data is ignored
@@ -270,12 +279,14 @@ class BoundedProtocol(WatchedConnection):
                 return
             self.cycle.disconnected = True  # tells whoever waits for the body that it will not come
             self.cycle.message_event.set()
-        failure = Failure.of(error)
-        body = msgspec.json.encode(failure.body)
-        headers = {**failure.headers, "content-type": "application/json", "connection": "close"}
+        failure, request_id = Failure.of(error), new_request_id()
+        form = self._form_of(self.url.partition(b"?")[0].decode("latin-1"))  # as far as it has arrived
+        body = msgspec.json.encode(form.body(failure, request_id))
+        ids = dict.fromkeys(form.id_headers, request_id)
+        headers = {**failure.headers, **ids, "content-type": "application/json", "connection": "close"}
         lines = [f"{name}: {value}\r\n" for name, value in {**headers, "content-length": len(body)}.items()]
         self.transport.write(STATUS_LINE[failure.status] + "".join(lines).encode() + b"\r\n" + body)
         self.transport.write_eof()
         self._close_after(LINGER_SECONDS)
-        log.info("refused", status=failure.status, reason=failure.code)
+        log.info("refused", status=failure.status, reason=failure.code, request_id=request_id)
         self._refused(failure.status)

@@ -17,7 +17,7 @@ import uvicorn
 from tenuto.base.errors import ConfigError, EngineStopped, ModelError
 from tenuto.base.link import Link
 from tenuto.base.views import ModelView
-from tenuto.serve.app import build_app
+from tenuto.serve.app import build_app, form_of
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
@@ -90,7 +90,7 @@ async def _serve(
 ) -> None:
     edge, metrics = Edge(link, model, settings), Metrics()
     limits = ConnectionLimits(_connections(settings.max_connections), settings.header_seconds)
-    protocol = partial(BoundedProtocol, limits, lambda status: metrics.request_ended("other", None, status))
+    protocol = partial(BoundedProtocol, limits, lambda status: metrics.request_ended("other", None, status), form_of)
     config = uvicorn.Config(
         build_app(edge, metrics),
         http=cast("type[asyncio.Protocol]", protocol),

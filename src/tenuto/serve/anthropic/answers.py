@@ -8,8 +8,8 @@ from typing import Any
 from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
+from tenuto.serve.anthropic.errors import told
 from tenuto.serve.shared.edge import Edge
-from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import check_end
 from tenuto.serve.shared.sse import event
@@ -18,10 +18,11 @@ from tenuto.serve.shared.sse import event
 class MessageWriter:
     """Writes the answer of one turn. Used once."""
 
-    def __init__(self, edge: Edge, turn: LiveTurn, reader: AnswerReader) -> None:
+    def __init__(self, edge: Edge, turn: LiveTurn, reader: AnswerReader, request_id: str) -> None:
         self._edge = edge
         self._turn = turn
         self._reader = reader
+        self._request_id = request_id
         self._called = False
         self._block: str | None = None  # the type of the block that is open in a stream
         self._index = -1
@@ -72,7 +73,7 @@ class MessageWriter:
         return b""
 
     def failed(self, error: TenutoError) -> bytes:
-        return event("error", {"type": "error", **Failure.of(error).body})
+        return event("error", told(error, self._request_id))
 
     def _parts(self, said: Said) -> list[bytes]:
         """Events for what has been said: thoughts, then text, then calls."""

@@ -52,7 +52,7 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
         raise
     try:
         reader = body.tool_use.reading(habits, start.params.grammar).reader(turn.id)
-        writer = MessageWriter(edge, turn, reader)
+        writer = MessageWriter(edge, turn, reader, request.state.request_id)
         if body.stream:
             streams = True
             return EventStream([turn], writer, lambda: edge.turns.abandon(turn))

@@ -1,8 +1,9 @@
-"""The form of errors in answers."""
+"""Errors as clients are told them. Each API has its own form; that of OpenAI is also the native one and SGLang's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class DetailedError(TenutoError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as it is answered, in OpenAI's form for all interfaces. `details`: as of `DetailedError`."""
+    """An error as it is answered, before an API's form is given to it. `details`: as in `DetailedError`."""
 
     status: int
     code: str
@@ -48,9 +49,15 @@ class Failure:
 
     @property
     def body(self) -> dict[str, Any]:
+        """In OpenAI's form."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        told: dict[str, Any] = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told if self.details is None else {**told, "details": dict(self.details)}}
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": {**told, **self.more}}
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """The details, as a field of the error, if there are any."""
+        return {} if self.details is None else {"details": dict(self.details)}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -59,3 +66,20 @@ class Failure:
         if self.status == 408:
             return {"connection": "close"}  # the rest may come at any time
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """The form in which one API tells errors. `body`: writes the body of the answer, or the data of a stream's event,
+    from a failure and the request's id. `id_headers`: the headers of every answer that have the request's id."""
+
+    body: Callable[[Failure, str], dict[str, Any]]
+    id_headers: tuple[str, ...] = ("x-request-id",)
+
+
+def new_request_id() -> str:
+    """An id for a request whose client has given none."""
+    return secrets.token_hex(8)
+
+
+OPENAI_FORM = ErrorForm(lambda failure, _: failure.body)
