@@ -17,7 +17,7 @@ import httpx
 import uvloop
 
 from tenuto.base.logs import configure_logs
-from tenuto.base.messages import WorkerSettings
+from tenuto.base.wire.messages import WorkerSettings
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.run import serve
 from tenuto.serve.shared.settings import ServeSettings

@@ -13,9 +13,9 @@ import time
 
 from bench.spread import Spread
 from tenuto.base.config import EngineConfig
-from tenuto.base.grammar import Grammar
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import Sampling
+from tenuto.base.tools.grammar import Grammar
 from tenuto.engine.engine import Engine
 from tenuto.runtime.models import Model, build_engine, load_model
 from tenuto.text.grammars import GrammarCompiler

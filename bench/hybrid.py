@@ -25,7 +25,7 @@ from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.options import TurnParams
 from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
-from tenuto.engine.views import held
+from tenuto.engine.thread.views import held
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward

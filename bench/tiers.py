@@ -25,7 +25,7 @@ import numpy as np
 from tenuto.base.config import EngineOptions, engine_config
 from tenuto.base.options import TurnParams
 from tenuto.engine.engine import Engine
-from tenuto.memory.unit_files import SUFFIX
+from tenuto.memory.tiers.unit_files import SUFFIX
 from tenuto.runtime.models import Model, build_engine, load_model
 
 LENGTHS = (2048, 4096, 8000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.memory.moves import Job
+from tenuto.memory.tiers.moves import Job
 
 
 class AtOnce:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tenuto.base.plan import Ints, Plan
 from tenuto.engine.engine import Engine
-from tenuto.memory.paged import PagedTable
+from tenuto.memory.kinds.paged import PagedTable
 from tenuto.memory.session_memory import SessionMemory
 from tests.sim.internals import needed_of_session, needed_of_turn
 

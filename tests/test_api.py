@@ -27,8 +27,8 @@ from tenuto.base.errors import (
     NotFound,
     SessionBusy,
 )
-from tenuto.base.messages import WorkerSettings
 from tenuto.base.turns import EndReason
+from tenuto.base.wire.messages import WorkerSettings
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import history_hash, next_token
 from tenuto.runtime.models import Model, load_model

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import tenuto
 from tenuto.base.groups import GroupSpec, Kind
-from tenuto.base.tools import CHANNELS, MARKS
+from tenuto.base.tools.definitions import CHANNELS, MARKS
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.runtime.models import Model
 from tenuto.text.chat import ChatTemplate

@@ -153,6 +153,12 @@ def test_inside_a_package_nothing_knows_what_knows_it_not_even_as_a_type(part: s
     assert_acyclic({module: {name for name in imports(module) if name in modules} for module in modules})
 
 
+@pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) == "engine"])
+def test_the_core_of_the_engine_does_not_know_the_thread_around_it(module: str) -> None:
+    thread = "tenuto.engine.thread"
+    assert module.startswith(thread) or not [name for name in imports(module) if name.startswith(thread)]
+
+
 def test_the_life_of_a_session_loads_without_torch() -> None:
     roots = tuple(f"tenuto.{name}" for name in WITHOUT_TORCH)
     modules = [m for m in MODULES if m in roots or m.startswith(tuple(f"{root}." for root in roots))]

@@ -9,7 +9,7 @@ import pytest
 
 import tenuto
 from tenuto.base.errors import InvalidRequest
-from tenuto.memory.rates import Rates
+from tenuto.memory.tiers.rates import Rates
 from tests.exec.kernels import KERNELS, every_variant, needs_variant
 
 HYBRID = str(Path(__file__).parent / "hybrid" / "model")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tenuto.base.errors import ConfigError
-from tenuto.base.messages import WorkerSettings
+from tenuto.base.wire.messages import WorkerSettings
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.process import ProcessLink
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
 from tenuto.base.options import OPTIONS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_BIASES, Sampling
+from tenuto.base.tools.grammar import Grammar
 
 FULL: TurnOptions = {
     "max_new_tokens": 9,

@@ -16,9 +16,9 @@ from tenuto.base.turns import TurnState
 from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import advance, history_hash, next_token
-from tenuto.memory.full import FullTable
-from tenuto.memory.moves import Carrier
-from tenuto.memory.unit_files import Disk
+from tenuto.memory.kinds.full import FullTable
+from tenuto.memory.tiers.moves import Carrier
+from tenuto.memory.tiers.unit_files import Disk
 from tenuto.session.session import Session, Turn
 from tenuto.text.masks import Masks
 from tests.carriers import AtOnce

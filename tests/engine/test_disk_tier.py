@@ -11,10 +11,10 @@ import pytest
 
 from tenuto.base.errors import InvariantError
 from tenuto.engine.parking import Parking
-from tenuto.memory.contents import contents
-from tenuto.memory.lent import LentUnits
-from tenuto.memory.rates import Rates
-from tenuto.memory.unit_files import INDEX, SUFFIX, UnitFiles
+from tenuto.memory.tiers.contents import contents
+from tenuto.memory.tiers.lent import LentUnits
+from tenuto.memory.tiers.rates import Rates
+from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
 from tests.carriers import ByHand
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix
 from tests.present import present
@@ -247,7 +247,7 @@ def test_a_file_system_that_fills_up_gives_up_what_was_used_least_recently(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr("tenuto.memory.unit_files.save_file", no_room)
+        full.setattr("tenuto.memory.tiers.unit_files.save_file", no_room)
         full.setattr(UnitFiles, "_lacks", lambda *_: True)
         told(stage, "d")
     assert parked(stage) == ["b", "c"]

@@ -13,7 +13,7 @@ from tenuto.base.errors import ContextExceeded
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import Transition
-from tenuto.memory.paged import PagedTable, pages_for
+from tenuto.memory.kinds.paged import PagedTable, pages_for
 from tests.engine.stage import (
     FULL,
     PAGE,

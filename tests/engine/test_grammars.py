@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
 from tenuto.base.options import TurnParams
 from tenuto.base.plan import Words
+from tenuto.base.tools.grammar import Grammar
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.exec.witness_hashes import advance, history_hash, next_allowed
 from tenuto.session.session import Turn

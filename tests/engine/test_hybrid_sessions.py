@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.engine.views import session_info
+from tenuto.engine.thread.views import session_info
 from tenuto.memory.memory import session_units
 from tests.engine.stage import FULL, PAGE, SLIDING, STATE, WINDOW, Stage, count_from
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from tenuto.memory.unit_files import UnitFiles
+from tenuto.memory.tiers.unit_files import UnitFiles
 from tests.engine.stage import PAGE, Stage, continuation
 from tests.present import present
 

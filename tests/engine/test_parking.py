@@ -13,7 +13,7 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.groups import Kind
 from tenuto.base.views import Transition
 from tenuto.engine.parking import Parking
-from tenuto.memory.unit_files import SUFFIX, UnitFiles
+from tenuto.memory.tiers.unit_files import SUFFIX, UnitFiles
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix, every_overlap
 from tests.present import present
 

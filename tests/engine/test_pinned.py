@@ -8,10 +8,10 @@ import pytest
 
 from tenuto.base.config import Limits
 from tenuto.base.errors import InvalidRequest, LimitReached, Overloaded
-from tenuto.base.messages import CloseSession, OpenSession
 from tenuto.base.options import Policy
-from tenuto.engine.dispatcher import Dispatcher
-from tenuto.engine.rendering import Renderer
+from tenuto.base.wire.messages import CloseSession, OpenSession
+from tenuto.engine.thread.dispatcher import Dispatcher
+from tenuto.engine.thread.rendering import Renderer
 from tests.engine.stage import FULL, PAGE, Stage, count_from, every_mix
 
 CONTEXT = 64

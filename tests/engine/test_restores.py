@@ -20,11 +20,11 @@ from tenuto.base.groups import Kind
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.engine.engine import Engine
-from tenuto.engine.loop import EngineLoop
 from tenuto.engine.parking import Parking
-from tenuto.memory.contents import NamedUnit
-from tenuto.memory.moves import Write
-from tenuto.memory.unit_files import SUFFIX, DiskFailed, UnitFile, UnitFiles
+from tenuto.engine.thread.loop import EngineLoop
+from tenuto.memory.tiers.contents import NamedUnit
+from tenuto.memory.tiers.moves import Write
+from tenuto.memory.tiers.unit_files import SUFFIX, DiskFailed, UnitFile, UnitFiles
 from tenuto.session.session import Turn
 from tests.carriers import ByHand
 from tests.engine.stage import (
@@ -310,7 +310,7 @@ def test_a_session_comes_back_while_it_is_being_written(
 ) -> None:
     disk = UnitFiles(tmp_path, 10**7)
     if fails:
-        monkeypatch.setattr("tenuto.memory.unit_files.save_file", lambda *_: (tmp_path / "no" / "file").touch())
+        monkeypatch.setattr("tenuto.memory.tiers.unit_files.save_file", lambda *_: (tmp_path / "no" / "file").touch())
     slow = Slow(mix, host_tier=0, disk=disk)
     history = list(slow.engine.sessions.get("s").history)
     turn = slow.come_back()
@@ -338,7 +338,7 @@ def test_a_session_that_is_closed_while_it_is_being_written_leaves_no_file(tmp_p
 def test_no_more_is_on_its_way_to_disk_than_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
     tiers = slow.parking.tiers
-    monkeypatch.setattr("tenuto.memory.tiers.MAX_LEAVING", tiers.host_used + 10)
+    monkeypatch.setattr("tenuto.memory.tiers.tiers.MAX_LEAVING", tiers.host_used + 10)
     slow.stage.told("other", 20)
     assert len(tiers.writes) == 1
     slow.engine.lifecycle.drop(slow.engine.sessions.get("other"))
@@ -571,7 +571,7 @@ def test_a_write_that_fails_while_a_snapshot_waits_for_it_loses_no_other_session
         return write(units)
 
     monkeypatch.setattr(disk, "write", fails_once)
-    monkeypatch.setattr("tenuto.memory.tiers.MAX_LEAVING", tiers.host_used + 1)
+    monkeypatch.setattr("tenuto.memory.tiers.tiers.MAX_LEAVING", tiers.host_used + 1)
     engine.save()
     assert len(tried) > 1
     assert present(engine.snapshots).counts == {"saved": 1}
@@ -608,7 +608,7 @@ def no_memory(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("writing", [broken, no_memory])
 def test_a_disk_that_neither_writes_nor_removes_costs_only_time(writing, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tenuto.memory.unit_files.save_file", writing)
+    monkeypatch.setattr("tenuto.memory.tiers.unit_files.save_file", writing)
     monkeypatch.setattr(Path, "unlink", broken)
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
     history = list(slow.engine.sessions.get("s").history)

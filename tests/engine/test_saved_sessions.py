@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.config import engine_config
-from tenuto.base.document import SessionDocument, read_document
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, TenutoError
-from tenuto.base.messages import ExportSession, Fork, ImportSession, OpenSession, Request, Rewind, StartTurn, Trim
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Message
 from tenuto.base.views import SessionInfo
-from tenuto.engine.dispatcher import Dispatcher
-from tenuto.engine.rendering import Renderer
+from tenuto.base.wire.document import SessionDocument, read_document
+from tenuto.base.wire.messages import ExportSession, Fork, ImportSession, OpenSession, Request, Rewind, StartTurn, Trim
+from tenuto.engine.thread.dispatcher import Dispatcher
+from tenuto.engine.thread.rendering import Renderer
 from tenuto.runtime.models import build_engine, load_model
 from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session, Turn

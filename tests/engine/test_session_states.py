@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.base.document import SessionDocument
 from tenuto.base.errors import InvalidRequest, InvariantError, SessionBusy
-from tenuto.base.state_file import CopiedState, StateFile, is_state_file, replacing, write_state_file
-from tenuto.memory.lent import LentUnits
-from tenuto.memory.unit_files import UnitFiles
+from tenuto.base.wire.document import SessionDocument
+from tenuto.base.wire.state_file import CopiedState, StateFile, is_state_file, replacing, write_state_file
+from tenuto.memory.tiers.lent import LentUnits
+from tenuto.memory.tiers.unit_files import UnitFiles
 from tenuto.session.records import SavedSession
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, every_mix
 from tests.present import present
@@ -271,7 +271,7 @@ def test_headers_of_any_length_are_told_from_json() -> None:
 
 @every_mix
 def test_state_that_is_copied_in_several_pieces_is_put_where_it_belongs(mix, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("tenuto.base.state_file.PIECE", 1)
+    monkeypatch.setattr("tenuto.base.wire.state_file.PIECE", 1)
     path = exported(told(mix), "s", tmp_path / "file")
     there = Stage(mix)
     imported(there, path)

@@ -11,7 +11,7 @@ import pytest
 
 from tenuto.base.groups import Kind
 from tenuto.engine.snapshots import Snapshots
-from tenuto.memory.unit_files import INDEX, SUFFIX, UnitFiles
+from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
 from tenuto.session.records import SavedSession
 from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix, every_overlap
 from tests.present import present

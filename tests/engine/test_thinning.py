@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.engine.views import records, stats
-from tenuto.memory.thinning import PER_OCTAVE
+from tenuto.engine.thread.views import records, stats
+from tenuto.memory.checkpoints.thinning import PER_OCTAVE
 from tests.engine.stage import FULL, SLIDING, STATE, WINDOW, Stage, count_from
 
 TURNS, GIVEN, SAID = 300, 5, 4

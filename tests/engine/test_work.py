@@ -13,10 +13,10 @@ import pytest
 
 from tenuto.base.config import Limits
 from tenuto.base.errors import LimitReached
-from tenuto.base.messages import GetStats, ListSessions, OpenSession, Request
 from tenuto.base.options import Policy
-from tenuto.engine.dispatcher import Dispatcher
-from tenuto.engine.rendering import Renderer
+from tenuto.base.wire.messages import GetStats, ListSessions, OpenSession, Request
+from tenuto.engine.thread.dispatcher import Dispatcher
+from tenuto.engine.thread.rendering import Renderer
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, count_from, every_overlap
 
 Work = tuple[int, int, int]

@@ -16,14 +16,14 @@ from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import NO_SLOT
 from tenuto.base.views import AuditReport
 from tenuto.memory.audit import recount
-from tenuto.memory.full import FullTable
-from tenuto.memory.group import Growth, Table
+from tenuto.memory.kinds.full import FullTable
+from tenuto.memory.kinds.group import Growth, Table
+from tenuto.memory.kinds.sliding import SlidingTable
 from tenuto.memory.memory import KINDS, Memory, Reservation
 from tenuto.memory.pool import Holder, HolderKind, Lease, Pool
 from tenuto.memory.rows import Rows
 from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.memory.shape import Shape
-from tenuto.memory.sliding import SlidingTable
 from tenuto.memory.turn_memory import TurnMemory
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import AuditReport
 from tenuto.memory.audit import AuditCycle, recount
-from tenuto.memory.full import FullTable
+from tenuto.memory.kinds.full import FullTable
 from tenuto.memory.pool import Lease, Pool
 from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script, Someone
 from tests.present import present

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
+from tenuto.memory.kinds.sliding import window_pages
 from tenuto.memory.memory import (
     CHECKPOINTS,
     Memory,
@@ -20,7 +21,6 @@ from tenuto.memory.memory import (
     units_for_budget,
 )
 from tenuto.memory.shape import Shape
-from tenuto.memory.sliding import window_pages
 from tests.memory.scribe import FULL, SLIDING, STATE, Someone, make_shape, make_spec
 from tests.present import present
 

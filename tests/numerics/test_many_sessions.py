@@ -20,7 +20,7 @@ from tenuto.base.options import TurnParams
 from tenuto.engine.engine import Engine
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
-from tenuto.memory.unit_files import UnitFiles
+from tenuto.memory.tiers.unit_files import UnitFiles
 from tenuto.models.store import DEFAULT_MODEL, resolve
 from tenuto.text.load import load_tokenizer
 from tests.clock import ManualClock

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tenuto.base.link import Link
-from tenuto.base.messages import AnyReply, Request, Stopped, WorkerSettings
+from tenuto.base.wire.link import Link
+from tenuto.base.wire.messages import AnyReply, Request, Stopped, WorkerSettings
 from tenuto.runtime.service import open_service
 
 

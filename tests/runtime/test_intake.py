@@ -13,8 +13,11 @@ import pytest
 
 from tenuto.base.config import Limits
 from tenuto.base.errors import ContextExceeded, NotFound, SessionClosed, TenutoError, TurnAborted, VersionMismatch
-from tenuto.base.link import TurnNews
-from tenuto.base.messages import (
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.turns import MESSAGE_SIZE, Delta, Message
+from tenuto.base.views import Ticket, Transition
+from tenuto.base.wire.link import TurnNews
+from tenuto.base.wire.messages import (
     Audit,
     CloseSession,
     Draft,
@@ -26,9 +29,6 @@ from tenuto.base.messages import (
     Withdraw,
     WorkerSettings,
 )
-from tenuto.base.options import Policy, TurnParams
-from tenuto.base.turns import MESSAGE_SIZE, Delta, Message
-from tenuto.base.views import Ticket, Transition
 from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import SHORT_INPUT, size_of
 from tenuto.runtime.lanes import LONG as LONG_INPUT

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
-from tenuto.base.messages import StartTurn
 from tenuto.base.options import TurnParams
-from tenuto.engine.rendering import Basis
+from tenuto.base.tools.grammar import Grammar
+from tenuto.base.wire.messages import StartTurn
+from tenuto.engine.thread.rendering import Basis
 from tenuto.runtime import lanes
 from tenuto.runtime.lanes import LARGE, LARGE_GRAMMAR, LONG, MUCH, Lane, Lanes
 from tenuto.runtime.preparation import Preparer

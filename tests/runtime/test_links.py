@@ -10,8 +10,11 @@ import pytest
 
 from tenuto.base.config import Limits
 from tenuto.base.errors import ConfigError, InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
-from tenuto.base.link import Link, TurnNews
-from tenuto.base.messages import (
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.turns import Delta
+from tenuto.base.views import Ticket
+from tenuto.base.wire.link import Link, TurnNews
+from tenuto.base.wire.messages import (
     AbortTurn,
     Audit,
     CloseSession,
@@ -27,9 +30,6 @@ from tenuto.base.messages import (
     StartTurn,
     WorkerSettings,
 )
-from tenuto.base.options import Policy, TurnParams
-from tenuto.base.turns import Delta
-from tenuto.base.views import Ticket
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.process import ProcessLink
 from tests.runtime.local import LocalLink

@@ -12,7 +12,9 @@ import pytest
 
 from tenuto.base.config import engine_config
 from tenuto.base.errors import NotAcknowledged
-from tenuto.base.messages import (
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.views import Stats, Transition
+from tenuto.base.wire.messages import (
     AbortTurn,
     Answer,
     AnyReply,
@@ -29,8 +31,6 @@ from tenuto.base.messages import (
     Stopped,
     Updates,
 )
-from tenuto.base.options import Policy, TurnParams
-from tenuto.base.views import Stats, Transition
 from tenuto.runtime.models import load_model
 from tenuto.runtime.service import Service
 from tenuto.session.changes import Change

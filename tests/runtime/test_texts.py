@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from tenuto.base.link import TurnNews
-from tenuto.base.messages import (
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.turns import Delta, Message
+from tenuto.base.views import Ticket
+from tenuto.base.wire.link import TurnNews
+from tenuto.base.wire.messages import (
     Detokenize,
     Draft,
     Fork,
@@ -23,9 +26,6 @@ from tenuto.base.messages import (
     Trim,
     WorkerSettings,
 )
-from tenuto.base.options import Policy, TurnParams
-from tenuto.base.turns import Delta, Message
-from tenuto.base.views import Ticket
 from tenuto.runtime.lanes import LONG
 from tenuto.text.template import Template
 from tenuto.text.tokenizer import Tokenizer

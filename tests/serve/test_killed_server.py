@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tenuto.memory.unit_files import INDEX
+from tenuto.memory.tiers.unit_files import INDEX
 from tests.private import open_to_others
 from tests.serve.killing import kill_often
 from tests.serve.server import Server, serving

@@ -13,7 +13,7 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from tenuto.engine.views import first_page
+from tenuto.engine.thread.views import first_page
 from tests.serve.server import Server, serving
 from tests.serve.test_native import refusal, turn
 

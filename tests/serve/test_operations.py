@@ -20,8 +20,8 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from tenuto.base.errors import EngineStopped
-from tenuto.base.messages import MAYBE_DONE, GetStats, Request, WorkerSettings, answer_of
 from tenuto.base.views import Transition
+from tenuto.base.wire.messages import MAYBE_DONE, GetStats, Request, WorkerSettings, answer_of
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.base.tools import ModelHabits
+from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Message
 from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.undone import noting

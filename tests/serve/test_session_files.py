@@ -16,10 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.base import state_file
-from tenuto.base.document import SessionDocument
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.state_file import StateFile
+from tenuto.base.wire import state_file
+from tenuto.base.wire.document import SessionDocument
+from tenuto.base.wire.state_file import StateFile
 from tests.serve.server import Server, serving
 from tests.serve.test_native import refusal
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import ConfigError, TenutoError
-from tenuto.base.messages import StartTurn
 from tenuto.base.options import Policy, TurnParams
+from tenuto.base.wire.messages import StartTurn
 from tenuto.engine.engine import StepReport
 from tenuto.session.changes import Change
 from tenuto.session.journal import Journal

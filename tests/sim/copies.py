@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tenuto.memory.moves import Job
+from tenuto.memory.tiers.moves import Job
 from tests.carriers import ByHand
 
 PIECE = 200

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
-from tenuto.memory.contents import NamedUnit
-from tenuto.memory.unit_files import DiskFailed, UnitFile
+from tenuto.memory.tiers.contents import NamedUnit
+from tenuto.memory.tiers.unit_files import DiskFailed, UnitFile
 
 FAILS = 0.1
 SWAPS = 0.15

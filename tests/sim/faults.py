@@ -13,8 +13,8 @@ from tenuto.base.turns import EndReason, Keep, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.engine.gate import TurnGate
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.memory import full, paged
-from tenuto.memory.full import FullTable
+from tenuto.memory.kinds import full, paged
+from tenuto.memory.kinds.full import FullTable
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.rows import Rows

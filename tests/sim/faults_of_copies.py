@@ -7,13 +7,13 @@ from typing import Any
 
 from tenuto.base.plan import Bytes
 from tenuto.engine.parking import Parking
-from tenuto.memory import moves
-from tenuto.memory.contents import Content, Contents
-from tenuto.memory.moves import Job, Move, Moves
-from tenuto.memory.parked import Parked
 from tenuto.memory.pool import Lease, Pool
-from tenuto.memory.tiers import Tiers
-from tenuto.memory.unit_files import Disk, UnitFile
+from tenuto.memory.tiers import moves
+from tenuto.memory.tiers.contents import Content, Contents
+from tenuto.memory.tiers.moves import Job, Move, Moves
+from tenuto.memory.tiers.parked import Parked
+from tenuto.memory.tiers.tiers import Tiers
+from tenuto.memory.tiers.unit_files import Disk, UnitFile
 from tenuto.session.session import Turn
 from tests.sim.faults import replaced
 

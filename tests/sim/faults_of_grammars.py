@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tenuto.base.grammar import Grammar
+from tenuto.base.tools.grammar import Grammar
 from tenuto.engine.flights import Flights
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.sched.planner import Flight

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tenuto.base.plan import StateMoves
-from tenuto.memory.checkpoint import Checkpoint
-from tenuto.memory.sliding import SlidingTable
-from tenuto.memory.state import StateGroup
+from tenuto.memory.checkpoints.checkpoint import Checkpoint
+from tenuto.memory.kinds.sliding import SlidingTable
+from tenuto.memory.kinds.state import StateGroup
 from tenuto.memory.turn_memory import TurnMemory
 from tests.sim.faults import replaced
 

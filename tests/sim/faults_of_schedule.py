@@ -13,11 +13,11 @@ from tenuto.base.views import SessionState
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.memory.checkpoint_cache import CheckpointCache
-from tenuto.memory.paged import PagedTable, pages_for
+from tenuto.memory.checkpoints.cache import CheckpointCache
+from tenuto.memory.kinds.paged import PagedTable, pages_for
+from tenuto.memory.kinds.state import StateGroup
 from tenuto.memory.pool import Pool
 from tenuto.memory.shape import Shape
-from tenuto.memory.state import StateGroup
 from tenuto.sched.admission import Admission
 from tenuto.sched.pressure import Pressure, Rung
 from tenuto.sched.queue import WaitingQueue

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.memory.checkpoint import Checkpoint
-from tenuto.memory.checkpoint_cache import CheckpointCache
-from tenuto.memory.paged import NO_PAGE, PagedTable
+from tenuto.memory.checkpoints.cache import CheckpointCache
+from tenuto.memory.checkpoints.checkpoint import Checkpoint
+from tenuto.memory.kinds.paged import NO_PAGE, PagedTable
 from tenuto.memory.pool import Pool
 from tenuto.sched import planner
 from tenuto.sched.admission import Admission

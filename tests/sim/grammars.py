@@ -14,9 +14,9 @@ from random import Random
 import numpy as np
 from llguidance import LLMatcher
 
-from tenuto.base.grammar import Grammar
 from tenuto.base.options import TurnParams
 from tenuto.base.plan import TokenMasks, Words
+from tenuto.base.tools.grammar import Grammar
 from tenuto.text.constraint import Constraint
 from tenuto.text.grammars import GrammarCompiler
 from tenuto.text.masks import MaskRequest

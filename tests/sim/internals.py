@@ -19,12 +19,12 @@ from tenuto.engine import lifecycle as lifecycle_module
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.sharing import Found, Sharing
-from tenuto.memory.checkpoint import Checkpoint
-from tenuto.memory.full import FullTable
-from tenuto.memory.paged import PagedTable
+from tenuto.memory.checkpoints.checkpoint import Checkpoint
+from tenuto.memory.kinds.full import FullTable
+from tenuto.memory.kinds.paged import PagedTable
+from tenuto.memory.kinds.sliding import SlidingTable
+from tenuto.memory.kinds.state import StateGroup, StateTable
 from tenuto.memory.session_memory import SessionMemory
-from tenuto.memory.sliding import SlidingTable
-from tenuto.memory.state import StateGroup, StateTable
 from tenuto.session.session import Session, Turn
 from tenuto.text.constraint import Constraint
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tenuto.engine.engine import Engine
-from tenuto.memory.parked import Parked
+from tenuto.memory.tiers.parked import Parked
 from tenuto.session.session import Session
 
 

@@ -62,8 +62,9 @@ def find_mutants() -> list[Mutant]:
     """Finds every such call in the core."""
     found = []
     for package in PACKAGES:
-        for path in sorted((SOURCE / package).glob("*.py")):
+        for path in sorted((SOURCE / package).rglob("*.py")):
             source = path.read_text()
+            module = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
             for node in ast.walk(ast.parse(source)):
                 if (
                     isinstance(node, ast.Call)
@@ -72,7 +73,7 @@ def find_mutants() -> list[Mutant]:
                 ):
                     text = " ".join((ast.get_source_segment(source, node) or "").split())
                     end = (node.end_lineno or 0, node.end_col_offset or 0)
-                    found.append(Mutant(f"tenuto.{package}.{path.stem}", node.lineno, node.col_offset, end, text))
+                    found.append(Mutant(module, node.lineno, node.col_offset, end, text))
     return sorted(found, key=lambda m: (m.module, m.line, m.column, m.end))
 
 

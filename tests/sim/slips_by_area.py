@@ -6,9 +6,9 @@ from tests.sim.slips import Slip
 
 HOLES = (
     Slip("memory.pool", "        self.generation[unit] += 1\n\n    def take_alone", "\n    def take_alone"),
-    Slip("memory.paged", "elif position % self.page_size == 0 or not self.has_tail(page, position):", "elif position % self.page_size == 0:"),
-    Slip("memory.full", "began = self.first * self.page_size + self._copy_slots", "began = self.first * self.page_size"),
-    Slip("memory.tiers", "        if copy.content.covers(content):\n            return copy", "        if True:\n            return copy"),
+    Slip("memory.kinds.paged", "elif position % self.page_size == 0 or not self.has_tail(page, position):", "elif position % self.page_size == 0:"),
+    Slip("memory.kinds.full", "began = self.first * self.page_size + self._copy_slots", "began = self.first * self.page_size"),
+    Slip("memory.tiers.tiers", "        if copy.content.covers(content):\n            return copy", "        if True:\n            return copy"),
     Slip("engine.parking", "if not any(move in self.tiers.moves for move in each.moves)]", "if not all(move in self.tiers.moves for move in each.moves)]"),
     Slip("engine.parking", "if not 0 < memory.computed < len(session.history):", "if not 0 < memory.computed:"),
     Slip("engine.session_states", "            first += len(piece)", "            pass"),
@@ -33,24 +33,24 @@ GRAMMARS = (
 )  # fmt: skip
 
 THINNING = (
-    Slip("memory.thinning", "below.reach = max(below.reach, checkpoint.reach)", "below.reach = below.reach"),
-    Slip("memory.thinning", "below.reached = max(below.reached, checkpoint.reached)", "below.reached = below.reached"),
-    Slip("memory.thinning", "                self._enter(below)  # its gap has shrunk", "                pass"),
-    Slip("memory.thinning", "checkpoint.needed_at = self._now", "pass"),
-    Slip("memory.thinning", "if since == self._since(checkpoint) and place == self._class(checkpoint):", "if place == self._class(checkpoint):"),
-    Slip("memory.thinning", "self.gap(head) / (self.age(head) + 1)", "self.age(head) / (self.gap(head) + 1)"),
-    Slip("memory.checkpoint_cache", "self.distinct -= int((self._counts[index] == 0).sum())", "self.distinct -= len(index)"),
-    Slip("memory.checkpoint_cache", "        self.wanted.clear()\n", ""),
-    Slip("memory.checkpoint_cache", "                self.order.put_back(checkpoint)\n", "                pass\n"),
+    Slip("memory.checkpoints.thinning", "below.reach = max(below.reach, checkpoint.reach)", "below.reach = below.reach"),
+    Slip("memory.checkpoints.thinning", "below.reached = max(below.reached, checkpoint.reached)", "below.reached = below.reached"),
+    Slip("memory.checkpoints.thinning", "                self._enter(below)  # its gap has shrunk", "                pass"),
+    Slip("memory.checkpoints.thinning", "checkpoint.needed_at = self._now", "pass"),
+    Slip("memory.checkpoints.thinning", "if since == self._since(checkpoint) and place == self._class(checkpoint):", "if place == self._class(checkpoint):"),
+    Slip("memory.checkpoints.thinning", "self.gap(head) / (self.age(head) + 1)", "self.age(head) / (self.gap(head) + 1)"),
+    Slip("memory.checkpoints.cache", "self.distinct -= int((self._counts[index] == 0).sum())", "self.distinct -= len(index)"),
+    Slip("memory.checkpoints.cache", "        self.wanted.clear()\n", ""),
+    Slip("memory.checkpoints.cache", "                self.order.put_back(checkpoint)\n", "                pass\n"),
 )  # fmt: skip
 
 GATHERING = (
-    Slip("engine.gathering", "if now < self._expected[session] + EXPECTED_SECONDS:", "if now < self._expected[session]:"),
-    Slip("engine.gathering", "            self._deadline = now + MOST_SECONDS", "            self._deadline = now + 60 * MOST_SECONDS"),
-    Slip("engine.gathering", "        if left <= 0:\n            self._deadline = None", "        if left < 0:\n            self._deadline = None"),
-    Slip("engine.gathering", "            self._expected.pop(turn.session, None)\n            self._last = now", "            self._last = now"),
-    Slip("engine.gathering", "            self._expected.pop(change.session, None)\n            if", "            if"),
-    Slip("engine.gathering", "            self._expected.pop(turn.session, None)\n            self._last = now", "            self._expected.pop(turn.session, None)"),
+    Slip("engine.thread.gathering", "if now < self._expected[session] + EXPECTED_SECONDS:", "if now < self._expected[session]:"),
+    Slip("engine.thread.gathering", "            self._deadline = now + MOST_SECONDS", "            self._deadline = now + 60 * MOST_SECONDS"),
+    Slip("engine.thread.gathering", "        if left <= 0:\n            self._deadline = None", "        if left < 0:\n            self._deadline = None"),
+    Slip("engine.thread.gathering", "            self._expected.pop(turn.session, None)\n            self._last = now", "            self._last = now"),
+    Slip("engine.thread.gathering", "            self._expected.pop(change.session, None)\n            if", "            if"),
+    Slip("engine.thread.gathering", "            self._expected.pop(turn.session, None)\n            self._last = now", "            self._expected.pop(turn.session, None)"),
 )  # fmt: skip
 
 TIMERS = (
@@ -79,15 +79,15 @@ PRESSURE = (
 )  # fmt: skip
 
 MOVES = (
-    Slip("memory.moves", "or (piece[0].group, piece[0].file) != (target.group, target.file)):", "or piece[0].group != target.group):"),
-    Slip("memory.moves", "            job.settle()\n", ""),
-    Slip("memory.moves", "            for group, units in _by_group(move.targets).items():\n                self._pools[group].copy_ended(units)", "            pass"),
-    Slip("memory.tiers", "                if stored.move is move:\n                    stored.move = None\n", "                if stored.move is move:\n"),
-    Slip("memory.tiers", "            move.wanted += 1\n", "            move.wanted = 1\n"),
-    Slip("memory.tiers", "        unit.place = ELSEWHERE\n", ""),
-    Slip("memory.tiers", "                stored.references += 1\n                self._copies[stored.group, target.unit] = stored", "                self._copies[stored.group, target.unit] = stored"),
-    Slip("memory.tiers", "return number if there and (unit.move is None or unit.move.usable) else None", "return number if there else None"),
-    Slip("memory.tiers", "        if self._copies.get((unit.group, unit.place[0])) is unit:\n            del self._copies[unit.group, unit.place[0]]\n        if unit.data is not None:", "        if unit.data is not None:"),
+    Slip("memory.tiers.moves", "or (piece[0].group, piece[0].file) != (target.group, target.file)):", "or piece[0].group != target.group):"),
+    Slip("memory.tiers.moves", "            job.settle()\n", ""),
+    Slip("memory.tiers.moves", "            for group, units in _by_group(move.targets).items():\n                self._pools[group].copy_ended(units)", "            pass"),
+    Slip("memory.tiers.tiers", "                if stored.move is move:\n                    stored.move = None\n", "                if stored.move is move:\n"),
+    Slip("memory.tiers.tiers", "            move.wanted += 1\n", "            move.wanted = 1\n"),
+    Slip("memory.tiers.tiers", "        unit.place = ELSEWHERE\n", ""),
+    Slip("memory.tiers.tiers", "                stored.references += 1\n                self._copies[stored.group, target.unit] = stored", "                self._copies[stored.group, target.unit] = stored"),
+    Slip("memory.tiers.tiers", "return number if there and (unit.move is None or unit.move.usable) else None", "return number if there else None"),
+    Slip("memory.tiers.tiers", "        if self._copies.get((unit.group, unit.place[0])) is unit:\n            del self._copies[unit.group, unit.place[0]]\n        if unit.data is not None:", "        if unit.data is not None:"),
 )  # fmt: skip
 
 NATIVE_PAGES = (

@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.state_file import StateFile, write_state_file
 from tenuto.base.views import SessionState
-from tenuto.memory.lent import LentUnits
-from tenuto.memory.parked import Parked
+from tenuto.base.wire.state_file import StateFile, write_state_file
+from tenuto.memory.tiers.lent import LentUnits
+from tenuto.memory.tiers.parked import Parked
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
 from tests.sim import keeping

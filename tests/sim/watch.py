@@ -328,7 +328,7 @@ class Watch:
 
     def _check_cache(self) -> None:
         """Checks that checkpoints that only save work hold no more than their share, and are not evicted below it.
-        `tests/memory/test_thinning.py` checks their order."""
+        `tests/memory/checkpoints/test_thinning.py` checks their order."""
         world = self._world
         evicted = internals.trimmed(world.engine) - self._trimmed
         if not evicted and not world.looking:

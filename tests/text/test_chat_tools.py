@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tenuto.base.answers import AnswerReader
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.tools import ModelHabits, ToolCall, Tools
+from tenuto.base.tools.answers import AnswerReader
+from tenuto.base.tools.definitions import ModelHabits, ToolCall, Tools
+from tenuto.base.tools.variables import Variables
 from tenuto.base.turns import Message
-from tenuto.base.variables import Variables
 from tenuto.text.chat import ChatTemplate
 from tenuto.text.tools import habits_of
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer

@@ -13,8 +13,8 @@ from llguidance import LLParserLimits
 
 import tenuto
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import MAX_GRAMMAR, Grammar
 from tenuto.base.plan import Words
+from tenuto.base.tools.grammar import MAX_GRAMMAR, Grammar
 from tenuto.text import compiled, grammars
 from tenuto.text.compiled import (
     GROWTH_BYTES_A_SECOND,

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.base.answers import AnswerReader
 from tenuto.base.errors import InvalidRequest, ModelError
-from tenuto.base.tools import NO_TOOLS, ModelHabits, ToolCall, Tools
+from tenuto.base.tools.answers import AnswerReader
+from tenuto.base.tools.definitions import NO_TOOLS, ModelHabits, ToolCall, Tools
+from tenuto.base.tools.variables import Variables
 from tenuto.base.turns import Message
-from tenuto.base.variables import Variables
 from tenuto.text.chat import ChatTemplate, Conversation
 from tenuto.text.tokenizer import Tokenizer
 from tests.present import present

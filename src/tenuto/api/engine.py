@@ -6,7 +6,7 @@ from typing import Any, Unpack, cast
 
 from tenuto.api.transport import LocalTransport
 from tenuto.base.config import EngineOptions
-from tenuto.base.messages import WorkerSettings
+from tenuto.base.wire.messages import WorkerSettings
 from tenuto.client.aio import AsyncClient, AsyncSession
 from tenuto.client.sync import Client, Session
 from tenuto.text.tokenizer import Tokenizer

@@ -13,8 +13,12 @@ import msgspec
 
 from tenuto.base.config import engine_config
 from tenuto.base.errors import EngineStopped
-from tenuto.base.link import Calls, TurnNews, Waiting
-from tenuto.base.messages import (
+from tenuto.base.tools.definitions import ModelHabits
+from tenuto.base.tools.tool_use import ToolUse
+from tenuto.base.turns import Delta, Keep, last_role
+from tenuto.base.views import Ticket
+from tenuto.base.wire.link import Calls, TurnNews, Waiting
+from tenuto.base.wire.messages import (
     AbortTurn,
     Request,
     StartTurn,
@@ -23,10 +27,6 @@ from tenuto.base.messages import (
     WorkerSettings,
     answer_of,
 )
-from tenuto.base.tool_use import ToolUse
-from tenuto.base.tools import ModelHabits
-from tenuto.base.turns import Delta, Keep, last_role
-from tenuto.base.views import Ticket
 from tenuto.client.transport import Deliver, Options, RunningTurn
 from tenuto.runtime.models import load_model
 from tenuto.runtime.service import Service, open_journal

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypedDict
 
 from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, items, option, shown, whole
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
 from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, MAX_TOKEN_ID, Sampling
+from tenuto.base.tools.grammar import Grammar
 
 MAX_NEW_TOKENS = MAX_COUNT
 MAX_STOP_IDS = 64

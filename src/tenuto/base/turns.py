@@ -14,7 +14,7 @@ from tenuto.base.checks import items, shown, whole
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import MAX_NEW_TOKENS
 from tenuto.base.sampling import MAX_TOKEN_ID, TokenLogprob
-from tenuto.base.tools import ToolCall
+from tenuto.base.tools.definitions import ToolCall
 
 TurnKind = Literal["turn", "append", "regenerate"]
 """Append input and generate; append input alone; generate the last turn's output again."""

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from tenuto.base.config import EngineConfig
-from tenuto.base.tools import ModelHabits
+from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta, TurnState
 
 SessionKey = tuple[str, str]

@@ -282,7 +282,7 @@ def serve(
       tenuto serve --port 9000 --context-length 4096 --memory 4GiB
       TENUTO_API_KEY=... tenuto serve --host 0.0.0.0
     """
-    from tenuto.base.messages import WorkerSettings  # noqa: PLC0415 - see the module's docstring
+    from tenuto.base.wire.messages import WorkerSettings  # noqa: PLC0415 - see the module's docstring
     from tenuto.cli.memory import read_memory, read_size  # noqa: PLC0415 - loaded where it is used
     from tenuto.cli.serve import run_server  # noqa: PLC0415 - loaded where it is used
     from tenuto.serve.shared.settings import ServeSettings, read_keys, read_ttl  # noqa: PLC0415 - loaded where it is used

@@ -7,8 +7,8 @@ import typer
 from tenuto.base.errors import EngineStopped
 from tenuto.base.garbage import look_less_often
 from tenuto.base.heap import return_large_blocks
-from tenuto.base.messages import WorkerSettings
 from tenuto.base.views import ModelView
+from tenuto.base.wire.messages import WorkerSettings
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.shared.settings import ServeSettings
 

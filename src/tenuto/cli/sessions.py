@@ -162,7 +162,7 @@ def import_(
     """Open a session from a file, with its state if that is in it, and print its id."""
     import msgspec  # noqa: PLC0415 - help is fast
 
-    from tenuto.base.state_file import is_state_file  # noqa: PLC0415 - loaded where it is used
+    from tenuto.base.wire.state_file import is_state_file  # noqa: PLC0415 - loaded where it is used
 
     query: dict[str, Any] = {} if new_id is None else {"id": new_id}
     try:

@@ -3,7 +3,7 @@
 from tenuto.base import errors
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import ChatOptions, RemoteOptions, TurnOptions
-from tenuto.base.tools import ToolCall
+from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import EndReason, Input, TurnResult, Usage
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.aio import AsyncSession, AsyncTurnStream

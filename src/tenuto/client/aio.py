@@ -11,9 +11,9 @@ from functools import partial
 from os import PathLike
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
-from tenuto.base.answers import Said
 from tenuto.base.errors import EngineStopped
 from tenuto.base.options import ChatOptions, Policy
+from tenuto.base.tools.answers import Said
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import SessionCore, TurnReader

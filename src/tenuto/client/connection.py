@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from tenuto.base.errors import Disconnected, EngineStopped, InvalidRequest, TenutoError, Unreachable
-from tenuto.base.state_file import replacing
+from tenuto.base.wire.state_file import replacing
 from tenuto.client.wire import encode, error_from
 
 T = TypeVar("T")

@@ -11,11 +11,17 @@ from typing import cast
 
 import msgspec
 
-from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.checks import MAX_COUNT, flag, items, shown, whole
-from tenuto.base.document import SessionDocument, read_document
 from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.base.messages import (
+from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
+from tenuto.base.plan import PARTS, Part
+from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.definitions import NO_TOOLS
+from tenuto.base.tools.tool_use import ToolUse
+from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input
+from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
+from tenuto.base.wire.document import SessionDocument, read_document
+from tenuto.base.wire.messages import (
     AbortTurn,
     Audit,
     CloseSession,
@@ -38,13 +44,7 @@ from tenuto.base.messages import (
     Trim,
     UpdateWeights,
 )
-from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
-from tenuto.base.plan import PARTS, Part
-from tenuto.base.state_file import StateFile
-from tenuto.base.tool_use import ToolUse
-from tenuto.base.tools import NO_TOOLS
-from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input
-from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
+from tenuto.base.wire.state_file import StateFile
 from tenuto.client.futures import Steps, chained
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
 

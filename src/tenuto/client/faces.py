@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
-from tenuto.base.tools import ToolCall
+from tenuto.base.tools.definitions import ToolCall
 from tenuto.client.core import EngineCore, SessionCore, TurnReader
 from tenuto.client.transport import Deliver, Transport
 

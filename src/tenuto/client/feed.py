@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from tenuto.base.answers import Reading
 from tenuto.base.errors import Disconnected, EngineStopped, TenutoError, Unreachable
+from tenuto.base.tools.answers import Reading
 from tenuto.base.turns import Delta, Keep
 from tenuto.client.connection import Connection
 from tenuto.client.sse import EventParser, ServerEvent

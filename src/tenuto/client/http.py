@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tenuto.base.messages import CloseSession, ExportSession, ImportSession, Request, StartTurn
-from tenuto.base.state_file import StateFile
-from tenuto.base.tool_use import ToolUse
+from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.views import SessionInfo
+from tenuto.base.wire.messages import CloseSession, ExportSession, ImportSession, Request, StartTurn
+from tenuto.base.wire.state_file import StateFile
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Feed, Source
 from tenuto.client.transport import Deliver, Options, RunningTurn

@@ -9,8 +9,8 @@ from os import PathLike
 from queue import SimpleQueue
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
-from tenuto.base.answers import Said
 from tenuto.base.options import ChatOptions, Policy
+from tenuto.base.tools.answers import Said
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import TurnReader

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from tenuto.base.answers import Reading
 from tenuto.base.errors import EngineStopped, IllegalTransition, NotFound, TenutoError
-from tenuto.base.messages import Request, StartTurn
-from tenuto.base.tool_use import ToolUse
+from tenuto.base.tools.answers import Reading
+from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.wire.messages import Request, StartTurn
 from tenuto.client.futures import Steps, chained
 
 T = TypeVar("T")

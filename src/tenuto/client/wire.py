@@ -11,8 +11,12 @@ from urllib.parse import quote
 import msgspec
 
 from tenuto.base.errors import InvalidRequest, NotFound, TenutoError
-from tenuto.base.grammar import Grammar
-from tenuto.base.messages import (
+from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TOOL_OPTIONS, TurnParams
+from tenuto.base.tools.grammar import Grammar
+from tenuto.base.tools.tool_use import ToolUse
+from tenuto.base.turns import EndReason, Message, TurnInput, TurnKind, TurnResult, Usage
+from tenuto.base.views import Record, RecordPage, SessionInfo, SessionPage
+from tenuto.base.wire.messages import (
     AbortTurn,
     Audit,
     CloseSession,
@@ -37,10 +41,6 @@ from tenuto.base.messages import (
     answer_of,
     error_of,
 )
-from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TOOL_OPTIONS, TurnParams
-from tenuto.base.tool_use import ToolUse
-from tenuto.base.turns import EndReason, Message, TurnInput, TurnKind, TurnResult, Usage
-from tenuto.base.views import Record, RecordPage, SessionInfo, SessionPage
 from tenuto.client.transport import Options
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from tenuto.base.errors import (
 )
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Executor, Part, Weights
-from tenuto.base.state_file import CopiedState, StateFile
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
+from tenuto.base.wire.state_file import CopiedState, StateFile
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
@@ -32,11 +32,11 @@ from tenuto.engine.occupation import Occupation
 from tenuto.engine.parking import parking_of
 from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
-from tenuto.memory.lent import LentUnits
 from tenuto.memory.memory import Memory, session_units
-from tenuto.memory.moves import Carrier, CopyThreads
 from tenuto.memory.shape import Shape
-from tenuto.memory.unit_files import Disk
+from tenuto.memory.tiers.lent import LentUnits
+from tenuto.memory.tiers.moves import Carrier, CopyThreads
+from tenuto.memory.tiers.unit_files import Disk
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Planner, Proposer

@@ -14,17 +14,17 @@ from tenuto.base.checks import MAX_COUNT
 from tenuto.base.config import EngineConfig, user_path
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Copier
-from tenuto.base.state_file import CopiedState
-from tenuto.memory.contents import Content, contents
-from tenuto.memory.lent import LentUnits
+from tenuto.base.wire.state_file import CopiedState
 from tenuto.memory.memory import Memory
-from tenuto.memory.moves import Carrier, Move
-from tenuto.memory.parked import Parked
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
-from tenuto.memory.snapshots import SavedMemory, Snapshot
-from tenuto.memory.tiers import Tiers
-from tenuto.memory.unit_files import Disk, UnitFiles
+from tenuto.memory.tiers.contents import Content, contents
+from tenuto.memory.tiers.lent import LentUnits
+from tenuto.memory.tiers.moves import Carrier, Move
+from tenuto.memory.tiers.parked import Parked
+from tenuto.memory.tiers.snapshots import SavedMemory, Snapshot
+from tenuto.memory.tiers.tiers import Tiers
+from tenuto.memory.tiers.unit_files import Disk, UnitFiles
 from tenuto.sched.batch import is_computed, start_target
 from tenuto.session.session import Session, Turn
 

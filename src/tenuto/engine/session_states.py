@@ -11,12 +11,12 @@ import numpy as np
 
 from tenuto.base.errors import InvalidRequest, InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
-from tenuto.base.state_file import CopiedState, StateFile
+from tenuto.base.wire.state_file import CopiedState, StateFile
 from tenuto.engine.parking import Parking
-from tenuto.memory.lent import LentUnits
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.session_memory import SessionMemory
+from tenuto.memory.tiers.lent import LentUnits
 from tenuto.sched.batch import Batch
 from tenuto.sched.pressure import Pressure
 from tenuto.session.session import Session

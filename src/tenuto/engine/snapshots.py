@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from tenuto.base.clock import Clock
 from tenuto.engine.parking import Parking
-from tenuto.memory.snapshots import SavedMemory, SnapshotUnusable
-from tenuto.memory.unit_files import DiskFailed
+from tenuto.memory.tiers.snapshots import SavedMemory, SnapshotUnusable
+from tenuto.memory.tiers.unit_files import DiskFailed
 from tenuto.session.session import Session
 
 INDEX_SECONDS = 2.0

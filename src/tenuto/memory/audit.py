@@ -9,7 +9,7 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import SHARED, AuditReport, PoolReport
-from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoints.checkpoint import Checkpoint
 from tenuto.memory.committed import CommittedMemory
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, HolderKind, Lease, Pool

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.checkpoint import Checkpoint
-from tenuto.memory.checkpoints import Checkpoints
+from tenuto.memory.checkpoints.checkpoint import Checkpoint
+from tenuto.memory.checkpoints.sequence import Checkpoints
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, HolderKind, Lease
 

@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.memory.checkpoint_cache import CheckpointCache
-from tenuto.memory.full import FullGroup
-from tenuto.memory.group import Group, Growth, Moves, Table
+from tenuto.memory.checkpoints.cache import CheckpointCache
+from tenuto.memory.kinds.full import FullGroup
+from tenuto.memory.kinds.group import Group, Growth, Moves, Table
+from tenuto.memory.kinds.sliding import SlidingGroup
+from tenuto.memory.kinds.state import StateGroup
 from tenuto.memory.pool import Holder, Lease, Pool
 from tenuto.memory.rows import Longs, Rows
 from tenuto.memory.shape import Shape
-from tenuto.memory.sliding import SlidingGroup
-from tenuto.memory.state import StateGroup
 
 KINDS: dict[Kind, type[Group]] = {Kind.FULL: FullGroup, Kind.SLIDING: SlidingGroup, Kind.STATE: StateGroup}
 """The group class of each kind of memory."""

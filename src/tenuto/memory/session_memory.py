@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoints.checkpoint import Checkpoint
 from tenuto.memory.committed import CommittedMemory
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, Lease

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tenuto.base.errors import InvariantError
-from tenuto.memory.checkpoint import Checkpoint
-from tenuto.memory.checkpoints import Checkpoints
+from tenuto.memory.checkpoints.checkpoint import Checkpoint
+from tenuto.memory.checkpoints.sequence import Checkpoints
 from tenuto.memory.committed import CommittedMemory
-from tenuto.memory.group import NOWHERE, Growth
+from tenuto.memory.kinds.group import NOWHERE, Growth
 from tenuto.memory.pool import Holder, HolderKind, Lease
 
 

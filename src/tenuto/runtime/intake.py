@@ -11,13 +11,13 @@ from itertools import count
 from typing import Any
 
 from tenuto.base.errors import NotFound, SessionClosed, TenutoError, TurnAborted
-from tenuto.base.messages import Draft, StartTurn
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import SessionInfo, SessionKey, Ticket
-from tenuto.engine.dispatcher import Dispatcher
+from tenuto.base.wire.messages import Draft, StartTurn
 from tenuto.engine.engine import Engine
-from tenuto.engine.loop import EngineLoop, Subscriber
-from tenuto.engine.rendering import Basis, Outdated, Prepared
+from tenuto.engine.thread.dispatcher import Dispatcher
+from tenuto.engine.thread.loop import EngineLoop, Subscriber
+from tenuto.engine.thread.rendering import Basis, Outdated, Prepared
 from tenuto.runtime.lanes import LONG, Lane, Lanes
 from tenuto.runtime.preparation import Preparer
 from tenuto.session.session import Session

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from tenuto.base.errors import TenutoError
-from tenuto.base.messages import Answer, AnyReply, Refusal, Request, Stopped, Updates, refusal_of
 from tenuto.base.turns import Delta
+from tenuto.base.wire.messages import Answer, AnyReply, Refusal, Request, Stopped, Updates, refusal_of
 from tenuto.runtime.texts import Texts
 
 log = logging.getLogger("tenuto.runtime")

@@ -6,9 +6,9 @@ from array import array
 from dataclasses import replace
 
 from tenuto.base.checks import MAX_COUNT
-from tenuto.base.messages import Draft, StartTurn, Tokenize
 from tenuto.base.options import TurnParams
-from tenuto.engine.rendering import Basis, Prepared, Renderer
+from tenuto.base.wire.messages import Draft, StartTurn, Tokenize
+from tenuto.engine.thread.rendering import Basis, Prepared, Renderer
 from tenuto.text.grammars import GrammarCompiler
 from tenuto.text.patterns import stop_patterns
 from tenuto.text.prompt import Prompt, parse_input

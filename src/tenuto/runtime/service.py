@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tenuto.base.config import EngineConfig, engine_config, user_path
-from tenuto.base.document import SessionDocument
 from tenuto.base.errors import ConfigError, InvalidRequest, ModelError, Overloaded, TenutoError
 from tenuto.base.heap import give_back
-from tenuto.base.messages import (
+from tenuto.base.plan import Weights
+from tenuto.base.tools.definitions import ModelHabits
+from tenuto.base.turns import Delta
+from tenuto.base.views import FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
+from tenuto.base.wire.document import SessionDocument
+from tenuto.base.wire.messages import (
     AbortTurn,
     AnyReply,
     Audit,
@@ -42,18 +46,14 @@ from tenuto.base.messages import (
     Withdraw,
     WorkerSettings,
 )
-from tenuto.base.plan import Weights
-from tenuto.base.state_file import CopiedState, StateFile, write_state_file
-from tenuto.base.tools import ModelHabits
-from tenuto.base.turns import Delta
-from tenuto.base.views import FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
-from tenuto.engine.acknowledge import Acknowledger
-from tenuto.engine.dispatcher import Dispatcher
+from tenuto.base.wire.state_file import CopiedState, StateFile, write_state_file
 from tenuto.engine.engine import Engine
-from tenuto.engine.journaling import JournalWriter
-from tenuto.engine.loop import EngineLoop
-from tenuto.engine.rendering import Renderer
-from tenuto.memory.lent import LentUnits
+from tenuto.engine.thread.acknowledge import Acknowledger
+from tenuto.engine.thread.dispatcher import Dispatcher
+from tenuto.engine.thread.journaling import JournalWriter
+from tenuto.engine.thread.loop import EngineLoop
+from tenuto.engine.thread.rendering import Renderer
+from tenuto.memory.tiers.lent import LentUnits
 from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.models import Model, build_engine, load_model, server_budget

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import RowSampling
-from tenuto.memory.group import Growth
+from tenuto.memory.kinds.group import Growth
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import FAR

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import PREVIOUS_SAMPLE, InputScores, Plan, TokenMasks
-from tenuto.memory.group import Mask, Moves
+from tenuto.memory.kinds.group import Mask, Moves
 from tenuto.memory.memory import Memory
 from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, News

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import SessionState
-from tenuto.memory.checkpoint import Checkpoint
+from tenuto.memory.checkpoints.checkpoint import Checkpoint
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import Longs

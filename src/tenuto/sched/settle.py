@@ -9,7 +9,7 @@ import numpy as np
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Logprobs, StepResult
 from tenuto.base.turns import EndReason
-from tenuto.memory.group import Mask
+from tenuto.memory.kinds.group import Mask
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from tenuto.base.messages import Audit
+from tenuto.base.wire.messages import Audit
 from tenuto.serve.metrics import CONTENT_TYPE, Metrics
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Admin, Caller, EdgeOf, Scraper

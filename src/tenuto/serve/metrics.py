@@ -19,10 +19,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from tenuto.base.errors import TenutoError
-from tenuto.base.link import Link
-from tenuto.base.messages import Audit, GetStats
 from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport, Stats, Transition
+from tenuto.base.wire.link import Link
+from tenuto.base.wire.messages import Audit, GetStats
 from tenuto.serve.shared.live_turn import LiveTurn
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

@@ -10,10 +10,10 @@ import msgspec
 import structlog
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.frames import FrameReader, frame
-from tenuto.base.link import Link
-from tenuto.base.messages import AnyReply, Refusal, Request, Stopped, error_of
 from tenuto.base.views import ModelView
+from tenuto.base.wire.frames import FrameReader, frame
+from tenuto.base.wire.link import Link
+from tenuto.base.wire.messages import AnyReply, Refusal, Request, Stopped, error_of
 from tenuto.serve.engine_process import EngineProcess
 
 log = structlog.get_logger("tenuto.server")

@@ -15,8 +15,8 @@ import structlog
 import uvicorn
 
 from tenuto.base.errors import ConfigError, EngineStopped, ModelError
-from tenuto.base.link import Link
 from tenuto.base.views import ModelView
+from tenuto.base.wire.link import Link
 from tenuto.serve.app import build_app, form_of
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics

@@ -7,9 +7,9 @@ from itertools import chain, pairwise
 
 import msgspec
 
-from tenuto.base.document import SavedTurn, SessionDocument, Standing
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Policy
+from tenuto.base.wire.document import SavedTurn, SessionDocument, Standing
 from tenuto.text.chat import Conversation
 
 

@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from tenuto.base.errors import InvalidRequest, ModelError, TenutoError
-from tenuto.base.tools import NO_TOOLS, Thinks, Tools
+from tenuto.base.tools.definitions import NO_TOOLS, Thinks, Tools
+from tenuto.base.tools.variables import NO_VARIABLES, Variables
 from tenuto.base.turns import Message
-from tenuto.base.variables import NO_VARIABLES, Variables
 from tenuto.text.guard import Guard, Markup
 from tenuto.text.room import Room
 from tenuto.text.template import Template

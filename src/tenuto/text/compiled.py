@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from tenuto.base.grammar import Grammar
+from tenuto.base.tools.grammar import Grammar
 
 T = TypeVar("T")
 

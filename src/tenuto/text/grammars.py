@@ -16,8 +16,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import WHITE_SPACE, Grammar
 from tenuto.base.plan import Words
+from tenuto.base.tools.grammar import WHITE_SPACE, Grammar
 from tenuto.text.compiled import CompiledGrammars, Growth
 from tenuto.text.constraint import Constraint
 from tenuto.text.tokenizer import Tokenizer

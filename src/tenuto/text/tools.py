@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tenuto.base.tools import CHANNELS, MARKS, TAGS, THOUGHTS, ModelHabits, Thinks, ToolCall, ToolFormat, Tools
+from tenuto.base.tools.definitions import (
+    CHANNELS,
+    MARKS,
+    TAGS,
+    THOUGHTS,
+    ModelHabits,
+    Thinks,
+    ToolCall,
+    ToolFormat,
+    Tools,
+)
 from tenuto.base.turns import Message
 
 INSTRUCTIONS = (

@@ -4,8 +4,8 @@ disk."""
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from tenuto.memory.contents import NamedUnit
-from tenuto.memory.unit_files import UnitFile, UnitFiles
+from tenuto.memory.tiers.contents import NamedUnit
+from tenuto.memory.tiers.unit_files import UnitFile, UnitFiles
 from tenuto.session.changes import Change
 from tenuto.session.journal import Journal
 

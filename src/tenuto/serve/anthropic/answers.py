@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.errors import TenutoError
+from tenuto.base.tools.answers import AnswerReader, Said
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.anthropic.errors import told
 from tenuto.serve.shared.edge import Edge

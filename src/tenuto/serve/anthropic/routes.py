@@ -9,8 +9,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import ContextExceeded, TenutoError
-from tenuto.base.messages import StartTurn, Tokenize
 from tenuto.base.turns import last_role
+from tenuto.base.wire.messages import StartTurn, Tokenize
 from tenuto.serve.anthropic.answers import MessageWriter
 from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
 from tenuto.serve.shared.bodies import JsonRoute

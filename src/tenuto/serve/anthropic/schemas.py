@@ -9,11 +9,11 @@ from pydantic import Field, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
-from tenuto.base.tool_use import ToolChoice as Choice
-from tenuto.base.tool_use import ToolUse
-from tenuto.base.tools import ModelHabits, ToolCall
+from tenuto.base.tools.definitions import ModelHabits, ToolCall
+from tenuto.base.tools.grammar import Grammar
+from tenuto.base.tools.tool_use import ToolChoice as Choice
+from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
 from tenuto.serve.shared.errors import DetailedError
 from tenuto.serve.shared.objects import NOTHING, ForeignObject

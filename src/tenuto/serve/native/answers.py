@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
-from tenuto.base.answers import Said
 from tenuto.base.errors import TenutoError
-from tenuto.base.messages import Request
 from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.tools.answers import Said
 from tenuto.base.turns import Delta, joined
 from tenuto.base.views import SessionInfo, Ticket
+from tenuto.base.wire.messages import Request
 from tenuto.serve.native.schemas import Session, Turn, Usage, etag
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure

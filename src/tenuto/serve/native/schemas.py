@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
-from tenuto.base.tool_use import NAME, ToolUse, unwrapped
-from tenuto.base.tools import MAX_TOOLS, ToolCall, flat_call
+from tenuto.base.tools.definitions import MAX_TOOLS, ToolCall, flat_call
+from tenuto.base.tools.tool_use import NAME, ToolUse, unwrapped
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import Record
 from tenuto.serve.shared.schemas import (

@@ -10,8 +10,10 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
-from tenuto.base.document import SessionDocument
-from tenuto.base.messages import (
+from tenuto.base.options import Policy
+from tenuto.base.views import StateFilter
+from tenuto.base.wire.document import SessionDocument
+from tenuto.base.wire.messages import (
     ExportSession,
     Fork,
     GetSession,
@@ -22,8 +24,6 @@ from tenuto.base.messages import (
     Rewind,
     Trim,
 )
-from tenuto.base.options import Policy
-from tenuto.base.views import StateFilter
 from tenuto.serve.native.answers import session_body, shown
 from tenuto.serve.native.schemas import (
     IfMatch,

@@ -17,9 +17,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
-from tenuto.base.document import SessionDocument
 from tenuto.base.errors import NoRoom, UnsupportedMediaType
-from tenuto.base.state_file import StateFile
+from tenuto.base.wire.document import SessionDocument
+from tenuto.base.wire.state_file import StateFile
 from tenuto.serve.native.schemas import SessionFile
 from tenuto.serve.shared.bodies import LARGE, Structure
 

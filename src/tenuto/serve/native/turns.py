@@ -12,10 +12,10 @@ from starlette.requests import ClientDisconnect
 
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, TenutoError
-from tenuto.base.messages import AbortTurn, Draft, StartTurn
 from tenuto.base.options import turn_params
-from tenuto.base.tools import NO_TOOLS
+from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.turns import TurnKind, check_keep, last_role
+from tenuto.base.wire.messages import AbortTurn, Draft, StartTurn
 from tenuto.serve.native.answers import TurnEvents, shown, turn_body
 from tenuto.serve.native.schemas import (
     STREAMED,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.sampling import Candidate, TokenLogprob
-from tenuto.base.tools import ToolCall
+from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta
 
 

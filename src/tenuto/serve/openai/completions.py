@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.base.messages import Detokenize
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta
+from tenuto.base.wire.messages import Detokenize
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.samples import Samples
 

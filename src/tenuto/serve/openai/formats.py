@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
+from tenuto.base.tools.grammar import Grammar
 from tenuto.serve.shared.grammars import Choices, GrammarField, Schema, of_rules, of_schema, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 

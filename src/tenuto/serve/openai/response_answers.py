@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tenuto.base.answers import AnswerReader, Said
 from tenuto.base.errors import TenutoError
+from tenuto.base.tools.answers import AnswerReader, Said
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure

@@ -12,9 +12,9 @@ import msgspec
 from fastapi import APIRouter, Depends, Path, Request, Response
 
 from tenuto.base.errors import ContextExceeded, NotFound, SessionBusy, TenutoError
-from tenuto.base.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.views import SessionInfo
+from tenuto.base.wire.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
 from tenuto.serve.openai.conversation_routes import ConversationsOf
 from tenuto.serve.openai.conversations import GoingOn
 from tenuto.serve.openai.kept_responses import KeptResponses

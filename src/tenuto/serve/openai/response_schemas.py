@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
-from tenuto.base.tool_use import ToolUse
-from tenuto.base.tools import ModelHabits, ToolCall
+from tenuto.base.tools.definitions import ModelHabits, ToolCall
+from tenuto.base.tools.grammar import Grammar
+from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
 from tenuto.serve.openai.tools import FlatNamedTool, FlatTool, tool_use
 from tenuto.serve.shared.grammars import of_schema

@@ -11,11 +11,11 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, NotFound, SessionBusy, TenutoError
-from tenuto.base.messages import OpenSession, StartTurn
 from tenuto.base.options import Policy
-from tenuto.base.tools import NO_TOOLS, ModelHabits
+from tenuto.base.tools.definitions import NO_TOOLS, ModelHabits
+from tenuto.base.tools.variables import NO_VARIABLES
 from tenuto.base.turns import TurnInput
-from tenuto.base.variables import NO_VARIABLES
+from tenuto.base.wire.messages import OpenSession, StartTurn
 from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of

@@ -9,12 +9,12 @@ from pydantic import Field, field_validator, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
-from tenuto.base.tools import ModelHabits
+from tenuto.base.tools.definitions import ModelHabits
+from tenuto.base.tools.grammar import Grammar
+from tenuto.base.tools.variables import FIELD, Variables
 from tenuto.base.turns import Message
-from tenuto.base.variables import FIELD, Variables
 from tenuto.serve.openai.formats import Structured
 from tenuto.serve.openai.tools import NO_CALLS, Calls, WithTools
 from tenuto.serve.shared.objects import NOTHING, ForeignObject

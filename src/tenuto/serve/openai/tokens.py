@@ -13,9 +13,9 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.messages import Detokenize, Tokenize, TokenTexts
-from tenuto.base.tools import MAX_TOOLS, NO_TOOLS, Tools
-from tenuto.base.variables import Variables
+from tenuto.base.tools.definitions import MAX_TOOLS, NO_TOOLS, Tools
+from tenuto.base.tools.variables import Variables
+from tenuto.base.wire.messages import Detokenize, Tokenize, TokenTexts
 from tenuto.serve.openai.schemas import ChatMessage
 from tenuto.serve.openai.tools import Tool
 from tenuto.serve.shared.bodies import JsonRoute

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.tool_use import NAME, ToolUse
-from tenuto.base.tools import MAX_TOOLS, ToolCall
+from tenuto.base.tools.definitions import MAX_TOOLS, ToolCall
+from tenuto.base.tools.tool_use import NAME, ToolUse
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.undone import ToolList, of_type
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from tenuto.base.errors import TenutoError
-from tenuto.base.messages import Detokenize
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
+from tenuto.base.wire.messages import Detokenize
 from tenuto.serve.sglang.logprobs import entry, likeliest
 from tenuto.serve.sglang.requests import Running
 from tenuto.serve.shared.edge import Edge

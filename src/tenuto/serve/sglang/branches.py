@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.base.messages import Fork, OpenSession
 from tenuto.base.options import Policy
+from tenuto.base.wire.messages import Fork, OpenSession
 from tenuto.serve.sglang.schemas import SessionParams
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.live_turn import LiveTurn

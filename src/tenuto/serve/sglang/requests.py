@@ -25,9 +25,9 @@ from tenuto.base.errors import (
     SessionBusy,
     SessionClosed,
 )
-from tenuto.base.messages import GetSession, OpenSession, StartTurn
 from tenuto.base.options import Policy
 from tenuto.base.turns import Transcript
+from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn
 from tenuto.serve.sglang.branches import Branches, Place
 from tenuto.serve.sglang.logprobs import OutputLogprobs
 from tenuto.serve.sglang.schemas import Item, OpenSessionRequest, SessionParams

@@ -10,9 +10,9 @@ from pydantic import ConfigDict, Field
 
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.grammar import Grammar
 from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_LOGPROBS, MAX_TOKEN_ID
+from tenuto.base.tools.grammar import Grammar
 from tenuto.serve.shared.grammars import GrammarField, of_rules, of_schema, only_one
 from tenuto.serve.shared.samples import MAX_SAMPLES
 from tenuto.serve.shared.schemas import (

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
 from tenuto.base.errors import LimitReached, Overloaded, TenutoError
-from tenuto.base.messages import (
+from tenuto.base.options import TurnParams
+from tenuto.base.wire.messages import (
     DropMemory,
     GetStats,
     Pause,
@@ -21,7 +22,6 @@ from tenuto.base.messages import (
     StartTurn,
     UpdateWeights,
 )
-from tenuto.base.options import TurnParams
 from tenuto.serve.sglang.requests import RequestsOf
 from tenuto.serve.sglang.schemas import MemoryRequest, PauseRequest, UpdateWeightsRequest
 from tenuto.serve.shared.bodies import JsonRoute

@@ -19,9 +19,9 @@ from tenuto.base.errors import (
     Overloaded,
     Unauthorized,
 )
-from tenuto.base.link import Link
-from tenuto.base.messages import StartTurn
 from tenuto.base.views import ModelView
+from tenuto.base.wire.link import Link
+from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import EVERYONE, ServeSettings, Tenant

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.grammar import MAX_CHOICES, Grammar
+from tenuto.base.tools.grammar import MAX_CHOICES, Grammar
 
 Schema = dict[str, Any] | bool | str
 """A JSON schema, or its JSON text."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from tenuto.base.errors import KeyReused, TenutoError
-from tenuto.base.messages import StartTurn
+from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.shared.bodies import JsonRequest
 from tenuto.serve.shared.live_turn import LiveTurn
 

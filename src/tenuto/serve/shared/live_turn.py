@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from tenuto.base.answers import Reading, Said
 from tenuto.base.errors import TenutoError
-from tenuto.base.link import TurnNews
-from tenuto.base.messages import StartTurn
 from tenuto.base.options import TurnParams
-from tenuto.base.tools import NO_TOOLS
+from tenuto.base.tools.answers import Reading, Said
+from tenuto.base.tools.definitions import NO_TOOLS
+from tenuto.base.tools.variables import NO_VARIABLES
 from tenuto.base.turns import AbortGate, Delta, TurnResult, joined
-from tenuto.base.variables import NO_VARIABLES
 from tenuto.base.views import Ticket
+from tenuto.base.wire.link import TurnNews
+from tenuto.base.wire.messages import StartTurn
 
 
 class LiveTurn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tenuto.base.tools import ModelHabits
+from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Message
 from tenuto.serve.shared.undone import leave_undone
 

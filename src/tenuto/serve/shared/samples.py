@@ -9,10 +9,10 @@ from dataclasses import replace
 import msgspec
 
 from tenuto.base.errors import DeadlinePassed, Draining, GrammarFailed, TurnAborted, TurnFailed
-from tenuto.base.messages import CloseSession, Fork, OpenSession, StartTurn
 from tenuto.base.options import OF_PREFILL, Policy, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import EndReason, TurnResult
+from tenuto.base.wire.messages import CloseSession, Fork, OpenSession, StartTurn
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant, hidden_session_id

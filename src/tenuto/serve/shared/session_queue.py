@@ -12,9 +12,9 @@ from dataclasses import replace
 import msgspec
 
 from tenuto.base.errors import DeadlinePassed, LimitReached, Overloaded, SessionBusy, SessionClosed, TenutoError
-from tenuto.base.messages import StartTurn
 from tenuto.base.options import TurnParams
 from tenuto.base.views import SessionKey
+from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.shared.live_turn import LiveTurn
 
 MAX_WAITING = 64

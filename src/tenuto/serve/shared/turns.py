@@ -11,10 +11,10 @@ from functools import partial
 import msgspec
 
 from tenuto.base.errors import IllegalTransition, KeyReused, NotFound, ResultNotKept, TenutoError
-from tenuto.base.link import Link, TurnNews
-from tenuto.base.messages import AbortTurn, CloseSession, FindTurn, StartTurn, Withdraw
 from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import SessionKey
+from tenuto.base.wire.link import Link, TurnNews
+from tenuto.base.wire.messages import AbortTurn, CloseSession, FindTurn, StartTurn, Withdraw
 from tenuto.serve.shared.idempotency import REUSED, IdempotencyKeys, RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.retention import EndedTurns

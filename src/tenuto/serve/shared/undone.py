@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
 
-from tenuto.base.tools import MAX_TOOLS
+from tenuto.base.tools.definitions import MAX_TOOLS
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""Tools: declarations of functions, calls found in answers, and grammars that force them."""

@@ -1,0 +1,368 @@
+"""Tool calls and thoughts in what models say, found as the text arrives. `tool_use` has grammars that force them."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.tools.call_text import CLOSE_FUNCTION, OPEN_FUNCTION, Scan, Types, functions_in, objects_in, overlap
+from tenuto.base.tools.channels import Header, content_end, header_of
+from tenuto.base.tools.definitions import TAGS, THOUGHTS, ModelHabits, ToolCall
+
+OPEN_THOUGHT, CLOSE_THOUGHT = THOUGHTS
+
+
+@dataclass(slots=True)
+class Said:
+    """A part of an answer: text for its readers, thoughts before it, and calls."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls)
+
+    def add(self, other: Said) -> None:
+        """What was said next."""
+        self.text += other.text
+        self.reasoning += other.reasoning
+        self.calls += other.calls
+
+    def message(self) -> dict[str, Any]:
+        """As the assistant's message of a conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": None if self.calls and not self.text else self.text}
+        if self.reasoning:
+            message["reasoning"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "name": call.name, "arguments": call.arguments} for call in self.calls
+            ]
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an answer is to be taken apart: how its model writes, the `names` of the functions that it may call, and the
+    `types` of their parameters, where the model writes arguments without saying what they are."""
+
+    habits: ModelHabits
+    names: tuple[str, ...]
+    types: Types = field(default_factory=dict)
+
+    def reader(self, answer: str = "") -> AnswerReader:
+        """`answer`: what tells this one from others; the ids of its calls follow from that, whoever reads it."""
+        return AnswerReader(self.habits, self.names, answer, self.types)
+
+
+class AnswerReader:
+    """Takes an answer apart as it arrives. What may still turn out to be a tag, or a call, is held back until that is
+    known. `names`: of the functions that may be called; without any, calls are text. `types`: as in `Reading`. The ids
+    of calls follow from `answer`, or are random."""
+
+    def __init__(
+        self, habits: ModelHabits, names: Iterable[str] = (), answer: str = "", types: Types = MappingProxyType({})
+    ) -> None:
+        self._habits = habits
+        self._names = frozenset(names)
+        self._types = types
+        self._answer = answer or secrets.token_hex(12)
+        self._called = 0
+        self._rest = ""  # not yet told
+        self._thinking: bool | None = {"no": False, "tags": None, "opened": True}[habits.thinks]  # None: not known yet
+        self._started = False  # text has been told: what follows is no call, where calls are whole answers
+        self._dropped = ""  # letters that are dropped until another comes
+        self._scan: Scan | None = None  # of the call that the rest begins with
+        self._opens, self._closes = TAGS.get(habits.tools, ("", ""))
+        self._mark = ""  # that precedes the rest, with the blanks before it; told unless a call follows
+        self._header: Header | None = None  # of the message that the rest is of
+        self._searched: int | None = None  # as far as the end of the call was looked for that the rest begins with
+        self._read = {
+            "tags": self._tags,
+            "list": self._tags,
+            "functions": self._functions,
+            "channels": self._channels,
+        }.get(habits.tools, self._after_mark)
+        if self._thinking:
+            self._dropped = "\n"
+
+    def push(self, text: str) -> Said:
+        """What `text` adds."""
+        self._rest += text
+        said = Said()
+        while self._step(said, ended=False):
+            pass
+        return said
+
+    def finish(self) -> Said:
+        """What was held back, at the end of the answer."""
+        said = Said()
+        while self._step(said, ended=True):
+            pass
+        return said
+
+    def _step(self, said: Said, *, ended: bool) -> bool:
+        """Tell a part of the rest. False if nothing can be told now."""
+        if self._dropped:
+            self._rest = self._rest.lstrip(self._dropped)
+            if not self._rest:
+                return False
+            self._dropped = ""
+        if self._thinking is None:
+            return self._begin(ended=ended)
+        if self._thinking:
+            return self._think(said, ended=ended)
+        if not self._names and self._habits.tools != "channels":
+            return self._tell(said, len(self._rest))
+        return self._read(said, ended=ended)
+
+    def _begin(self, *, ended: bool) -> bool:
+        """Find out whether the answer begins with a thought."""
+        begun = self._rest.lstrip()
+        if OPEN_THOUGHT.startswith(begun) and not ended and begun != OPEN_THOUGHT:
+            return False
+        self._thinking = begun.startswith(OPEN_THOUGHT)
+        if self._thinking:
+            self._rest, self._dropped = begun.removeprefix(OPEN_THOUGHT), "\n"
+        return True
+
+    def _think(self, said: Said, *, ended: bool) -> bool:
+        thought, closed, after = self._rest.partition(CLOSE_THOUGHT)
+        if closed:
+            said.reasoning += thought.removesuffix("\n")
+            self._rest, self._thinking, self._dropped = after, False, "\n"
+            return True
+        held = max(overlap(self._rest, CLOSE_THOUGHT), overlap(self._rest, "\n" + CLOSE_THOUGHT))
+        until = len(self._rest) if ended else len(self._rest) - held
+        said.reasoning += self._rest[:until]
+        self._rest = self._rest[until:]
+        return False
+
+    def _tell(self, said: Said, until: int) -> bool:
+        if until:
+            said.text += self._mark
+            self._mark = ""
+        said.text += self._rest[:until]
+        self._rest = self._rest[until:]
+        return False
+
+    def _tags(self, said: Said, *, ended: bool) -> bool:
+        if self._scan is None:
+            before, opened, _ = self._rest.partition(self._opens)
+            if not opened and ended:
+                return self._tell(said, len(self._rest))
+            if not opened:
+                until = len(self._rest) - overlap(self._rest, self._opens)
+                return self._tell(said, len(self._rest[:until].rstrip()))  # white space before a call is not told
+            self._tell(said, len(before.rstrip()))
+            self._scan = Scan(self._rest.index(self._opens) + len(self._opens), self._closes)
+        scan = self._scan
+        closed, calls = scan.closing(self._rest), list[ToolCall]()
+        if closed is None and not ended:
+            return False
+        if closed is None or closed != scan.first:
+            calls = self._made(objects_in(self._rest[scan.start : closed]))
+        if not calls and scan.first is not None:
+            closed = scan.first  # the tags in its strings were none: a quotation mark is missing
+            calls = self._made(objects_in(self._rest[scan.start : closed]))
+        self._scan = None
+        end = len(self._rest) if closed is None else closed + len(self._closes)
+        said.text += "" if calls else self._rest[:end]
+        said.calls += calls
+        self._rest, self._dropped = self._rest[end:], string.whitespace if calls else ""
+        return closed is not None
+
+    def _functions(self, said: Said, *, ended: bool) -> bool:
+        """Calls whose arguments are text between tags. The tags around a whole call may be missing."""
+        if self._searched is None:
+            found = [at for tag in (self._opens, OPEN_FUNCTION) if (at := self._rest.find(tag)) >= 0]
+            if not found:
+                held = 0 if ended else max(overlap(self._rest, self._opens), overlap(self._rest, OPEN_FUNCTION))
+                before = self._rest[: len(self._rest) - held]
+                return self._tell(said, len(before if ended else before.rstrip()))
+            self._tell(said, len(self._rest[: min(found)].rstrip()))
+            self._rest, self._searched = self._rest.lstrip(), 0
+        bare = self._rest.startswith(OPEN_FUNCTION)
+        inside = self._rest[len(self._opens) : _LONGEST_END].lstrip()[: len(OPEN_FUNCTION)]
+        if not (bare or ended) and inside != OPEN_FUNCTION and OPEN_FUNCTION.startswith(inside):
+            return False  # whether it is one of these calls is still to come
+        ends = _BARE_END if bare else _FUNCTION_END if inside == OPEN_FUNCTION else _TAG_END
+        end = ends.search(self._rest, self._searched)
+        if end is None and not ended:
+            self._searched = max(0, len(self._rest) - _LONGEST_END)
+            return False
+        whole = self._rest[: end.end() if end is not None else len(self._rest)]
+        calls = self._made(functions_in(whole, self._types) or objects_in(self._untagged(whole)))
+        said.text += "" if calls else whole
+        said.calls += calls
+        self._searched, self._rest = None, self._rest[len(whole) :]
+        self._dropped = string.whitespace if calls else ""
+        return bool(self._rest)
+
+    def _untagged(self, whole: str) -> str:
+        return whole.removeprefix(self._opens).removesuffix(self._closes)
+
+    def _after_mark(self, said: Said, *, ended: bool) -> bool:
+        """Calls that are all that follows a control token, or the whole answer."""
+        mark = self._habits.opens
+        before, found, after = self._rest.partition(mark) if mark else (self._rest, "", "")
+        if found and (self._started or not before.strip() or self._is_text(before)):
+            told = before.rstrip()
+            self._tell(said, len(told))
+            self._mark += before[len(told) :] + mark
+            self._rest, self._started = after, False
+            return True
+        if self._started and mark and not ended:
+            until = len(self._rest) - overlap(self._rest, mark)
+            return self._tell(said, len(self._rest[:until].rstrip()))
+        if mark and not ended and self._rest and mark.startswith(self._rest.lstrip()):
+            return False
+        return (self._named if self._habits.tools == "named" else self._json)(said, ended=ended)
+
+    def _is_text(self, before: str) -> bool:
+        """Whether what precedes a control token is no call, where that can be seen at once."""
+        if self._habits.tools == "named":
+            return False
+        called = self._called
+        calls, self._called = self._made(objects_in(before)), called
+        return not calls
+
+    def _json(self, said: Said, *, ended: bool) -> bool:
+        """An answer that is nothing but calls."""
+        begun = self._rest.lstrip()
+        if self._started or (begun and begun[0] not in "{["):
+            return self._start(said, ended=ended)
+        if not ended:
+            return False
+        for mark, _ in self._habits.marks:
+            begun = begun.replace(mark, " ")
+        calls = self._made(objects_in(begun))
+        said.calls += calls
+        if calls:
+            self._rest = self._mark = ""
+        return self._tell(said, len(self._rest))
+
+    def _start(self, said: Said, *, ended: bool) -> bool:
+        """Tell what is no call; a control token that precedes one may still come."""
+        again = not self._started and bool(self._habits.opens) and not ended
+        self._started = True
+        return True if again else self._tell(said, len(self._rest))
+
+    def _named(self, said: Said, *, ended: bool) -> bool:
+        """Parses calls from here on: a name, an optional nine-character id, then JSON arguments."""
+        if self._scan is None:
+            begun = self._rest.lstrip()
+            head, brace, _ = begun.partition("{")
+            if self._started or not (brace or self._begins_name(self._bare(head))) or (ended and not brace):
+                if not begun and not ended:
+                    return False
+                return self._start(said, ended=ended) if begun else self._tell(said, len(self._rest))
+            if not brace:
+                return False
+            self._scan = Scan(self._rest.index("{"))
+        start = self._scan.start
+        head = self._bare(self._rest[:start]).strip()
+        name, call = self._name_of(head), None
+        end = self._scan.end(self._rest) if name else None
+        if name and end is None and not ended:
+            return False  # the rest of the arguments is still to come
+        self._scan = None
+        if end is not None:
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(self._rest[start:end])
+                call = self._call({"name": name, "arguments": arguments, "id": head[len(name) :]})
+        if call is None:
+            return self._start(said, ended=ended)
+        said.calls.append(call)
+        self._rest, self._mark = self._rest[end:], ""
+        return bool(self._rest)
+
+    def _bare(self, head: str) -> str:
+        """The text before arguments, without control tokens, and without the beginning of one at its end."""
+        for mark, _ in self._habits.marks:
+            head = head.replace(mark, "")
+        held = max((overlap(head, mark) for mark, _ in self._habits.marks), default=0)
+        return head[: len(head) - held]
+
+    def _channels(self, said: Said, *, ended: bool) -> bool:
+        """Messages, each behind a header that says whether it is thought, said, or a call."""
+        if self._header is None:
+            self._header, self._rest = header_of(self._rest, begun=self._started, ended=ended)
+            self._started = self._started or self._header is not None
+            return self._header is not None
+        end, behind = content_end(self._rest, ended=ended)
+        content, whole = self._rest[:end], behind is not None
+        name = self._header.called
+        if name in self._names:
+            if not (whole or ended):
+                return False
+            calls = self._made([{"name": name, "arguments": content}])
+            said.calls += calls
+            said.text += "" if calls else content
+        elif self._header.channel == "analysis" and not name:
+            said.reasoning += content
+        else:
+            said.text += content
+        self._rest = self._rest[end if behind is None else behind :]
+        if whole:
+            self._header = None
+        return whole
+
+    def _begins_name(self, head: str) -> bool:
+        """Whether a name of a function, and what may stand behind it, may begin like this."""
+        behind = [head.removeprefix(name) for name in self._names if head.startswith(name)]
+        return any(name.startswith(head) for name in self._names) or any(map(_BEHIND_NAME.fullmatch, behind))
+
+    def _name_of(self, head: str) -> str:
+        """The function's name in what stands before arguments; empty if it has none."""
+        found = [name for name in self._names if head == name or re.fullmatch(re.escape(name) + "[A-Za-z0-9]{9}", head)]
+        return max(found, key=len, default="")
+
+    def _made(self, found: list[Any]) -> list[ToolCall]:
+        """The calls that objects are, if all of them are calls."""
+        called, calls = self._called, [self._call(one) for one in found]
+        if None in calls:
+            self._called = called
+            return []
+        return [call for call in calls if call is not None]
+
+    def _call(self, given: Any) -> ToolCall | None:
+        if not isinstance(given, Mapping) or given.get("name") not in self._names:
+            return None
+        arguments = given.get("arguments", given.get("parameters", {}))
+        if isinstance(arguments, str):  # as JSON text, which some models write
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                return None
+        if not isinstance(arguments, Mapping):
+            return None
+        try:
+            text = json.dumps(arguments, ensure_ascii=False)
+            return ToolCall(given["name"], text, self._id_of(given.get("id")))
+        except (InvalidRequest, RecursionError):
+            return None  # nested too deeply, or not Unicode: no conversation could have it
+
+    def _id_of(self, given: Any) -> str:
+        """The id of the next call: the one that the model has written, if it writes them."""
+        self._called += 1
+        if isinstance(given, str) and re.fullmatch("[A-Za-z0-9]{9}", given):
+            return given
+        made = blake2b(f"{self._answer} {self._called}".encode(), digest_size=12).hexdigest()
+        return made[:9] if self._habits.short_ids or self._habits.tools == "named" else f"call_{made}"
+
+
+_BARE_END = re.compile(CLOSE_FUNCTION)
+_FUNCTION_END = re.compile(rf"{CLOSE_FUNCTION}\s{{0,64}}</tool_call>")
+_TAG_END = re.compile("</tool_call>")
+_LONGEST_END = 128
+_BEHIND_NAME = re.compile(r"[A-Za-z0-9]{0,9}\s*")

@@ -1,0 +1,166 @@
+"""What functions an answer may call, or must, and the grammars that see to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from tenuto.base.checks import check_unicode, flag, items, shown
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import TOOL_OPTIONS
+from tenuto.base.tools.answers import Reading
+from tenuto.base.tools.call_grammars import has_thoughts, shape_of
+from tenuto.base.tools.call_text import types_of
+from tenuto.base.tools.definitions import MAX_TOOLS, THOUGHTS, ModelHabits, Tools
+from tenuto.base.tools.grammar import Grammar
+
+ToolChoice = Literal["auto", "none", "required"]
+NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+"""Of a function."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The functions that a model is told of, each a mapping with `name`, and if it has them `description` and
+    `parameters`, a JSON schema; and what its answer makes of them. With `choice` "auto" it may call them, with "none"
+    nothing that it says is a call, and "required" forces a call, by a grammar: of any of them, or of the one called
+    `only`. There may be several calls if they may be `parallel`."""
+
+    functions: tuple[Mapping[str, Any], ...] = ()
+    choice: ToolChoice = "auto"
+    only: str = ""
+    parallel: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest`."""
+        if len(self.functions) > MAX_TOOLS:
+            raise InvalidRequest(f"there are {len(self.functions)} tools; allowed: at most {MAX_TOOLS}", param="tools")
+        names = [function["name"] for function in self.functions]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise InvalidRequest(
+                    f"two tools are called {name!r}; allowed: every name once", param=f"tools[{number}].name"
+                )
+        if self.choice not in get_args(ToolChoice):
+            allowed = ", ".join(get_args(ToolChoice))
+            raise InvalidRequest(
+                f"tool_choice is {shown(self.choice)}; allowed: {allowed}, or a function's name", param="tool_choice"
+            )
+        if self.choice == "required" and not self.chosen:
+            raise InvalidRequest(
+                "tool_choice asks for a call of a function that tools does not have; allowed: one of them",
+                param="tool_choice",
+            )
+        _ = self.told  # raises `InvalidRequest` for what cannot be told
+
+    @classmethod
+    def of(cls, tools: object, choice: object = None, parallel: object = None) -> ToolUse:
+        """From what a Python client writes. A tool is a function's definition, or an object whose `function` is one.
+        `choice`: "auto", "none", "required", or an object with the `name` of the function that must be called. Raises
+        `InvalidRequest`."""
+        functions = tuple(_function(number, given) for number, given in enumerate(items("tools", tools, "a list")))
+        parallel = parallel is None or flag("parallel_tool_calls", parallel)
+        only = unwrapped(choice)
+        if isinstance(only, Mapping):
+            name = only.get("name")
+            if set(only) != {"name"} or not isinstance(name, str):
+                raise InvalidRequest(
+                    f"tool_choice is {shown(choice)}; allowed: an object with a function's name", param="tool_choice"
+                )
+            return cls(functions, "required", name, parallel)
+        chosen = "auto" if choice is None else choice
+        return cls(functions, chosen, parallel=parallel)  # type: ignore[arg-type] # checked when it is made
+
+    @classmethod
+    def among(cls, options: Mapping[str, object]) -> ToolUse | None:
+        """What a turn's options say, or `None` if they do not mention tools. Raises `InvalidRequest`."""
+        tools, choice, parallel = (options.get(name) for name in TOOL_OPTIONS)
+        if tools is not None:
+            return cls.of(tools, choice, parallel)
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice without tools; allowed: with tools", param="tool_choice")
+        if parallel is not None:
+            flag("parallel_tool_calls", parallel)
+        return None
+
+    @property
+    def chosen(self) -> tuple[Mapping[str, Any], ...]:
+        """The functions that may be called."""
+        if self.choice == "none":
+            return ()
+        return tuple(each for each in self.functions if self.only in ("", each["name"]))
+
+    @property
+    def told(self) -> Tools:
+        """What the model is told of, with any `choice`, so that a conversation's later turns may have another."""
+        return Tools.of(list(self.functions))
+
+    def grammar(self, habits: ModelHabits, answer: Grammar | None) -> Grammar | None:
+        """What the answer must follow: `answer`, if that is given, or calls, where they are forced or may come instead.
+        Raises `InvalidRequest`."""
+        functions = {each["name"]: each.get("parameters") for each in self.chosen}
+        parallel = self.parallel and not self.only
+        return shape_of(habits, answer, functions, forced=self.choice == "required", parallel=parallel)
+
+    def reading(self, habits: ModelHabits, grammar: Grammar | None) -> Reading:
+        """How an answer is taken apart that follows `grammar`, if there is one: where that has no room for thoughts,
+        there are none."""
+        thinks = habits.thinks if grammar is None or has_thoughts(grammar) else "no"
+        names = tuple(each["name"] for each in self.chosen)
+        typed = {each["name"]: _types(each.get("parameters")) for each in self.chosen}
+        types = {name: found for name, found in typed.items() if found and habits.tools == "functions"}
+        return Reading(replace(habits, thinks=thinks), names, types)
+
+    def marks(self, habits: ModelHabits) -> tuple[tuple[str, int], ...]:
+        """The control tokens that the answer's text needs to be taken apart."""
+        if self.chosen or habits.tools == "channels":
+            return habits.marks
+        return tuple((text, token) for text, token in habits.marks if text in THOUGHTS)
+
+
+def _types(parameters: Any) -> dict[str, tuple[str, ...]]:
+    """The types of a function's parameters, of those that have some."""
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: types for name, schema in properties.items() if (types := types_of(schema))}
+
+
+def unwrapped(given: object) -> object:
+    """A function in the form `{"type": "function", "function": {...}}`, as others write it, without that."""
+    if isinstance(given, Mapping) and set(given) == {"type", "function"} and given["type"] == "function":
+        return given["function"]
+    return given
+
+
+_FIELDS = ("name", "description", "parameters")
+
+
+def _function(number: int, given: object) -> Mapping[str, Any]:
+    """A function's definition. Raises `InvalidRequest`."""
+    field, function = f"tools[{number}]", unwrapped(given)
+    if not isinstance(function, Mapping) or not {"name"} <= set(function) <= {*_FIELDS, "strict"}:
+        raise InvalidRequest(
+            f"{field} is {shown(given)}; allowed: an object with name, and description and parameters", param=field
+        )
+    name = function["name"]
+    if not isinstance(name, str) or re.fullmatch(NAME, name) is None:
+        raise InvalidRequest(
+            f"{field}.name is {shown(name)}; allowed: 1 to 64 letters, digits, '_', '.' and '-'", param=f"{field}.name"
+        )
+    description, parameters = function.get("description"), function.get("parameters")
+    if description is not None:
+        if not isinstance(description, str):
+            raise InvalidRequest(
+                f"{field}.description is {shown(description)}; allowed: text", param=f"{field}.description"
+            )
+        check_unicode(f"{field}.description", description)
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InvalidRequest(
+            f"{field}.parameters is {shown(parameters)}; allowed: a JSON schema", param=f"{field}.parameters"
+        )
+    if not isinstance(strict := function.get("strict"), bool | None):  # others write it; forced calls always are
+        raise InvalidRequest(f"{field}.strict is {shown(strict)}; allowed: true or false", param=f"{field}.strict")
+    return {key: function[key] for key in _FIELDS if function.get(key) is not None}

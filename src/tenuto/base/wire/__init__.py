@@ -1,0 +1,1 @@
+"""Messages between edge and engine, and sessions as documents and files."""

@@ -1,0 +1,390 @@
+"""Messages between the edge and the engine, encoded as MessagePack by msgspec.
+
+A request declares the type of its answer. Its sender chooses its call number, which answers, refusals and a turn's
+deltas repeat. A session is identified by its tenant and its id among that tenant's sessions.
+"""
+
+from __future__ import annotations
+
+from functools import cache, reduce
+from operator import or_
+from typing import Any, Generic, TypeVar, cast, get_args
+
+import msgspec
+
+from tenuto.base.config import EngineOptions, Limits, engine_config
+from tenuto.base.errors import EngineStopped, TenutoError
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.plan import Part
+from tenuto.base.tools.definitions import NO_TOOLS, Tools
+from tenuto.base.tools.variables import NO_VARIABLES, Variables
+from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
+from tenuto.base.views import (
+    AuditReport,
+    FoundTurn,
+    ModelView,
+    RecordPage,
+    SessionInfo,
+    SessionKey,
+    SessionPage,
+    StateFilter,
+    Stats,
+    Ticket,
+)
+from tenuto.base.wire.document import SessionDocument
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class WireMessage(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
+    """Base of all messages; on the wire an array that begins with the message's name."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to make an engine; the first message to an engine process, which logs at `log_level`, as the edge does.
+    `journal`: the path of its journal, if it has one. Raises `ConfigError` if `config` is wrong for any model."""
+
+    model: str
+    device: str = "cpu"
+    dtype: str | None = None
+    memory_bytes: int | None = None
+    page_size: int = 32
+    kernels: str = "auto"
+    kv_cache_dtype: str = "auto"
+    journal: str | None = None
+    config: EngineOptions = {}
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        engine_config(self.config)
+
+    @property
+    def snapshot_seconds(self) -> float:
+        """How long the engine may write memory to disk when it is closed."""
+        config = engine_config(self.config)
+        return config.snapshot_seconds if self.journal is not None and config.disk_tier else 0.0
+
+
+class Request(WireMessage, Generic[T_co], frozen=True, kw_only=True):
+    """Edge to engine, answered with a `T_co`. `call` is set by the link."""
+
+    call: int = 0
+
+
+class OfSession(Request[T_co], Generic[T_co], frozen=True, kw_only=True):
+    """A request about one session."""
+
+    tenant: str
+    session: str
+
+    @property
+    def key(self) -> SessionKey:
+        """The session."""
+        return self.tenant, self.session
+
+
+@cache
+def answer_of(request: type[Request[T]]) -> type[T]:
+    """The answer type of a kind of request."""
+    (answer,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined] # every generic class has them
+    return cast("type[T]", answer)
+
+
+class Describe(Request[ModelView], frozen=True, kw_only=True):
+    """The model and how it runs."""
+
+
+class OpenSession(Request[SessionInfo], frozen=True, kw_only=True):
+    """A new session. `session` `None`: the engine makes up an id. `limits`: its tenant's."""
+
+    session: str | None
+    policy: Policy
+    system: str | None = None
+    limits: Limits = Limits()
+
+    @property
+    def tenant(self) -> str:
+        return self.policy.tenant
+
+
+class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """A session as it is."""
+
+
+class ExportSession(OfSession[SessionDocument], frozen=True, kw_only=True):
+    """A session as of its last commit, as a file. `state`: the path of a file to write it to with its state, see
+    `base.wire.state_file`."""
+
+    state: str | None = None
+
+
+class ImportSession(Request[SessionInfo], frozen=True, kw_only=True):
+    """A session as it was exported, here or elsewhere. `session`: its id here. `policy`: applies in place of what the
+    document says. `state`: the path of a file that has the document and its state."""
+
+    session: str
+    policy: Policy
+    document: SessionDocument
+    state: str | None = None
+    limits: Limits = Limits()
+
+    @property
+    def tenant(self) -> str:
+        return self.policy.tenant
+
+
+class ListSessions(Request[SessionPage], frozen=True, kw_only=True):
+    """Up to `limit` sessions of `tenant` after id `after`, by id, hidden ones excluded; in `state` if that is given."""
+
+    tenant: str
+    after: str = ""
+    limit: int = 100
+    state: StateFilter | None = None
+
+
+class ListTurns(OfSession[RecordPage], frozen=True, kw_only=True):
+    """Up to `limit` committed turns, starting at number `first` (1 is the oldest)."""
+
+    first: int = 1
+    limit: int = 100
+
+
+class StartTurn(Request[Ticket], frozen=True, kw_only=True):
+    """Start a turn. After the answer come `Delta`s under the same call, the last with a result, or a `Refusal` if the
+    engine stops.
+
+    `session` `None`: the only turn of an ephemeral session of `tenant`.
+    `version`: the version the session must have. `keep_bos` false: if the tokenizer adds a beginning-of-sequence token
+    by itself, one at the start of the input is dropped where the session has a history. `echo`: the ticket has the
+    prompt's tokens and text. `markup`: control tokens written out in a text become those tokens. `name`: a unique name
+    by which it can be withdrawn. `tools`: what the model is told that it may call, with the first messages; later turns
+    may repeat it. `variables`: what the chat template is told for this turn. `once`: an idempotency key and a digest of
+    what the client asked for: the committed turn is kept for `FindTurn`.
+    """
+
+    kind: TurnKind
+    tenant: str
+    session: str | None = None
+    input: TurnInput = ()
+    params: TurnParams = TurnParams()
+    version: int | None = None
+    keep_bos: bool = True
+    echo: bool = False
+    limits: Limits = Limits()
+    markup: bool = False
+    name: str = ""
+    tools: Tools = NO_TOOLS
+    variables: Variables = NO_VARIABLES
+    once: tuple[str, bytes] | None = None
+
+    @property
+    def key(self) -> SessionKey | None:
+        """The session, if it has one."""
+        return (self.tenant, self.session) if self.session is not None else None
+
+
+class FindTurn(OfSession[FoundTurn], frozen=True, kw_only=True):
+    """The committed turn of this session that was started with an idempotency key, whichever process did."""
+
+    once: str
+
+
+class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """The whole draft as it reads now. `name`: as in `StartTurn`."""
+
+    input: TurnInput
+    version: int | None = None
+    limits: Limits = Limits()
+    name: str = ""
+
+
+class Withdraw(Request[bool], frozen=True, kw_only=True):
+    """Nobody waits for the `StartTurn` or `Draft` of this name any more: refuse it if its input has not reached the
+    engine yet, which the answer says."""
+
+    name: str
+
+
+class AbortTurn(OfSession[bool], frozen=True, kw_only=True):
+    """Abort the open turn, and answer whether it was. `turn`: only this one. `keep`: as in `Engine.abort`."""
+
+    turn: int | None = None
+    keep: Keep = None
+
+
+class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """A child with the history up to a turn or position. `child`: its id, as in `OpenSession`. `metadata`: in place of
+    the parent's."""
+
+    child: str | None
+    turn: int | None = None
+    position: int | None = None
+    metadata: tuple[tuple[str, str], ...] | None = None
+    version: int | None = None
+    limits: Limits = Limits()
+
+
+class Trim(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """A child with some of the turns. `child`: its id, as in `OpenSession`."""
+
+    child: str | None
+    turns: list[int]
+    version: int | None = None
+    limits: Limits = Limits()
+
+
+class Rewind(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """Cut the history back."""
+
+    turn: int | None = None
+    position: int | None = None
+    version: int | None = None
+
+
+class CloseSession(OfSession[None], frozen=True, kw_only=True):
+    """Close a session; `finish` lets its turn end first."""
+
+    finish: bool = False
+    version: int | None = None
+
+
+class DropMemory(Request[int], frozen=True, kw_only=True):
+    """Drop every session without a running turn to its tokens; answers how many held memory."""
+
+
+class Pause(Request[None], frozen=True, kw_only=True):
+    """No more steps until `Resume`: open turns wait where they are, or with `release` give the memory up that they have
+    acquired, to compute it again. Sessions may be changed meanwhile."""
+
+    release: bool = False
+
+
+class Resume(Request[None], frozen=True, kw_only=True):
+    """Go on after `Pause`."""
+
+
+class ReleaseMemory(Request[None], frozen=True, kw_only=True):
+    """Give these parts of the model's memory back to the system; sessions keep their tokens, and turns are refused."""
+
+    parts: list[Part]
+
+
+class ResumeMemory(Request[None], frozen=True, kw_only=True):
+    """Allocate these parts again; once all are, turns go on."""
+
+    parts: list[Part]
+
+
+class UpdateWeights(Request[None], frozen=True, kw_only=True):
+    """Compute with the weights at `path` from now on, and use nothing that was computed before. With `abort` open turns
+    end then; otherwise they go on."""
+
+    path: str
+    abort: bool = False
+
+
+class Audit(Request[AuditReport], frozen=True, kw_only=True):
+    """Recount every unit of memory."""
+
+
+class GetStats(Request[Stats], frozen=True, kw_only=True):
+    """The engine's counters."""
+
+
+class Detokenize(Request[str], frozen=True, kw_only=True):
+    """The text of tokens; `special` writes control tokens out. `tenant`: who asks."""
+
+    tenant: str = ""
+    tokens: list[int]
+    special: bool = True
+
+
+class TokenTexts(Request[list[str]], frozen=True, kw_only=True):
+    """The text of each token, control tokens written out. `tenant`: who asks."""
+
+    tenant: str = ""
+    tokens: list[int]
+
+
+class Tokenize(Request[bytes], frozen=True, kw_only=True):
+    """The tokens of an input that opens a session, whatever their number, as the bytes of an `array("i")`: there may be
+    millions. `markup`, `tools` and `variables`: as in `StartTurn`.
+    `generate`: those of messages end where the assistant begins to speak. `tenant`: who asks."""
+
+    tenant: str = ""
+    input: TurnInput
+    tools: Tools = NO_TOOLS
+    variables: Variables = NO_VARIABLES
+    markup: bool = False
+    generate: bool = True
+
+
+AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})
+"""The union of all kinds."""
+
+
+class Answer(WireMessage, frozen=True, kw_only=True):
+    """Engine to edge: a request's answer, encoded on its own."""
+
+    call: int
+    value: msgspec.Raw
+
+
+class Refusal(WireMessage, frozen=True, kw_only=True):
+    """Engine to edge: a `TenutoError`."""
+
+    call: int
+    code: str
+    message: str
+    param: str | None = None
+    detail: str = ""
+
+
+class Updates(WireMessage, frozen=True, kw_only=True):
+    """Engine to edge: the deltas of a step, by call."""
+
+    updates: list[tuple[int, Delta]]
+
+
+MAYBE_DONE = "the request may have been carried out, and its turn may be in the session once that is served again"
+"""What nobody knows of a request that was under way when the engine stopped."""
+
+
+class Stopped(WireMessage, frozen=True, kw_only=True):
+    """Engine to edge: the last message; on either side, why the engine has stopped. `detail`: see `TenutoError`."""
+
+    reason: str
+    detail: str = ""
+
+    def error(self) -> EngineStopped:
+        """The error of every later request."""
+        return EngineStopped(self.reason, detail=self.detail)
+
+    def interrupted(self) -> EngineStopped:
+        """The error of a request that was under way."""
+        return EngineStopped(f"{self.reason}; {MAYBE_DONE}", detail=self.detail)
+
+
+AnyReply = Answer | Refusal | Updates | Stopped
+
+
+def _by_code(kind: type[TenutoError]) -> dict[str, type[TenutoError]]:
+    found = {kind.code: kind}
+    for child in kind.__subclasses__():
+        found |= _by_code(child)
+    return found
+
+
+_ERRORS = _by_code(TenutoError)
+
+
+def refusal_of(call: int, error: TenutoError) -> Refusal:
+    """The message that carries an error to the other side."""
+    return Refusal(call=call, code=error.code, message=error.message, param=error.param, detail=error.detail)
+
+
+def error_of(refusal: Refusal) -> TenutoError:
+    """The error that a refusal stands for."""
+    kind = _ERRORS.get(refusal.code, TenutoError)
+    return kind(refusal.message, param=refusal.param, detail=refusal.detail)

@@ -1,0 +1,1 @@
+"""The thread that runs an engine: commands in, acknowledged changes out."""

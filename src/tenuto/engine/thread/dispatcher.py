@@ -1,0 +1,355 @@
+"""The one way into an engine: every operation is a typed command, checked and carried out here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import singledispatchmethod
+from itertools import islice, pairwise
+from typing import Any, TypeVar
+
+from tenuto.base.checks import MAX_COUNT, items, shown, whole
+from tenuto.base.config import Limits
+from tenuto.base.errors import InvalidRequest, InvariantError, LimitReached, NotFound, VersionMismatch
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.views import FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
+from tenuto.base.wire.document import SessionDocument
+from tenuto.base.wire.messages import (
+    AbortTurn,
+    CloseSession,
+    Draft,
+    DropMemory,
+    ExportSession,
+    FindTurn,
+    Fork,
+    GetSession,
+    GetStats,
+    ImportSession,
+    ListSessions,
+    ListTurns,
+    OfSession,
+    OpenSession,
+    Pause,
+    ReleaseMemory,
+    Request,
+    Resume,
+    Rewind,
+    StartTurn,
+    Trim,
+)
+from tenuto.engine.engine import Engine
+from tenuto.engine.thread import views
+from tenuto.engine.thread.rendering import Basis, Outdated, Prepared, Renderer, check_pick
+from tenuto.session.records import SavedSession
+from tenuto.session.results import Once
+from tenuto.session.session import Session, Turn
+from tenuto.session.tenants import Tenant
+from tenuto.text.chat import Conversation
+
+T = TypeVar("T")
+
+MAX_LISTED = 1000
+"""Sessions or turns on one page."""
+
+Versioned = StartTurn | Draft | Fork | Trim | Rewind | CloseSession
+Limited = StartTurn | Draft | Fork | Trim | OpenSession | ImportSession
+
+
+class Dispatcher:
+    """Carries out commands, in the engine's thread. A command either does what it says and is answered, or is refused
+    with a `TenutoError` and has changed nothing.
+
+    A command that brings input is given it as tokens, `prepared` outside the engine's thread against a `Basis`.
+    """
+
+    def __init__(self, engine: Engine, renderer: Renderer) -> None:
+        self._engine = engine
+        self._renderer = renderer
+
+    def execute(self, command: Request[T], prepared: Prepared | None = None) -> T:
+        """The answer. Besides what a command is refused for, raises `Outdated` if its input was prepared against a
+        basis that has changed."""
+        leaving = self.check(command)
+        answer: T = self._execute(command, prepared)
+        self._engine.leave_device(leaving)
+        return answer
+
+    def check(self, command: Request[Any]) -> list[Session]:
+        """What a command is refused for whatever its input is; changes nothing. Returns the idle sessions that leave
+        the device if it is carried out. Raises `NotFound`, `VersionMismatch` if the session has changed since the
+        version that the command names, and `LimitReached` if the tenant may not have more."""
+        if isinstance(command, Versioned) and command.session is not None:
+            session = self._session(command.tenant, command.session)
+            if command.version is not None and session.version != command.version:
+                raise VersionMismatch(f"session {session.id} has version {session.version}, not {command.version}")
+        return self._check_limits(command) if isinstance(command, Limited) else []
+
+    def _check_limits(self, command: Limited) -> list[Session]:
+        use, limits = self._engine.sessions.use(command.tenant), command.limits
+        opens = isinstance(command, OpenSession | ImportSession | Fork | Trim)
+        if opens and limits.sessions is not None and use.sessions >= limits.sessions:
+            raise LimitReached(f"{use.sessions} sessions are open; allowed: {limits.sessions}; close some first")
+        pins = isinstance(command, OpenSession) and command.policy.pinned
+        if pins and limits.pinned is not None and use.pinned >= limits.pinned:
+            raise LimitReached(f"{use.pinned} sessions are pinned; allowed: {limits.pinned}; close some first")
+        brought = command.document.tokens if isinstance(command, ImportSession) else 0
+        if limits.tokens is not None and (use.tokens >= limits.tokens or use.tokens + brought > limits.tokens):
+            more = f", and this one has {brought}" if brought else ""
+            raise LimitReached(
+                f"sessions hold {use.tokens} tokens{more}; allowed: {limits.tokens}; close or rewind some first"
+            )
+        leaving = self._check_more(command, use)
+        if isinstance(command, StartTurn | Draft | Fork | Trim) and command.session is not None:
+            self._check_session(self._session(command.tenant, command.session), limits)
+        return leaving
+
+    def _check_more(self, command: Limited, use: Tenant) -> list[Session]:
+        limits = command.limits
+        if limits.journal_bytes is not None and use.journal_bytes >= limits.journal_bytes:
+            raise LimitReached(
+                f"sessions have {use.journal_bytes} bytes in the journal; allowed: {limits.journal_bytes}; close or "
+                "rewind some first"
+            )
+        if limits.units is None or use.units < limits.units:
+            return []
+        spared = getattr(command, "session", None)
+        leaving, kept = self._engine.sessions.leaving(command.tenant, limits.units, spared)
+        if kept >= limits.units:
+            raise LimitReached(
+                f"sessions keep {kept} units of memory that cannot yield now; allowed: {limits.units}; wait for turns "
+                "to end, or close or rewind some"
+            )
+        return leaving
+
+    def _check_session(self, session: Session, limits: Limits) -> None:
+        units, size = self._engine.units_of(session), session.journal_bytes
+        if limits.session_units is not None and units >= limits.session_units:
+            raise LimitReached(
+                f"session {session.id} takes {units} units of memory; allowed: {limits.session_units}; rewind it first"
+            )
+        if limits.session_journal_bytes is not None and size >= limits.session_journal_bytes:
+            raise LimitReached(
+                f"session {session.id} has {size} bytes in the journal; allowed: {limits.session_journal_bytes}; "
+                "rewind it first"
+            )
+
+    def basis(self, command: StartTurn | Draft) -> Basis:
+        """What the command's input is to be prepared against. Raises as `check`."""
+        self.check(command)
+        return self._basis(command)
+
+    def guess(self, command: StartTurn | Draft) -> Basis | None:
+        """As `basis`, for any thread and without a check: what it returns may have changed meanwhile, or never have
+        been so, and `execute` will tell. `None` if there is nothing to go by."""
+        try:
+            return self._basis(command)
+        except (NotFound, LookupError):  # it changes while it is read
+            return None
+
+    def _basis(self, command: StartTurn | Draft) -> Basis:
+        if command.session is None:
+            return Basis.opening(self._engine.config.context_length)
+        return Basis.of(self._session(command.tenant, command.session))
+
+    def _session(self, tenant: str, session: str) -> Session:
+        return self._engine.sessions.get(session, tenant)
+
+    def _of(self, command: OfSession[Any]) -> Session:
+        return self._session(command.tenant, command.session)
+
+    def _info(self, session: Session) -> SessionInfo:
+        return views.session_info(self._engine, session)
+
+    @singledispatchmethod
+    def _execute(self, command: Request[Any], _: Prepared | None) -> Any:
+        raise InvalidRequest(f"there is no answer to {type(command).__name__}")
+
+    # -- sessions
+
+    @_execute.register
+    def _(self, command: OpenSession, _: None) -> SessionInfo:
+        return self._info(self._engine.open(command.session, command.policy, command.system))
+
+    @_execute.register
+    def _(self, command: GetSession, _: None) -> SessionInfo:
+        return self._info(self._of(command))
+
+    @_execute.register
+    def _(self, command: ExportSession, _: None) -> SessionDocument:
+        return self._of(command).saved().document()
+
+    @_execute.register
+    def _(self, command: ImportSession, _: None) -> SessionInfo:
+        saved = SavedSession.of(command.document, command.session, command.policy)
+        return self._info(self._engine.restore(saved))
+
+    @_execute.register
+    def _(self, command: ListSessions, _: None) -> SessionPage:
+        limit = whole("limit", command.limit, 1, MAX_LISTED)
+        found = self._engine.sessions.listed(command.tenant, command.after, command.state)
+        first = list(islice(found, limit + 1))
+        sessions = views.first_page(map(self._info, first), limit, views.PAGE_BYTES, views.bytes_of)
+        return SessionPage(sessions=sessions, more=len(sessions) < len(first))
+
+    @_execute.register
+    def _(self, command: ListTurns, _: None) -> RecordPage:
+        first, limit = whole("first", command.first, 1, MAX_COUNT), whole("limit", command.limit, 1, MAX_LISTED)
+        session = self._of(command)
+        page = views.records(session, first, limit)
+        return RecordPage(records=page, more=first - 1 + len(page) < len(session.records))
+
+    @_execute.register
+    def _(self, command: Fork, _: None) -> SessionInfo:
+        child = self._engine.fork(
+            command.session,
+            turn=command.turn,
+            position=command.position,
+            child=command.child,
+            tenant=command.tenant,
+            metadata=command.metadata,
+        )
+        return self._info(child)
+
+    @_execute.register
+    def _(self, command: Trim, _: None) -> SessionInfo:
+        """What of the turns stands at the child's start is shared in memory, the rest is computed when it is wanted."""
+        session = self._of(command)
+        numbers = _ascending(command.turns, len(session.records))
+        check_pick(session, numbers)
+        shared = next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
+        child = self._engine.fork(command.session, turn=shared, child=command.child, tenant=command.tenant)
+        try:
+            for number in numbers[shared:]:
+                record = session.records[number - 1]
+                moved = self._renderer.moved_input(session, record, child)
+                output = session.history[record.input_end : record.end]
+                self._engine.adopt(child.id, moved, output, record.conversation, cut=record.cut, tenant=command.tenant)
+        except BaseException:
+            self._engine.close(child.id, tenant=command.tenant)
+            raise
+        return self._info(child)
+
+    @_execute.register
+    def _(self, command: Rewind, _: None) -> SessionInfo:
+        session = self._engine.rewind(
+            command.session, turn=command.turn, position=command.position, tenant=command.tenant
+        )
+        return self._info(session)
+
+    @_execute.register
+    def _(self, command: CloseSession, _: None) -> None:
+        self._engine.close(command.session, finish=command.finish, tenant=command.tenant)
+
+    # -- turns
+
+    @_execute.register
+    def _(self, command: StartTurn, prepared: Prepared | None) -> Ticket:
+        if command.kind == "regenerate":
+            turn = self._regenerate(command, prepared)
+        elif command.session is None:
+            turn = self._only_turn(command, _given(prepared))
+        else:
+            turn = self._turn(command.session, command, _given(prepared))
+        ticket = views.ticket(turn, echo=command.echo)
+        if turn.once is not None:
+            turn.once.accepted(ticket)
+        return ticket
+
+    @_execute.register
+    def _(self, command: FindTurn, _: None) -> FoundTurn:
+        session = self._engine.sessions.find(command.session, command.tenant)
+        return FoundTurn(turn=session.results.find(command.once) if session is not None else None)
+
+    def _regenerate(self, command: StartTurn, prepared: Prepared | None) -> Turn:
+        if command.session is None:
+            raise InvalidRequest("there is nothing to generate again; name a session")
+        session = self._session(command.tenant, command.session)
+        params = self._with_stops(command.params, session.conversation)
+        constraint = prepared.constraint if prepared is not None else None
+        return self._engine.regenerate(command.session, params, constraint, tenant=command.tenant, once=_once(command))
+
+    def _only_turn(self, command: StartTurn, prepared: Prepared) -> Turn:
+        session = self._engine.open(None, Policy(tenant=command.tenant, ephemeral=True))
+        try:
+            return self._turn(session.id, command, prepared)
+        except BaseException:
+            self._engine.close(session.id, tenant=command.tenant)
+            raise
+
+    def _turn(self, session_id: str, command: StartTurn, prepared: Prepared) -> Turn:
+        self._require_current(self._session(command.tenant, session_id), prepared)
+        params = command.params if command.kind == "turn" else replace(command.params, max_new_tokens=0)
+        params = self._with_stops(params, prepared.conversation)
+        return self._engine.submit(
+            session_id,
+            prepared.tokens,
+            params,
+            prepared.conversation,
+            prepared.constraint,
+            tenant=command.tenant,
+            once=_once(command),
+        )
+
+    @_execute.register
+    def _(self, command: Draft, prepared: Prepared | None) -> SessionInfo:
+        given = _given(prepared)
+        self._require_current(self._of(command), given)
+        return self._info(self._engine.draft(command.session, given.tokens, tenant=command.tenant).session)
+
+    @_execute.register
+    def _(self, command: AbortTurn, _: None) -> bool:
+        turn = self._of(command).turn
+        if command.turn is not None and (turn is None or turn.number != command.turn):
+            return False
+        self._engine.abort(command.session, command.keep, tenant=command.tenant)
+        return True
+
+    @staticmethod
+    def _require_current(session: Session, prepared: Prepared) -> None:
+        if Basis.of(session) != prepared.basis:
+            raise Outdated
+
+    def _with_stops(self, params: TurnParams, conversation: Conversation | None) -> TurnParams:
+        """In a conversation, what ends an answer ends the turn."""
+        if params.ignore_eos:
+            return params
+        return replace(params, stop_ids=(*params.stop_ids, *self._renderer.stop_ids(conversation)))
+
+    # -- the engine as a whole
+
+    @_execute.register
+    def _(self, _command: DropMemory, _: None) -> int:
+        return self._engine.drop()
+
+    @_execute.register
+    def _(self, command: Pause, _: None) -> None:
+        self._engine.pause(release=command.release)
+
+    @_execute.register
+    def _(self, _command: Resume, _: None) -> None:
+        self._engine.resume()
+
+    @_execute.register
+    def _(self, command: ReleaseMemory, _: None) -> None:
+        self._engine.release_memory(command.parts)
+
+    @_execute.register
+    def _(self, _command: GetStats, _: None) -> Stats:
+        return views.stats(self._engine)
+
+
+def _once(command: StartTurn) -> Once | None:
+    return Once(*command.once, command.name) if command.once is not None else None
+
+
+def _given(prepared: Prepared | None) -> Prepared:
+    if prepared is None:
+        raise InvariantError("a command's input was not prepared")
+    return prepared
+
+
+def _ascending(turns: Sequence[int], most: int) -> list[int]:
+    numbers = [whole("a turn number", number, 1, most) for number in items("turns", turns, "a list of turn numbers")]
+    if any(later <= earlier for earlier, later in pairwise(numbers)):
+        raise InvalidRequest(f"turns are {shown(numbers)}; allowed: ascending turn numbers")
+    return numbers

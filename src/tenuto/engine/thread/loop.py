@@ -1,0 +1,351 @@
+"""Runs an engine in a thread of its own. Commands are answered by futures; turns report to subscribers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar, cast
+
+from tenuto.base.errors import EngineStopped, InvariantError, NotAcknowledged, TenutoError
+from tenuto.base.sampling import TokenLogprob
+from tenuto.base.turns import Delta
+from tenuto.base.views import AuditReport
+from tenuto.base.wire.messages import Stopped
+from tenuto.engine.engine import Engine
+from tenuto.engine.thread.acknowledge import Acknowledger, Announcer, AtOnce, Tell
+from tenuto.engine.thread.gathering import Gathering
+from tenuto.session.changes import Change
+from tenuto.session.session import Turn
+
+log = logging.getLogger("tenuto.engine")
+
+T = TypeVar("T")
+
+IDLE_SECONDS = 0.1
+"""How often an idle engine looks at the clock, and so the precision of deadlines and idle timeouts."""
+
+
+Subscriber = Callable[[Delta | TenutoError], None]
+"""Called in the engine's thread with every delta of a turn, the last of which has its result, or with the error that
+prevented the turn from starting or stopped the engine. It must not block. If it raises, its reader is taken to be gone,
+and the turn is aborted."""
+
+
+class EngineLoop:
+    """Owns `engine`, which no other thread may touch from now on. The engine's thread calls `after_round` after each
+    batch of commands and after each step's events are published. It calls `on_stop` once, after the last step, when all
+    waiting callers have been answered.
+
+    A change of a session is reported only when `acknowledger` confirms it, in the order of changes. This holds for a
+    committed turn's last delta, and for every `execute` that made the change or ran after it; a turn started since then
+    reports nothing before that. While changes cannot be acknowledged, callers that wait for one get `NotAcknowledged`,
+    and `execute` refuses work that does not end something."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_stop: Callable[[Stopped], None] = lambda _: None,
+        after_round: Callable[[], None] = lambda: None,
+        acknowledger: Acknowledger | None = None,
+    ) -> None:
+        self._engine = engine
+        self._announcer = Announcer(acknowledger or AtOnce())
+        self._gathering = Gathering()
+        self._on_stop = on_stop
+        self._after_round = after_round
+        self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
+        self._audits: list[Future[AuditReport]] = []  # awaited; the engine's thread alone
+        self._subscriptions: dict[int, _Subscription] = {}  # by turn number; the engine's thread alone
+        self._opened: list[Turn] = []  # subscribed to by the command being carried out
+        self.stopped: Stopped | None = None  # set once, under the lock
+        self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
+        if engine.parking is not None:
+            engine.parking.on_copied(self.wake)
+        self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[Engine], T]) -> Future[T]:
+        """Run `work` in the engine's thread, between two steps. The future gets its result or its error at once, so
+        `work` must not show the state of sessions. Raises `EngineStopped`."""
+        future: Future[T] = Future()
+        self._post(_Command(work, future))
+        return future
+
+    def execute(
+        self, work: Callable[[Engine], T], then: Callable[[Future[T]], None] | None = None, *, ends: bool = False
+    ) -> Future[T]:
+        """As `call`, for work that changes sessions or shows their state. The future gets the result once all earlier
+        changes and its own are acknowledged. While changes cannot be acknowledged, the work is refused unless it `ends`
+        something. `then` is called with the future when that is done, before turns that `work` started report."""
+        future: Future[T] = Future()
+        if then is not None:
+            future.add_done_callback(then)
+        self._post(_Command(work, future, self._announcer, ends=ends))
+        return future
+
+    def subscribe(self, turn: Turn, subscriber: Subscriber) -> None:
+        """Report the turn's deltas to `subscriber`, after the command that opened the turn is answered. To be called in
+        the engine's thread, by that command."""
+        self._subscriptions[turn.number] = _Subscription(turn, subscriber)
+        self._opened.append(turn)
+
+    def wake(self) -> None:
+        """Tell the loop that more changes are durable, or can be made durable again, or that a copy has ended. Any
+        thread may call it."""
+        with suppress(EngineStopped):
+            self.call(lambda _: None)
+
+    def audit(self) -> Future[AuditReport]:
+        """Recount as `Engine.audit` does, but spread over the coming steps so that none is delayed. Raises
+        `EngineStopped`, as does the future if the engine stops first."""
+        asked: Future[AuditReport] = Future()
+        asked.set_running_or_notify_cancel()
+
+        def ask(engine: Engine) -> None:
+            engine.ask_audit(answer)
+            self._audits.append(asked)
+
+        def answer(report: AuditReport) -> None:
+            self._audits.remove(asked)
+            asked.set_result(report)
+
+        def refuse(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                asked.set_exception(error)
+
+        self.call(ask).add_done_callback(refuse)
+        return asked
+
+    def close(self) -> None:
+        """Stop after the step in progress, and wait until it has ended. Pending futures and subscribers get
+        `EngineStopped`."""
+        self.request_stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def request_stop(self) -> None:
+        """Stop after the step in progress, without waiting for it: finalizers call this, and may run in a thread that
+        the step needs."""
+        with self._lock:
+            if self.stopped is None:
+                self._commands.put(None)
+
+    def _post(self, command: _Command[T]) -> None:
+        with self._lock:
+            if self.stopped is not None:
+                raise self.stopped.error()
+            self._commands.put(command)  # type: ignore[arg-type] # queues are invariant, commands are not
+
+    # -- in the engine's thread
+
+    def _run(self) -> None:
+        stopped, wait = Stopped(reason="the engine was closed"), 0.0
+        try:
+            while self._obey(wait):
+                self._after_round()
+                if self._engine.only_begins and (wait := self._gathering.seconds(self._engine.now())) > 0:
+                    continue
+                report = self._engine.step()
+                for turn in report.progressed:
+                    if not turn.state.ended:
+                        self._publish(turn)
+                self._end(report.ended, report.changes)
+                self._announcer.advance()
+                self._after_round()
+                busy = report.worked or report.ended or self._engine.auditor.awaited
+                wait = 0.0 if busy else IDLE_SECONDS
+        except Exception as error:  # the engine's state is unknown
+            stopped = Stopped(reason="the engine stopped", detail=f"{type(error).__name__}: {error}")
+            log.exception("the engine stopped; this is a bug, and here is the report")
+        self._stop(stopped)
+
+    def _obey(self, wait: float) -> bool:
+        """Run the commands queued so far, waiting up to `wait` seconds for the first. Returns False to stop."""
+        try:
+            command = self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
+            waiting = self._commands.qsize()  # later ones wait for the next step
+            while command is not None:
+                self._carry_out(command)
+                if waiting == 0:
+                    return True
+                waiting -= 1
+                command = self._commands.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _carry_out(self, command: _Command[object]) -> None:
+        """Run a command. Turns that it ended report before it is answered, turns that it started after."""
+        try:
+            answer = command.run(self._engine)
+        finally:
+            self._end(self._engine.lifecycle.take_ended(), self._engine.lifecycle.take_changes())
+            opened, self._opened = self._opened, []
+            if opened:
+                self._gathering.begin(opened, self._engine.now())
+
+        def tell(refusal: TenutoError | None) -> None:
+            answer(refusal)
+            for turn in opened:
+                self._open(turn, refusal)
+
+        if command.shows_sessions:
+            self._announcer.hold(tell)
+        else:
+            tell(None)
+        self._announcer.advance()
+
+    def _open(self, turn: Turn, refusal: TenutoError | None) -> None:
+        """Let a turn report, now that the command that started it is answered."""
+        subscription = self._subscriptions.get(turn.number)
+        if subscription is None:
+            return
+        if refusal is not None:
+            del self._subscriptions[turn.number]
+            self._give_up(turn)
+            return
+        subscription.open = True
+        if (turn.output and not turn.state.ended) or (turn.result is not None and not turn.result.committed):
+            self._publish(turn)
+
+    def _end(self, turns: Iterable[Turn], changes: Sequence[Change]) -> None:
+        """Report ended turns, and announce changes in order: turns that committed report when acknowledged."""
+        for turn in turns:
+            if turn.result is None or not turn.result.committed:
+                self._publish(turn)
+        if changes:
+            self._gathering.note(changes, self._engine.now())
+        for change in changes:
+            self._announcer.changed(change)
+            if change.turn is not None:
+                self._announcer.hold(partial(self._tell_commit, change.turn))
+
+    def _tell_commit(self, turn: Turn, refusal: TenutoError | None) -> None:
+        if refusal is None:
+            self._publish(turn)
+        elif (subscription := self._subscriptions.pop(turn.number, None)) is not None:
+            subscription.refuse(refusal)
+
+    def _publish(self, turn: Turn) -> None:
+        """Send the turn's news to its subscriber. If the subscriber is gone, an open turn is aborted."""
+        subscription = self._subscriptions.get(turn.number)
+        if subscription is None or not subscription.open:
+            return
+        if turn.state.ended:
+            del self._subscriptions[turn.number]
+        try:
+            subscription.publish()
+        except Exception:  # noqa: BLE001 - any failure means the reader is gone
+            self._subscriptions.pop(turn.number, None)
+            self._give_up(turn)
+
+    def _give_up(self, turn: Turn) -> None:
+        if not turn.state.ended and self.stopped is None:
+            self._engine.abort(turn.session.id, tenant=turn.session.policy.tenant)
+
+    def _stop(self, stopped: Stopped) -> None:
+        with self._lock:
+            self.stopped = stopped
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                break
+            if command is not None:
+                command.refuse(stopped.error())
+        self._announcer.stop(stopped)
+        for audit in self._audits:
+            audit.set_exception(stopped.error())
+        for subscription in self._subscriptions.values():
+            subscription.refuse(stopped.interrupted())
+        self._subscriptions.clear()
+        self._on_stop(stopped)
+
+
+class _Subscription:
+    """A turn's subscriber, and how much of the turn it has received."""
+
+    __slots__ = ("_input_sent", "_sent", "_subscriber", "_turn", "open")
+
+    def __init__(self, turn: Turn, subscriber: Subscriber) -> None:
+        self._turn = turn
+        self._subscriber = subscriber
+        self._sent = 0
+        self._input_sent = False
+        self.open = False  # set once the command that started the turn is answered
+
+    def publish(self) -> None:
+        turn = self._turn
+        tokens = tuple(turn.output[self._sent :])
+        logprobs = tuple(turn.output_logprobs[self._sent :]) if turn.output_logprobs else ()
+        self._sent += len(tokens)
+        scores: tuple[TokenLogprob | None, ...] = ()
+        if turn.params.input_logprobs is not None and not self._input_sent and (tokens or turn.result is not None):
+            scores, self._input_sent = turn.input_logprobs, True
+        text = turn.text.take_text() if turn.text is not None else ""
+        self._subscriber(Delta(tokens, text, turn.delivered, turn.result, logprobs, scores))
+
+    def refuse(self, error: TenutoError) -> None:
+        with suppress(Exception):  # the reader is gone
+            self._subscriber(error)
+
+
+class _Command(Generic[T]):
+    """Work for the engine's thread, and the future for its result. With an `announcer` it shows the state of sessions,
+    and is refused while changes cannot be acknowledged, unless it `ends` something."""
+
+    def __init__(
+        self,
+        work: Callable[[Engine], T],
+        future: Future[T],
+        announcer: Announcer | None = None,
+        *,
+        ends: bool = False,
+    ) -> None:
+        self._work = work
+        self._future = future
+        self._announcer = announcer
+        self._ends = ends
+
+    @property
+    def shows_sessions(self) -> bool:
+        return self._announcer is not None
+
+    def run(self, engine: Engine) -> Tell:
+        """Run the work. Calling what this returns sets the future. Raises `InvariantError` if the engine is, or has
+        become, inconsistent."""
+        if not self._future.set_running_or_notify_cancel():
+            return _nothing_to_tell
+        if self._announcer is not None and self._announcer.failure is not None and not self._ends:
+            return partial(self._tell, None, NotAcknowledged(str(self._announcer.failure)))
+        try:
+            return partial(self._tell, self._work(engine), None)
+        except TenutoError as error:
+            return partial(self._tell, None, error)
+        except InvariantError as error:
+            self._future.set_exception(EngineStopped("the engine stopped", detail=str(error)))
+            raise
+        except Exception as error:  # noqa: BLE001 - a bug in the work; continue if memory is sound
+            self._future.set_exception(error)
+            engine.audit()
+            return _nothing_to_tell
+
+    def _tell(self, result: T | None, error: TenutoError | None, refusal: TenutoError | None) -> None:
+        failure = refusal or error
+        if failure is not None:
+            self._future.set_exception(failure)
+        else:
+            self._future.set_result(cast("T", result))
+
+    def refuse(self, error: EngineStopped) -> None:
+        if self._future.set_running_or_notify_cancel():
+            self._future.set_exception(error)
+
+
+def _nothing_to_tell(_: TenutoError | None) -> None:
+    """The future is cancelled or already set."""

@@ -1,0 +1,125 @@
+"""The checkpoints that one sequence refers to."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import overload
+
+from tenuto.memory.checkpoints.cache import CheckpointCache
+from tenuto.memory.checkpoints.checkpoint import Checkpoint
+
+TIDY = 16
+"""Evicted ones that may stay listed in any case."""
+_position = attrgetter("position")
+
+
+class Checkpoints(Sequence[Checkpoint]):
+    """The checkpoints that one sequence refers to, by position. `needed` is the one it has pinned, if any; any other
+    may be evicted at any time, and is then no longer listed."""
+
+    def __init__(self, cache: CheckpointCache) -> None:
+        self._cache = cache
+        self._listed: list[Checkpoint] = []  # evicted ones too, until a lookup meets them, or there are many
+        self._tidy_at = 2 * TIDY
+        self.needed: Checkpoint | None = None
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return (checkpoint for checkpoint in self._listed if not checkpoint.evicted)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @overload
+    def __getitem__(self, index: int) -> Checkpoint: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Checkpoint]: ...
+
+    def __getitem__(self, index: int | slice) -> Checkpoint | list[Checkpoint]:
+        return list(self)[index]
+
+    # -- looking one up
+
+    def below(self, position: int) -> Checkpoint | None:
+        """The last one before `position`."""
+        end = start = bisect_left(self._listed, position, key=_position)
+        while start and self._listed[start - 1].evicted:
+            start -= 1
+        self._forget(start, end)
+        return self._listed[start - 1] if start else None
+
+    def from_on(self, position: int) -> Checkpoint | None:
+        """The first one at or after `position`."""
+        start = end = bisect_left(self._listed, position, key=_position)
+        while end < len(self._listed) and self._listed[end].evicted:
+            end += 1
+        self._forget(start, end)
+        return self._listed[start] if start < len(self._listed) else None
+
+    def at(self, position: int) -> Checkpoint | None:
+        """The one at `position`."""
+        found = self.from_on(position)
+        return found if found is not None and found.position == position else None
+
+    def _forget(self, start: int, stop: int) -> None:
+        """Take out entries [start, stop), all of them evicted."""
+        if start < stop:
+            del self._listed[start:stop]
+
+    # -- changing them
+
+    def push(self, checkpoint: Checkpoint) -> None:
+        """Append the pinned `checkpoint` and take over its reference. The one needed before now only saves work."""
+        self.relax()
+        self._listed.append(checkpoint)
+        self.needed = checkpoint
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Take out the evicted ones once the list may be half of them."""
+        if len(self._listed) >= self._tidy_at:
+            self._listed = list(self)
+            self._tidy_at = 2 * max(TIDY, len(self._listed))
+
+    def relax(self) -> None:
+        """None of them is needed from now on."""
+        if self.needed is not None:
+            needed, self.needed = self.needed, None
+            self._cache.unpin(needed)
+
+    def take(self, position: int) -> Checkpoint | None:
+        """Move out the one at `position`, pinned."""
+        found = self.at(position)
+        if found is None:
+            return None
+        if found is self.needed:
+            self.needed = None
+        else:
+            self._cache.require(found)
+        self._listed.remove(found)
+        return found
+
+    def cut(self, position: int) -> None:
+        """Drop those at or past `position`."""
+        if self.needed is not None and self.needed.position >= position:
+            self.relax()
+        start = bisect_left(self._listed, position, key=_position)
+        for checkpoint in self._listed[start:]:
+            self._cache.release(checkpoint)
+        del self._listed[start:]
+
+    def absorb(self, other: Checkpoints) -> None:
+        """Move all of `other`, which come after these, to the end."""
+        other.relax()
+        self._listed += other._listed
+        other._listed = []
+        self._tidy()
+
+    def refer_to(self, others: Checkpoints, position: int) -> None:
+        """Refer to those of `others` before `position` that are not evicted."""
+        for checkpoint in others._listed[: bisect_left(others._listed, position, key=_position)]:
+            if not checkpoint.evicted:
+                self._cache.refer(checkpoint)
+                self._listed.append(checkpoint)

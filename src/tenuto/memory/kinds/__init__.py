@@ -1,0 +1,1 @@
+"""Kinds of memory behind one interface: full and sliding attention, recurrent state."""

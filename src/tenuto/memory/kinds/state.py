@@ -1,0 +1,213 @@
+"""Recurrent state: one slot holds the state after all tokens so far. A position is resumable where a slot stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+import numpy as np
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.groups import GroupSpec
+from tenuto.base.plan import NO_SLOT, StateMoves
+from tenuto.memory.kinds.group import NOWHERE, Group, Growth, Mask, Moves, Table
+from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.memory.rows import Longs, Rows
+from tenuto.memory.shape import Shape
+
+
+class StateGroup(Group):
+    """A group of state slots. Its arrays have one entry per row, int32 where they name slots.
+
+    The `current` slot holds the state after the row's `scheduled` tokens; the `alternate` one, if `alternate_at` >= 0,
+    the state at position `alternate_at`. A `frozen` row's current slot belongs to a checkpoint and is not written.
+    """
+
+    stands_at_step_ends = True
+
+    def __init__(self, index: int, spec: GroupSpec, pool: Pool, page_size: int, shape: Shape, rows: Rows) -> None:
+        super().__init__(index, spec, pool, page_size, shape, rows)
+        self.current = np.full(shape.max_running, NO_SLOT, np.int32)
+        self.alternate = np.full(shape.max_running, NO_SLOT, np.int32)
+        self.alternate_at = np.full(shape.max_running, NOWHERE, np.int64)
+        self.frozen = np.zeros(shape.max_running, np.bool_)
+        self.spare: dict[int, list[int]] = {}  # own slots in no use yet, by row
+
+    def table(self, holder: Holder) -> StateTable:
+        return StateTable(self)
+
+    @staticmethod
+    def turn_units(spec: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
+        """Working slots, and one that stays at the end of the input while the turn generates."""
+        if not generates:
+            return 1
+        return 3 if shape.double_buffered else 2
+
+    @staticmethod
+    def session_units(spec: GroupSpec, page_size: int, computed: int) -> int:
+        return 1
+
+    @property
+    def units_at_start(self) -> int:
+        return self.turn_units(self.spec, self.page_size, self.shape, 0, generates=True)
+
+    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: Moves) -> None:
+        """Which slot each row reads and writes: the alternate one where there is one, else the current in place."""
+        frozen, reads, other = self.frozen[rows], self.current[rows], self.alternate[rows]
+        swapped = other != NO_SLOT
+        if (frozen & ~swapped).any():
+            raise InvariantError("a row would write a state slot that a checkpoint holds")
+        writes = np.where(swapped, other, reads)
+        back = swapped & ~frozen & self.shape.double_buffered
+        self.current[rows] = writes
+        self.alternate[rows] = np.where(back, reads, NO_SLOT)
+        self.alternate_at[rows] = np.where(back, starts, NOWHERE)
+        self.frozen[rows] = False
+        moves.states.append(StateMoves(reads, writes))
+        for row in rows[frozen].tolist():
+            moves.left[row] = None
+            if self.shape.double_buffered:
+                self._renew_alternate(row)
+
+    def write_elsewhere(self, row: int) -> None:
+        self.frozen[row] = True
+        self._renew_alternate(row)
+
+    def _renew_alternate(self, row: int) -> None:
+        if self.alternate[row] == NO_SLOT and self.spare[row]:
+            self.alternate[row] = self.spare[row].pop()
+
+    def can_reject(self, rows: Longs) -> Mask:
+        ready: Mask = ~self.frozen[rows] & (self.alternate[rows] != NO_SLOT)
+        return ready
+
+    def reject(self, row: int, start: int, position: int) -> int:
+        """A state is resumable only where its slot stands: the one at `start` is in the alternate slot."""
+        self.current[row], self.alternate[row] = self.alternate[row], self.current[row]
+        self.alternate_at[row] = NOWHERE
+        return start
+
+
+class StateTable(Table):
+    """The state slots an open turn works with in one group. The session keeps its slots in its checkpoints.
+
+    A step reads the current slot and writes the alternate one if there is one, else the current in place. A slot that a
+    checkpoint holds is never written. While a turn is running, `current` and `alternate` live in its row.
+    """
+
+    _group: StateGroup
+
+    def __init__(self, group: StateGroup) -> None:
+        super().__init__(group)
+        self.current = NO_SLOT
+        self.alternate = NO_SLOT
+        self.spare: list[int] = []  # own slots not in use yet
+
+    def need(self, worst_case: int, held: int, start: int, end: int, *, at_end: bool) -> int:
+        return max(0, worst_case - held)
+
+    def counted(self, kept: Lease | None) -> int:
+        return len(self.opened) + (len(kept) if kept is not None else 0)
+
+    def kept(self, part: Lease | None) -> Lease:
+        if part is None:
+            raise InvariantError(f"{self.pool.name}: a position is kept without its units")
+        return part
+
+    def receive(self, units: Lease, holder: Holder) -> Lease:
+        return units.transfer(holder)
+
+    def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
+        yield position, position
+
+    def kept_units(self, position: int) -> int:
+        return 1
+
+    # -- the open turn
+
+    def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
+        """Start from the state in `part` (`None`: the zero state), and write to `units`."""
+        self.take_up(units)
+        self.spare = list(units.units)
+        self.current = part.units[0] if part is not None else NO_SLOT
+        self.alternate = self.spare.pop() if self.spare else NO_SLOT
+
+    def extend(self, units: Lease) -> None:
+        self.spare.extend(units.units)
+        super().extend(units)
+
+    def attach(self, row: int) -> None:
+        super().attach(row)
+        group = self._group
+        if group.shape.double_buffered and self.alternate == NO_SLOT and self.spare:
+            self.alternate = self.spare.pop()
+        group.current[row], group.alternate[row], group.alternate_at[row] = self.current, self.alternate, NOWHERE
+        group.spare[row] = self.spare
+        group.frozen[row] = self.current not in self.opened.units
+
+    def leave(self) -> None:
+        group, row = self._group, self.row
+        if row >= 0:
+            self.current, self.alternate = int(group.current[row]), int(group.alternate[row])
+        super().leave()
+
+    def live_below(self, target: int, scheduled: int) -> int:
+        group, row = self._group, self.row
+        if scheduled <= target and not (row >= 0 and group.frozen[row]):
+            return scheduled
+        before = int(group.alternate_at[row]) if row >= 0 else NOWHERE
+        return before if before <= target else NOWHERE
+
+    def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
+        """Stand on an own slot, a checkpoint's, or the zero state; all other own slots can be written."""
+        slot = part.units[0] if part is not None else NO_SLOT if again else self._slot_at(position)
+        self.leave()
+        self.current = slot
+        self.spare = [unit for unit in self.opened.units if unit != slot]
+        self.alternate = self.spare.pop() if slot not in self.opened.units else NO_SLOT
+
+    def _slot_at(self, position: int) -> int:
+        """The slot that holds the state at a live `position`."""
+        group, row = self._group, self.row
+        if row < 0:
+            return self.current
+        return int((group.current if position == group.rows.scheduled[row] else group.alternate)[row])
+
+    def commit(self, position: int, part: Lease | None) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        super().abort()
+        self.current = self.alternate = NO_SLOT
+        self.spare = []
+
+    # -- checkpoints
+
+    def keep(self, position: int, holder: Holder) -> Lease:
+        """Move the slot at `position` to a checkpoint; from now on it is only read."""
+        at = self.opened.units.index(self._slot_at(position))
+        return self.opened.take(at, at + 1, holder)
+
+    def take_back(self, part: Lease) -> None:
+        for slot in part.units:
+            self.pool.take_alone(slot, 0)
+        self.opened.absorb(part)
+
+    @property
+    def can_spare(self) -> bool:
+        return self.pool.free > 0
+
+    def take_spare(self) -> None:
+        self.opened.grow(1)
+        self.spare.append(self.opened.units[-1])
+
+    # -- the session
+
+    def fork(self, child: Self, position: int, part: Lease | None) -> None:
+        """The child refers to the same checkpoints."""
+
+    def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
+        """Likewise."""
+
+    def truncate(self, position: int, part: Lease | None) -> None:
+        """Everything that the session keeps is in its checkpoints."""

@@ -1,0 +1,1 @@
+"""Tiers: copies of units in host memory and on disk."""

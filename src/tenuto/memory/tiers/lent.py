@@ -1,0 +1,57 @@
+"""Parked memory on its way out, read beside the engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.plan import Bytes
+from tenuto.base.wire.state_file import CopiedState
+from tenuto.memory.tiers.contents import Content
+from tenuto.memory.tiers.parked import Parked
+from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile, read_units
+
+
+class LentUnit(NamedTuple):
+    """A unit in host memory, or row `row` of `file`, which has to hold `content`."""
+
+    group: int
+    content: Content
+    data: Bytes | None
+    file: UnitFile | None
+    row: int
+
+
+@dataclass(eq=False, slots=True)
+class LentUnits:
+    """The state of a session's first `position` tokens, in the units of `parked`, which the reader keeps until the
+    engine's thread takes it back. `failure`: why reading failed; written by `read`."""
+
+    position: int
+    parked: Parked
+    units: Sequence[Sequence[LentUnit]]
+    disk: Disk | None
+    failure: str = ""
+
+    def read(self) -> CopiedState:
+        """All of it, in any thread; the state of no tokens if that failed."""
+        try:
+            return CopiedState(self.position, [self._group(units) for units in self.units])
+        except DiskFailed as error:
+            self.failure = error.cause
+            return CopiedState(0, [[] for _ in self.units])
+
+    def _group(self, units: Sequence[LentUnit]) -> list[Bytes]:
+        in_files: dict[UnitFile, list[int]] = {}
+        for i, unit in enumerate(units):
+            if unit.file is not None:
+                in_files.setdefault(unit.file, []).append(i)
+        found = {i: unit.data for i, unit in enumerate(units) if unit.data is not None}
+        for file, places in in_files.items():
+            if self.disk is None:
+                raise InvariantError("units are on disk, and there is no disk")
+            wanted = [(units[i].row, units[i].content) for i in places]
+            found.update(zip(places, read_units(self.disk, file, units[places[0]].group, wanted), strict=True))
+        return [found[i] for i in range(len(units))]

@@ -1,0 +1,69 @@
+"""What there is of sequences off the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tenuto.base.plan import Bytes
+from tenuto.memory.tiers.contents import Content
+from tenuto.memory.tiers.moves import Move
+from tenuto.memory.tiers.unit_files import UnitFile
+
+Place = tuple[int, int]
+"""A unit of a pool and its generation, see `Pool.generation`."""
+ELSEWHERE: Place = 0, -1
+"""Not on the device."""
+
+
+@dataclass(eq=False, slots=True)
+class StoredUnit:
+    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. `place`: where the same is on
+    the device, as long as that is leased and of the same generation; with a `move`, where it will be when that has
+    arrived.
+
+    Invariants: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it and the moves and
+    writes that have it. `content` is what its session's tokens said when it was copied; row `row` of `file` is used
+    only if the file names a content that covers it.
+    """
+
+    group: int
+    content: Content
+    size: int
+    data: Bytes | None
+    place: Place
+    references: int = 0
+    file: UnitFile | None = None
+    row: int = -1
+    move: Move | None = None
+    leaving: bool = False  # it is being written to disk
+
+
+@dataclass(eq=False, slots=True)
+class Parked:
+    """The memory of the first `position` tokens of a sequence, off the device: for each group the units, in order.
+    `trial`: it comes back even if that seems to take longer than computing it, so that this is measured again.
+    `pinned`: it never makes room for others, because an index for the next process lists it, or a thread reads it."""
+
+    position: int
+    units: list[list[StoredUnit]]
+    trial: bool = False
+    pinned: bool = False
+
+    def __iter__(self) -> Iterator[StoredUnit]:
+        return (unit for group in self.units for unit in group)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(unit.size for group in self.units for unit in group)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether some of it has to be read from disk."""
+        return any(unit.file is not None for group in self.units for unit in group)
+
+    @property
+    def in_host(self) -> bool:
+        """Whether some of it is in host memory."""
+        return any(unit.data is not None for group in self.units for unit in group)

@@ -1,0 +1,514 @@
+"""Host memory and disk: copies of units that are not on the device, each kept once for all who want it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import cast
+
+import numpy as np
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.plan import Bytes, Copier, CopyFailed
+from tenuto.memory.pool import Lease, Pool
+from tenuto.memory.tiers.contents import Content, Contents, NamedUnit
+from tenuto.memory.tiers.lent import LentUnit, LentUnits
+from tenuto.memory.tiers.moves import Carrier, Job, Jobs, Move, Moves, Target, Write
+from tenuto.memory.tiers.parked import ELSEWHERE, Parked, StoredUnit
+from tenuto.memory.tiers.rates import Rates
+from tenuto.memory.tiers.snapshots import SavedMemory, Snapshot, decoded
+from tenuto.memory.tiers.taken_over import FoundUnits, snapshot_of
+from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile
+
+MAX_LEAVING = 2**29
+"""Bytes of host memory, or one session, that may be on their way to disk besides what host memory may hold; for what
+exceeds that a step waits."""
+_group_of = attrgetter("group")
+
+
+class Tiers:
+    """Parks and brings back memory. Parked memory that was used least recently leaves host memory for disk, and disk
+    for nowhere. A unit that several parked sequences share is kept, moved and restored once.
+
+    Invariants: `host_used` is the size of all stored units with `data`, each of which belongs to some `Parked` of
+    `_in_host`, or is `leaving`. Every `Parked` is in `_in_host` or in `_on_disk`, each in the order of their last use.
+    `_file_bytes` is the size of all files that stored units refer to, and with `_leaving_bytes` never exceeds the
+    disk's budget. A stored unit is only used for a sequence whose tokens its content covers.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        copier: Copier,
+        host_bytes: int,
+        disk: Disk | None,
+        page_size: int,
+        timer: Callable[[], float],
+        carrier: Carrier,
+        identity: str = "",
+    ) -> None:
+        """`identity`: of what is in units; state is never taken over from a tier of another one."""
+        self._pools = pools
+        self._copier = copier
+        self._host_bytes = host_bytes
+        self._disk = disk
+        self._page_size = page_size
+        self._timer = timer
+        self._identity = identity
+        self._copies: dict[tuple[int, int], StoredUnit] = {}  # the last copy of each unit, by group and unit
+        self._in_host: OrderedDict[Parked, None] = OrderedDict()  # those not moved to disk, least recently used first
+        self._on_disk: OrderedDict[Parked, None] = OrderedDict()  # the others, or on their way there
+        self.moves = Moves(pools, copier, disk, carrier, timer)
+        self._moving: dict[Move, list[StoredUnit]] = {}  # what each move under way brings
+        self.writes: Jobs[Write] = Jobs(carrier)
+        self._leaving: dict[Write, list[StoredUnit]] = {}  # what each write under way has, in its order
+        self._leaving_bytes = 0
+        self._carrier = carrier
+        self.host_used = 0
+        self.disk_used = 0
+        self._file_bytes = 0
+        self.rates = Rates()
+        self.moved: Counter[str] = (
+            Counter()
+        )  # units, by where to: "host", "disk", "device"; "nowhere": for want of room
+        self.failures: Counter[str] = Counter()
+        """By cause: "full" and "busy", no room on disk, the latter while writes under way take some of it; "copy"; and
+        those of `DiskFailed`."""
+
+    def __len__(self) -> int:
+        return len(self._in_host) + len(self._on_disk)
+
+    def become(self, identity: str) -> None:
+        """What is in units is of another `identity` from now on. Nothing is parked yet."""
+        if len(self):
+            raise InvariantError(f"{len(self)} sequences are parked of another identity")
+        self._identity = identity
+        if self._disk is not None:
+            self._disk.become(identity)
+
+    # -- parking
+
+    def park(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
+        """Copy what a session keeps for its first `position` tokens: units of each group, and what they hold. `None` if
+        there is no room, copying failed or computing it again is faster."""
+        size = sum(self._unit_size(group) * len(units) for group, units in enumerate(kept))
+        tier = "host" if size <= self._host_bytes else "disk"
+        if tier == "disk" and self._disk is None:
+            return None
+        worth = self.rates.worth(tier, size, position)
+        if not worth and not self.rates.retry(tier):
+            return None
+        parked = self._copied(position, kept, names)
+        if parked is not None:
+            parked.trial = not worth
+            if not self._fit():
+                self.forget(parked)
+        return parked if parked in self else None
+
+    def save(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
+        """As `park`, but to disk in any case; `None` if that is not possible."""
+        parked = self._copied(position, kept, names)
+        if parked is not None and not self.move_to_disk(parked):
+            self.forget(parked)
+            return None
+        return parked
+
+    def _copied(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
+        """In host memory, however much that takes."""
+        parked = Parked(position, [])
+        try:
+            for group, (units, held) in enumerate(zip(kept, names, strict=True)):
+                parked.units.append(self._stored(group, units, held))
+        except CopyFailed:
+            self.failures["copy"] += 1
+            self._discard(parked)
+            return None
+        self._in_host[parked] = None
+        return parked
+
+    def hold(self, position: int, groups: Sequence[Sequence[Bytes]], names: Contents) -> Parked | None:
+        """Park what was never on the device: units of each group, and what they hold. `None` if there is no room."""
+        parked = Parked(position, [])
+        for group, (units, held) in enumerate(zip(groups, names, strict=True)):
+            stored = [
+                StoredUnit(group, content, data.nbytes, data, ELSEWHERE, references=1)
+                for data, content in zip(units, held, strict=True)
+            ]
+            self.host_used += _size(stored)
+            parked.units.append(stored)
+        self._in_host[parked] = None
+        if not self._fit():
+            self.forget(parked)
+        return parked if parked in self else None
+
+    def _unit_size(self, group: int) -> int:
+        return self._copier.unit_bytes(group)
+
+    def _stored(self, group: int, units: Sequence[int], held: Sequence[Content]) -> list[StoredUnit]:
+        pool = self._pools[group]
+        found = [self._copy_of(group, unit, content) for unit, content in zip(units, held, strict=True)]
+        missing = [i for i, copy in enumerate(found) if copy is None]
+        if missing:
+            began = self._timer()
+            data = self._copier.read_units(group, np.array([units[i] for i in missing], np.int32))
+            self.rates.note("park", data.nbytes, self._timer() - began)
+            for row, i in enumerate(missing):
+                place = units[i], pool.generation[units[i]]
+                copy = StoredUnit(group, held[i], data[row].nbytes, data[row], place)
+                self._copies[group, units[i]] = found[i] = copy
+                self.host_used += copy.size
+            self.moved["host"] += len(missing)
+        stored = [copy for copy in found if copy is not None]
+        for copy in stored:
+            copy.references += 1
+        return stored
+
+    def _copy_of(self, group: int, unit: int, content: Content) -> StoredUnit | None:
+        """A copy of the unit as it is now, if that has all of `content`. It may have less, where more slots of a page
+        have been filled since. Raises `InvariantError` if it has anything else."""
+        copy = self._copies.get((group, unit))
+        if copy is None or not copy.references or copy.place != (unit, self._pools[group].generation[unit]):
+            return None
+        if copy.content.covers(content):
+            return copy
+        if not content.covers(copy.content):
+            raise InvariantError(f"unit {unit} of {self._pools[group].name} holds other tokens than its copy")
+        return None
+
+    def _fit(self) -> bool:
+        """Move the least recently used to disk, or nowhere, until host memory holds the rest, not counting what is on
+        its way to disk. False if that failed."""
+        while self._too_much and self._in_host:
+            parked = next(iter(self._in_host))
+            worth = parked.trial or self.rates.worth("disk", parked.size, parked.position)
+            if not worth or not self._leave(parked):
+                self.forget(parked)
+        return not self._too_much
+
+    @property
+    def _too_much(self) -> bool:
+        return self.host_used - self._leaving_bytes > self._host_bytes
+
+    def _leave(self, parked: Parked) -> bool:
+        """Write those of its units that are in host memory to disk. False without a disk, or without room on it.
+        Waits, if more than `MAX_LEAVING` bytes would be on their way."""
+        if self._disk is None:
+            return False
+        if self._leaving_bytes and self._leaving_bytes + _size(self._staying(parked)) > MAX_LEAVING:
+            self.writes.wait()
+            self.take_written()
+        units = self._staying(parked)  # now, since those of a write that has failed stay, too
+        if units and not self._make_room(_size(units), parked):
+            self.failures["busy" if self._leaving_bytes else "full"] += 1
+            return False
+        if parked in self._in_host:
+            del self._in_host[parked]
+            self._on_disk[parked] = None
+        if not units:
+            return True
+        units.sort(key=lambda unit: unit.group)
+        data = {
+            group: [NamedUnit(u.content, u.data) for u in same if u.data is not None]
+            for group, same in groupby(units, _group_of)
+        }
+        write = Write(data, self._disk, cast("Callable[[Job], None]", self.writes.tell))
+        self._leaving[write] = units
+        self._leaving_bytes += _size(units)
+        for unit in units:
+            unit.leaving = True
+            unit.references += 1
+        self.writes.carry(write)
+        self.take_written()
+        return True
+
+    def _make_room(self, size: int, parked: Parked | None = None) -> bool:
+        """Forget the least recently used memory on disk until `size` more bytes, of `parked`, fit. Pinned memory stays,
+        and so does memory on its way there. False if that is not enough."""
+        budget = self._disk.budget if self._disk is not None else 0
+        while self._file_bytes + self._leaving_bytes + size > budget:
+            victims = (
+                each
+                for each in self._on_disk
+                if each is not parked and not each.pinned and not any(unit.leaving for unit in each)
+            )
+            victim = next(victims, None) if size <= budget else None
+            if victim is None:
+                return False
+            self.moved["nowhere"] += sum(map(len, victim.units))
+            self.forget(victim)
+        return True
+
+    @staticmethod
+    def _staying(parked: Parked) -> list[StoredUnit]:
+        """Those in host memory that are not on their way to disk."""
+        return [unit for unit in parked if unit.data is not None and not unit.leaving]
+
+    def take_written(self) -> None:
+        """Note what has become of writes that have ended."""
+        for write in self.writes.take_ended():
+            units, file = self._leaving.pop(write), write.file
+            self._leaving_bytes -= _size(units)
+            for unit in units:
+                unit.leaving = False
+            if file is not None:
+                self._arrived(units, file)
+            else:
+                self._not_written(units, write.failure)
+            for unit in units:
+                self._release(unit)
+
+    def _not_written(self, units: Sequence[StoredUnit], cause: str) -> None:
+        """Forget the memory that these units were part of. If the file system filled up before our budget did, also
+        forget the least recently used memory on disk, so that the next write finds room."""
+        self.failures[cause] += 1
+        lost = set(units)
+        for parked in [each for each in self._on_disk if not lost.isdisjoint(each)]:
+            self.forget(parked)
+        if cause == "full" and self._disk is not None:
+            self._make_room(max(0, self._disk.budget - self._file_bytes - self._leaving_bytes) + _size(units))
+
+    def _arrived(self, units: Sequence[StoredUnit], file: UnitFile) -> None:
+        """The units, group by group, have been written to `file`."""
+        file.wanted = len(units)
+        self._file_bytes += file.size
+        for _, same in groupby(units, _group_of):
+            for row, unit in enumerate(same):
+                unit.data, unit.file, unit.row = None, file, row
+                self.host_used -= unit.size
+                self.disk_used += unit.size
+        self.moved["disk"] += len(units)
+
+    def move_to_disk(self, parked: Parked) -> bool:
+        """Move to disk, now, what of it is in host memory. False if that is not possible."""
+        if not self._leave(parked):
+            return False
+        self.writes.wait()
+        self.take_written()
+        return parked in self
+
+    # -- bringing back
+
+    def lacking(self, parked: Parked, units: Sequence[int]) -> list[int]:
+        """How many units of each group have to be acquired to bring back the first `units` of each."""
+        return [
+            sum(self._on_device(unit) is None for unit in stored[:n])
+            for stored, n in zip(parked.units, units, strict=True)
+        ]
+
+    def _on_device(self, unit: StoredUnit) -> int | None:
+        """The unit of the pool that still has the same, or will have it when a move has arrived."""
+        number, generation = unit.place
+        pool = self._pools[unit.group]
+        there = pool.counts[number] > 0 and pool.generation[number] == generation
+        return number if there and (unit.move is None or unit.move.usable) else None
+
+    def on_device(self, parked: Parked, group: int, count: int) -> list[int | None]:
+        """For each of the first `count` units of a group, the unit on the device that has the same, or will have it, if
+        there is one."""
+        return [self._on_device(unit) for unit in parked.units[group][:count]]
+
+    def bring_back(self, parked: Parked, leases: Sequence[Lease], names: Contents) -> list[Move]:
+        """Have the first units of each group come to those of `leases`, where they are not yet: the moves to wait for.
+        Units that are already on their way are not moved again. `names`: what the units have to hold, by the tokens of
+        who gets them. Raises `InvariantError` if they hold anything else."""
+        _check(parked, names)
+        moves: dict[Move, None] = {}
+        moving: list[StoredUnit] = []
+        targets: list[Target] = []
+        for group, lease in enumerate(leases):
+            for stored, unit, content in zip(parked.units[group], lease.units, names[group], strict=False):
+                if self._on_device(stored) is None:
+                    moving.append(stored)
+                    targets.append(Target(group, unit, content, stored.size, stored.data, stored.file, stored.row))
+                elif stored.move is not None:
+                    moves[stored.move] = None
+        if targets:
+            move = self.moves.begin(targets)
+            moves[move] = None
+            self._moving[move] = moving
+            for stored, target in zip(moving, targets, strict=True):
+                stored.place = target.unit, self._pools[stored.group].generation[target.unit]
+                stored.move = move
+                stored.references += 1
+                self._copies[stored.group, target.unit] = stored
+        for move in moves:
+            move.wanted += 1
+        return list(moves)
+
+    def take_moved(self) -> None:
+        """Note what has become of moves that have ended."""
+        for move in self.moves.take_ended():
+            if move.failure and not move.cancelled:
+                self.failures[move.failure] += 1
+            self.rates.note("disk", *move.read)
+            self.rates.note("host", *move.written)
+            self.moved["device"] += len(move.targets) if move.usable else 0
+            for stored in self._moving.pop(move):
+                if stored.move is move:
+                    stored.move = None
+                    if not move.usable:
+                        self._not_there(stored)
+                self._release(stored)
+
+    def _not_there(self, unit: StoredUnit) -> None:
+        """What was on its way to the device will not arrive."""
+        if self._copies.get((unit.group, unit.place[0])) is unit:
+            del self._copies[unit.group, unit.place[0]]
+        unit.place = ELSEWHERE
+
+    def lend(self, parked: Parked, names: Contents) -> LentUnits:
+        """All its units, for another thread to read; they stay until `take_back`. `names`: see `bring_back`."""
+        _check(parked, names)
+        units = [
+            [LentUnit(each.group, content, each.data, each.file, each.row) for each, content in zip(*pair, strict=True)]
+            for pair in zip(parked.units, names, strict=True)
+        ]
+        lent = LentUnits(parked.position, self.share(parked, parked.position, names), units, self._disk)
+        lent.parked.pinned = True
+        return lent
+
+    def take_back(self, lent: LentUnits) -> None:
+        """The other thread is done with them."""
+        if lent.failure:
+            self.failures[lent.failure] += 1
+        self.forget(lent.parked)
+
+    # -- references
+
+    def use(self, parked: Parked) -> None:
+        """It is of use."""
+        for kept in (self._in_host, self._on_disk):
+            if parked in kept:
+                kept.move_to_end(parked)
+
+    def share(self, parked: Parked, position: int, names: Contents) -> Parked:
+        """A second one of the first `position` tokens, with the first units of each group. `names`: see
+        `bring_back`."""
+        _check(parked, names)
+        shared = Parked(position, [stored[: len(held)] for stored, held in zip(parked.units, names, strict=True)])
+        for unit in shared:
+            unit.references += 1
+        (self._in_host if parked in self._in_host else self._on_disk)[shared] = None
+        return shared
+
+    def forget(self, parked: Parked) -> None:
+        """It is not needed any more."""
+        if parked in self:
+            self._in_host.pop(parked, None)
+            self._on_disk.pop(parked, None)
+            self._discard(parked)
+
+    def __contains__(self, parked: Parked | None) -> bool:
+        return parked in self._in_host or parked in self._on_disk
+
+    def _discard(self, parked: Parked) -> None:
+        for group in parked.units:
+            for unit in group:
+                self._release(unit)
+        parked.units = [[] for _ in parked.units]
+
+    def _release(self, unit: StoredUnit) -> None:
+        unit.references -= 1
+        if unit.references:
+            return
+        if self._copies.get((unit.group, unit.place[0])) is unit:
+            del self._copies[unit.group, unit.place[0]]
+        if unit.data is not None:
+            self.host_used -= unit.size
+            unit.data = None
+        elif unit.file is not None:
+            self.disk_used -= unit.size
+            unit.file.wanted -= 1
+            if not unit.file.wanted and self._disk is not None:
+                self._file_bytes -= unit.file.size
+                self._disk.remove(unit.file)
+            unit.file = None
+
+    def audit(self) -> None:
+        """Recount references and bytes. Raises `InvariantError`."""
+        found: Counter[StoredUnit] = Counter(chain.from_iterable((*self._in_host, *self._on_disk)))
+        for units in (*self._moving.values(), *self._leaving.values()):
+            found.update(units)
+        host = sum(unit.size for unit in found if unit.data is not None)
+        disk = sum(unit.size for unit in found if unit.file is not None)
+        if any(unit.references != n or (unit.data is None) == (unit.file is None) for unit, n in found.items()):
+            raise InvariantError("a stored unit has a wrong count of references, or is in two places or none")
+        if (host, disk) != (self.host_used, self.disk_used):
+            raise InvariantError(
+                f"stored units: {host} bytes in host memory and {disk} on disk, "
+                f"counted as {self.host_used} and {self.disk_used}"
+            )
+        files = sum(file.size for file in {unit.file for unit in found if unit.file is not None})
+        if files != self._file_bytes or (self._disk is not None and files + self._leaving_bytes > self._disk.budget):
+            raise InvariantError(
+                f"files have {files} bytes, {self._leaving_bytes} are leaving; {self._file_bytes} noted"
+            )
+
+    # -- from one process to the next
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def write_index(self, saved: Sequence[tuple[str, str, bytes, Parked]]) -> bool:
+        """Write down whose memory is on disk: tenant, session, and the tokens, int32, of which it is. False, counted,
+        if that failed."""
+        if self._disk is None:
+            return False
+        snapshot = snapshot_of(self._identity, self._unit_bytes(), self._page_size, saved)
+        try:
+            self._disk.write_index(snapshot.encoded())
+        except DiskFailed as error:
+            self.failures[error.cause] += 1
+            return False
+        return True
+
+    def _unit_bytes(self) -> list[int]:
+        return [self._unit_size(group) for group in range(len(self._pools))]
+
+    def read_index(self) -> Snapshot | None:
+        """What a process before this one has written down, if anything. Raises `SnapshotUnusable` or `DiskFailed`."""
+        data = self._disk.read_index() if self._disk is not None else None
+        return decoded(data, self._identity, self._unit_bytes(), self._page_size) if data is not None else None
+
+    def take_over(
+        self, snapshot: Snapshot | None, wanted: Iterable[tuple[SavedMemory, int, Contents]]
+    ) -> list[Parked | None]:
+        """Go on with what is on disk: of each saved memory the first units of each group, which have to hold what the
+        session's tokens say, for its first `position` tokens; `None` for those whose files are gone. All else that is
+        on disk is removed. `wanted`: in the order of their last use."""
+        if self._disk is None:
+            return []
+        found = FoundUnits(snapshot, self._disk.files(), self._unit_bytes())
+        taken = [found.parked(saved, position, names) for saved, position, names in wanted]
+        self._on_disk.update((parked, None) for parked in taken if parked is not None)
+        kept = found.files_in_use
+        self.disk_used = _size(found.units.values())
+        self._file_bytes = sum(file.size for file in kept)
+        self._disk.take_over(kept)
+        self._make_room(0)  # the budget may be smaller than it was
+        return [parked if parked in self else None for parked in taken]
+
+    def close(self, *, keep: bool = False) -> None:
+        """Nothing is parked or brought back any more; see `Disk.close`. Moves under way are cancelled and waited
+        for."""
+        self.moves.cancel()
+        self.writes.cancel()
+        self._carrier.close()
+        if self._disk is not None:
+            self._disk.close(keep=keep)
+
+
+def _size(units: Iterable[StoredUnit]) -> int:
+    """Bytes."""
+    return sum(unit.size for unit in units)
+
+
+def _check(parked: Parked, names: Contents) -> None:
+    """Raises `InvariantError` if its first units hold anything but `names`."""
+    for stored, held in zip(parked.units, names, strict=True):
+        wrong = (unit for unit, content in zip(stored, held, strict=False) if not unit.content.covers(content))
+        if len(held) > len(stored) or next(wrong, None) is not None:
+            raise InvariantError(f"what is parked of {parked.position} tokens is of other tokens")

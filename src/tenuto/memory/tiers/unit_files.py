@@ -1,0 +1,342 @@
+"""The disk tier: copies of units in files, used only after their names and checksums have been compared."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from tenuto.base.errors import ConfigError
+from tenuto.base.plan import Bytes
+from tenuto.base.private import create_private, make_private_directory, open_private, open_regular
+from tenuto.memory.tiers.contents import Content, NamedUnit
+
+FORMAT = "tenuto units"
+VERSION = "2"
+SUFFIX = ".units"
+INDEX = "sessions.index"
+LOCK = "tenuto.lock"
+READERS = 2
+"""Threads that read and check."""
+PIECE = 2**22
+"""Bytes that one of them reads at once."""
+MAX_HEADER = 100_000_000
+"""Bytes; the format allows no more."""
+_LENGTH = 8
+_UNREADABLE = (
+    OSError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+)
+"""What reading a file with anything in it may raise."""
+
+
+class DiskFailed(Exception):
+    """Units could not be written or read; `cause`: "full", "write", "read", "foreign" (of another model), "content" (of
+    other tokens) or "checksum"."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(eq=False, slots=True)
+class UnitFile:
+    """A file with `size` bytes of units, of which `wanted` are still referred to."""
+
+    name: str
+    size: int
+    wanted: int
+
+
+class Disk(Protocol):
+    """Where files of units are. Several threads may read and write at once."""
+
+    @property
+    def budget(self) -> int:
+        """Bytes of units that there may be."""
+        ...
+
+    def become(self, identity: str) -> None:
+        """What is written from now on is of another `identity`; nothing older is read again."""
+        ...
+
+    def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
+        """Write units by group. Raises `DiskFailed`, having kept nothing."""
+        ...
+
+    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
+        """Some units of a file, by group and their numbers in it, with the contents that the file names. `read_units`
+        compares these. Raises `DiskFailed`."""
+        ...
+
+    def remove(self, file: UnitFile) -> None:
+        """The file is not needed any more."""
+        ...
+
+    def write_index(self, content: bytes) -> None:
+        """Write down what the files hold, for the process that uses them next. Raises `DiskFailed`."""
+        ...
+
+    def read_index(self) -> bytes | None:
+        """What was written down last, if anything was. Raises `DiskFailed`."""
+        ...
+
+    def files(self) -> dict[str, int]:
+        """The sizes in bytes of all files of units that there are, by name."""
+        ...
+
+    def take_over(self, files: Iterable[UnitFile]) -> None:
+        """Of the files that another process has left, go on with these, and remove all others."""
+        ...
+
+    def close(self, *, keep: bool = False) -> None:
+        """Nothing is written or read any more. Unless told to `keep` them, remove all files."""
+        ...
+
+
+def read_units(disk: Disk, file: UnitFile, group: int, wanted: Sequence[tuple[int, Content]]) -> list[Bytes]:
+    """Units of a group by their numbers in a file, if they have the wanted contents. All reads go through here: only
+    the file itself says what its units hold, not its name and not an index. Raises `DiskFailed`."""
+    found = disk.read(file, {group: [row for row, _ in wanted]})[group]
+    for (row, content), unit in zip(wanted, found, strict=True):
+        if not unit.content.covers(content):
+            raise DiskFailed("content", f"unit {row} of group {group} in {file.name} holds the state of other tokens")
+    return [unit.data for unit in found]
+
+
+class UnitFiles:
+    """A `Disk` in a directory that one process uses at a time, at most `budget` bytes of units.
+
+    A file has for each group a tensor `group N`, uint8 [units, bytes a unit], in the safetensors format, whose metadata
+    gives the format, its version, what the units are of (`identity`), what each holds (`Content.name`) and a CRC-32 of
+    every unit with that name. Files never change, and no name of a file is used twice, so an old index leads to the
+    units that it was written for, or to none.
+    """
+
+    def __init__(self, directory: Path, budget: int, identity: str = "") -> None:
+        """Files that another process has left stay until `take_over`. Raises `ConfigError`."""
+        self._directory = directory
+        self.budget = budget
+        self._identity = identity
+        self._used = 0
+        self._counting = threading.Lock()  # of `_used`: one thread writes while another removes
+        try:
+            make_private_directory(directory)
+            self._lock = os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise ConfigError(f"the disk tier {directory} cannot be used: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"the disk tier {directory} is in use by another process") from error
+        self._readers = ThreadPoolExecutor(READERS, "tenuto-disk")
+
+    def become(self, identity: str) -> None:
+        """See `Disk.become`."""
+        self._identity = identity
+
+    def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
+        """See `Disk.write`."""
+        size = sum(unit.data.nbytes for group in units.values() for unit in group)
+        with self._counting:
+            if self._used + size > self.budget:
+                raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self.budget}")
+            self._used += size
+        path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
+        try:
+            tensors = {_tensor(group): np.stack([row.data for row in rows]) for group, rows in units.items() if rows}
+            names = {_tensor(group): [row.content.name for row in rows] for group, rows in units.items() if rows}
+            sums = {
+                name: [_checksum(row.content, data) for row, data in zip(units[group], tensors[name], strict=True)]
+                for group, name in ((group, _tensor(group)) for group, rows in units.items() if rows)
+            }
+            create_private(path)  # not every version of safetensors does
+            save_file(
+                tensors,
+                path,
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "identity": self._identity,
+                    "contents": json.dumps(names),
+                    "checksums": json.dumps(sums),
+                },
+            )
+        except (OSError, SafetensorError, MemoryError) as error:
+            self._unlink(path)
+            self._gave_back(size)
+            cause = "full" if self._lacks(size) else "write"
+            raise DiskFailed(cause, f"{path} could not be written: {error}") from error
+        return UnitFile(path.name, size, sum(map(len, tensors.values())))
+
+    def _lacks(self, size: int) -> bool:
+        """Whether the file system has no room for so many bytes."""
+        with suppress(OSError):
+            return shutil.disk_usage(self._directory).free < size
+        return False
+
+    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
+        """See `Disk.read`."""
+        path = self._directory / file.name
+        try:
+            with open_regular(path) as opened:
+                header, begin = _header(opened)
+                metadata = header["__metadata__"]
+                if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+                    raise DiskFailed("read", f"{path} is of another format or version")
+                if metadata.get("identity") != self._identity:
+                    raise DiskFailed("foreign", f"{path} has units of another model")
+                sums, names = json.loads(metadata["checksums"]), json.loads(metadata["contents"])
+                found: dict[int, list[NamedUnit]] = {}
+                for group, wanted in rows.items():
+                    tensor = _tensor(group)
+                    expected = [(Content.named(names[tensor][row]), int(sums[tensor][row])) for row in wanted]
+                    place = _Place(opened.fileno(), begin, header[tensor], file.size)
+                    found[group] = self._units(place, wanted, expected)
+                return found
+        except _UNREADABLE as error:
+            raise DiskFailed("read", f"{path} could not be read: {error}") from error
+
+    def _units(self, place: _Place, rows: Sequence[int], expected: Sequence[tuple[Content, int]]) -> list[NamedUnit]:
+        """The units numbered `rows` of a tensor, which should have these contents and checksums. Some are read while
+        others are compared. Raises `DiskFailed` if one is damaged."""
+        file, start, size = place.file, place.start, place.unit_size
+        if min([start, *rows]) < 0 or start + (max(rows, default=-1) + 1) * size > os.fstat(file).st_size:
+            raise ValueError("it ends before the units that it should have")
+        if len(rows) * size > place.most:
+            raise ValueError("its units are larger than those that were written")
+        units = np.empty((len(rows), size), np.uint8)
+
+        def take(first: int) -> bool:
+            """Read the units from the `first` on of `PIECE` bytes, or one; False if one is damaged."""
+            piece = slice(first, first + step)
+            for unit, row in zip(units[piece], rows[piece], strict=True):
+                if os.preadv(file, [unit.data], start + row * size) < size:
+                    raise ValueError(f"it has no unit {row}")
+            pairs = zip(units[piece], expected[piece], strict=True)
+            return all(_checksum(content, unit) == checksum for unit, (content, checksum) in pairs)
+
+        step = max(1, PIECE // max(1, size))
+        if not all(self._readers.map(take, range(0, len(rows), step))):
+            raise DiskFailed("checksum", "a file of units is damaged")
+        return [NamedUnit(content, unit) for (content, _), unit in zip(expected, units, strict=True)]
+
+    def remove(self, file: UnitFile) -> None:
+        """See `Disk.remove`."""
+        self._gave_back(file.size)
+        self._unlink(self._directory / file.name)
+
+    @staticmethod
+    def _unlink(path: Path) -> None:
+        """What cannot be removed is, once that is possible, by `take_over` of another process."""
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+    def _gave_back(self, size: int) -> None:
+        with self._counting:
+            self._used -= size
+
+    def write_index(self, content: bytes) -> None:
+        """See `Disk.write_index`. There is the old one or the new one, whole, whenever the process is killed."""
+        path = self._directory / INDEX
+        new = path.with_suffix(".new")
+        try:
+            with open_private(new) as file:
+                file.write(content)
+            new.replace(path)
+        except OSError as error:
+            raise DiskFailed("write", f"{path} could not be written: {error}") from error
+
+    def read_index(self) -> bytes | None:
+        """See `Disk.read_index`."""
+        try:
+            with open_regular(self._directory / INDEX) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+        except (OSError, MemoryError) as error:
+            raise DiskFailed("read", f"{self._directory / INDEX} could not be read: {error}") from error
+
+    def files(self) -> dict[str, int]:
+        """See `Disk.files`."""
+        found = {path.name: path.lstat() for path in self._paths()}
+        return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
+
+    def _paths(self) -> Iterator[Path]:
+        """Everything that is named like a file of units."""
+        return self._directory.glob(f"*{SUFFIX}")
+
+    def take_over(self, files: Iterable[UnitFile]) -> None:
+        """See `Disk.take_over`."""
+        taken = {file.name: file.size for file in files}
+        self._used += sum(taken.values())
+        self._remove({path.name for path in self._paths()} - taken.keys())
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._unlink(self._directory / name)
+
+    def close(self, *, keep: bool = False) -> None:
+        """See `Disk.close`."""
+        if not keep:
+            self._remove([*(path.name for path in self._paths()), INDEX])
+        self._readers.shutdown()
+        os.close(self._lock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The units of one group in an open file. `begin`: where tensors begin. `most`: bytes of units in the file."""
+
+    file: int
+    begin: int
+    tensor: dict[str, Any]
+    most: int
+
+    @property
+    def start(self) -> int:
+        """Where its first unit is."""
+        return self.begin + int(self.tensor["data_offsets"][0])
+
+    @property
+    def unit_size(self) -> int:
+        return int(self.tensor["shape"][1])
+
+
+def _tensor(group: int) -> str:
+    return f"group {group}"
+
+
+def _checksum(content: Content, data: Bytes) -> int:
+    """Of a unit and what it holds: neither can be exchanged without the other."""
+    return zlib.crc32(data.data, zlib.crc32(content.before + content.tokens))
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its tensors begin. Raises `ValueError`."""
+    length = int.from_bytes(file.read(_LENGTH), "little")
+    if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size - _LENGTH):
+        raise ValueError("its header is truncated, or too long")
+    return json.loads(file.read(length)), _LENGTH + length

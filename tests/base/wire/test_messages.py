@@ -1,0 +1,96 @@
+"""Messages: what is sent is what arrives, and every request names the type of its answer."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from tenuto.base.errors import ConfigError, EngineStopped
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
+from tenuto.base.turns import Delta, EndReason, Message, TurnResult, Usage
+from tenuto.base.views import RecordPage, SessionInfo, SessionState
+from tenuto.base.wire.messages import (
+    AnyReply,
+    AnyRequest,
+    CloseSession,
+    GetSession,
+    ListTurns,
+    OpenSession,
+    StartTurn,
+    Stopped,
+    Updates,
+    WorkerSettings,
+    answer_of,
+    error_of,
+    refusal_of,
+)
+
+
+def test_every_request_names_the_type_of_its_answer() -> None:
+    assert [answer_of(kind) for kind in (GetSession, CloseSession, ListTurns)] == [SessionInfo, type(None), RecordPage]
+    for kind in get_args(AnyRequest):
+        msgspec.msgpack.Decoder(answer_of(kind))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        StartTurn(
+            kind="append",
+            tenant="t",
+            session="s",
+            input=[1, 2],
+            params=TurnParams(
+                max_new_tokens=9,
+                sampling=Sampling(0.5, 4, seed=2**63 - 1, logit_bias=((7, -1.5),)),
+                stop=("a",),
+                stop_ids=(3,),
+                timeout=2.5,
+                logprobs=0,
+            ),
+        ),
+        StartTurn(kind="turn", tenant="t", input=[Message("user", "hé"), Message("assistant", "")]),
+        OpenSession(session="s", policy=Policy(3, 1.5, tenant="t", hidden=True, metadata=(("a", "b"),))),
+    ],
+)
+def test_options_travel_as_themselves(request_: StartTurn | OpenSession) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request_), type=AnyRequest) == request_
+
+
+def test_deltas_travel_as_themselves() -> None:
+    entry = TokenLogprob(5, -0.5, (Candidate(6, -0.25, b"\xc3"),), b"x")
+    result = TurnResult(EndReason.STOP, True, 2, 1, Usage(3, 1, 1, 4), 9, 50, "end")
+    updates = Updates(updates=[(3, Delta((5,), "x", 1, result, (entry,), (None, entry))), (4, Delta())])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=AnyReply) == updates
+
+
+def test_an_error_travels_with_what_it_is_about_and_a_detail_that_only_its_text_has() -> None:
+    sent = EngineStopped("the engine stopped", param="model", detail="InvariantError: turn 3 of s")
+    refusal = msgspec.msgpack.decode(msgspec.msgpack.encode(refusal_of(7, sent)), type=AnyReply)
+    came = error_of(refusal)
+    assert (refusal.call, type(came), came.message, came.param) == (7, EngineStopped, "the engine stopped", "model")
+    assert str(came) == str(sent) == "the engine stopped: InvariantError: turn 3 of s"
+    stopped = Stopped(reason="the engine stopped", detail="InvariantError: turn 3 of s")
+    assert str(msgspec.msgpack.decode(msgspec.msgpack.encode(stopped), type=AnyReply).error()) == str(sent)
+
+
+def test_every_request_can_be_decoded() -> None:
+    kinds = {kind.__name__ for kind in get_args(AnyRequest)}
+    assert {"Describe", "OpenSession", "GetSession", "Rewind", "Detokenize", "Withdraw"} <= kinds
+    assert "OfSession" not in kinds
+
+
+def test_a_session_is_shown_as_itself() -> None:
+    info = SessionInfo("s", SessionState.OPEN, None, 1, 2, 30, 20, 70, 100, 0, None, 1.5, {"full": 3}, {"a": "b"})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=SessionInfo) == info
+
+
+def test_settings_of_an_engine_are_checked_where_they_are_given() -> None:
+    with pytest.raises(ConfigError, match="unknown engine options"):
+        WorkerSettings(model="witness", config={"no_such_option": 1})  # type: ignore[typeddict-unknown-key]
+    for budget in ("token_budget", "mixed_budget"):
+        with pytest.raises(ConfigError, match=budget):
+            WorkerSettings(model="witness", config={"max_running": 9, budget: 9})  # type: ignore[misc]

@@ -1,0 +1,39 @@
+"""Turns on an engine's loop, as whoever serves requests starts and ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from tenuto.base.errors import TenutoError
+from tenuto.base.turns import Keep, TurnResult
+from tenuto.engine.engine import Engine
+from tenuto.engine.thread.loop import EngineLoop, Subscriber
+from tenuto.session.session import Turn
+
+
+def start(loop: EngineLoop, work: Callable[[Engine], Turn], subscriber: Subscriber) -> Future[Turn]:
+    """Have `work` open a turn; `subscriber` gets what it brings, or the error that kept it from starting."""
+
+    def start_turn(engine: Engine) -> Turn:
+        turn = work(engine)
+        loop.subscribe(turn, subscriber)
+        return turn
+
+    def tell_error(done: Future[Turn]) -> None:
+        if isinstance(error := done.exception(), TenutoError):
+            subscriber(error)
+
+    return loop.execute(start_turn, tell_error)
+
+
+def abort(loop: EngineLoop, started: Future[Turn], keep: Keep = None) -> Future[TurnResult | None]:
+    """End a turn that has started; the result of one that has ended already is as it was."""
+    turn = started.result(20)
+
+    def abort_turn(engine: Engine) -> TurnResult | None:
+        if not turn.state.ended:
+            engine.abort(turn.session.id, keep)
+        return turn.result
+
+    return loop.execute(abort_turn, ends=True)

@@ -1,0 +1,131 @@
+"""Turns of several sessions that come together begin with one step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from queue import SimpleQueue
+from random import Random
+from typing import Any
+
+import pytest
+
+from tenuto.base.clock import SystemClock
+from tenuto.base.config import EngineConfig
+from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import Delta
+from tenuto.engine.engine import Engine
+from tenuto.engine.thread import gathering
+from tenuto.engine.thread.gathering import EXPECTED_SECONDS, MOST_SECONDS, QUIET_SECONDS, Gathering
+from tenuto.engine.thread.loop import EngineLoop
+from tenuto.exec.witness import WitnessExecutor
+from tenuto.session.session import Session, Turn
+from tests.engine.stage import Stage
+from tests.engine.thread import loops
+
+NOW = 100.0
+MOMENT = 0.001
+
+
+class Watched:
+    """Sessions of an engine without a loop, and a `Gathering` that is told of them."""
+
+    def __init__(self, sessions: int) -> None:
+        self.stage = Stage(units=200)
+        self.gathering = Gathering()
+        self.sessions = [self.stage.engine.open(f"s{number}") for number in range(sessions)]
+        self.note(NOW)
+
+    def note(self, now: float) -> None:
+        self.gathering.note(self.stage.engine.lifecycle.take_changes(), now)
+
+    def begin(self, session: Session, now: float) -> Turn:
+        turn = self.stage.engine.submit(session.id, [1, 2, 3], TurnParams(max_new_tokens=2))
+        self.gathering.begin([turn], now)
+        return turn
+
+    def finish(self, now: float) -> None:
+        while self.stage.engine.queued or len(self.stage.engine.batch):
+            self.gathering.note(self.stage.engine.step().changes, now)
+
+
+def test_a_session_alone_never_waits() -> None:
+    watched = Watched(1)
+    for turn in range(3):
+        watched.begin(watched.sessions[0], NOW + turn)
+        assert watched.gathering.seconds(NOW + turn) == 0
+        watched.finish(NOW + turn)
+
+
+def test_the_first_turn_waits_for_the_others_until_all_have_come() -> None:
+    watched = Watched(3)
+    for number, session in enumerate(watched.sessions):
+        assert watched.gathering.seconds(NOW) > 0
+        watched.begin(session, NOW + number * MOMENT)
+    assert watched.gathering.seconds(NOW + 3 * MOMENT) == 0
+    watched.finish(NOW + 1)
+    watched.begin(watched.sessions[2], NOW + 1 + MOMENT)
+    assert watched.gathering.seconds(NOW + 1 + MOMENT) == pytest.approx(QUIET_SECONDS)
+
+
+def test_it_waits_no_longer_once_nothing_comes() -> None:
+    watched = Watched(2)
+    watched.begin(watched.sessions[0], NOW)
+    assert watched.gathering.seconds(NOW + QUIET_SECONDS - MOMENT) == pytest.approx(MOMENT)
+    assert watched.gathering.seconds(NOW + QUIET_SECONDS + MOMENT) == 0
+
+
+def test_sessions_that_closed_or_have_not_come_for_long_are_not_expected() -> None:
+    watched = Watched(3)
+    watched.stage.engine.close("s1")
+    watched.note(NOW)
+    watched.begin(watched.sessions[0], NOW)
+    assert watched.gathering.seconds(NOW) > 0
+    watched.stage.engine.close("s2")
+    watched.note(NOW)
+    assert watched.gathering.seconds(NOW) == 0
+    late = Watched(2)
+    late.begin(late.sessions[0], NOW + EXPECTED_SECONDS)
+    assert late.gathering.seconds(NOW + EXPECTED_SECONDS) == 0
+
+
+def test_a_turn_does_not_wait_for_ever_while_sessions_keep_opening() -> None:
+    watched = Watched(2)
+    watched.begin(watched.sessions[0], NOW)
+    now, opened = NOW, 0
+    while watched.gathering.seconds(now) > 0:
+        now, opened = now + MOMENT, opened + 1
+        watched.stage.engine.open(f"more-{opened}")
+        watched.note(now)
+    assert MOST_SECONDS <= now - NOW <= MOST_SECONDS + 2 * MOMENT
+
+
+def test_sessions_that_take_turns_together_share_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUIET_SECONDS", "MOST_SECONDS", "EXPECTED_SECONDS"):
+        monkeypatch.setattr(gathering, name, 60.0)  # however slow this machine is
+    sessions, turns, output = 6, 4, 5
+    executor = WitnessExecutor(4, [GroupSpec(Kind.FULL, 64)], 97, verify=False)
+    config = EngineConfig(context_length=500)
+    engine = Engine(executor, (400,), config, vocab_size=97, eos_ids=(), clock=SystemClock(), random=Random(0))
+    loop = EngineLoop(engine)
+
+    def talk(name: str) -> None:
+        for _ in range(turns):
+            events: SimpleQueue[Any] = SimpleQueue()
+            loops.start(
+                loop, lambda e: e.submit(name, [int(name), 2, 3], TurnParams(max_new_tokens=output)), events.put
+            )
+            while not (isinstance(event := events.get(timeout=20), Delta) and event.result is not None):
+                pass
+            time.sleep(0.002 * int(name))
+
+    for number in range(sessions):
+        loop.call(lambda e, name=str(number): e.open(name)).result()  # type: ignore[misc]
+    threads = [threading.Thread(target=talk, args=(str(number),)) for number in range(sessions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loop.close()
+    assert executor.steps == turns * output

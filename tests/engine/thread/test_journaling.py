@@ -1,0 +1,157 @@
+"""A journal is written beside the steps: what it has is told, what it cannot take is not, and it is tried again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from operator import methodcaller
+from pathlib import Path
+
+import pytest
+
+from tenuto.base.errors import NotAcknowledged, TenutoError
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import Delta, EndReason
+from tenuto.engine.thread import journaling
+from tenuto.engine.thread.journaling import JournalWriter
+from tenuto.engine.thread.loop import EngineLoop
+from tenuto.session.changes import Change
+from tenuto.session.journal import Journal
+from tests.engine.thread import loops
+from tests.engine.thread.test_loop import eventually, make_engine
+
+
+class Stand:
+    """A loop with a journal that can be made full."""
+
+    def __init__(self, path: Path) -> None:
+        self.journal = Journal(path, "tokens")
+        writer = JournalWriter(self.journal)
+        self.loop = EngineLoop(make_engine(), acknowledger=writer)
+        writer.start(self.loop.wake)
+        self.writer = writer
+        self.ended: list[object] = []  # how turns have: a reason, or the type of an error
+
+    def fill(self, pages: int) -> None:
+        """The disk has room for so many pages more."""
+        (now,) = self.journal._db.execute("PRAGMA page_count").fetchone()
+        self.journal._db.execute(f"PRAGMA max_page_count = {now + pages}")
+
+    def turn(self, session: str, tokens: int) -> None:
+        def told(news: Delta | TenutoError) -> None:
+            if isinstance(news, TenutoError):
+                self.ended.append(type(news))
+            elif news.result is not None:
+                self.ended.append(news.result.reason)
+
+        params = TurnParams(max_new_tokens=2)
+        loops.start(self.loop, lambda engine: engine.submit(session, [1] * tokens, params), told)
+
+    def open(self, session: str) -> None:
+        self.loop.execute(methodcaller("open", session)).result(20)
+
+    def opens(self, session: str) -> bool:
+        try:
+            self.open(session)
+        except NotAcknowledged:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.loop.close()
+        self.writer.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+@pytest.fixture
+def stand(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
+    monkeypatch.setattr(journaling, "RETRY_SECONDS", 0.01)
+    made = Stand(path)
+    yield made
+    made.close()
+
+
+def lengths(path: Path) -> dict[str, int]:
+    journal = Journal(path, "tokens")
+    found = {saved.session: len(saved.tokens) for saved in journal.sessions()}
+    journal.close()
+    return found
+
+
+def test_what_has_been_told_is_in_the_journal_when_the_process_ends(stand: Stand, path: Path) -> None:
+    for name in "abc":
+        stand.open(name)
+        stand.turn(name, 3)
+    eventually(lambda: len(stand.ended) == 3)
+    assert stand.ended == [EndReason.LENGTH] * 3
+    stand.close()
+    assert lengths(path) == dict.fromkeys("abc", 5)
+
+
+def test_while_the_disk_is_full_nothing_is_told_and_nothing_begun_and_then_all_goes_on(
+    stand: Stand, path: Path
+) -> None:
+    stand.open("a")
+    stand.fill(0)
+    stand.turn("a", 4000)
+    eventually(lambda: len(stand.ended) == 1)
+    with pytest.raises(NotAcknowledged, match="cannot be written: database or disk is full"):
+        stand.open("b")
+    stand.turn("a", 3)
+    eventually(lambda: len(stand.ended) == 2)
+    stand.fill(1000)
+    eventually(lambda: stand.opens("b"))
+    stand.turn("a", 3)
+    eventually(lambda: len(stand.ended) == 3)
+    assert stand.ended == [NotAcknowledged, NotAcknowledged, EndReason.LENGTH]
+    stand.close()
+    assert lengths(path) == {"a": 4007, "b": 0}
+
+
+def test_an_engine_that_closes_while_the_disk_is_full_ends(stand: Stand, path: Path) -> None:
+    stand.open("a")
+    stand.fill(0)
+    stand.turn("a", 4000)
+    eventually(lambda: stand.ended == [NotAcknowledged])
+    stand.close()
+    assert lengths(path) == {"a": 0}
+
+
+def test_what_is_not_an_error_of_the_disk_holds_everything_back_too(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failing = stand.journal.write, [True]
+
+    def fail(changes: Sequence[Change]) -> None:
+        if failing:
+            raise MemoryError
+        write(changes)
+
+    monkeypatch.setattr(stand.journal, "write", fail)
+    with pytest.raises(NotAcknowledged, match="cannot be written: MemoryError"):
+        stand.open("a")
+    failing.clear()
+    eventually(lambda: stand.opens("b"))
+    stand.close()
+
+
+def test_nothing_is_told_while_it_is_being_written(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, go = stand.journal.write, threading.Event()
+
+    def wait(changes: Sequence[Change]) -> None:
+        go.wait(20)
+        write(changes)
+
+    stand.open("a")
+    monkeypatch.setattr(stand.journal, "write", wait)
+    stand.turn("a", 3)
+    asked = stand.loop.execute(methodcaller("open", "b"))
+    eventually(lambda: stand.loop.call(lambda engine: len(engine.sessions.get("a").history)).result(20) == 5)
+    assert (stand.ended, asked.done()) == ([], False)
+    go.set()
+    asked.result(20)
+    eventually(lambda: stand.ended == [EndReason.LENGTH])

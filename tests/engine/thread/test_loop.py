@@ -1,0 +1,320 @@
+"""The engine in its own thread: commands, events, idling, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from operator import methodcaller
+from queue import SimpleQueue
+from random import Random
+
+import pytest
+
+from tenuto.base.clock import SystemClock
+from tenuto.base.config import EngineConfig
+from tenuto.base.errors import EngineStopped, InvalidRequest, InvariantError, NotFound, TenutoError
+from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.options import Policy, TurnParams
+from tenuto.base.turns import Delta, EndReason
+from tenuto.base.views import Transition
+from tenuto.engine import auditor
+from tenuto.engine.engine import Engine
+from tenuto.engine.thread.loop import EngineLoop
+from tenuto.exec.witness import WitnessExecutor
+from tenuto.session.session import Turn
+from tests.engine.thread import loops
+
+VOCABULARY = 97
+LONG = TurnParams(max_new_tokens=4000)
+Event = Delta | TenutoError
+
+
+def make_engine(late: Callable[[], bool] = lambda: False) -> Engine:
+    executor = WitnessExecutor(4, [GroupSpec(Kind.FULL, 64)], VOCABULARY, verify=False, late=late)
+    config = EngineConfig(context_length=5000, audit_every=50)
+    return Engine(executor, (1300,), config, vocab_size=VOCABULARY, eos_ids=(), clock=SystemClock(), random=Random(0))
+
+
+@pytest.fixture
+def loop() -> Iterator[EngineLoop]:
+    running = EngineLoop(make_engine())
+    yield running
+    running.close()
+
+
+def events_of(events: SimpleQueue[Event]) -> list[Delta]:
+    """All events of a turn, up to its result."""
+    got: list[Delta] = []
+    while not got or got[-1].result is None:
+        event = events.get(timeout=20)
+        assert isinstance(event, Delta)
+        got.append(event)
+    return got
+
+
+def begin(
+    loop: EngineLoop, params: TurnParams, session_id: str = "s", tokens: tuple[int, ...] = (1, 2, 3)
+) -> tuple[SimpleQueue[Event], Future[Turn]]:
+    events: SimpleQueue[Event] = SimpleQueue()
+    return events, loops.start(loop, lambda engine: engine.submit(session_id, tokens, params), events.put)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def test_a_turn_reports_its_tokens_and_at_last_its_result(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    events, started = begin(loop, TurnParams(max_new_tokens=20))
+    tokens: list[int] = []
+    while True:
+        event = events.get(timeout=20)
+        assert isinstance(event, Delta)
+        tokens += event.tokens
+        assert event.delivered == len(tokens)
+        if event.result is not None:
+            break
+    assert event.result.reason is EndReason.LENGTH
+    assert tokens == list(started.result().output)
+    assert events.empty()
+
+
+def test_a_turn_that_is_refused_tells_its_caller_and_its_subscriber(loop: EngineLoop) -> None:
+    events, started = begin(loop, LONG, "nobody")
+    with pytest.raises(NotFound):
+        started.result()
+    assert isinstance(events.get(timeout=20), NotFound)
+
+
+def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
+    results: SimpleQueue[list[int]] = SimpleQueue()
+
+    def talk(number: int) -> None:
+        name = f"s{number}"
+        loop.call(lambda engine: engine.open(name)).result()
+        for _ in range(3):
+            events, started = begin(loop, TurnParams(max_new_tokens=8), name, (number,))
+            while (event := events.get(timeout=20)) is not None:
+                assert isinstance(event, Delta)
+                if event.result is not None:
+                    break
+            started.result()
+        results.put(loop.call(lambda engine: list(engine.sessions.get(name).history)).result())
+
+    threads = [threading.Thread(target=talk, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(results.get_nowait()) for _ in threads] == [27] * 8
+    loop.call(lambda engine: engine.audit()).result()
+
+
+def test_aborting_ends_the_turn_at_once_and_twice_is_not_an_error(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    events, started = begin(loop, LONG)
+    assert isinstance(events.get(timeout=20), Delta)
+    result = loops.abort(loop, started, keep=1).result()
+    assert result is not None
+    assert (result.reason, result.committed, result.kept) == (EndReason.ABORT, True, 1)
+    assert loops.abort(loop, started).result() == result
+    assert loop.call(lambda engine: len(engine.sessions.get("s").history)).result() == 4
+
+
+def test_an_idle_engine_still_closes_sessions_whose_time_is_up(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s", Policy(ttl=0.05))).result()
+    eventually(lambda: "s" not in loop.call(lambda engine: [s.id for s in engine.sessions]).result())
+
+
+def test_a_session_whose_time_is_up_goes_without_anyone_asking() -> None:
+    engine = make_engine()
+    loop = EngineLoop(engine)
+    loop.call(lambda e: e.open("s", Policy(ttl=0.05))).result()
+    eventually(lambda: engine.transitions[Transition("expire")] == 1)
+    loop.close()
+
+
+def test_a_subscriber_that_fails_aborts_its_turn(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+
+    def gone(event: Event) -> None:
+        raise RuntimeError("nobody is here")
+
+    turn = loops.start(loop, lambda engine: engine.submit("s", (1,), LONG), gone).result()
+    eventually(lambda: turn.state.ended)
+    assert loop.call(lambda engine: engine.sessions.get("s").version).result() == 0
+
+
+def test_a_mistake_in_a_command_is_its_callers_alone(loop: EngineLoop) -> None:
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda engine: 1 // 0).result()
+    loop.call(lambda engine: engine.audit()).result()
+
+
+def test_a_broken_invariant_stops_everything_and_tells_everyone_why() -> None:
+    release = threading.Event()
+    engine = make_engine()
+    loop = EngineLoop(engine)
+    loop.call(lambda e: e.open("s")).result()
+    events, _ = begin(loop, LONG)
+
+    def leak(e: Engine) -> None:
+        release.wait(20)
+        e.memory.pools[0].counts[7] += 1
+        e.audit()
+
+    breaking = loop.call(leak)
+    waiting = loop.call(lambda e: e.audit())
+    release.set()
+    for future in (breaking, waiting):
+        with pytest.raises(EngineStopped, match="wrong count"):
+            future.result()
+    while isinstance(event := events.get(timeout=20), Delta):
+        pass
+    assert isinstance(event, EngineStopped)
+    with pytest.raises(EngineStopped, match="wrong count"):
+        loop.call(lambda e: e.audit())
+    loop.close()
+
+
+def test_a_broken_invariant_in_a_step_stops_the_engine_too() -> None:
+    def broken() -> bool:
+        raise InvariantError("told to break")
+
+    loop = EngineLoop(make_engine(late=broken))
+    loop.call(lambda e: e.open("s")).result()
+    events, _ = begin(loop, LONG)
+    assert isinstance(events.get(timeout=20), EngineStopped)
+    with pytest.raises(EngineStopped, match="told to break"):
+        begin(loop, LONG)
+    loop.close()
+
+
+def test_closing_twice_is_fine_and_afterwards_nothing_is_taken() -> None:
+    loop = EngineLoop(make_engine())
+    loop.call(lambda engine: engine.open("s")).result()
+    events, _ = begin(loop, LONG)
+    loop.close()
+    loop.close()
+    while isinstance(event := events.get(timeout=20), Delta):
+        pass
+    assert isinstance(event, EngineStopped)
+    with pytest.raises(EngineStopped, match="closed"):
+        loop.call(lambda engine: engine.audit())
+
+
+def test_a_refused_command_leaves_the_engine_running(loop: EngineLoop) -> None:
+    with pytest.raises(InvalidRequest):
+        loop.call(lambda engine: engine.open("")).result()
+    loop.call(lambda engine: engine.open("s")).result()
+
+
+def test_what_the_engine_computes_with_is_closed_once_and_in_its_thread() -> None:
+    closed: list[str] = []
+    loop = EngineLoop(make_engine(), lambda _: closed.append(threading.current_thread().name))
+    loop.close()
+    loop.close()
+    assert closed == ["tenuto-engine"]
+
+
+def test_a_request_to_stop_does_not_wait_for_the_step_in_progress() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def work(engine: Engine) -> None:
+        entered.set()
+        release.wait(20)
+
+    loop = EngineLoop(make_engine())
+    loop.call(work)
+    assert entered.wait(20)
+    loop.request_stop()
+    assert loop._thread.is_alive()
+    release.set()
+    loop.close()
+    assert not loop._thread.is_alive()
+
+
+def test_commands_that_bring_commands_do_not_keep_the_engine_from_its_steps(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    stop = threading.Event()
+
+    def again(engine: Engine) -> None:
+        if not stop.is_set():
+            loop.call(again)
+
+    loop.call(again)
+    events, _ = begin(loop, TurnParams(max_new_tokens=3))
+    try:
+        while (event := events.get(timeout=20)) is not None:
+            assert isinstance(event, Delta)
+            if event.result is not None:
+                break
+    finally:
+        stop.set()
+
+
+def test_events_carry_logprobs_beside_their_tokens_and_those_of_the_input_once(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    asked = TurnParams(max_new_tokens=40, logprobs=1, input_logprobs=0)
+    events, _ = begin(loop, asked)
+    got = events_of(events)
+    assert sum(len(event.tokens) for event in got) == 40
+    for event in got:
+        assert [entry.token for entry in event.logprobs] == list(event.tokens)
+    told = [event.input_logprobs for event in got if event.input_logprobs]
+    assert told == [got[0].input_logprobs]
+    assert [entry and entry.token for entry in told[0]] == [None, 2, 3]
+
+
+def test_a_prefill_only_turn_tells_its_scores_with_its_result(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    events, _ = begin(loop, TurnParams(max_new_tokens=0, input_logprobs=0))
+    (event,) = events_of(events)
+    assert [entry and entry.token for entry in event.input_logprobs] == [None, 2, 3]
+
+
+def test_events_carry_no_logprobs_if_nobody_asks(loop: EngineLoop) -> None:
+    loop.call(lambda engine: engine.open("s")).result()
+    events, _ = begin(loop, TurnParams(max_new_tokens=5))
+    assert all((event.logprobs, event.input_logprobs) == ((), ()) for event in events_of(events))
+
+
+def test_an_idle_engine_answers_who_asks_for_an_audit(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes many steps, and does not wait between them for something to do."""
+    monkeypatch.setattr(auditor, "VISITS_A_STEP", 1)
+    waits: list[float] = []
+    for number in range(20):
+        loop.call(methodcaller("open", f"s{number}")).result(20)
+    monkeypatch.setattr(loop, "_obey", recording(loop._obey, waits))
+    report = loop.audit().result(20)
+    assert (report.leases, report.pools[0].free) == (20, 1300)
+    assert waits.count(0.0) >= 20
+
+
+def recording(obey: Callable[[float], bool], waits: list[float]) -> Callable[[float], bool]:
+    def recorded(wait: float) -> bool:
+        waits.append(wait)
+        return obey(wait)
+
+    return recorded
+
+
+def test_who_waits_for_an_audit_is_told_when_the_engine_ends() -> None:
+    running = EngineLoop(make_engine())
+    running.call(never_audit).result(20)
+    answer = running.audit()
+    running.close()
+    with pytest.raises(EngineStopped):
+        answer.result(20)
+    with pytest.raises(EngineStopped):
+        running.audit()
+
+
+def never_audit(engine: Engine) -> None:
+    """Its audits never end."""
+    engine.auditor.step = lambda flight: None  # type: ignore[method-assign,assignment]

@@ -1,0 +1,146 @@
+"""Recurrent state: a slot is the state at one position, and what a checkpoint holds is never written."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.groups import GroupSpec
+from tenuto.base.plan import NO_SLOT
+from tenuto.memory.kinds.state import StateGroup
+from tenuto.memory.pool import Pool
+from tests.memory.scribe import FULL, STATE, Scribe, Someone, make_table
+from tests.present import present
+
+
+def test_starting_a_turn_copies_nothing_and_reads_the_sessions_slot() -> None:
+    scribe = Scribe([STATE])
+    script = scribe.told(9)
+    kept = present(script.memory.checkpoints[-1].parts[0]).units[0]
+    writing = scribe.open(script)
+    row = writing.memory.row
+    (group,) = scribe.memory.groups
+    assert isinstance(group, StateGroup)
+    assert group.current[row] == kept
+    assert group.alternate[row] not in (kept, NO_SLOT)
+
+
+def test_an_aborted_turn_leaves_the_session_the_very_slot_it_had() -> None:
+    """Known faults: a turn that aborts frees or overwrites its session's state slot."""
+    scribe = Scribe([FULL, STATE])
+    script = scribe.told(9)
+    kept = present(script.memory.checkpoints[-1].parts[1]).units[0]
+    for _ in range(3):
+        scribe.compute(scribe.open(script), 5)
+        scribe.abort(script)
+        assert present(script.memory.checkpoints[-1].parts[1]).units[0] == kept
+        scribe.audit()
+
+
+def test_a_turn_that_never_ran_gives_back_only_its_own_slots() -> None:
+    """Known fault: a turn that did not fit the batch frees its session's state slot, and it is freed again later."""
+    scribe = Scribe([STATE])
+    script = scribe.told(9)
+    free = scribe.free()
+    scribe.open(script)
+    scribe.abort(script)
+    assert scribe.free() == free
+    script.memory.drop()
+    assert scribe.free() == [80]
+
+
+def test_a_commit_leaves_one_slot_and_a_checkpoint_before_it() -> None:
+    scribe = Scribe([STATE])
+    script = scribe.told(9)
+    scribe.compute(scribe.open(script), 5)
+    scribe.commit(script, 14)
+    assert [checkpoint.position for checkpoint in script.memory.checkpoints] == [8, 13]
+    assert scribe.free() == [78]
+    scribe.memory.cache.evict()
+    assert scribe.free() == [79]
+    scribe.audit()
+
+
+def test_a_barge_in_on_a_turn_that_began_further_back_leaves_the_session_what_it_had() -> None:
+    """Once, a regenerated turn that had lost its memory and just begun again took the session's place with it."""
+    scribe = Scribe([FULL, STATE])
+    script = scribe.told(9)
+    scribe.open(script, base=9, target=4)
+    scribe.commit(script, 10)
+    assert script.memory.computed == 8
+    scribe.audit()
+
+
+def test_a_state_is_resumable_only_where_a_slot_stands() -> None:
+    scribe = Scribe([FULL, STATE])
+    script = scribe.session()
+    writing = scribe.open(script)
+    for _ in range(3):
+        scribe.compute(writing, 5)
+        assert scribe.mark(writing)
+    scribe.compute(writing, 2)
+    scribe.commit(script, 18)
+    assert [script.memory.resumable(target) for target in (17, 16, 15, 14, 9, 4)] == [17, 15, 15, 10, 5, 0]
+
+
+def test_a_turn_goes_on_past_its_checkpoint_in_another_slot() -> None:
+    scribe = Scribe([STATE])
+    script = scribe.session()
+    writing = scribe.open(script)
+    scribe.compute(writing, 5)
+    scribe.mark(writing)
+    for _ in range(4):
+        scribe.compute(writing, 1)
+    scribe.commit(script, 6)  # a barge-in that keeps nothing after the checkpoint
+    assert script.memory.computed == 5
+    scribe.audit()
+
+
+def test_a_row_without_a_slot_beside_its_checkpoint_is_stopped_before_it_writes() -> None:
+    scribe = Scribe([STATE])
+    script = scribe.session()
+    writing = scribe.open(script)
+    scribe.compute(writing, 5)
+    writing.memory.mark(5)
+    (group,) = scribe.memory.groups
+    assert isinstance(group, StateGroup)
+    group.alternate[writing.memory.row] = NO_SLOT
+    with pytest.raises(InvariantError, match="would write a state slot that a checkpoint holds"):
+        scribe.compute(writing, 1)
+
+
+def test_with_two_buffers_the_state_before_the_last_step_is_still_there() -> None:
+    scribe = Scribe([STATE], double_buffered=True)
+    script = scribe.told(6)
+    writing = scribe.open(script)
+    scribe.compute(writing, 2)
+    scribe.compute(writing, 1)
+    assert writing.memory.cut_to(8) == 8
+    assert writing.memory.cut_to(7) == 7
+    assert writing.memory.cut_to(6) == 5  # the session's own slot
+    scribe.redraft(writing, 7)
+    scribe.compute(writing, 3)
+    scribe.commit(script, 11)
+    scribe.audit()
+
+
+def test_a_fork_shares_the_state_slot_and_both_go_on() -> None:
+    scribe = Scribe([STATE])
+    parent = scribe.told(9)
+    child = scribe.fork(parent)
+    assert scribe.memory.pools[0].leased == 1
+    for script in (parent, child):
+        scribe.compute(scribe.open(script), 3)
+        scribe.commit(script, 12)
+    assert parent.history != child.history
+    scribe.audit()
+
+
+def test_a_table_has_one_open_turn() -> None:
+    pool = Pool("state0", 4)
+    table = make_table(GroupSpec(STATE, 1), pool)
+    with pytest.raises(InvariantError, match="no turn is open"):
+        table.extend(present(pool.acquire(1, Someone("turn 0"))))
+    table.begin(present(pool.acquire(1, Someone("turn 1"))), 0, None, at_end=True)
+    with pytest.raises(InvariantError, match="turn 2 begins on a table that another turn has open"):
+        table.begin(present(pool.acquire(1, Someone("turn 2"))), 0, None, at_end=True)
