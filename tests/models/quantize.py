@@ -1,5 +1,5 @@
-"""Quantizes as GGML does: by the `gguf` package where it can; it only decodes the K types, which are made here by plain
-rounding. Layout of the blocks: `ggml-common.h`."""
+"""Quantizes as GGML does: with the `gguf` package where it can, and by plain rounding for the K types, which it only
+decodes. Block layout: `ggml-common.h`."""
 
 import gguf
 import numpy as np
@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType as Kind
 
 
 def quantize(values: np.ndarray, kind: Kind) -> np.ndarray:
-    """float32 [rows, columns] as uint8 [rows, bytes a row]."""
+    """Quantizes float32 [rows, columns] to uint8 [rows, bytes per row]."""
     if kind not in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K):
         return gguf.quants.quantize(values, kind)
     made = _q6_k(values) if kind is Kind.Q6_K else _with_minima(values, 15 if kind is Kind.Q4_K else 31)
@@ -47,13 +47,13 @@ def _q6_k(values: np.ndarray) -> np.ndarray:
 
 
 def _by_63(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What [blocks, 8] are multiples of, at most 63, as float16 can say it, and the multiples."""
+    """Writes [blocks, 8] as multiples, at most 63, of a float16 unit; returns the unit and the multiples."""
     unit = (values.max(axis=1, keepdims=True) / 63).astype(np.float16).astype(np.float32)
     return unit, _divided(values, unit).clip(0, 63)
 
 
 def _divided(values: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """To the nearest whole number, or 0 where `by` is."""
+    """Divides and rounds to the nearest whole number; 0 where `by` is 0."""
     by = np.broadcast_to(by, values.shape)
     return np.rint(np.divide(values, by, out=np.zeros_like(values), where=by != 0))
 

@@ -1,4 +1,5 @@
-"""Models that are damaged, or lie about their sizes, are refused before they take memory, with one type of error."""
+"""Models that are damaged or claim false sizes are refused before they take memory, always with the same type of
+error."""
 
 import json
 import random
@@ -54,7 +55,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @loaders
 @pytest.mark.parametrize("count", [300_000, 2**31 - 1])
-def test_more_experts_than_a_file_holds_are_refused_before_they_take_memory(
+def test_more_experts_than_the_file_holds_are_refused_before_they_take_memory(
     moe: Path, tmp_path: Path, loader: Callable[[Checkpoint], object], count: int
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -80,7 +81,7 @@ def test_more_experts_than_a_file_holds_are_refused_before_they_take_memory(
     ],
 )
 @pytest.mark.parametrize("size", [2**24, 2**40])
-def test_sizes_that_no_file_holds_are_refused_before_they_take_memory(
+def test_sizes_larger_than_the_file_are_refused_before_they_take_memory(
     tmp_path: Path,
     make: Callable[[], PreTrainedModel],
     key: str,
@@ -94,7 +95,7 @@ def test_sizes_that_no_file_holds_are_refused_before_they_take_memory(
 
 
 @pytest.mark.parametrize("ids", [2**40, [3, -1]])
-def test_end_tokens_that_no_token_has_are_refused_and_do_not_stop_the_engine_later(tmp_path: Path, ids: object) -> None:
+def test_end_tokens_outside_the_vocabulary_are_refused_when_loaded(tmp_path: Path, ids: object) -> None:
     save_hf(tmp_path, tiny_llama())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(ModelError, match="allowed: ids from 0 to"):
@@ -115,7 +116,7 @@ def test_tensors_without_elements_are_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_a_file_with_flipped_bytes_loads_or_is_refused_with_the_one_type_of_error(moe: Path, tmp_path: Path) -> None:
+def test_a_file_with_flipped_bytes_loads_or_is_refused_with_a_model_error(moe: Path, tmp_path: Path) -> None:
     whole, path, draw = moe.read_bytes(), tmp_path / "m.gguf", random.Random(1)
     head = min(tensor.span.start for tensor in GgufFile(moe).tensors.values())
     refused = 0

@@ -1,4 +1,4 @@
-"""Digests of weights cover every byte, and say so when nobody can know what was loaded."""
+"""Digests cover every byte of the weights, and equal no other when the loaded weights cannot be known."""
 
 import os
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_models_that_differ_in_one_matrix_have_different_digests(tmp_path: Path)
     assert digest(tmp_path) != before
 
 
-def test_every_file_of_a_split_model_counts_and_no_other(tmp_path: Path) -> None:
+def test_the_digest_covers_every_file_of_a_split_model_and_no_other_file(tmp_path: Path) -> None:
     paths = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
     for path in (*paths, tmp_path / "m-00001-of-00003.gguf", tmp_path / "m.gguf"):
         path.write_bytes(b"GGUF")
@@ -54,14 +54,14 @@ def test_every_file_of_a_split_model_counts_and_no_other(tmp_path: Path) -> None
     assert digest(paths[0]) != before
 
 
-def test_weights_whose_files_changed_after_they_were_loaded_equal_no_others(tmp_path: Path) -> None:
+def test_weights_whose_files_changed_after_loading_have_a_unique_digest(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF 1")
     files = ModelFiles("m", FileFormat.GGUF, path)
     loaded, twin = WeightsDigest(files), WeightsDigest(files)
     assert loaded.stamps == loaded.again().stamps
     path.write_bytes(b"GGUF 2")
-    os.utime(path, ns=(loaded.stamps[0].modified,) * 2)  # hides nothing
+    os.utime(path, ns=(loaded.stamps[0].modified,) * 2)  # restoring the time hides nothing
     assert loaded.stamps != loaded.again().stamps
     assert len({loaded.value, twin.value, loaded.again().value, digest(path)}) == 3
     assert loaded.value == loaded.value

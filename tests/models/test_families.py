@@ -1,12 +1,12 @@
-"""Models with sliding-window and recurrent layers compute what transformers computes, however their tokens are cut into
-steps and whatever shares the steps.
+"""Models with sliding-window and recurrent layers compute what transformers computes, no matter how their tokens are
+cut into steps and what shares the steps.
 
-Compared are all logits after every token of sequences of 150 tokens: in one step, in fixed cuts, and in random mixed
-batches whose memory is full of garbage wherever a sequence did not write itself. Tolerance of PyTorch: 2e-4, and 1e-4
-of the logit, on logits that spread by 0.5 or more. The native kernels round keys and values to bfloat16, and give the
-same logits, bit for bit, however tokens are cut and batched. On average these differ from those of PyTorch that rounds
-alike by at most 3e-4 of the logits, or by a tenth of what the rounding itself changes: a key or value that lies between
-two bfloat16 numbers may go the other way, and all later tokens see it.
+All logits after every token of sequences of 150 tokens are compared: in one step, in fixed cuts, and in random mixed
+batches whose memory is full of garbage except where the sequence itself has written. Tolerance of PyTorch: 2e-4, and
+1e-4 of the logit, on logits with a spread of 0.5 or more. The native kernels round keys and values to bfloat16, and
+give the same logits, bit for bit, however tokens are cut and batched. On average they differ from those of PyTorch
+with the same rounding by at most 3e-4 of the logits, or by a tenth of the rounding's own effect: a key or value halfway
+between two bfloat16 numbers may be rounded either way, and all later tokens see it.
 """
 
 import statistics
@@ -66,7 +66,7 @@ RTOL, ATOL = 1e-4, 2e-4
 
 @dataclass(frozen=True)
 class Variant:
-    """A tiny model; `groups` are those it needs, on pages of 4 tokens in float32."""
+    """A tiny model; `groups` are the memory groups it needs, on pages of 4 tokens in float32."""
 
     name: str
     make: Callable[..., PreTrainedModel]
@@ -75,9 +75,9 @@ class Variant:
 
 
 PAGE_BYTES = 2 * PAGE * 2 * 16 * 4
-"""Of one layer: keys and values of 2 heads of 16."""
+"""Bytes of a page in one layer: keys and values of 2 heads of 16."""
 MAMBA2_BYTES = 4 * (3 * (128 + 2 * 2 * 8) + 8 * 16 * 8)
-"""Of one layer: 3 inputs of every channel of the convolution, and the recurrent state."""
+"""Bytes of one layer's state: 3 inputs of every convolution channel, and the recurrent state."""
 DELTA_BYTES = 4 * (3 * (2 * 2 * 8 + 4 * 16) + 4 * 8 * 16)
 
 GEMMA3 = (GroupSpec(Kind.SLIDING, 3 * PAGE_BYTES, WINDOW), GroupSpec(Kind.FULL, PAGE_BYTES))
@@ -166,7 +166,7 @@ VARIANTS = [
 
 @dataclass(frozen=True)
 class Stage:
-    """A model twice: theirs by its logits, float32 [4, LENGTH, vocab], after each of 4 texts."""
+    """A model in both implementations, with the logits of theirs after each of 4 texts: float32 [4, LENGTH, vocab]."""
 
     variant: Variant
     directory: Path
@@ -189,7 +189,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     texts = np.random.default_rng(1).integers(3, VOCABULARY, (4, LENGTH)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor(texts), use_cache=False).logits
-    assert expected.std() > 0.5, "logits this small show little"
+    assert expected.std() > 0.5, "the logits are too small for the comparison"
     executor = ModelExecutor(TorchForward(decoder, PAGE))
     yield Stage(variant, directory, checkpoint, config, executor, texts, expected)
     executor.close()
@@ -217,7 +217,8 @@ def random_batches(
     expected: Sequence[torch.Tensor],
     same: Callable[[torch.Tensor, torch.Tensor], bool | None],
 ) -> None:
-    """Rows compute pieces of texts side by side, end, and begin other texts; `same` compares logits."""
+    """Computes pieces of texts in rows side by side; as texts end, others begin in their rows. `same` compares
+    logits."""
     rng, text_of, finished = np.random.default_rng(5), [0] * 6, 0
     for _ in range(60):
         rows = rng.permutation(6)[: rng.integers(1, 7)].tolist()
@@ -252,7 +253,7 @@ def test_half_precision_stays_close_and_states_stay_in_float32(stage: Stage) -> 
     executor.close()
 
 
-def test_the_spec_is_what_the_memory_takes_to_the_byte(stage: Stage) -> None:
+def test_the_spec_matches_the_memory_taken_to_the_byte(stage: Stage) -> None:
     forward = stage.executor.forward
     assert isinstance(forward, TorchForward)
     assert forward.spec.groups == stage.variant.groups
@@ -277,7 +278,8 @@ def native(stage: Stage, kernels: str, **options: Any) -> ModelExecutor:
 
 @pytest.fixture(scope="module")
 def rounded(stage: Stage) -> torch.Tensor:
-    """Logits after each token of the first text, float32 [LENGTH, vocab], with keys and values in bfloat16."""
+    """Returns the logits after each token of the first text, float32 [LENGTH, vocab], with keys and values in
+    bfloat16."""
     decoder = Decoder(stage.config, stage.checkpoint.weights(), torch.device("cpu"), torch.float32)
     executor = ModelExecutor(RoundedForward(decoder, PAGE))
     found = MixedDriver(executor, rows=1).logits({0: stage.texts[0]})
@@ -287,8 +289,8 @@ def rounded(stage: Stage) -> torch.Tensor:
 
 @every_variant
 def test_native_kernels_compute_what_pytorch_computes(stage: Stage, rounded: torch.Tensor, variant: str) -> None:
-    """Where there are instructions for bfloat16, queries and shares of values are rounded, too, and a token may go to
-    another expert for it, which those after it see."""
+    """With bfloat16 instructions, queries and softmax weights are rounded too, so a token may be routed to another
+    expert, which later tokens see."""
     executor = native(stage, variant)
     whole = MixedDriver(executor, rows=1).logits({0: stage.texts[0]}).clone()
     driver, ends = MixedDriver(executor, rows=1), [1, 3, 10, 11, 65, LENGTH]
@@ -303,7 +305,7 @@ def test_native_kernels_compute_what_pytorch_computes(stage: Stage, rounded: tor
 
 
 @every_variant
-def test_natively_mixed_batches_give_each_row_the_logits_of_its_text_alone_in_every_bit(
+def test_natively_mixed_batches_give_each_row_the_logits_of_its_text_alone_bit_for_bit(
     stage: Stage, variant: str
 ) -> None:
     executor = native(stage, variant, dtype="bfloat16")
@@ -315,8 +317,8 @@ def test_natively_mixed_batches_give_each_row_the_logits_of_its_text_alone_in_ev
 
 
 @needs_variant
-def test_the_native_spec_is_what_the_memory_takes_to_the_byte(stage: Stage) -> None:
-    """Pages have room for whole blocks of 16 tokens, in bfloat16; states are float32."""
+def test_the_native_spec_matches_the_memory_taken_to_the_byte(stage: Stage) -> None:
+    """Pages hold whole blocks of 16 tokens in bfloat16; states are float32."""
     executor = native(stage, "auto")
     groups = executor.spec.groups
     assert [group.kind for group in groups] == [group.kind for group in stage.variant.groups]

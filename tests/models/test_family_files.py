@@ -1,5 +1,5 @@
-"""Configurations of the families: older and newer files mean the same, what needs other arithmetic is refused, and what
-is wrong with tensors is said by name."""
+"""Configurations of the families: older and newer files mean the same, unsupported arithmetic is refused, and errors
+name the tensor that is wrong."""
 
 import json
 from collections.abc import Callable
@@ -66,7 +66,7 @@ Save = Callable[[str], Path]
 
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
-    """Writes a tiny model of the family that is asked for, and returns its directory."""
+    """Returns a function that saves a tiny model of a family and returns its directory."""
 
     def write(name: str) -> Path:
         MODELS[name]().save_pretrained(tmp_path / name)
@@ -87,7 +87,7 @@ def load(directory: Path) -> Decoder:
     return Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
 
 
-def test_qwen2_files_without_kinds_of_layers_mean_the_same(save: Save) -> None:
+def test_qwen2_files_without_layer_types_mean_the_same(save: Save) -> None:
     directory = save("qwen2")
     new = HfCheckpoint(directory).config
     assert edit(directory, "layer_types", sliding_window=8, max_window_layers=1) == new
@@ -102,7 +102,7 @@ def test_qwen3_moe_files_of_older_transformers_mean_the_same(save: Save) -> None
     assert edit(directory, "num_local_experts", num_experts=6) == new
 
 
-def test_smollm3_has_no_rope_in_every_fourth_layer_if_a_file_does_not_say(save: Save) -> None:
+def test_smollm3_omits_rope_in_every_fourth_layer_by_default(save: Save) -> None:
     directory = save("smollm3")
     new = HfCheckpoint(directory).config
     assert edit(directory, "no_rope_layers", "layer_types") == new
@@ -118,7 +118,7 @@ def test_phi3_files_of_older_transformers_mean_the_same(save: Save) -> None:
 
 
 @pytest.mark.parametrize(("context", "key"), [(200, "short_factor"), (201, "long_factor"), (None, "long_factor")])
-def test_the_rope_is_that_of_how_long_sessions_may_be(save: Save, context: int | None, key: str) -> None:
+def test_the_rope_depends_on_the_longest_context_a_session_may_have(save: Save, context: int | None, key: str) -> None:
     directory = save("phi3")
     executor = load_executor(resolve(str(directory), directory), 4, context=context, kernels="torch")
     mixer = executor.forward.config.layers[0].mixer
@@ -152,12 +152,12 @@ def test_granite_names_its_layers_in_two_ways(save: Save) -> None:
     assert edit(directory, layer_types=kinds, position_embedding_type="nope") == new
 
 
-def test_qwen3_next_files_may_say_how_often_there_is_attention(save: Save) -> None:
+def test_qwen3_next_files_may_give_the_interval_of_attention_layers(save: Save) -> None:
     config = edit(save("qwen3-next"), "layer_types", full_attention_interval=2)
     assert [isinstance(layer.mixer, Attention) for layer in config.layers] == [False, True, False, True]
 
 
-def test_a_time_step_has_its_limits(save: Save) -> None:
+def test_a_time_step_is_limited_as_configured(save: Save) -> None:
     config = edit(save("bamba"), time_step_limit=[0.01, 0.5])
     assert isinstance(config.layers[0].mixer, Mamba2)
     assert (config.layers[0].mixer.least_step, config.layers[0].mixer.most_step) == (0.01, 0.5)
@@ -207,12 +207,12 @@ def test_a_time_step_has_its_limits(save: Save) -> None:
         ("nemotron-h", {"layers_block_type": ["mlp"]}, "no layer in which tokens see those before"),
     ],
 )
-def test_what_needs_other_arithmetic_is_refused(save: Save, name: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_arithmetic_is_refused(save: Save, name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         edit(save(name), **changes)
 
 
-def test_an_unknown_architecture_is_named_with_what_is_supported(save: Save) -> None:
+def test_the_error_for_an_unknown_architecture_lists_those_supported(save: Save) -> None:
     assert "Gemma 3 text, Bamba" in SUPPORTED
     with pytest.raises(ModelError, match=f"JambaForCausalLM.*supported: {SUPPORTED}"):
         edit(save("bamba"), architectures=["JambaForCausalLM"])
@@ -261,13 +261,13 @@ def test_missing_unknown_and_misshapen_tensors_are_named(save: Save, name: str, 
 
 
 def packed(tensor: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random MXFP4 blocks and scales for a tensor of [experts, outputs, inputs]."""
+    """Returns random MXFP4 blocks and scales for a tensor of [experts, outputs, inputs]."""
     shape = (*tensor.shape[:-1], tensor.shape[-1] // 32)
     blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
     return blocks, torch.randint(120, 128, shape, generator=generator, dtype=torch.uint8)
 
 
-def test_mxfp4_weights_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_mxfp4_weights_of_gpt_oss_decode_as_in_transformers(tmp_path: Path) -> None:
     model = tiny_gpt_oss(hidden_size=64, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
     file, generator = tmp_path / "model.safetensors", torch.Generator().manual_seed(4)
@@ -297,7 +297,7 @@ def test_mxfp4_weights_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: 
         load(tmp_path)
 
 
-def test_layers_that_guess_ahead_are_left_out(save: Save) -> None:
+def test_layers_for_multi_token_prediction_are_left_out(save: Save) -> None:
     file = save("qwen3-next") / "model.safetensors"
     save_file(load_file(file) | {"mtp.layers.0.mlp.gate.weight": torch.zeros(6, 48)}, file)
     load(file.parent)
@@ -314,7 +314,7 @@ def test_layers_that_guess_ahead_are_left_out(save: Save) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_pytorch_computes_what_the_native_kernels_cannot_and_says_so(
+def test_models_the_native_kernels_cannot_compute_run_on_pytorch_with_a_message(
     tmp_path: Path, make: Callable[..., PreTrainedModel], changes: dict[str, Any], what: str
 ) -> None:
     make(**changes).save_pretrained(tmp_path)
@@ -330,7 +330,7 @@ def test_pytorch_computes_what_the_native_kernels_cannot_and_says_so(
         load_executor(files, 4, kernels="avx2", cache=cache_dir())
 
 
-def test_pytorch_computes_layers_of_mamba_and_says_so(tmp_path: Path) -> None:
+def test_layers_of_mamba_run_on_pytorch_with_a_message(tmp_path: Path) -> None:
     tiny_mamba().save_pretrained(tmp_path)
     said: list[str] = []
     executor = load_executor(resolve(str(tmp_path), tmp_path), 4, cache=cache_dir(), say=said.append)
@@ -342,7 +342,7 @@ def test_pytorch_computes_layers_of_mamba_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
-def test_a_model_of_recurrent_layers_alone_is_given_any_context_it_is_asked_for(save: Save, name: str) -> None:
+def test_a_model_with_only_recurrent_layers_allows_any_context(save: Save, name: str) -> None:
     config = HfCheckpoint(save(name)).config
     assert (config.max_context, config.tied) == (2**20, name == "mamba")
 
@@ -356,7 +356,7 @@ def test_mamba_files_of_older_transformers_mean_the_same(save: Save) -> None:
     load(directory)
 
 
-def test_long_heads_and_states_in_half_precision_are_obstacles(tmp_path: Path) -> None:
+def test_long_heads_and_half_precision_states_rule_out_native_kernels(tmp_path: Path) -> None:
     tiny_bamba().save_pretrained(tmp_path)
     config = HfCheckpoint(tmp_path).config
     assert obstacle(config) is None

@@ -1,4 +1,4 @@
-"""Models in GGUF files are decoded as the `gguf` package does, and what is damaged or unsupported is refused."""
+"""GGUF models are decoded exactly as by the `gguf` package, and damaged or unsupported ones are refused."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -83,12 +83,12 @@ def test_a_type_we_cannot_decode_is_named_in_the_error() -> None:
 
 
 def close(value: Any) -> Any:
-    """Files store float32."""
+    """Compares tensors that files store as float32."""
     return pytest.approx(value, rel=1e-5)
 
 
 def assert_same_shape(ours: ModelConfig, theirs: ModelConfig) -> None:
-    """Equal, but for what files of one format do not say, and numbers that are stored rounded."""
+    """Compares models, except for what one format leaves out and numbers stored rounded."""
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         assert replace(mine, mixer=other.mixer) == other
         assert isinstance(mine.mixer, Attention)
@@ -144,7 +144,7 @@ DENSE: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
     "granitemoe": (tiny_granite3_moe, {}),
     "gemma2": (tiny_gemma2, {"query_pre_attn_scalar": 16}),
 }
-"""By their architectures in files."""
+"""Models by the name of their architecture in GGUF files."""
 
 
 @pytest.mark.parametrize("architecture", DENSE)
@@ -160,7 +160,7 @@ def test_files_of_every_family_hold_the_same_model_as_directories(architecture: 
 def test_parts_of_quantized_tensors_are_computed_natively_as_in_pytorch(
     variant: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused projections and stored experts are taken apart without being decoded; routers stay float32."""
+    """Fused projections and stored experts are split without being decoded; routers stay float32."""
     path = save_dense_gguf(tmp_path / "m.gguf", DENSE[architecture][0](), architecture, Kind.Q8_0)
     texts = dict(enumerate(np.random.default_rng(1).integers(3, 101, (8, 5)).tolist()))
 
@@ -181,7 +181,7 @@ def test_parts_of_quantized_tensors_are_computed_natively_as_in_pytorch(
     assert_rounded_as_said(logits(executor), rounded, exact, variant, Kind.Q8_0)
 
 
-def test_a_model_split_into_files_is_opened_by_the_first(tmp_path: Path) -> None:
+def test_a_split_model_is_opened_by_its_first_file(tmp_path: Path) -> None:
     model = tiny_qwen3()
     model.save_pretrained(tmp_path / "hf")
     save_dense_gguf(tmp_path / "m.gguf", model, "qwen3", split=7)
@@ -202,7 +202,7 @@ def test_a_gemma3_file_holds_the_same_model_as_the_directory_it_was_made_from(tm
     assert_same_model(save_gemma3_gguf(tmp_path / "m.gguf", model), tmp_path / "hf")
 
 
-def test_a_gemma3_file_may_say_where_global_layers_are_and_how_local_ones_rotate(tmp_path: Path) -> None:
+def test_a_gemma3_file_may_give_its_layer_pattern_and_the_rope_of_local_layers(tmp_path: Path) -> None:
     said = {
         "pattern": ("gemma3.attention.sliding_window_pattern", 2),
         "theta": ("gemma3.rope.freq_base_swa", 500.0),
@@ -245,14 +245,14 @@ def test_rope_scaling_is_read_from_metadata(tmp_path: Path, rope: dict[str, Any]
         ({"attention.key_length": 2**31}, "heads of 2147483648; allowed: 1 to 65536"),
     ],
 )
-def test_what_needs_other_arithmetic_is_refused(tiny_gguf: Path, said: dict[str, Any], message: str) -> None:
+def test_unsupported_arithmetic_is_refused(tiny_gguf: Path, said: dict[str, Any], message: str) -> None:
     file = GgufFile(tiny_gguf)
     file.metadata |= {f"llama.{key}": value for key, value in said.items()}
     with pytest.raises(ModelError, match=message):
         llama.GGUF_FAMILY.read(file)
 
 
-def test_a_factor_without_a_kind_of_scaling_is_linear_and_multiplies_divisors(tmp_path: Path) -> None:
+def test_a_scaling_factor_without_a_type_is_linear_and_multiplies_the_divisors(tmp_path: Path) -> None:
     file = GgufFile(save_gguf(tmp_path / "m.gguf", tiny_llama(rope_parameters=LLAMA3)))
     plain = llama.GGUF_FAMILY.read(file).layers[0]
     file.metadata["llama.rope.scaling.factor"] = 2.0

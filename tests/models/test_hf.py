@@ -1,4 +1,4 @@
-"""Hugging Face directories: every layout of them gives the same weights, and what is unsupported is refused."""
+"""Hugging Face directories: every layout gives the same weights, and unsupported models are refused."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def load(directory: Path) -> Decoder:
 
 
 def rope(directory: Path) -> Rope:
-    """That of the first layer."""
+    """Returns the rope of the first layer."""
     mixer = HfCheckpoint(directory).config.layers[0].mixer
     assert isinstance(mixer, Attention)
     assert mixer.rope is not None
@@ -60,7 +60,7 @@ def test_a_sharded_directory_holds_the_same_weights_as_a_single_file(tmp_path: P
     assert all(np.array_equal(weights[name].decode(), expected[name].decode()) for name in expected)
 
 
-def test_a_shard_that_is_missing_or_elsewhere_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_misplaced_shard_is_named(tmp_path: Path) -> None:
     directory = save_hf(tmp_path, tiny_llama(), shard_bytes=50_000)
     second = sorted(directory.glob("*.safetensors"))[1]
     second.unlink()
@@ -81,7 +81,7 @@ def test_rope_settings_of_older_transformers_mean_the_same(tmp_path: Path) -> No
     assert set(rope(directory).divisors) == {1.0}
 
 
-def test_yarn_extends_a_context_that_a_file_gives_as_it_was_before(tmp_path: Path) -> None:
+def test_yarn_extends_a_context_given_before_scaling(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     directory = save_hf(tmp_path / "model", tiny_llama())
     assert HfCheckpoint(directory).config.max_context == 256
@@ -91,13 +91,13 @@ def test_yarn_extends_a_context_that_a_file_gives_as_it_was_before(tmp_path: Pat
     assert HfCheckpoint(directory).config.max_context == 2048
 
 
-def test_models_that_rotate_keys_otherwise_are_told_apart(tmp_path: Path) -> None:
+def test_ropes_differ_between_short_and_long_contexts(tmp_path: Path) -> None:
     tiny_phi3().save_pretrained(tmp_path)
     config = HfCheckpoint(tmp_path).config
     assert config.within(100).ropes() == config.within(200).ropes() != config.within(201).ropes()
 
 
-def test_end_tokens_are_those_of_both_configurations(directory: Path) -> None:
+def test_end_tokens_come_from_both_configurations(directory: Path) -> None:
     edit(directory, {"eos_token_id": 2})
     edit(directory, {"eos_token_id": [7, 2]}, "generation_config.json")
     assert HfCheckpoint(directory).config.eos == (2, 7)
@@ -125,7 +125,7 @@ def test_end_tokens_are_those_of_both_configurations(directory: Path) -> None:
         ({"head_dim": 15}, "15 elements of a head are to be rotated; allowed: an even number"),
     ],
 )
-def test_what_needs_other_arithmetic_is_refused(directory: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_arithmetic_is_refused(directory: Path, changes: dict[str, Any], message: str) -> None:
     edit(directory, changes)
     with pytest.raises(ModelError, match=message):
         open_checkpoint(ModelFiles("m", FileFormat.HUGGING_FACE, directory))
@@ -187,7 +187,7 @@ def test_tensors_that_repeat_the_configuration_are_skipped(directory: Path) -> N
     load(directory)
 
 
-def test_a_head_of_its_own_is_computed_with_although_the_configuration_says_that_it_is_tied(directory: Path) -> None:
+def test_a_separate_output_head_is_used_although_the_configuration_ties_it(directory: Path) -> None:
     file = directory / "model.safetensors"
     whole = load_file(file)
     embedding = whole["model.embed_tokens.weight"]

@@ -1,4 +1,4 @@
-"""The forward pass computes what transformers computes, whatever the variant of the architecture."""
+"""The forward pass computes what transformers computes, for every variant of the architecture."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.models.tiny import DYNAMIC, LINEAR, LLAMA3, YARN, save_hf, tiny_llama
 
 
 class Nothing:
-    """The memory of one sequence that has nothing cached, for models with full attention."""
+    """The memory of one sequence with nothing cached, for models with full attention."""
 
     pieces = ()
 
@@ -71,7 +71,7 @@ def test_logits_match_transformers(tmp_path: Path, changes: dict[str, Any]) -> N
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
-def test_logits_are_computed_only_where_they_are_wanted(tmp_path: Path) -> None:
+def test_logits_are_computed_only_where_requested(tmp_path: Path) -> None:
     checkpoint = HfCheckpoint(save_hf(tmp_path, tiny_llama()))
     model = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
     tokens, places = torch.arange(20), torch.arange(20)

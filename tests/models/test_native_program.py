@@ -1,4 +1,4 @@
-"""Loading takes no more memory than the panels and one tensor."""
+"""Loading takes no more memory than the packed panels and one tensor."""
 
 import weakref
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.models.tiny import save_gguf, save_hf, tiny_llama
 
 
 class Counted:
-    """A tensor's bytes, and how many such there are at once."""
+    """A tensor's bytes, counted while they exist."""
 
     alive = most = 0
 

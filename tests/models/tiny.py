@@ -41,7 +41,8 @@ GGUF_NAMES = {
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
-    """A float32 model of 3 layers, 6 query heads on 2 key heads of 16, 101 tokens; `changes` go to its config."""
+    """Makes a float32 model of 3 layers, 6 query heads on 2 key heads of 16, and 101 tokens; `changes` go to its
+    config."""
     torch.manual_seed(7)
     shape = {
         "vocab_size": 101,
@@ -74,7 +75,7 @@ def save_gguf(
     others: Mapping[str, Kind] = MappingProxyType({}),
     **metadata: tuple[str, Any],
 ) -> Path:
-    """Write the model as llama.cpp's converter does, matrices as `stored`, or as `others` says for parts such as
+    """Writes the model as llama.cpp's converter does, matrices as `stored`, or as `others` gives for parts such as
     `ffn_down`. `metadata` values are (key, value) pairs to add."""
     c: Any = model.config  # its fields may be missing in other models
     writer = gguf.GGUFWriter(path, "llama")

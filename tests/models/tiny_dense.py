@@ -1,4 +1,4 @@
-"""Small random models with attention in every layer, made with transformers, and as GGUF files."""
+"""Small random models with attention in every layer, made with transformers, also as GGUF files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,23 +34,23 @@ _HEADS = {"hidden_size": 64, "num_hidden_layers": 3}
 
 
 def tiny_qwen2(**changes: Any) -> PreTrainedModel:
-    """Biases of queries, keys and values."""
+    """Has biases of queries, keys and values."""
     return made(Qwen2ForCausalLM, Qwen2Config, _HEADS | changes)
 
 
 def tiny_qwen3(**changes: Any) -> PreTrainedModel:
-    """Heads are not the hidden size divided."""
+    """Has heads that are not the hidden size divided by their number."""
     return made(Qwen3ForCausalLM, Qwen3Config, _HEADS | {"hidden_size": 48, "head_dim": 16} | changes)
 
 
 def tiny_qwen3_moe(**changes: Any) -> PreTrainedModel:
-    """6 experts of which 2 are chosen."""
+    """Has 6 experts of which 2 are chosen."""
     shape = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     return made(Qwen3MoeForCausalLM, Qwen3MoeConfig, _HEADS | {"hidden_size": 64, "head_dim": 16} | shape | changes)
 
 
 def tiny_smollm3(**changes: Any) -> PreTrainedModel:
-    """The last of four layers has no rope."""
+    """Has no rope in the last of its four layers."""
     return made(SmolLM3ForCausalLM, SmolLM3Config, _HEADS | {"num_hidden_layers": 4} | changes)
 
 
@@ -62,17 +62,17 @@ LONG_ROPE = {
     "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 16.0],
     "original_max_position_embeddings": 200,
 }
-"""Of heads of 16, of which 12 elements are rotated."""
+"""For heads of 16 of which 12 elements are rotated."""
 
 
 def tiny_phi3(**changes: Any) -> PreTrainedModel:
-    """A window, and a rope that is another where contexts are longer than 200 tokens, of three quarters of a head."""
+    """Has a window, rotates three quarters of a head, and has another rope for contexts of more than 200 tokens."""
     shape = {"sliding_window": WINDOW, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 200}
     return made(Phi3ForCausalLM, Phi3Config, _HEADS | shape | changes)
 
 
 def tiny_granite3(**changes: Any) -> PreTrainedModel:
-    """A multiplier wherever there may be one."""
+    """Has a multiplier in every possible place."""
     shape = {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.6,
@@ -83,13 +83,13 @@ def tiny_granite3(**changes: Any) -> PreTrainedModel:
 
 
 def tiny_granite3_moe(**changes: Any) -> PreTrainedModel:
-    """5 experts of which 2 are chosen."""
+    """Has 5 experts of which 2 are chosen."""
     shape = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32, "attention_multiplier": 0.2}
     return made(GraniteMoeForCausalLM, GraniteMoeConfig, _HEADS | shape | changes)
 
 
 def tiny_gemma2(**changes: Any) -> PreTrainedModel:
-    """Scores are capped where it is felt; heads are not the hidden size divided, nor what queries are scaled by."""
+    """Caps scores low enough to matter; heads and the query scale do not follow from the hidden size."""
     shape = {
         "num_hidden_layers": 4,
         "hidden_size": 48,
@@ -109,8 +109,8 @@ _ADDED_ONE = ("gemma2",)
 def save_dense_gguf(
     path: Path, model: PreTrainedModel, architecture: str, kind: Kind = Kind.F32, split: int = 0
 ) -> Path:
-    """Write the model as llama.cpp's converter does, matrices but routers as `kind`, in files of `split` tensors or
-    with 0 in one."""
+    """Writes the model as llama.cpp's converter does, with matrices except routers as `kind`, in files of `split`
+    tensors, or in one if it is 0."""
     c: Any = model.config  # its fields may be missing in other models
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_block_count(c.num_hidden_layers)
@@ -139,7 +139,7 @@ def save_dense_gguf(
 
 
 def _add_own(writer: gguf.GGUFWriter, architecture: str, c: Any) -> None:
-    """What only one architecture says."""
+    """Adds the metadata of a single architecture."""
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     match architecture:
         case "qwen3moe":
@@ -177,7 +177,7 @@ def _add_own(writer: gguf.GGUFWriter, architecture: str, c: Any) -> None:
 
 
 def _tensors(model: PreTrainedModel, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Everything by the names of the file."""
+    """Returns all tensors by their names in the file."""
     c: Any = model.config
     kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
@@ -190,7 +190,7 @@ def _tensors(model: PreTrainedModel, architecture: str) -> Iterator[tuple[str, n
             heads = c.num_attention_heads if part == "q_proj" else c.num_key_value_heads
             halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        if name.endswith("experts.gate_up_proj"):  # as transformers keeps them
+        if name.endswith("experts.gate_up_proj"):  # as transformers stores them
             layer = name.split(".")[2]
             gate, up = np.split(values, 2, axis=1)
             yield f"blk.{layer}.ffn_gate_exps.weight", np.ascontiguousarray(gate)

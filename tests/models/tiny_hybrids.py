@@ -1,5 +1,5 @@
-"""Small random models with sliding-window and recurrent layers, made with transformers; sizes are such that the native
-kernels run them, too."""
+"""Small random models with sliding-window and recurrent layers, made with transformers, of sizes that the native
+kernels also run."""
 
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,13 @@ _MAMBA2 = {
 
 
 def tiny_mistral(**changes: Any) -> PreTrainedModel:
-    """Three layers, all with a window."""
+    """Has three layers, all with a window."""
     shape = {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": WINDOW}
     return made(MistralForCausalLM, MistralConfig, shape | changes)
 
 
 def tiny_gemma3(**changes: Any) -> PreTrainedModel:
-    """Local and global layers, each kind with a rope of its own; heads are not the hidden size divided."""
+    """Has local and global layers with different ropes; heads are not the hidden size divided by their number."""
     shape = {
         "num_hidden_layers": 4,
         "head_dim": 16,
@@ -81,13 +81,13 @@ def tiny_gemma3(**changes: Any) -> PreTrainedModel:
 
 
 def tiny_bamba(**changes: Any) -> PreTrainedModel:
-    """Two Mamba-2 layers, one of attention, and another of Mamba-2."""
+    """Has two Mamba-2 layers, one of attention, and another Mamba-2 layer."""
     shape = {"num_hidden_layers": 4, "attn_layer_indices": [2], **_MAMBA2}
     return made(BambaForCausalLM, BambaConfig, shape | changes)
 
 
 def tiny_granite(**changes: Any) -> PreTrainedModel:
-    """As `tiny_bamba`, with 5 experts of which 2 are chosen, no rope, and a multiplier wherever there may be one."""
+    """Like `tiny_bamba`, with 5 experts of which 2 are chosen, no rope, and a multiplier in every possible place."""
     shape = {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -118,18 +118,19 @@ _RECURRENT = {
 
 
 def tiny_mamba(**changes: Any) -> PreTrainedModel:
-    """Three layers of Mamba, and nothing else."""
+    """Has three layers of Mamba and nothing else."""
     return made(MambaForCausalLM, MambaConfig, changes, shared=_RECURRENT)
 
 
 def tiny_mamba2(**changes: Any) -> PreTrainedModel:
-    """Three layers of Mamba-2, and nothing else."""
+    """Has three layers of Mamba-2 and nothing else."""
     shape = {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
     return made(Mamba2ForCausalLM, Mamba2Config, shape | changes, shared=_RECURRENT)
 
 
 def tiny_qwen3_next(**changes: Any) -> PreTrainedModel:
-    """Three gated delta nets and one layer of attention; 6 experts of which 3 are chosen, but in one layer."""
+    """Has three gated delta nets and one layer of attention, with 6 experts of which 3 are chosen in all layers but
+    one."""
     shape = {
         "num_hidden_layers": 4,
         "head_dim": 16,
@@ -148,7 +149,7 @@ def tiny_qwen3_next(**changes: Any) -> PreTrainedModel:
 
 
 def save_gemma3_gguf(path: Path, model: PreTrainedModel, **metadata: tuple[str, Any]) -> Path:
-    """Write the model as llama.cpp's converter does. `metadata` values are (key, value) pairs to add."""
+    """Writes the model as llama.cpp's converter does. `metadata` values are (key, value) pairs to add."""
     c: Any = model.config
     writer = gguf.GGUFWriter(path, "gemma3")
     writer.add_block_count(c.num_hidden_layers)
@@ -182,7 +183,7 @@ def save_gemma3_gguf(path: Path, model: PreTrainedModel, **metadata: tuple[str, 
 
 
 def tiny_gpt_oss(**changes: Any) -> PreTrainedModel:
-    """Layers with and without a window in turn, rotated by YaRN, and 6 experts of which 2 are chosen."""
+    """Has alternating layers with and without a window, YaRN, and 6 experts of which 2 are chosen."""
     shape = {
         "num_hidden_layers": 4,
         "head_dim": 16,
@@ -204,7 +205,7 @@ def tiny_gpt_oss(**changes: Any) -> PreTrainedModel:
 
 
 def tiny_falcon_h1(**changes: Any) -> PreTrainedModel:
-    """Attention and Mamba-2 side by side, and a multiplier wherever there may be one."""
+    """Has attention and Mamba-2 side by side, and a multiplier in every possible place."""
     shape = {
         "num_hidden_layers": 3,
         "mamba_d_ssm": 96,
@@ -224,7 +225,7 @@ def tiny_falcon_h1(**changes: Any) -> PreTrainedModel:
 
 
 def tiny_nemotron_h(**changes: Any) -> PreTrainedModel:
-    """Layers of each kind; 5 experts of which 2 are chosen."""
+    """Has layers of each kind, and 5 experts of which 2 are chosen."""
     shape = {
         "hidden_size": 64,
         "head_dim": 16,
@@ -255,8 +256,8 @@ def made(
     norms_at: float = 1.0,
     shared: dict[str, Any] = _SHARED,
 ) -> PreTrainedModel:
-    """A float32 model. Vectors begin as ones and zeros, which would hide mistakes: norms are drawn around `norms_at`,
-    and what states fade by so that a token is felt for dozens of others."""
+    """Returns a float32 model. Vectors begin as ones and zeros, which would hide mistakes: norms are drawn around
+    `norms_at`, and decay rates of states so that a token matters for dozens of later ones."""
     torch.manual_seed(7)
     model = kind(config(**(shared | shape))).eval()
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The default model twice: ours, and the reference, which reads the same file by itself."""
+"""The default model twice: ours, and the reference, which reads the same file independently."""
 
 import os
 from functools import cache
@@ -35,14 +35,15 @@ def reference(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> L
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
     )
-    with no_init_weights():  # all of them are read
+    with no_init_weights():  # all weights are loaded anyway
         model = LlamaForCausalLM(shape).eval()
     shared = tmp_path_factory.getbasetemp()
     copy = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "reference.safetensors"
     with FileLock(copy.with_suffix(".lock")):
         if not copy.exists():
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))  # else 400 times the same
+                # otherwise called 400 times
+                patched.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
                 weights = load_gguf_checkpoint(smollm2_path, return_tensors=True, model_to_load=model)["tensors"]
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, copy)
     weights = load_file(copy)

@@ -21,7 +21,7 @@ def real_engine(forward: Forward, config: EngineConfig, *, units: tuple[int, ...
 
 
 def finish(engine: Engine, turn: Turn) -> Turn:
-    """Step until `turn` has ended."""
+    """Steps until `turn` has ended."""
     while not turn.state.ended:
-        assert engine.step().worked, f"{turn!r} waits, and nothing is computed"
+        assert engine.step().worked, f"{turn!r} waits although nothing is computed"
     return turn

@@ -1,12 +1,13 @@
-"""Random conversations on the default model in float32: every token a session samples is the one sampled from scratch.
+"""Random conversations on the default model in float32: every token a session samples equals the one sampled from
+scratch.
 
 Several sessions at once take short turns, drafts, aborts, barge-ins, forks, rewinds and regenerations, in a pool that
-does not hold them all, while turns are preempted at random and everything is recounted after every operation. From
-scratch is one forward pass of transformers over each sequence of tokens that any turn has ever seen, aborted ones too:
-at every position that was sampled, its most likely token must be the one we sampled.
+does not hold them all, while turns are preempted at random and everything is recounted after every operation. The
+comparison from scratch is one forward pass of transformers over each sequence of tokens that any turn has seen,
+including aborted ones: at every sampled position, its most likely token must be the one we sampled.
 
 Tolerance: another token is allowed if its logit is less than 2e-3 below the highest; `test_logits` measures differences
-of up to 6e-4 in each of two logits. How many there were is reported.
+of up to 6e-4 in each of two logits. The number of such tokens is reported.
 """
 
 from collections import Counter
@@ -37,7 +38,7 @@ KEPT: tuple[Keep, ...] = (0, 3, "delivered")
 
 
 class Conversations:
-    """Drives one engine at random, and keeps what every turn has seen and sampled.
+    """Drives one engine at random and records all tokens that turns have seen and sampled.
 
     `sampled[tokens]` are the positions in the sequence `tokens` whose tokens a turn has sampled.
     """
@@ -114,7 +115,7 @@ class Conversations:
             self.engine.open()
 
     def _submit(self) -> None:
-        """A turn in an idle session, or of what has been drafted, perhaps with more."""
+        """Submits a turn in an idle session, or a draft, perhaps with more tokens."""
         session = self._pick(lambda s: s.turn is None or s.turn.state is TurnState.DRAFTING)
         if session is None:
             return
@@ -126,7 +127,7 @@ class Conversations:
         self.engine.submit(session.id, tokens, self._params())
 
     def _draft(self) -> None:
-        """A new draft, or a change of one: its end is typed again."""
+        """Opens a draft, or changes the end of one."""
         drafting = self._pick(lambda s: s.turn is not None and s.turn.state is TurnState.DRAFTING)
         session = self._idle() if drafting is None or self.rng.random() < 0.5 else drafting
         if session is None:
@@ -179,14 +180,15 @@ class Conversations:
 
 @dataclass
 class Comparison:
-    """How sampled tokens compare with the most likely ones from scratch."""
+    """Compares sampled tokens with the most likely ones from scratch."""
 
     compared: int = 0
     closest: float = float("inf")  # least gap between the two highest logits
-    behind: list[float] = field(default_factory=list)  # logits below the highest, where we sampled another
+    behind: list[float] = field(default_factory=list)  # gaps to the highest logit where we sampled another token
 
     def add(self, logits: torch.Tensor, tokens: Tokens, positions: list[int]) -> None:
-        """`logits`, float32 [positions, vocab], are those that `tokens` at `positions` were to be sampled from."""
+        """Adds `logits`, float32 [positions, vocab], from which the tokens of `tokens` at `positions` should have been
+        sampled."""
         ours = logits.gather(1, torch.tensor([[tokens[p]] for p in positions]))[:, 0]
         best, second = logits.topk(2).values.T
         self.compared += len(positions)
@@ -202,7 +204,7 @@ class Comparison:
 
 
 def longest(sampled: dict[Tokens, set[int]]) -> Iterator[tuple[Tokens, list[int]]]:
-    """The sequences that are no beginning of another, with the sampled positions of all their beginnings."""
+    """Returns the sequences that are not prefixes of others, with the sampled positions of all their prefixes."""
     ordered = sorted(sampled)
     positions: set[int] = set()
     for i, tokens in enumerate(ordered):
@@ -220,7 +222,8 @@ def compare(reference: LlamaForCausalLM, sequences: Iterable[tuple[Tokens, list[
     for first in range(0, len(ordered), width):
         batch = ordered[first : first + width]
         most = len(batch[-1][0])
-        padded = torch.tensor([tokens + (0,) * (most - len(tokens)) for tokens, _ in batch])  # what follows is not seen
+        # padding after the end is not seen
+        padded = torch.tensor([tokens + (0,) * (most - len(tokens)) for tokens, _ in batch])
         hidden = reference.model(padded, use_cache=False).last_hidden_state
         for row, (tokens, positions) in zip(hidden, batch, strict=True):
             comparison.add(reference.lm_head(row[torch.tensor(positions) - 1]), tokens, positions)
@@ -247,8 +250,8 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
 
 
 def assert_covered(conversations: Conversations) -> None:
-    """Everything the docstring speaks of has happened, or the comparison says little."""
+    """Checks that everything in the module's docstring has happened often enough."""
     seen = Counter({str(each): count for each, count in conversations.engine.transitions.items()})
     wanted = ["commit", "abort running", "barge-in running", "fork", "rewind", "regenerate", "draft", "submit draft"]
     wanted += ["preempt", "drop idle"]
-    assert not [name for name in wanted if not seen[name]], f"too little has happened: {seen}"
+    assert not [name for name in wanted if not seen[name]], f"too few events: {seen}"

@@ -1,7 +1,7 @@
-"""What turns cost on the default model, in tokens computed: a turn pays for its new tokens, whatever came before it.
+"""The cost of turns on the default model, in tokens computed: a turn pays for its new tokens, whatever came before it.
 
-The last token of a history is never computed before something follows it, so a turn that appends `i` tokens and samples
-`o` computes the history's last, the `i`, and all but the last of the `o`: `i + o` tokens.
+The last token of a history is not computed until something follows it, so a turn that appends `i` tokens and samples
+`o` computes the history's last token, the `i`, and all but the last of the `o`: `i + o` tokens.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ ANSWER = TurnParams(max_new_tokens=OUTPUT, ignore_eos=True)
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """On the kernels that a server would take here."""
+    """On the kernels that a server would use here."""
     executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, cache=cache_dir())
     config = EngineConfig(context_length=400, max_running=4, token_budget=BUDGET, audit_every=1)
     with real_engine(executor.forward, config, units=(PAGES,)) as engine:
@@ -48,7 +48,7 @@ def result(turn: Turn) -> TurnResult:
 
 
 def ask(engine: Engine, session: Session) -> int:
-    """Tokens computed by a turn that appends the question and samples the answer."""
+    """Returns the number of tokens computed by a turn that appends the question and samples the answer."""
     turn = finish(engine, engine.submit(session.id, QUESTION, ANSWER))
     assert len(turn.output) == OUTPUT
     usage = result(turn).usage
@@ -72,7 +72,7 @@ def test_a_turn_computes_its_input_and_its_output_once(engine: Engine, session: 
     assert result(turn).usage.computed == OUTPUT, "continuing appends nothing"
 
 
-def test_a_draft_is_computed_while_it_is_typed_and_again_only_from_where_it_changed(
+def test_a_draft_is_computed_while_it_is_typed_and_recomputed_only_from_its_change(
     engine: Engine, session: Session, licence_tokens: list[int]
 ) -> None:
     text = licence_tokens[200:260]
@@ -102,7 +102,7 @@ def test_a_fork_copies_no_state_and_computes_no_history(engine: Engine, session:
     assert len(answers) == 1
 
 
-def test_a_child_copies_at_most_one_page_and_only_when_it_writes(engine: Engine, session: Session) -> None:
+def test_a_fork_copies_at_most_one_page_and_only_at_its_first_write(engine: Engine, session: Session) -> None:
     child = engine.fork(session.id)
     before = free_pages(engine)
     ask(engine, child)
@@ -111,7 +111,7 @@ def test_a_child_copies_at_most_one_page_and_only_when_it_writes(engine: Engine,
     assert before - free_pages(engine) == pages - (HISTORY - 1) // PAGE
 
 
-def test_a_fork_beside_a_running_turn_pays_for_its_own_tokens_only(engine: Engine, session: Session) -> None:
+def test_a_fork_beside_a_running_turn_pays_only_for_its_own_tokens(engine: Engine, session: Session) -> None:
     turn = engine.submit(session.id, QUESTION, ANSWER)
     engine.step()
     child = engine.fork(session.id)
@@ -120,7 +120,7 @@ def test_a_fork_beside_a_running_turn_pays_for_its_own_tokens_only(engine: Engin
 
 
 @pytest.mark.parametrize("moment", ["drafting", "drafted", "queued", "mid-prefill", "mid-decode", "preempted"])
-def test_after_an_abort_at_any_moment_the_next_turn_computes_its_own_tokens_only(
+def test_after_an_abort_at_any_moment_the_next_turn_computes_only_its_own_tokens(
     engine: Engine, session: Session, licence_tokens: list[int], moment: str
 ) -> None:
     history, free = session.history[:], free_pages(engine)
@@ -146,7 +146,7 @@ def test_after_an_abort_at_any_moment_the_next_turn_computes_its_own_tokens_only
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
-def test_a_barge_in_keeps_what_was_computed(engine: Engine, session: Session, keep: int) -> None:
+def test_a_barge_in_keeps_the_computed_tokens(engine: Engine, session: Session, keep: int) -> None:
     turn = engine.submit(session.id, QUESTION, TurnParams(max_new_tokens=20, ignore_eos=True))
     while len(turn.output) < 4:
         engine.step()
@@ -155,7 +155,7 @@ def test_a_barge_in_keeps_what_was_computed(engine: Engine, session: Session, ke
     assert ask(engine, session) == NEW
 
 
-def test_regenerating_computes_the_output_only_and_rewinding_nothing(engine: Engine, session: Session) -> None:
+def test_regenerating_computes_only_the_output_and_rewinding_computes_nothing(engine: Engine, session: Session) -> None:
     ask(engine, session)
     again = finish(engine, engine.regenerate(session.id, ANSWER))
     assert result(again).usage.computed == OUTPUT
@@ -165,7 +165,7 @@ def test_regenerating_computes_the_output_only_and_rewinding_nothing(engine: Eng
     assert ask(engine, session) == NEW
 
 
-def test_a_preempted_turn_computes_its_own_tokens_again_and_no_history(engine: Engine, session: Session) -> None:
+def test_a_preempted_turn_recomputes_its_own_tokens_and_no_history(engine: Engine, session: Session) -> None:
     turn = engine.submit(session.id, QUESTION, ANSWER)
     while len(turn.output) < 3:
         engine.step()
@@ -174,9 +174,7 @@ def test_a_preempted_turn_computes_its_own_tokens_again_and_no_history(engine: E
     assert result(finish(engine, turn)).usage.computed == NEW + lost
 
 
-def test_dropping_a_session_to_its_tokens_costs_its_history_and_forgets_none_of_it(
-    engine: Engine, session: Session
-) -> None:
+def test_dropping_a_session_to_its_tokens_costs_one_pass_over_its_history(engine: Engine, session: Session) -> None:
     history = session.history[:]
     engine.drop(session.id)
     assert free_pages(engine) == PAGES

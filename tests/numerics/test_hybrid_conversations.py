@@ -1,9 +1,10 @@
-"""Random conversations on models with sliding-window and recurrent layers: every token a session samples is the one
+"""Random conversations on models with sliding-window and recurrent layers: every token a session samples equals the one
 sampled from scratch.
 
-As `test_conversations`, on small random models in float32 with every mix of memory groups, in pools too small for all
-sessions that begin full of garbage; steps also fail at random. In PyTorch another token is allowed if its logit is less
-than 1e-3 below the highest: logits of one sequence, cut differently, differ by up to 2e-4 (`test_families`).
+Like `test_conversations`, on small random models in float32 with every mix of memory groups, in pools that begin full
+of garbage and are too small for all sessions; steps also fail at random. In PyTorch another token is allowed if its
+logit is less than 1e-3 below the highest: logits of one sequence, cut differently, differ by up to 2e-4
+(`test_families`).
 """
 
 from collections.abc import Callable
@@ -58,7 +59,7 @@ UNITS = {Kind.FULL: 90, Kind.SLIDING: 70, Kind.STATE: 34}
 
 
 class Spoiled(TorchForward):
-    """Its memory begins with what no sequence wrote."""
+    """A forward pass whose memory begins filled with garbage."""
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         super().prepare(units, rows)
@@ -67,7 +68,7 @@ class Spoiled(TorchForward):
 
 
 class Flaky:
-    """A layer that fails now and then, when those before it have written their states."""
+    """A layer that sometimes fails after earlier layers have written their states."""
 
     def __init__(self, layer: Callable[..., torch.Tensor]) -> None:
         self._layer = layer
@@ -82,7 +83,7 @@ class Flaky:
 
 
 class SpoiledNative(NativeForward):
-    """Likewise; and now and then it fails when a step has been computed."""
+    """The same for the native kernels, which sometimes fail after a step has been computed."""
 
     failures = 0
 
@@ -101,7 +102,7 @@ class SpoiledNative(NativeForward):
 
 
 def conversations(forward: Forward, overlap: int) -> Conversations:
-    """Random ones, in a pool too small for all."""
+    """Runs random conversations in a pool too small for all sessions."""
     config = EngineConfig(
         context_length=CONTEXT, max_running=8, max_sessions=SESSIONS, token_budget=48, overlap=overlap, audit_every=1
     )
@@ -127,7 +128,7 @@ FAMILIES = (
     (tiny_qwen3_next, 1),
     (tiny_gpt_oss, 0),
 )
-"""And whether steps overlap in PyTorch."""
+"""Models, with whether steps overlap in PyTorch."""
 
 
 @pytest.mark.parametrize(("make", "overlap"), FAMILIES)
@@ -156,7 +157,7 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
 def test_overlapped_steps_of_native_kernels_sample_what_they_sample_from_scratch(
     tmp_path: Path, variant: str, make: Callable[[], PreTrainedModel], kept_as: str
 ) -> None:
-    """To the bit: from scratch is every sequence at once, in memory of its own."""
+    """Bit for bit: from scratch means every sequence at once, in its own memory."""
     make().save_pretrained(tmp_path)
     files = resolve(str(tmp_path), tmp_path)
     executor = load_executor(files, PAGE, kernels=variant, kv_cache_dtype=kept_as, cache=cache_dir())

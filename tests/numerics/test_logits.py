@@ -1,11 +1,11 @@
 """On the default model in float32, every position's logits match transformers, however prompts are cut and paged.
 
-Compared are all 49,152 logits at every position of two prompts, 800 tokens of real text and 300 random tokens,
-computed side by side: in chunks of 512 on pages of 1 token and of 64 on pages of 64; and on pages of 16 in chunks of 7
-beside token by token (prefills beside decodes), both from the first token on and as the end of a long prompt.
-transformers reads the model file by itself and computes each prompt whole.
+All 49,152 logits are compared at every position of two prompts, 800 tokens of real text and 300 random tokens, computed
+side by side: in chunks of 512 on pages of 1 token and of 64 on pages of 64; and on pages of 16 in chunks of 7 beside
+token by token (prefills beside decodes), both from the first token and at the end of a long prompt. transformers reads
+the model file independently and computes each prompt whole.
 
-Tolerance: 3e-3 at most and 5e-5 on average, on logits that reach 36. On 400 random tokens transformers in float32
+Tolerance: 3e-3 at most and 5e-5 on average, on logits of up to 36. On 400 random tokens, transformers in float32
 differs from itself in float64 by 5e-4 at most and 9e-6 on average, and so do we.
 """
 
@@ -27,7 +27,7 @@ ATOL, MEAN_ATOL = 3e-3, 5e-5
 
 @dataclass(frozen=True)
 class Row:
-    """The first `length` tokens of a prompt: `at_once` in the first step, then `chunk` a step."""
+    """The first `length` tokens of a prompt: `at_once` in the first step, then `chunk` in each."""
 
     prompt: int
     chunk: int
@@ -35,7 +35,7 @@ class Row:
     at_once: int = 0
 
     def next_stop(self, start: int) -> int:
-        """Where the step ends that begins at `start`."""
+        """Returns the end of the step that begins at `start`."""
         return min(start + (self.chunk if start or not self.at_once else self.at_once), self.length)
 
 
@@ -54,7 +54,7 @@ def prompts(licence_tokens: list[int]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected_logits(reference: LlamaForCausalLM, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """float32 [tokens, vocab] of each prompt; a prefix has the prefix's logits."""
+    """Returns the logits of each prompt, float32 [tokens, vocab]; a prefix has the prefix's logits."""
     with torch.inference_mode():
         return [reference(torch.tensor([tokens])).logits[0] for tokens in prompts]
 

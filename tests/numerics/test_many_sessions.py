@@ -1,6 +1,6 @@
-"""Far more sessions of the default model than the device holds: every answer is that of the session's own history.
+"""Far more sessions of the default model than the device holds: every answer follows from the session's own history.
 
-`python -m tests.numerics.test_many_sessions 1000` has as many as it is told, `--kernels avx512` computes with others.
+`python -m tests.numerics.test_many_sessions 1000` runs 1000 sessions; `--kernels avx512` selects other kernels.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TURNS, INPUT, OUTPUT = 3, (8, 32), 8
 LENGTH = TURNS * (INPUT[1] + OUTPUT)
 """Tokens of the longest session."""
 AT_ONCE = 200
-"""Turns that are submitted together."""
+"""Turns submitted together."""
 
 
 class ManySessions:
-    """Sessions on an engine whose device memory is for `fit` of them, host memory for half of the others; the rest is
-    on disk. Each takes `TURNS` turns, in another order every time."""
+    """Sessions on an engine whose device memory holds `fit` of them and host memory half of the others; the rest is on
+    disk. Each takes `TURNS` turns, in a different order every time."""
 
     def __init__(
         self, executor: ModelExecutor, text: list[int], sessions: int, fit: int, disk: UnitFiles, clock: Clock
@@ -68,7 +68,7 @@ class ManySessions:
         self._text = text
         self._rng = Random(5)
         self.said: dict[str, tuple[list[int], list[int]]] = {str(number): ([], []) for number in range(sessions)}
-        """Tokens of each session, and the positions of those that it has said."""
+        """Tokens of each session, and the positions of those it has generated."""
         self.computed = self.given = 0  # tokens
 
     def run(self) -> None:
@@ -108,7 +108,7 @@ class ManySessions:
             "moved to host memory": parking.tiers.moved["host"],
             "moved to disk": parking.tiers.moved["disk"],
             "restores that failed": parking.recomputed.total(),
-            "tokens said and given": self.given,
+            "tokens generated and given": self.given,
             "tokens computed": self.computed,
         }
 
@@ -122,11 +122,11 @@ class ManySessions:
 
 
 def compare_alone(executor: ModelExecutor, said: dict[str, tuple[list[int], list[int]]]) -> Comparison:
-    """What sessions have said, with what the model says when each is computed alone, at once."""
+    """Compares generated tokens with the model's output when each session is computed alone, at once."""
     driver, comparison = Driver(executor, LENGTH // PAGE + 1, 1), Comparison()
     for tokens, positions in said.values():
         driver.lengths[0] = 0
-        last = len(tokens) - positions[0] + 1  # logits that the first of them was sampled from, and later ones
+        last = len(tokens) - positions[0] + 1  # logits from which the first of them was sampled, and later ones
         logits = logits_of(executor, driver.plan([(0, tokens, last)]))
         comparison.add(logits[torch.tensor(positions) - positions[0]], tuple(tokens), positions)
     return comparison
@@ -137,7 +137,7 @@ def text_of_licence() -> list[int]:
 
 
 @every_variant
-def test_sessions_over_a_device_for_few_say_what_they_say_alone(variant: str, tmp_path: Path) -> None:
+def test_sessions_that_far_exceed_device_memory_answer_as_if_alone(variant: str, tmp_path: Path) -> None:
     executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, kernels=variant, cache=cache_dir())
     with closing(executor), closing(UnitFiles(tmp_path, 10**9)) as disk:
         many = ManySessions(executor, text_of_licence(), 12, 2, disk, ManualClock())
@@ -152,11 +152,11 @@ def test_sessions_over_a_device_for_few_say_what_they_say_alone(variant: str, tm
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Runs from the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.numerics.test_many_sessions", description=__doc__)
     parser.add_argument("sessions", type=int)
     parser.add_argument("--fit", type=int, default=50, help="sessions that the device has memory for")
-    parser.add_argument("--kernels", default="auto", help="as of tenuto serve")
+    parser.add_argument("--kernels", default="auto", help="kernels, as for tenuto serve")
     arguments = parser.parse_args()
     executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, kernels=arguments.kernels, cache=cache_dir())
     with TemporaryDirectory() as directory, closing(executor), closing(UnitFiles(Path(directory), 10**11)) as disk:

@@ -1,9 +1,9 @@
-"""The native kernels on the default model: as good as float32, and sessions on them say what they say from scratch.
+"""The native kernels on the default model: as good as float32, and sessions generate the same tokens as from scratch.
 
-Perplexity is of 400 tokens of real text, and may be 1 % from PyTorch's in float32: rounding only the inputs of products
-to 8 bits a block changed it by 0.4 %. Conversations are compared with the same kernels, from scratch: where results
-depend on nothing else, token for token. With tiles few tokens are computed by another kernel, both within 0.1 of
-float32 on average; another token is allowed if its logit is less than 0.5 below the highest.
+Perplexity is measured on 400 tokens of real text, and may differ by 1 % from PyTorch's in float32: rounding only the
+inputs of products to 8 bits a block changed it by 0.4 %. Conversations are compared with the same kernels from scratch,
+token for token where results depend on nothing else. With tiles, small batches are computed by another kernel, both
+within 0.1 of float32 on average; another token is allowed if its logit is less than 0.5 below the highest.
 """
 
 import math
@@ -73,7 +73,7 @@ def test_keys_and_values_in_8_bits_leave_perplexity_within_one_percent(
 
 
 @every_variant
-def test_every_turn_of_random_conversations_says_what_is_said_from_scratch(
+def test_every_turn_of_random_conversations_generates_what_is_generated_from_scratch(
     variant: str, executor: ModelExecutor, licence_tokens: list[int]
 ) -> None:
     with real_engine(executor.forward, config_with(overlap=1), units=(PAGES,)) as engine:

@@ -1,7 +1,7 @@
 """The default model with its weights in other types: the native kernels are as good as float32 from the same weights.
 
-Perplexity of so little text moves up or down with how inputs are rounded to 8 bits. Distributions tell more: they
-diverge by 0.001 to 0.002 nats a token from those of float32.
+Perplexity of so little text goes up or down with the rounding of inputs to 8 bits. Distributions are more sensitive:
+they diverge by 0.001 to 0.002 nats a token from those of float32.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ Weights = list[tuple[str, StoredWeight]]
 
 
 def kind_of(name: str) -> Kind:
-    """Only `down_proj`, with rows of 1536 weights, can have the types with blocks of 256."""
+    """Returns the type for a tensor: only `down_proj`, with rows of 1536 weights, can have types with blocks of 256."""
     match name.split("."):
         case [_, _, layer, _, "down_proj", _]:
             return (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)[int(layer) % 3]
@@ -54,7 +54,7 @@ def requantized(name: str, stored: StoredWeight) -> StoredWeight:
 
 
 def distributions(forward: Forward, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities after each token, float32 [tokens, vocab]."""
+    """Returns log-probabilities after each token, float32 [tokens, vocab]."""
     executor = ModelExecutor(forward)
     driver = Driver(executor, len(tokens) // 16 + 1, 1)
     found = logits_of(executor, driver.plan([(0, tokens, len(tokens))])).log_softmax(dim=1)
@@ -69,7 +69,7 @@ def exact(weights: Weights, smollm2_path: Path, licence_tokens: list[int]) -> to
 
 
 @every_variant
-def test_distributions_are_those_of_float32_from_the_same_weights(
+def test_distributions_match_float32_from_the_same_weights(
     variant: str, weights: Weights, exact: torch.Tensor, smollm2_path: Path, licence_tokens: list[int]
 ) -> None:
     model = NativeProgram(GgufCheckpoint(smollm2_path).config, weights, 16)

@@ -25,7 +25,7 @@ def byte_tokenizer() -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {text: i for i, text in enumerate([*letters, *(left + right for left, right in MERGES)])}
     backend = tokenizers.Tokenizer(models.BPE(vocab, MERGES))
-    # As in models that end a header with empty lines, where a word begins does not depend on what comes after it.
+    # Like models whose headers end with empty lines: a word's start does not depend on the text after it.
     words = pre_tokenizers.Split(Regex(r"\n+| ?[^\s]+|[^\S\n]+"), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

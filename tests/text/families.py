@@ -1,4 +1,4 @@
-"""Small tokenizers of the structure that families of models have, saved as directories and as GGUF files."""
+"""Small tokenizers with the structure of each model family, saved as directories and as GGUF files."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 @dataclass(frozen=True)
 class Family:
-    """`pre` is what its GGUF files have as `tokenizer.ggml.pre`, and `architecture` their architecture; `special`
-    begins with the end token and the one prompts begin with, if they do (`bos`). `letters`: BPE of bytes, or of letters
-    with byte fallback, as SentencePiece has it. `runs`: runs of blanks are tokens of their own."""
+    """`pre` is the value of `tokenizer.ggml.pre` in its GGUF files, and `architecture` their architecture. `special`
+    begins with the end token and, if prompts begin with one (`bos`), that token. `letters`: BPE of characters with byte
+    fallback, as in SentencePiece, instead of bytes. `runs`: runs of blanks are tokens."""
 
     pre: str
     architecture: str
@@ -51,14 +51,14 @@ class Family:
     normalizer: Any = None
     letters: bool = False
     prefix: str = ""
-    """Who puts a blank before a text: the normalizer or the pre-tokenizer, if anybody does."""
+    """The part that puts a blank before a text: the normalizer, the pre-tokenizer, or ""."""
     whole_words: bool = False
     bos: bool = False
     plain: Sequence[str] = ()
     """Tokens added as text."""
     left: bool = False
     right: bool = False
-    """White space beside control tokens belongs to them."""
+    """Control tokens absorb white space beside them."""
     runs: bool = False
 
 
@@ -78,7 +78,7 @@ THINKING = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TURNS = ("<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 INST = ("</s>", "<s>", "[INST]", "[/INST]")
 FAMILIES = {
-    "GPT-2": Family("gpt-2", "gpt2", ("<|endoftext|>",), GPT_2, plain=BLANKS),  # as Phi-2 has them
+    "GPT-2": Family("gpt-2", "gpt2", ("<|endoftext|>",), GPT_2, plain=BLANKS),  # as in Phi-2
     "SmolLM2": Family("smollm", "llama", CHATML, DIGITS),
     "Granite 3": Family("refact", "granite", ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"), DIGITS),
     "Llama 3": Family("llama-bpe", "llama", TURNS, split(LLAMA_3), whole_words=True, bos=True),
@@ -105,7 +105,7 @@ FAMILIES = {
 
 
 def write_directory(family: Family, path: Path) -> Path:
-    """As transformers saves it."""
+    """Writes a directory as transformers does."""
     backend = _with_letters(family) if family.letters else _with_bytes(family)
     for text in family.special:
         swallows = text not in ("<s>", "<|endoftext|>") or family.left
@@ -135,12 +135,12 @@ def _with_bytes(family: Family) -> tokenizers.Tokenizer:
 
 
 def _with_letters(family: Family) -> tokenizers.Tokenizer:
-    """Every pair of tokens that is one, too, is merged: the more frequent one first, and runs of blanks first of all
-    or, where they are no tokens of their own, last of all."""
+    """Merges every pair of tokens that forms a token: more frequent ones first, and runs of blanks before all others
+    or, where they are not tokens, last."""
     control = ["<unk>", *family.special]
     runs = [SPACE * length for length in range(2, 9)]
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")  # a blank is only the first of a word
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")  # blanks only begin words
     trainer = trainers.BpeTrainer(
         vocab_size=800, special_tokens=[*control, *BYTES, *runs], max_token_length=8, show_progress=False
     )
@@ -173,7 +173,7 @@ def _with_letters(family: Family) -> tokenizers.Tokenizer:
 
 
 def write_gguf(family: Family, directory: Path, path: Path) -> Path:
-    """What llama.cpp's converter makes of a directory."""
+    """Writes a directory's tokenizer as llama.cpp's converter does."""
     published = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     added = {token["id"]: token for token in published["added_tokens"]}
     ids = {i: text for text, i in published["model"]["vocab"].items()} | {i: t["content"] for i, t in added.items()}

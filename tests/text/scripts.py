@@ -1,5 +1,5 @@
-"""Texts in many scripts, and what tokenizers differ in: blanks, digits, contractions, code, and look-alikes of control
-tokens. Tokenizers are trained on them, and compared on texts put together from them."""
+"""Texts in many scripts, with features on which tokenizers differ: blanks, digits, contractions, code, and look-alikes
+of control tokens. Tokenizers are trained on them and compared on texts composed of them."""
 
 from __future__ import annotations
 

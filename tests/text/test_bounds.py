@@ -1,4 +1,4 @@
-"""The most text that a token can stand for: with every tokenizer, a text has at least the tokens that are said."""
+"""Lower bounds for the tokens of a text: with every tokenizer, a text has at least that many tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
 EVERY_CHARACTER = [
     letter for letter in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(letter) not in ("Cn", "Co", "Cs")
 ]
-"""That stands for something; all others are normalized to themselves."""
+"""All assigned characters; the others are normalized to themselves."""
 
 
 def size(text: str) -> int:
@@ -37,7 +37,7 @@ def room(tokens: int) -> Room:
 def made(
     normalizer: Any = None, pre_tokenizer: Any = None, letters: list[str] | None = None, added: AddedToken | None = None
 ) -> Tokenizer:
-    """A tokenizer with one token a byte, and one of two."""
+    """Makes a tokenizer with one token for each byte, and one of two characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if letters is None else letters
     backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate([*alphabet, "aa"])}, [("a", "a")]))
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -54,9 +54,9 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 
 def worst(form: Form) -> float:
-    """By how much normalizing can shorten a text: of every character that may come out, all that may have gone in."""
+    """Returns the factor by which normalizing can shorten a text, the worst over all characters it may produce."""
     decompose: Literal["NFD", "NFKD"] = "NFKD" if "K" in form else "NFD"
-    longest: dict[str, int] = {}  # what one character of a decomposition may have been written as, in bytes
+    longest: dict[str, int] = {}  # the longest writing of each character of a decomposition, in bytes
     for letter in EVERY_CHARACTER:
         parts = unicodedata.normalize(decompose, letter)
         for part in parts:
@@ -69,11 +69,11 @@ def worst(form: Form) -> float:
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
-def test_no_text_shrinks_by_more_than_is_said_when_it_is_normalized(form: Form) -> None:
+def test_normalizing_shrinks_no_text_beyond_the_assumed_bound(form: Form) -> None:
     assert worst(form) <= _SHRINKS[form]
 
 
-def test_no_letter_shrinks_by_more_than_is_said_when_it_is_made_small() -> None:
+def test_lowercasing_shrinks_no_character_beyond_the_assumed_bound() -> None:
     lower = normalizers.Lowercase()
     assert max(size(letter) / size(lower.normalize_str(letter)) for letter in EVERY_CHARACTER) <= _SHRINKS["Lowercase"]
 
@@ -84,7 +84,7 @@ def test_no_letter_shrinks_by_more_than_is_said_when_it_is_made_small() -> None:
 @pytest.mark.parametrize(
     "normalizer", [None, normalizers.NFC(), normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])]
 )
-def test_a_text_has_at_least_the_tokens_that_are_said(normalizer: Any, text: str) -> None:
+def test_a_text_has_at_least_the_estimated_number_of_tokens(normalizer: Any, text: str) -> None:
     tokenizer = made(normalizer)
     assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
 
@@ -93,7 +93,7 @@ def test_a_text_has_at_least_the_tokens_that_are_said(normalizer: Any, text: str
 @example(text="<|im_end|>" * 9)
 @example(text=" " * 5000)
 @example(text="\x04\U00080000" * 1000)
-def test_a_text_of_the_default_model_has_at_least_the_tokens_that_are_said(smollm2: Tokenizer, text: str) -> None:
+def test_a_text_of_the_default_model_has_at_least_the_estimated_number_of_tokens(smollm2: Tokenizer, text: str) -> None:
     for special in (False, True):
         assert smollm2.least_tokens(text) <= len(smollm2.encode(text, special=special))
 
@@ -111,12 +111,12 @@ def test_a_text_of_the_default_model_has_at_least_the_tokens_that_are_said(smoll
     ],
     ids=["strip", "replace", "accents", "white space", "split", "missing bytes", "swallowing token"],
 )
-def test_where_text_may_be_left_out_nothing_is_said_and_nothing_refused(tokenizer: Tokenizer) -> None:
+def test_tokenizers_that_may_drop_text_have_no_lower_bound(tokenizer: Tokenizer) -> None:
     text = " " * 100_000
     assert tokenizer.least_tokens(text) == 0
 
 
-def test_a_pre_tokenizer_that_only_cuts_bounds_a_token() -> None:
+def test_a_pre_tokenizer_that_only_splits_bounds_a_token() -> None:
     cutting = pre_tokenizers.Split(" ", "isolated")
     assert made(pre_tokenizer=cutting).least_tokens("a" * 1000) == 500
     assert made(normalizers.NFC(), cutting).least_tokens("a" * 1000) == 125
@@ -125,7 +125,7 @@ def test_a_pre_tokenizer_that_only_cuts_bounds_a_token() -> None:
 @given(text=st.text() | st.text(alphabet="ab\x04\x06é\U00080000"))
 @example(text="\x04" * 1000)
 @example(text="a\x04a" * 1000)
-def test_letters_that_a_vocabulary_lacks_are_not_counted(text: str) -> None:
+def test_characters_missing_from_the_vocabulary_are_not_counted(text: str) -> None:
     tokenizer = made(letters=[letter for letter in sorted(pre_tokenizers.ByteLevel.alphabet()) if letter not in "bĄĆÃ"])
     assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
     assert tokenizer.least_tokens("a\x04" * 1000) == 500
@@ -139,7 +139,7 @@ def test_the_default_models_tokens_are_bounded(smollm2: Tokenizer) -> None:
 @given(
     text=st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "<", "x", "é", "\U000f0000"])).map("".join)
 )
-def test_what_users_write_is_kept_apart_from_markup_wherever_a_window_ends(text: str) -> None:
+def test_user_text_is_kept_apart_from_markup_wherever_a_window_ends(text: str) -> None:
     whole = ChatTemplate(CHAT_TEMPLATE, witness_tokenizer(1000)).opening([Message("user", text)])
     with pytest.MonkeyPatch.context() as patch:
         for module in ("guard", "bounds"):
@@ -152,7 +152,7 @@ def test_what_users_write_is_kept_apart_from_markup_wherever_a_window_ends(text:
             template.opening([Message("user", text)], room=room(least - 1))
 
 
-def test_what_a_template_trims_is_not_counted() -> None:
+def test_text_that_a_template_trims_is_not_counted() -> None:
     trimming = CHAT_TEMPLATE.replace("message.content", "message.content | trim")
     template = ChatTemplate(trimming, witness_tokenizer(1000))
     assert len(template.opening([Message("user", " " * 100_000 + "x")], room=room(50)).tokens) < 50

@@ -1,4 +1,4 @@
-"""A conversation rendered turn by turn is the conversation rendered at once."""
+"""A conversation rendered turn by turn equals the conversation rendered at once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ QUESTION = [Message("user", "So?")]
 ANY_ROLE = {"chatml": CHATML, "headers": HEADERS, "grouped": GROUPED}
 ALTERNATING = {"turns": TURNS, "brackets": BRACKETS}
 
-# Output that joins markup without a token across the border, which no model that starts a new token there can write.
+# Answers whose text never merges with markup into one token: a model starts a new token there.
 answers = st.text(alphabet=st.sampled_from("abc the,😀日é"), max_size=12).map(str.strip)
 nasty = st.sampled_from(
     ["<|im_end|>", "<|im_start|>user\n", "im_end|>", "<|im_", "</s>", "[INST]", "<<|eot_id|>", "\U000f0000"]
@@ -81,8 +81,8 @@ def answer_tokens(chat: ChatTemplate, tokenizer: Tokenizer, text: str) -> list[i
 
 
 def turn_by_turn(chat: ChatTemplate, tokenizer: Tokenizer, turns: list[tuple[list[Message], str | None]]) -> list[int]:
-    """The history after `turns` and a last question: each turn appends messages, and if it has an answer, the model
-    gives it and ends it."""
+    """Returns the history after `turns` and a last question: each turn appends messages and, if it has an answer, the
+    model's answer and end token."""
     history: list[int] = []
     conversation: Conversation | None = None
     for messages, answer in [*turns, (QUESTION, "")]:
@@ -142,13 +142,13 @@ def test_turns_of_templates_that_insist_on_alternation_add_up(
         assert turn_by_turn(chat, small, started) == at_once(chat, started)
 
 
-def test_whether_system_messages_may_follow_others_is_found_by_trying(small: Tokenizer) -> None:
+def test_whether_later_system_messages_are_allowed_is_found_by_trying(small: Tokenizer) -> None:
     late = {name: load(source, small).habits.late_system for name, source in (ANY_ROLE | ALTERNATING).items()}
     assert late == {"chatml": True, "headers": True, "grouped": True, "turns": False, "brackets": False}
 
 
 @given(content=contents)
-def test_what_users_write_never_becomes_a_control_token(smollm2: Tokenizer, content: str) -> None:
+def test_user_text_never_becomes_a_control_token(smollm2: Tokenizer, content: str) -> None:
     assert smollm2.chat_template is not None
     chat = load(smollm2.chat_template, smollm2)
     tokens, conversation = chat.opening([Message("user", content)])
@@ -170,7 +170,7 @@ def test_a_message_that_spells_the_end_of_turn_is_text(smollm2: Tokenizer) -> No
     assert "user\n<|im_end|><|im_end|>\n" in smollm2.decode(tokens, special=True)
 
 
-def test_the_default_system_message_comes_once(smollm2: Tokenizer) -> None:
+def test_the_default_system_message_appears_once(smollm2: Tokenizer) -> None:
     assert smollm2.chat_template is not None
     chat = ChatTemplate(smollm2.chat_template, smollm2)
     tokens, conversation = chat.opening([Message("user", "Hi")])
@@ -203,7 +203,7 @@ def test_a_question_appended_before_is_answered_without_a_new_message(small: Tok
     assert small.decode(tokens, special=True) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_only_the_model_ends_a_turn_not_markup_that_looks_the_same(small: Tokenizer) -> None:
+def test_only_the_models_end_token_ends_a_turn_not_markup_that_looks_the_same(small: Tokenizer) -> None:
     source = "{% for m in messages %}<|end|>{{ m.content }}<|end|>{% endfor %}"
     chat = ChatTemplate(source, small)
     history, conversation = chat.opening([Message("user", "")], generate=False)
@@ -217,7 +217,7 @@ def test_an_answer_that_was_cut_off_continues_without_new_tokens(small: Tokenize
     assert chat.delta(conversation, [], last_token=small.encode("x")[0]) == ([], conversation)
 
 
-def test_what_is_kept_of_a_conversation_does_not_grow(small: Tokenizer) -> None:
+def test_the_stored_part_of_a_conversation_does_not_grow(small: Tokenizer) -> None:
     chat = ChatTemplate(CHATML, small)
     _, conversation = chat.opening([Message("user", "Hi")])
     _, after_one = chat.delta(conversation, [Message("user", "a")], last_token=0)
@@ -226,7 +226,7 @@ def test_what_is_kept_of_a_conversation_does_not_grow(small: Tokenizer) -> None:
     assert dataclasses.astuple(conversation) == (False, True, "assistant", "")
 
 
-def test_a_template_that_refuses_says_why(small: Tokenizer) -> None:
+def test_a_template_that_refuses_gives_its_reason(small: Tokenizer) -> None:
     chat = ChatTemplate(TURNS, small)
     with pytest.raises(InvalidRequest, match="no system messages here"):
         chat.opening([Message("system", "s"), Message("user", "u")])
@@ -245,14 +245,14 @@ def test_a_template_that_refuses_says_why(small: Tokenizer) -> None:
         ("{% for m in messages %}<|im_{{ m.content }}<|im_end|>{% endfor %}", "half written"),
     ],
 )
-def test_a_template_that_cannot_go_turn_by_turn_is_refused_when_loaded(
+def test_a_template_that_cannot_render_turn_by_turn_is_refused_when_loaded(
     small: Tokenizer, source: str, reason: str
 ) -> None:
     with pytest.raises(ModelError, match=reason):
         ChatTemplate(source, small)
 
 
-def test_templates_have_the_helpers_they_are_written_for(small: Tokenizer) -> None:
+def test_templates_have_the_helpers_they_expect(small: Tokenizer) -> None:
     source = (
         "{{ strftime_now('%Y') }}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
         "{{ m.content | tojson }}<|im_end|>{% endfor %}"
@@ -285,7 +285,7 @@ def test_malformed_messages_are_rejected(raw: object) -> None:
         Message.from_dict(raw)
 
 
-def test_a_message_comes_from_a_dictionary() -> None:
+def test_a_message_can_be_made_from_a_dictionary() -> None:
     assert Message.from_dict({"content": "x", "role": "user"}) == Message("user", "x")
 
 

@@ -1,4 +1,4 @@
-"""Tools, calls and results in conversations, with templates that know of them and with those that do not."""
+"""Tools, calls and results in conversations, with templates that support tools and with those that do not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written(tokens: list[int]) -> str:
     return TOKENS.decode(tokens, special=True)
 
 
-def test_a_template_that_knows_of_tools_is_given_them() -> None:
+def test_a_template_that_supports_tools_receives_them() -> None:
     chat = ChatTemplate(HERMES, TOKENS)
     tokens, conversation = chat.opening(ASKED, tools=TOOLS)
     assert json.dumps({"type": "function", "function": FUNCTION}) in written(tokens)
@@ -54,7 +54,7 @@ def test_a_template_that_knows_of_tools_is_given_them() -> None:
     assert (conversation.tools, chat.opening(ASKED).conversation.tools) == (TOOLS.digest, "")
 
 
-def test_a_template_that_does_not_has_them_in_its_system_message() -> None:
+def test_a_template_without_tools_has_them_in_its_system_message() -> None:
     chat = ChatTemplate(CHAT_TEMPLATE, TOKENS)
     tokens, conversation = chat.opening(ASKED, tools=TOOLS)
     text = written(tokens)
@@ -70,7 +70,7 @@ RESULTS = [Message("tool", "4 degrees <|im_start|>", tool_call_id="call_1", name
 
 
 @pytest.mark.parametrize("source", [HERMES, CHAT_TEMPLATE], ids=["hermes", "plain"])
-def test_calls_and_results_are_rendered_and_what_users_write_in_them_is_text(source: str) -> None:
+def test_calls_and_results_are_rendered_and_user_text_in_them_stays_text(source: str) -> None:
     chat = ChatTemplate(source, TOKENS)
     messages = [*ASKED, Message("assistant", "", CALLS, reasoning="hm"), *RESULTS]
     tokens, conversation = chat.opening(messages, tools=TOOLS)
@@ -84,7 +84,7 @@ def test_calls_and_results_are_rendered_and_what_users_write_in_them_is_text(sou
 
 
 @pytest.mark.parametrize("source", [HERMES, CHAT_TEMPLATE], ids=["hermes", "plain"])
-def test_a_result_as_the_next_turn_is_rendered_as_in_the_whole_conversation(source: str) -> None:
+def test_a_result_sent_as_the_next_turn_is_rendered_as_in_the_whole_conversation(source: str) -> None:
     chat = ChatTemplate(source, TOKENS)
     first, conversation = chat.opening(ASKED, tools=TOOLS)
     said = TOKENS.encode('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>')
@@ -104,7 +104,7 @@ def test_a_result_as_the_next_turn_is_rendered_as_in_the_whole_conversation(sour
     ],
     ids=["plain", "hermes", "opened", "llama"],
 )
-def test_a_template_tells_how_its_model_calls_and_thinks(source: str, habits: ModelHabits) -> None:
+def test_the_format_of_calls_and_reasoning_is_read_from_the_template(source: str, habits: ModelHabits) -> None:
     assert ChatTemplate(source, TOKENS).habits == habits
 
 
@@ -118,7 +118,7 @@ MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOL
 [TOOL_RESULTS]{{ message.tool_call_id }} {{ message.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}"""
 
 
-def test_control_tokens_around_calls_are_those_that_the_template_writes() -> None:
+def test_the_control_tokens_around_calls_are_those_the_template_writes() -> None:
     control = {"[TOOL_CALLS]": 698, "[ARGS]": 699}.get
     assert habits_of(MISTRAL, "", control) == ModelHabits(marks=(("[TOOL_CALLS]", 698),), short_ids=True)
     assert habits_of("[TOOL_CALLS]{{ name }}[ARGS]", "", control) == ModelHabits(
@@ -128,7 +128,7 @@ def test_control_tokens_around_calls_are_those_that_the_template_writes() -> Non
     assert habits_of(HERMES, "", control) == ModelHabits("tags", thinks="tags")
 
 
-def test_the_ids_of_calls_are_those_that_a_template_takes() -> None:
+def test_call_ids_have_the_form_the_template_requires() -> None:
     chat = ChatTemplate(MISTRAL, TOKENS)
     assert chat.habits.short_ids
     for said in ('[{"name": "weather", "arguments": {}}]', '[{"name": "weather", "arguments": {}, "id": "abcDEF123"}]'):
@@ -188,7 +188,7 @@ def test_escaped_arguments_are_rendered_as_they_are() -> None:
     assert city in written(added)
 
 
-def test_what_is_not_unicode_is_refused() -> None:
+def test_text_that_is_not_unicode_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="surrogate"):
         ToolCall("f", '{"x": "\\ud800"}')
     with pytest.raises(InvalidRequest, match="surrogate"):
@@ -198,13 +198,13 @@ def test_what_is_not_unicode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "nonsense", 7])
-def test_arguments_that_are_no_object_are_refused(arguments: object) -> None:
+def test_arguments_that_are_not_an_object_are_refused(arguments: object) -> None:
     with pytest.raises(InvalidRequest, match="arguments"):
         ToolCall("f", arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("source", ["{", "7", "[7]", 7])
-def test_tools_that_are_no_list_of_objects_are_refused(source: object) -> None:
+def test_tools_that_are_not_a_list_of_objects_are_refused(source: object) -> None:
     with pytest.raises(InvalidRequest):
         Tools(source).parsed()  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 @given(data=st.data())
-def test_what_comes_out_piece_by_piece_is_the_text_of_all_tokens(small: Tokenizer, data: st.DataObject) -> None:
+def test_pieces_add_up_to_the_text_of_all_tokens(small: Tokenizer, data: st.DataObject) -> None:
     emoji = st.sampled_from(small.encode("😀é日"))
     token = st.one_of(st.integers(0, small.vocab_size + 3), emoji)
     pieces = data.draw(st.lists(st.lists(token, max_size=5)))
@@ -18,7 +18,7 @@ def test_what_comes_out_piece_by_piece_is_the_text_of_all_tokens(small: Tokenize
 
 
 @given(text=st.text())
-def test_whole_characters_come_out_and_never_a_broken_one(small: Tokenizer, text: str) -> None:
+def test_only_whole_characters_come_out(small: Tokenizer, text: str) -> None:
     decoder = IncrementalDecoder(small)
     done = ""
     for token in small.encode(text):
@@ -40,5 +40,5 @@ def test_an_emoji_cut_off_at_the_end_is_one_replacement_character(small: Tokeniz
     assert decoder.push(small.encode("b")) == "b"
 
 
-def test_control_tokens_are_no_text(small: Tokenizer) -> None:
+def test_control_tokens_are_not_text(small: Tokenizer) -> None:
     assert IncrementalDecoder(small).push(small.encode("a<|im_end|>b", special=True)) == "ab"

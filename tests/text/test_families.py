@@ -51,7 +51,7 @@ def check_text(loaded: Loaded, text: str) -> None:
 
 
 def as_kept(family: Family, text: str) -> str:
-    """What a family's tokens keep of a text."""
+    """Returns the part of a text that a family's tokens keep."""
     if family.normalizer is not None:
         return unicodedata.normalize("NFC", text)
     return text.replace(SPACE, " ") if family.letters else text
@@ -74,7 +74,7 @@ def test_any_text_is_read_as_transformers_reads_it_and_comes_back(loaded: Loaded
 @settings(max_examples=40)
 @given(data=st.data())
 def test_markup_is_read_as_transformers_reads_it(loaded: Loaded, data: st.DataObject) -> None:
-    """Control tokens beside texts, those that take white space with them, and those that text was put before."""
+    """Control tokens beside texts, some of which absorb white space or follow a blank."""
     control = st.sampled_from([*loaded.family.special, *loaded.family.plain])
     beside = st.sampled_from([" ", "\n", " a", "\x1f", "\x85", "\u3000"])
     text = "".join(data.draw(st.lists(texts | control | beside, max_size=6)))
@@ -85,8 +85,8 @@ def test_markup_is_read_as_transformers_reads_it(loaded: Loaded, data: st.DataOb
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_tokens_are_written_alike_at_once_and_one_by_one(loaded: Loaded, data: st.DataObject) -> None:
-    """Also bytes that are no characters, and tokens that begin or end inside one."""
+def test_any_tokens_decode_alike_at_once_and_one_by_one(loaded: Loaded, data: st.DataObject) -> None:
+    """Also bytes that are not characters, and tokens that begin or end inside a character."""
     ids = data.draw(st.lists(st.integers(0, loaded.ours[0].vocab_size - 1), max_size=12))
     for ours in loaded.ours:
         decoder = IncrementalDecoder(ours)
@@ -97,7 +97,7 @@ def test_any_tokens_are_written_alike_at_once_and_one_by_one(loaded: Loaded, dat
             assert written == theirs
 
 
-def test_a_directory_and_a_file_agree_on_what_steers(loaded: Loaded) -> None:
+def test_a_directory_and_a_file_agree_on_control_tokens(loaded: Loaded) -> None:
     directory = loaded.ours[0]
     for ours in loaded.ours:
         assert ours.eos_ids == (loaded.theirs.eos_token_id,)

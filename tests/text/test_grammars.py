@@ -1,4 +1,4 @@
-"""Grammars of every kind, compiled for a tokenizer: what may come next, what is refused, and what is kept."""
+"""Grammars of every kind, compiled for a tokenizer: the allowed tokens, the refused grammars, and the cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def allowed(constraint: Constraint) -> set[int]:
 
 
 def follows(grammar: Grammar, text: str) -> bool:
-    """Whether `text` is a text of the grammar, token by token."""
+    """Returns whether `text` belongs to the grammar, token by token."""
     constraint = compiler().constraint(grammar)
     tokens = TOKENS.encode(text)
     for n, token in enumerate(tokens, 1):
@@ -81,7 +81,7 @@ PERSON = {
     ],
     ids=str,
 )
-def test_a_text_of_the_grammar_may_be_said_and_no_other(grammar: Grammar, right: str, wrong: str) -> None:
+def test_only_texts_of_the_grammar_may_be_generated(grammar: Grammar, right: str, wrong: str) -> None:
     assert follows(grammar, right)
     assert not follows(grammar, wrong)
 
@@ -104,7 +104,7 @@ def test_a_text_of_the_grammar_may_be_said_and_no_other(grammar: Grammar, right:
     ],
     ids=str,
 )
-def test_what_is_no_grammar_is_refused(grammar: Grammar, problem: str) -> None:
+def test_malformed_grammars_are_refused(grammar: Grammar, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem) as refused:
         compiler().constraint(grammar)
     assert refused.value.param == "grammar"
@@ -131,7 +131,7 @@ def test_what_is_no_grammar_is_refused(grammar: Grammar, problem: str) -> None:
     ],
     ids=lambda given: str(given)[:40],
 )
-def test_what_cannot_be_a_grammar_is_refused_before_it_is_compiled(given: object) -> None:
+def test_values_that_cannot_be_a_grammar_are_refused_before_compiling(given: object) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Grammar.of(given)
     assert refused.value.param == "grammar"
@@ -151,7 +151,7 @@ def test_control_tokens_come_only_at_the_end() -> None:
     assert END not in allowed(constraint)
 
 
-def test_every_constraint_begins_at_the_beginning() -> None:
+def test_every_constraint_starts_at_the_beginning_of_its_grammar() -> None:
     grammar = Grammar("regex", "[0-9]{2}")
     first = compiler().constraint(grammar)
     before = allowed(first)
@@ -179,7 +179,7 @@ def test_masks_after_guesses_are_those_after_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("guessed", ["7x1", "77", "7"])
 @pytest.mark.parametrize("end", [False, True])
-def test_guesses_at_the_end_of_a_text_and_behind_it_leave_no_trace(guessed: str, end: bool) -> None:
+def test_guesses_at_and_after_the_end_of_a_text_leave_no_trace(guessed: str, end: bool) -> None:
     constraint = compiler().constraint(Grammar("regex", "a+7"))
     for _ in range(3):
         assert not constraint.push(TOKENS.encode("a")[0])
@@ -205,7 +205,7 @@ def test_a_model_without_end_tokens_has_grammars_too() -> None:
     assert constraint.push(TOKENS.encode("b")[0]) is True
 
 
-def test_compiled_grammars_are_kept_by_the_memory_they_take_the_latest_used_longest() -> None:
+def test_compiled_grammars_are_evicted_by_memory_least_recently_used_first() -> None:
     kept = CompiledGrammars[int]()
     grammars = [Grammar("regex", f"a{{{n}}}") for n in range(MAX_BYTES // LEAST_BYTES)]  # one too many
     growths = [Growth() for _ in grammars]
@@ -219,7 +219,7 @@ def test_compiled_grammars_are_kept_by_the_memory_they_take_the_latest_used_long
     assert [grammars[n] in kept for n in (0, 2, 3, 4, 5)] == [True, False, False, True, True]
 
 
-def test_a_grammar_that_is_slow_to_compile_may_grow_more_but_not_without_bound() -> None:
+def test_a_slowly_compiled_grammar_may_grow_more_but_not_without_bound() -> None:
     told: list[str] = []
     quick, slow = Growth(0.0, lambda: told.append("quick")), Growth(3600.0, lambda: told.append("slow"))
     for growth in (quick, slow):
@@ -230,22 +230,22 @@ def test_a_grammar_that_is_slow_to_compile_may_grow_more_but_not_without_bound()
     assert (slow.outgrown, told) == (True, ["quick", "slow"])
 
 
-def test_a_turn_uses_up_nothing_of_the_automaton_that_later_turns_with_its_grammar_need(
+def test_a_turn_leaves_later_turns_enough_of_the_automaton_of_its_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grammars, "LIMITS", LLParserLimits(max_lexer_states=2000, verbose_errors=False))
-    monkeypatch.setattr(compiled, "GROWTH_BYTES_A_SECOND", 1e15)  # whatever a mask takes is too much
+    monkeypatch.setattr(compiled, "GROWTH_BYTES_A_SECOND", 1e15)  # any mask counts as too much growth
     own, rng = GrammarCompiler(TOKENS, SIZE, (END,)), Random(1)
     grammar = Grammar("regex", "[a-z ]*(a|b)[a-z ]{200}")
 
     def followed() -> int:
-        """How many tokens the grammar is followed until it is too complex."""
+        """Returns the number of tokens until the grammar is too complex."""
         constraint = own.constraint(grammar)
         for tokens in range(2000):
             if constraint.masks(()) is None:
                 return tokens
             constraint.push(rng.choice(TOKENS.encode("abxy ")))
-        raise AssertionError("it is not too complex")
+        raise AssertionError("it never became too complex")
 
     first = followed()
     assert first > 20
@@ -258,7 +258,7 @@ def test_answers_in_random_schemas_parse_and_validate() -> None:
         engine.audit()
 
 
-def test_where_no_token_may_come_there_is_no_mask_and_the_next_token_is_a_failure() -> None:
+def test_without_any_allowed_token_there_is_no_mask_and_the_next_token_fails() -> None:
     class Nowhere:
         failure = ""
         complete = False
@@ -278,7 +278,7 @@ def test_where_no_token_may_come_there_is_no_mask_and_the_next_token_is_a_failur
     assert constraint.failure
 
 
-def test_of_control_tokens_only_those_that_a_grammar_names_may_end_what_could_go_on() -> None:
+def test_a_text_may_end_early_only_with_control_tokens_that_its_grammar_names() -> None:
     constraint = compiler().constraint(Grammar("lark", f"start: /[ab]+/ <[{END - 1}]>"))
     constraint.push(TOKENS.encode("a")[0])
     assert {END - 1, END} & allowed(constraint) == {END - 1}

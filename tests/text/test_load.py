@@ -59,7 +59,7 @@ def write_directory(path: Path, **config: Any) -> Path:
     return path
 
 
-def test_a_gguf_tokenizer_has_what_its_file_says(tmp_path: Path) -> None:
+def test_a_gguf_tokenizer_matches_its_file(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf"))
     assert [tokenizer.token_bytes(t) for t in tokenizer.encode("ab 12<|end|>")[:3]] == [b"ab", b" 1", b"2"]
     assert tokenizer.encode("<|end|>", special=True) == list(tokenizer.eos_ids) == [tokenizer.bos_id]
@@ -81,7 +81,7 @@ def test_a_gguf_tokenizer_has_what_its_file_says(tmp_path: Path) -> None:
         ("gpt-4o", [b"a", b"  ", b" ", b"12", b"e", b"\xcc", b"\x81"]),
     ],
 )
-def test_words_are_cut_as_the_model_was_trained(tmp_path: Path, pre: str | None, pieces: list[bytes]) -> None:
+def test_words_are_split_as_in_the_models_training(tmp_path: Path, pre: str | None, pieces: list[bytes]) -> None:
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", pre=pre))
     got = [tokenizer.token_bytes(t) for t in tokenizer.encode("a   12e\u0301")]
     assert got == pieces
@@ -95,7 +95,7 @@ def test_words_are_cut_as_the_model_was_trained(tmp_path: Path, pre: str | None,
         ("gpt-4o", "It'sMyLord's 1234/\n", ["It's", "My", "Lord's", " ", "123", "4", "/\n"]),
     ],
 )
-def test_patterns_cut_words_as_published(pre: str, text: str, words: list[str]) -> None:
+def test_patterns_split_words_as_published(pre: str, text: str, words: list[str]) -> None:
     cut = PRE_TOKENIZERS[pre].make().pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in cut] == words
 
@@ -118,12 +118,12 @@ def test_whether_prompts_start_with_bos_comes_from_the_file(
         ("gpt2", None, "does not say how text is cut into words"),
     ],
 )
-def test_kinds_that_are_not_supported_are_named(tmp_path: Path, model: str, pre: str | None, reason: str) -> None:
+def test_unsupported_kinds_are_named(tmp_path: Path, model: str, pre: str | None, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         load_tokenizer(write_gguf(tmp_path / "m.gguf", model=model, pre=pre))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])  # examples write their files anew
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])  # examples write new files
 @given(data=st.data())
 def test_a_damaged_gguf_tokenizer_is_read_or_refused_but_never_crashes(tmp_path: Path, data: st.DataObject) -> None:
     whole = bytearray(write_gguf(tmp_path / "m.gguf").read_bytes())
@@ -136,7 +136,7 @@ def test_a_damaged_gguf_tokenizer_is_read_or_refused_but_never_crashes(tmp_path:
 
 
 @pytest.mark.parametrize("damage", [b"a \x01", b"\x01 b", b"a_b"], ids=["right", "left", "no pair"])
-def test_a_merge_of_what_is_not_in_the_vocabulary_is_refused(tmp_path: Path, damage: bytes) -> None:
+def test_a_merge_of_tokens_missing_from_the_vocabulary_is_refused(tmp_path: Path, damage: bytes) -> None:
     whole = write_gguf(tmp_path / "m.gguf").read_bytes()
     assert whole.count(b"a b") == 1
     (tmp_path / "damaged.gguf").write_bytes(whole.replace(b"a b", damage))
@@ -144,7 +144,7 @@ def test_a_merge_of_what_is_not_in_the_vocabulary_is_refused(tmp_path: Path, dam
         load_tokenizer(tmp_path / "damaged.gguf")
 
 
-def test_a_directory_tokenizer_has_what_its_files_say(tmp_path: Path) -> None:
+def test_a_directory_tokenizer_matches_its_files(tmp_path: Path) -> None:
     write_directory(tmp_path, bos_token="<s>", eos_token={"content": "</s>"}, chat_template="{{ config }}")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258, 257]}')
     tokenizer = load_tokenizer(tmp_path)
@@ -153,7 +153,7 @@ def test_a_directory_tokenizer_has_what_its_files_say(tmp_path: Path) -> None:
     assert len(tokenizer.encode("long enough")) == 11
 
 
-def test_the_template_file_wins_and_of_several_the_default_and_that_for_tools(tmp_path: Path) -> None:
+def test_the_template_file_wins_and_a_list_gives_the_default_and_the_tool_template(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     both = load_tokenizer(write_directory(tmp_path, chat_template=several))
     assert (both.chat_template, both.tool_template) == ("d", "t")
@@ -170,7 +170,7 @@ def test_the_template_file_wins_and_of_several_the_default_and_that_for_tools(tm
     assert load_tokenizer(tmp_path).tool_template == "beside"
 
 
-def test_a_directory_needs_no_more_than_tokenizer_json(tmp_path: Path) -> None:
+def test_a_directory_needs_only_tokenizer_json(tmp_path: Path) -> None:
     (write_directory(tmp_path) / "tokenizer_config.json").unlink()
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.adds_bos, tokenizer.chat_template) == (None, (), False, None)
@@ -198,7 +198,7 @@ def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_a_directory_has_the_tokens_that_only_its_configuration_describes(tmp_path: Path) -> None:
+def test_tokens_described_only_in_the_configuration_are_added(tmp_path: Path) -> None:
     described = {"content": "<tool>", "special": True, "normalized": False, "rstrip": True}
     moved = {"content": "<moved>", "special": True}
     write_directory(
@@ -214,18 +214,18 @@ def test_a_directory_has_the_tokens_that_only_its_configuration_describes(tmp_pa
 @pytest.mark.parametrize(
     "described", [{"x": {"content": "a"}}, {"5": {"content": 5}}, {"5": 7}, {"5": "content"}], ids=str
 )
-def test_tokens_that_a_configuration_does_not_describe_are_refused(tmp_path: Path, described: dict[str, Any]) -> None:
+def test_malformed_descriptions_of_tokens_are_refused(tmp_path: Path, described: dict[str, Any]) -> None:
     write_directory(tmp_path, added_tokens_decoder=described)
     with pytest.raises(ModelError, match="added_tokens_decoder"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_configuration_tells_whether_prompts_begin_with_bos(tmp_path: Path, told: bool) -> None:
+def test_the_configuration_decides_whether_prompts_begin_with_bos(tmp_path: Path, told: bool) -> None:
     assert load_tokenizer(write_directory(tmp_path, bos_token="<s>", add_bos_token=told)).adds_bos is told
 
 
-def test_no_text_becomes_a_token_that_ends_turns_whatever_the_files_call_it(tmp_path: Path) -> None:
+def test_no_text_becomes_an_end_token_no_matter_how_the_files_mark_it(tmp_path: Path) -> None:
     directory = write_directory(tmp_path)
     saved = directory / "tokenizer.json"
     saved.write_text(
@@ -240,6 +240,6 @@ def test_no_text_becomes_a_token_that_ends_turns_whatever_the_files_call_it(tmp_
     assert file.encode("<tool>", special=True) == list(file.eos_ids)
 
 
-def test_a_file_that_names_no_pre_tokenizer_has_that_of_its_architecture(tmp_path: Path) -> None:
+def test_a_file_without_a_pre_tokenizer_uses_that_of_its_architecture(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", pre=None, architecture="qwen2")
     assert load_tokenizer(path).encode("e\u0301") == load_tokenizer(write_gguf(path, pre="qwen2")).encode("e\u0301")

@@ -31,7 +31,7 @@ def oracle(pattern: str) -> re.Pattern[str]:
 
 
 def first_match(pattern: str, text: str) -> tuple[int, int] | None:
-    """By searching every beginning of the text: start and end of the match that ends first."""
+    """Returns start and end of the match that ends first, found by searching every prefix of the text."""
     for end in range(1, len(text) + 1):
         if found := oracle(pattern).search(text[:end]):
             return found.start(), end
@@ -40,7 +40,7 @@ def first_match(pattern: str, text: str) -> tuple[int, int] | None:
 
 @given(pattern=expressions, pieces=pieces_of_text)
 @settings(max_examples=300)
-def test_a_pattern_stops_a_text_where_it_first_matches_however_the_text_is_cut(pattern: str, pieces: list[str]) -> None:
+def test_a_pattern_stops_a_text_at_its_first_match_however_the_text_is_cut(pattern: str, pieces: list[str]) -> None:
     matcher, text = StopMatcher([], [pattern]), "".join(pieces)
     delivered = "".join(matcher.push(piece)[0] for piece in pieces) + matcher.flush()
     found = first_match(pattern, text)
@@ -55,9 +55,9 @@ def test_a_pattern_stops_a_text_where_it_first_matches_however_the_text_is_cut(p
 @example(pattern="(?:b){0,1}a", pieces=["bb"])
 @example(pattern="(?:b){2,}a", pieces=["bbbb"])
 @settings(max_examples=150)
-def test_only_what_may_become_a_match_is_held_back(pattern: str, pieces: list[str]) -> None:
+def test_only_text_that_may_become_a_match_is_held_back(pattern: str, pieces: list[str]) -> None:
     assume(stop_patterns([pattern])[0].size <= LONGEST + 1)
-    # Each character of a match goes with one of the parts that `size` counts, and the shortest way to complete a match
+    # Each character of a match belongs to one of the parts that `size` counts, and the shortest completion of a match
     # uses none of them twice: after its first character, at most LONGEST more. Each part matches "a" or "b".
     matcher, text = StopMatcher([], [pattern]), ""
     for piece in pieces:
@@ -74,14 +74,14 @@ def test_only_what_may_become_a_match_is_held_back(pattern: str, pieces: list[st
         ([r"[0-9]+"], [], "item 42", "item ", r"[0-9]+"),
         ([r"\n\n+(User|System):"], [], "yes\n\n\nUser: no", "yes", r"\n\n+(User|System):"),
         ([r"(?i)the end|fin\."], [], "it is THE END.", "it is ", r"(?i)the end|fin\."),
-        ([r"^b"], [], "abb", "abb", None),  # the beginning of a line is none of what is left to search
+        ([r"^b"], [], "abb", "abb", None),  # the rest of the text does not begin a line
         ([r"\bb"], [], "abb b", "abb ", r"\bb"),
         ([r"é+ü"], [], "aéééü", "a", r"é+ü"),
         (["x.*y"], ["b"], "axxbxy", "axx", "b"),
         (["d", "cd"], [], "abcd", "ab", "cd"),
     ],
 )
-def test_what_ends_first_wins(
+def test_the_match_that_ends_first_wins(
     patterns: list[str], stops: list[str], text: str, delivered: str, matched: str | None
 ) -> None:
     for size in (1, 2, len(text)):
@@ -90,12 +90,12 @@ def test_what_ends_first_wins(
         assert ("".join(pieces) + matcher.flush(), matcher.matched) == (delivered, matched)
 
 
-def test_the_text_so_far_counts_as_ended_for_what_asks_for_an_end() -> None:
+def test_an_end_anchor_matches_at_the_end_of_the_text_so_far() -> None:
     matcher = StopMatcher([], [r"\.$"])
     assert [matcher.push(piece) for piece in ("a", "b.c")] == [("a", None), ("b", ".")]
 
 
-def test_longer_matches_than_are_looked_for_hold_nothing_more_back() -> None:
+def test_a_match_beyond_the_longest_allowed_holds_no_more_text_back() -> None:
     matcher = StopMatcher([], ["a.*z"])
     assert matcher.push("a" * MAX_MATCH_LENGTH) == ("", None)
     assert matcher.push("a" * 10) == ("a" * 10, None)
@@ -119,7 +119,7 @@ def test_longer_matches_than_are_looked_for_hold_nothing_more_back() -> None:
         [1],
     ],
 )
-def test_what_cannot_be_searched_for_in_linear_time_or_matches_nothing_is_refused(patterns: list[str]) -> None:
+def test_expressions_not_searchable_in_linear_time_or_matching_nothing_are_refused(patterns: list[str]) -> None:
     with pytest.raises(InvalidRequest, match="allowed") as refused:
         StopMatcher([], patterns)
     assert refused.value.param == "stop_regex"
@@ -134,7 +134,7 @@ def test_what_cannot_be_searched_for_in_linear_time_or_matches_nothing_is_refuse
         [r"((ab?){4}|\Qc\E){20}(de){50}"],
     ],
 )
-def test_expressions_whose_search_could_be_slow_are_refused_alone_and_together(patterns: list[str]) -> None:
+def test_expressions_that_could_be_slow_to_search_are_refused_alone_and_together(patterns: list[str]) -> None:
     with pytest.raises(InvalidRequest, match=f"characters, classes and assertions; allowed: {MAX_SIZE} in all"):
         stop_patterns(patterns)
 
@@ -149,7 +149,7 @@ def test_expressions_whose_search_could_be_slow_are_refused_alone_and_together(p
         (r"\Qa+\E{3}|((b|c){2}){4}$", 21),
     ],
 )
-def test_an_expression_is_measured_by_its_parts_and_how_often_they_may_come(pattern: str, size: int) -> None:
+def test_an_expressions_size_is_its_parts_times_their_repetitions(pattern: str, size: int) -> None:
     (compiled,) = stop_patterns([pattern])
     assert compiled.size == size
 

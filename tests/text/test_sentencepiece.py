@@ -1,4 +1,4 @@
-"""Tokenizers as Gemma has them, in directories and in GGUF files, read text as transformers does."""
+"""Tokenizers like Gemma's, in directories and in GGUF files, read text as transformers does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ texts = st.text() | st.text(alphabet=ALPHABET)
 
 @pytest.fixture(scope="module")
 def vocabulary() -> list[str]:
-    """Control tokens, bytes, runs of blanks, and then tokens that were merged, the most frequent first."""
+    """Returns control tokens, bytes, runs of blanks, and then merged tokens, the most frequent first."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[*CONTROL, *BYTES, *BLANKS], show_progress=False)
@@ -42,7 +42,8 @@ def vocabulary() -> list[str]:
 
 @pytest.fixture(scope="module")
 def directory(vocabulary: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As published: pairs are ranked by what they make, and blanks are merged first of all, the longest runs first."""
+    """Writes a directory as published: pairs are ranked by their result; blanks are merged before all others, the
+    longest runs first."""
     from transformers import GemmaTokenizer  # noqa: PLC0415 - slow to import
 
     made_first = sorted(BLANKS, key=len, reverse=True)
@@ -69,7 +70,7 @@ def reference(directory: Path) -> Any:
 
 
 def write_gguf(path: Path, vocabulary: list[str], *, prefix: bool = False, architecture: str = "gemma3") -> Path:
-    """As llama.cpp's converter does: runs of blanks are user-defined tokens, and written as they are."""
+    """Writes a file as llama.cpp's converter does: runs of blanks are user-defined tokens, written literally."""
     kinds = {**dict.fromkeys(CONTROL, 3), "<unk>": 2, **dict.fromkeys(BYTES, 6), **dict.fromkeys(BLANKS, 4)}
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model("llama")
@@ -111,7 +112,7 @@ def test_text_is_read_as_transformers_reads_it_and_comes_back(ours: Tokenizer, r
 
 @given(ids=st.lists(st.sampled_from([*range(len(CONTROL)), 0x2A + len(CONTROL), *range(263, 700)])))
 def test_any_tokens_are_written_as_transformers_writes_them(ours: Tokenizer, reference: Any, ids: list[int]) -> None:
-    """But for runs of bytes that are no UTF-8, of which transformers shows nothing."""
+    """Except for runs of invalid UTF-8, which transformers omits."""
     theirs = reference.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert ours.decode(ids) == theirs
 
@@ -142,7 +143,7 @@ KINDS = {
 def with_blanks(
     request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, tokenizers.Tokenizer]:
-    """A tokenizer that puts blanks before texts, ours and theirs."""
+    """Returns our tokenizer and theirs, which put blanks before texts."""
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     backend.normalizer, backend.pre_tokenizer = KINDS[request.param]
     backend.decoder = STRIP
@@ -157,10 +158,10 @@ marked = st.lists(texts | st.sampled_from(["<bos>", "<eos>", "<start_of_turn>", 
 @given(parts=marked, cut=st.integers(0, 6))
 @example(parts=["<bos>", "[INST] a", "b [/INST]", "<eos>", " c"], cut=4)
 @example(parts=["a", " b"], cut=1)
-def test_blanks_are_put_before_texts_as_transformers_puts_them_wherever_a_history_is_cut(
+def test_blanks_are_put_before_texts_as_in_transformers_wherever_a_history_is_cut(
     with_blanks: tuple[Tokenizer, tokenizers.Tokenizer], parts: list[str], cut: int
 ) -> None:
-    """Cut are texts beside control tokens: what is added to a history may begin there."""
+    """The cuts are beside control tokens, where additions to a history begin."""
     ours, theirs = with_blanks
     text = "".join(parts)
     expected = theirs.encode(text, add_special_tokens=False).ids
@@ -171,7 +172,7 @@ def test_blanks_are_put_before_texts_as_transformers_puts_them_wherever_a_histor
         assert found + ours.encode(rest, special=True, before=ours.before(found[-1])) == expected
 
 
-def test_a_text_that_goes_on_gets_no_blank(vocabulary: list[str], tmp_path: Path) -> None:
+def test_a_continued_text_gets_no_blank(vocabulary: list[str], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", vocabulary, prefix=True))
     bos, eos = CONTROL.index("<bos>"), CONTROL.index("<eos>")
     opened = tokenizer.encode("a <eos>b", special=True, before=tokenizer.before(None))
@@ -209,7 +210,7 @@ def test_turns_of_a_model_with_blanks_add_up_to_the_whole_conversation(
     assert tokens == theirs.encode(whole, add_special_tokens=False).ids
 
 
-def test_control_tokens_of_phi3_take_the_white_space_behind_them(vocabulary: list[str], tmp_path: Path) -> None:
+def test_control_tokens_of_phi3_absorb_the_white_space_after_them(vocabulary: list[str], tmp_path: Path) -> None:
     made = {}
     for architecture in ("phi3", "llama"):
         path = write_gguf(tmp_path / f"{architecture}.gguf", vocabulary, prefix=True, architecture=architecture)
@@ -218,7 +219,7 @@ def test_control_tokens_of_phi3_take_the_white_space_behind_them(vocabulary: lis
     assert made == {"phi3": "<eos> a", "llama": "<eos> \n a"}
 
 
-def test_tokenizers_that_write_otherwise_are_refused(directory: Path, tmp_path: Path) -> None:
+def test_tokenizers_with_other_decoders_are_refused(directory: Path, tmp_path: Path) -> None:
     whole = json.loads((directory / "tokenizer.json").read_text())
     whole["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))

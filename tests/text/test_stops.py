@@ -12,7 +12,7 @@ stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The first end at which the text so far ends with a stop string, and the longest such string."""
+    """Returns the first end at which the text so far ends with a stop string, and the longest such string."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -22,7 +22,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 def could_stop(text: str, stops: list[str]) -> int:
-    """The length of the longest end of `text` that a stop string begins with."""
+    """Returns the length of the longest end of `text` that begins a stop string."""
     return max(
         (n for n in range(len(text) + 1) for stop in stops if n < len(stop) and text.endswith(stop[:n])), default=0
     )
@@ -39,7 +39,7 @@ def test_pieces_stop_where_a_search_of_the_whole_text_would(pieces: list[str], s
 
 
 @given(pieces=st.lists(letters, max_size=8), stops=stop_lists)
-def test_only_what_could_become_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
+def test_only_text_that_could_become_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     text = ""
     for piece in pieces:

@@ -1,6 +1,6 @@
-"""Templates of the shapes that models come with. Where a template writes an earlier turn as it wrote it when that was
-the last, the turns of a session add up to the whole conversation. Where it does not, the session keeps what was there,
-and every turn adds what the template writes after it."""
+"""Templates of the shapes that models come with. If a template writes an earlier turn as it did when that turn was the
+last, the turns of a session add up to the whole conversation. Otherwise the session keeps its history, and every turn
+adds the text that the template writes after it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def turn_by_turn(
     system: bool = False,
     tools: Tools = NO_TOOLS,
 ) -> list[int]:
-    """The history after `talk` and a last question."""
+    """Returns the history after `talk` and a last question."""
     history: list[int] = []
     conversation: Conversation | None = None
     for question, answer in [*talk, ("So?", "")]:
@@ -129,7 +129,7 @@ def at_once(chat: ChatTemplate, talk: list[tuple[str, str]], system: bool = Fals
 @pytest.mark.parametrize("system", [False, True])
 @pytest.mark.parametrize("shape", STABLE)
 @given(talk=talks)
-def test_what_a_stable_template_writes_turn_by_turn_is_what_it_writes_at_once(
+def test_a_stable_template_writes_the_same_turn_by_turn_as_at_once(
     small: Tokenizer, shape: str, system: bool, talk: list[tuple[str, str]]
 ) -> None:
     chat = load(STABLE[shape], small)
@@ -138,7 +138,7 @@ def test_what_a_stable_template_writes_turn_by_turn_is_what_it_writes_at_once(
 
 @settings(max_examples=50)
 @given(talk=talks)
-def test_thoughts_that_a_template_removes_later_are_kept_and_all_else_is_what_it_writes(
+def test_reasoning_that_a_template_removes_later_is_kept_and_the_rest_is_unchanged(
     small: Tokenizer, talk: list[tuple[str, str]]
 ) -> None:
     for source, opened in ((FORGETFUL, "<think>zq"), (OPENED, "zq")):
@@ -155,7 +155,7 @@ def test_thoughts_that_a_template_removes_later_are_kept_and_all_else_is_what_it
 
 @settings(max_examples=50)
 @given(talk=talks)
-def test_a_system_message_and_tools_stay_where_they_came_though_the_template_moves_them(
+def test_a_system_message_and_tools_stay_in_place_though_the_template_moves_them(
     small: Tokenizer, talk: list[tuple[str, str]]
 ) -> None:
     chat = load(MOVING, small)
@@ -170,15 +170,17 @@ def test_a_system_message_and_tools_stay_where_they_came_though_the_template_mov
     assert without == at_once(chat, talk)
 
 
-def test_a_system_message_by_itself_cannot_be_kept_where_the_template_moves_it(small: Tokenizer) -> None:
+def test_a_lone_system_message_is_refused_where_the_template_moves_it(small: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="moves or drops"):
         load(MOVING, small).opening([SYSTEM], generate=False)
 
 
 @settings(max_examples=30)
 @given(talk=talks)
-def test_an_answer_has_one_end_though_the_last_one_has_another(small: Tokenizer, talk: list[tuple[str, str]]) -> None:
-    """The whole conversation has the token of earlier answers where the session has the one that was sampled."""
+def test_every_answer_of_a_session_has_the_end_token_that_was_sampled(
+    small: Tokenizer, talk: list[tuple[str, str]]
+) -> None:
+    """In the whole conversation, the template writes another token after earlier answers."""
     chat = load(CHANNELS, small)
     last, earlier = small.encode("<|end|><|eot_id|>", special=True)
     assert chat.end_of_turn == last
@@ -212,7 +214,7 @@ COLLECTING = """\
 """
 
 
-def test_a_later_message_that_the_template_would_put_elsewhere_is_refused(small: Tokenizer) -> None:
+def test_a_later_message_that_the_template_would_move_is_refused(small: Tokenizer) -> None:
     chat = load(COLLECTING, small)
     tokens, conversation = chat.opening([SYSTEM, Message("user", "Hi")])
     assert small.decode(tokens, special=True) == "<|begin|>Be brief.[INST]Hi[/INST]"
@@ -234,7 +236,7 @@ SETTABLE = """\
 """
 
 
-def test_variables_are_told_for_the_turn_they_come_with(small: Tokenizer) -> None:
+def test_variables_apply_to_the_turn_they_come_with(small: Tokenizer) -> None:
     chat = load(SETTABLE, small)
     quiet = Variables.of({"enable_thinking": False, "unknown": [1]})
     first, conversation = chat.opening([Message("user", "Hi")], variables=quiet)
@@ -246,7 +248,7 @@ def test_variables_are_told_for_the_turn_they_come_with(small: Tokenizer) -> Non
     assert told == [*plain, *small.encode("<think></think>")]
 
 
-def test_a_template_tells_whether_thoughts_are_switched(small: Tokenizer) -> None:
+def test_whether_reasoning_can_be_switched_is_read_from_the_template(small: Tokenizer) -> None:
     opened = SETTABLE.replace("'<think></think>'", "'</think>'").replace("assistant\\n", "assistant\\n<think>")
     assert load(SETTABLE, small).habits == ModelHabits(thinks="tags")
     habits = load(opened, small).habits
@@ -275,13 +277,13 @@ def test_a_variable_that_spells_a_control_token_is_text(small: Tokenizer) -> Non
         ({"x": "y" * 2**16}, "allowed: 65536"),
     ],
 )
-def test_variables_that_are_not_theirs_to_tell_are_refused(given: dict[str, object], reason: str) -> None:
+def test_variables_that_the_request_sets_elsewhere_are_refused(given: dict[str, object], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         Variables.of(given)
 
 
 @pytest.mark.parametrize("source", ["{", "[]", "7"])
-def test_variables_that_are_no_object_are_refused(source: str) -> None:
+def test_variables_that_are_not_an_object_are_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
         Variables(source).parsed()
 
@@ -321,7 +323,7 @@ GENERATION = """\
 """
 
 
-def test_tags_around_what_is_trained_on_change_nothing(small: Tokenizer) -> None:
+def test_generation_tags_around_answers_change_nothing(small: Tokenizer) -> None:
     without = GENERATION.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     talk = [("Hi", "Hello."), ("So?", "Yes.")]
     assert turn_by_turn(load(GENERATION, small), small, talk) == turn_by_turn(load(without, small), small, talk)
@@ -333,8 +335,9 @@ RESULT = Message("tool", "4 degrees", tool_call_id="a")
 
 
 @pytest.mark.parametrize("source", [FOLDING, COLLECTING], ids=["refuses", "drops"])
-def test_results_are_what_the_user_says_where_a_template_has_no_place_for_them(small: Tokenizer, source: str) -> None:
-    """As the next turn, or with the whole conversation; consecutive results are one message, as turns alternate."""
+def test_results_become_user_messages_where_a_template_has_no_place_for_them(small: Tokenizer, source: str) -> None:
+    """As the next turn or within the whole conversation; consecutive results form one message, since roles
+    alternate."""
     chat = load(source, small)
     tools = Tools.of([{"name": "weather"}])
     opening, conversation = chat.opening([Message("user", "Hi")], tools=tools)
@@ -365,8 +368,8 @@ AFTER_CALLS = """\
 """
 
 
-def test_a_result_follows_a_call_where_a_template_writes_it_only_then(small: Tokenizer) -> None:
-    """A session has what the model wrote, and keeps no calls: the result's message names the function."""
+def test_a_result_follows_its_call_where_the_template_requires_the_call(small: Tokenizer) -> None:
+    """A session has the model's text and keeps no calls: the result's message names the function."""
     chat = load(AFTER_CALLS, small)
     tokens, conversation = chat.opening([Message("user", "Hi")], tools=Tools.of([{"name": "weather"}]))
     said = small.encode(" to=weather\n") + small.encode('{"city": "Rome"}')
@@ -391,7 +394,7 @@ OPENED_ONCE = """\
 """
 
 
-def test_an_answer_to_a_result_begins_as_the_template_begins_it(small: Tokenizer) -> None:
+def test_an_answer_to_a_result_begins_as_in_the_template(small: Tokenizer) -> None:
     habits = load(OPENED_ONCE, small).habits
     assert (habits.thinks, habits.after_result) == ("opened", "tags")
     said = AnswerReader(habits.after("tool")).push("It is cold.")
@@ -409,7 +412,7 @@ WITH_TOOLS = """\
 """
 
 
-def test_a_second_template_is_that_of_conversations_with_tools(small: Tokenizer) -> None:
+def test_a_second_template_is_used_for_conversations_with_tools(small: Tokenizer) -> None:
     chat = ChatTemplate(GENERATION, small, tool_source=WITH_TOOLS)
     assert chat.habits.tools == "tags"
     hello, tools = [Message("user", "Hi")], Tools.of([{"name": "weather"}])

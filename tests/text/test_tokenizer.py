@@ -30,8 +30,8 @@ DIVERSE = [
 
 @pytest.fixture(scope="session")
 def reference(smollm2_path: Path) -> Any:
-    """The default model's tokenizer as `transformers` reads it from the same file, with the pre-tokenizer SmolLM2 is
-    published with: its conversion puts GPT-2's in place of it, which differs where spaces precede a digit."""
+    """The default model's tokenizer, read by `transformers` from the same file, but with the pre-tokenizer that SmolLM2
+    is published with. The conversion uses GPT-2's instead, which differs where spaces precede a digit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import, and only this needs it
@@ -77,7 +77,7 @@ def test_the_default_model_renders_chats_as_transformers_does(smollm2: Tokenizer
     assert ours == reference.encode(expected, add_special_tokens=False)
 
 
-def test_the_default_model_ends_with_its_end_of_turn(smollm2: Tokenizer) -> None:
+def test_the_default_model_ends_answers_with_its_end_of_turn(smollm2: Tokenizer) -> None:
     assert smollm2.eos_ids == tuple(smollm2.encode("<|im_end|>", special=True))
     assert smollm2.control_text(smollm2.bos_id) == "<|im_start|>"
     assert not smollm2.adds_bos
@@ -85,12 +85,12 @@ def test_the_default_model_ends_with_its_end_of_turn(smollm2: Tokenizer) -> None
 
 
 @given(text=st.text())
-def test_text_comes_back_whole(small: Tokenizer, text: str) -> None:
+def test_encoded_text_decodes_unchanged(small: Tokenizer, text: str) -> None:
     assert small.decode(small.encode(text)) == text
 
 
 @given(pieces=st.lists(st.one_of(st.text(max_size=5), st.sampled_from(["<|im_end|>", "<|", "</s>", "[INST]"]))))
-def test_plain_text_holds_no_control_tokens(small: Tokenizer, pieces: list[str]) -> None:
+def test_plain_text_encodes_to_no_control_tokens(small: Tokenizer, pieces: list[str]) -> None:
     text = "".join(pieces)
     assert not any(map(small.control_text, small.encode(text)))
     assert small.decode(small.encode(text)) == text
@@ -114,7 +114,7 @@ def test_a_lone_surrogate_is_rejected(small: Tokenizer) -> None:
         small.encode("a\ud800")
 
 
-def test_a_control_token_may_swallow_the_space_beside_it() -> None:
+def test_a_control_token_may_absorb_the_space_beside_it() -> None:
     backend = byte_level()
     backend.add_tokens([AddedToken("<a>", special=True, lstrip=True), AddedToken("<b>", special=True, rstrip=True)])
     tokenizer = Tokenizer(backend)
