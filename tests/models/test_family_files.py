@@ -204,7 +204,7 @@ def test_a_time_step_is_limited_as_configured(save: Save) -> None:
         ("falcon-h1", {"mamba_d_ssm": 80}, "6 Mamba-2 heads of 16; expected: 80 channels"),
         ("nemotron-h", {"moe_latent_size": 32}, "moe_latent_size = 32; supported: None"),
         ("nemotron-h", {"hybrid_override_pattern": "M-X"}, "'X'.*; supported: linear_attention, full_attention"),
-        ("nemotron-h", {"layers_block_type": ["mlp"]}, "no layer in which tokens see those before"),
+        ("nemotron-h", {"layers_block_type": ["mlp"]}, "no layer with attention or recurrence"),
     ],
 )
 def test_unsupported_arithmetic_is_refused(save: Save, name: str, changes: dict[str, Any], message: str) -> None:

@@ -122,7 +122,7 @@ def test_end_tokens_come_from_both_configurations(directory: Path) -> None:
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "cannot be computed: .*division by zero"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope theta is nan"),
-        ({"head_dim": 15}, "15 elements of a head are to be rotated; allowed: an even number"),
+        ({"head_dim": 15}, "rotates 15 elements of a head; allowed: an even number"),
     ],
 )
 def test_unsupported_arithmetic_is_refused(directory: Path, changes: dict[str, Any], message: str) -> None:

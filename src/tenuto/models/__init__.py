@@ -1,1 +1,1 @@
-"""Model files and forward passes: where weights come from, how they are read, what is computed with them."""
+"""Model files and forward passes: finds and reads weights, and computes with them."""

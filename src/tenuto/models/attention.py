@@ -10,8 +10,8 @@ from tenuto.models.config import Attention
 
 
 class AttentionBlock:
-    """The weights of one attention layer. Queries, with `gated` each head's gate after it, keys and values are one
-    matrix, [outputs, hidden], so that there is one product instead of three."""
+    """One attention layer. A single matrix, [outputs, hidden], projects queries, keys and values, so that there is one
+    product instead of three. If the shape is `gated`, each head's gate follows its query."""
 
     prefix = "self_attn."
 
@@ -65,8 +65,8 @@ class AttentionBlock:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the leading pairs (i, i + pairs) of `x`, [tokens, heads, head_dim], by the angles of their token, whose
-    cosines and sines are [tokens, 1, pairs]."""
+    """Rotates the leading pairs (i, i + pairs) of `x`, [tokens, heads, head_dim], by their token's angles; `cos` and
+    `sin` are [tokens, 1, pairs]."""
     pairs = cos.shape[-1]
     first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -1,4 +1,4 @@
-"""What the blocks of a decoder have in common: room for weights, norms, and what a step hands them."""
+"""Common parts of a decoder's blocks: allocation of weights, activations, norms, and the data of a step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tenuto.models.rope import Rope
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """`x` times `factor`, which is mostly 1."""
+    """Returns `x` times `factor`; `x` itself if that is 1."""
     return x if factor == 1 else x * factor
 
 
 Places = Mapping[str, torch.Tensor]
-"""Where a block's weights go, by their names in the block: views of its tensors."""
+"""The destinations of a block's weights, by their names in the block: views of its tensors."""
 
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _STEEPNESS, _LIMIT = 1.702, 7.0
-"""Of gpt-oss."""
+"""Constants of gpt-oss's activation."""
 
 
 def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -39,15 +39,15 @@ GATES: dict[str, Gate] = {
     "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
     "clamped": _clamped,
 }
-"""What is made of a gate and what it gates, by the names in `config.ACTIVATIONS`."""
+"""Functions of gate and up projection, by the names in `config.ACTIVATIONS`."""
 
 UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2": lambda up: functional.relu(up).square()}
-"""What is made of the only input of a network without a gate."""
+"""Activation functions of networks without a gate."""
 
 
 def activate(activation: str, projected: torch.Tensor, gate_scale: float = 1.0) -> torch.Tensor:
-    """What comes out, [tokens, width], of what has been projected: gates, if there are any, and beside them what they
-    gate, [tokens, parts * width]."""
+    """Applies an activation. `projected` is [tokens, parts * width]: the gate, unless ungated, then the up projection.
+    Returns [tokens, width]."""
     if activation in UNGATED:
         return UNGATED[activation](projected)
     gate, up = projected.chunk(2, dim=1)
@@ -56,20 +56,20 @@ def activate(activation: str, projected: torch.Tensor, gate_scale: float = 1.0) 
 
 @dataclass(slots=True)
 class Room:
-    """Where weights are kept: matrices in `dtype`, and vectors whose rounding would be felt everywhere in float32.
-    `left`: how many more elements may be allocated, by what the model's files hold. All methods raise `ModelError`,
-    before they allocate anything, if a configuration describes more than that."""
+    """Allocates weights: matrices in `dtype`, and vectors that are sensitive to rounding in float32. `left`: the number
+    of further elements allowed, given the size of the model's files. All methods raise `ModelError`, before they
+    allocate, if a configuration needs more."""
 
     device: torch.device
     dtype: torch.dtype
     left: int
 
     def matrix(self, *shape: int) -> torch.Tensor:
-        """An uninitialised tensor in the model's element type."""
+        """Returns an uninitialised tensor in the model's element type."""
         return self._empty(shape, self.dtype)
 
     def floats(self, *shape: int) -> torch.Tensor:
-        """An uninitialised tensor of float32."""
+        """Returns an uninitialised float32 tensor."""
         return self._empty(shape, torch.float32)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -81,8 +81,8 @@ class Room:
 
 class Norm:
     """Root mean square normalisation (Zhang and Sennrich, arXiv:1910.07467) of the last dimension, in float32.
-    `weight`, float32 [width], is what normalised values are multiplied by. Each of `groups` equal parts is normalised
-    by itself."""
+    Normalised values are multiplied by `weight`, float32 [width]. Each of `groups` equal parts is normalised
+    separately."""
 
     def __init__(self, width: int, epsilon: float, room: Room, groups: int = 1) -> None:
         self.weight = room.floats(width)
@@ -90,7 +90,7 @@ class Norm:
         self._groups = groups
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., width], in the element type of `x`."""
+        """Returns `x`, [..., width], normalised, in the element type of `x`."""
         if self._groups == 1:
             return functional.rms_norm(x.float(), self.weight.shape, self.weight, self._epsilon).to(x.dtype)
         parts = x.float().view(*x.shape[:-1], self._groups, -1)
@@ -99,7 +99,7 @@ class Norm:
 
 
 class StepMemory(Protocol):
-    """The memory of one step's rows. It knows which row every token belongs to and where its past is."""
+    """The memory of one step's rows. It maps every token to its row and to the keys, values or state before it."""
 
     def attend(
         self,
@@ -111,40 +111,40 @@ class StepMemory(Protocol):
         sinks: torch.Tensor | None = None,
         cap: float = 0.0,
     ) -> torch.Tensor:
-        """Store `k` and `v` ([tokens, kv_heads, head_dim]) of `layer` and return what `q` ([tokens, heads, head_dim])
-        attends to, same shape as `q`. Query head `h` reads key head `h // (heads // kv_heads)`. Scores are multiplied
-        by `scale`, then kept within `cap` by a hyperbolic tangent, unless that is 0. `sinks`, float32 [heads], are
-        scores of a key that each head has besides, whose value is zero."""
+        """Stores `k` and `v`, [tokens, kv_heads, head_dim], of `layer` and returns the attention output for `q`,
+        [tokens, heads, head_dim], in the shape of `q`. Query head `h` reads key head `h // (heads // kv_heads)`. Scores
+        are multiplied by `scale` and, unless `cap` is 0, soft-capped to it by a hyperbolic tangent. `sinks`, float32
+        [heads], are the scores of one further key per head, whose value is zero."""
         ...
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """All rows of the step, those with equally many tokens together."""
+        """All rows of the step, grouped by their number of tokens."""
         ...
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The convolution's and the recurrent state of `layer` before the rows' first tokens, [rows, ...] as
-        `groups.state_parts` says. They are copies."""
+        """Returns copies of the convolution's and the recurrent state of `layer` before the rows' first tokens, each
+        [rows, ...] with the shapes of `groups.state_parts`."""
         ...
 
     def write(self, layer: int, convolution: torch.Tensor, recurrent: torch.Tensor) -> None:
-        """Store what `read` gives next time: the states after the rows' last tokens."""
+        """Stores the states of `layer` after the rows' last tokens, for the next `read`."""
         ...
 
 
 class Step:
-    """One forward pass, as its layers see it."""
+    """The data of one forward pass that layers share."""
 
     def __init__(self, memory: StepMemory, positions: torch.Tensor, dtype: torch.dtype) -> None:
-        """`positions` int64 [tokens]: the place of each token in its own sequence."""
+        """`positions`, int64 [tokens]: the position of each token in its own sequence."""
         self.memory = memory
         self._positions = positions.float()[:, None]
         self._dtype = dtype
         self._rotations: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rotation(self, rope: Rope, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of each token's angles, times the magnitude, in the model's element type, [tokens, 1, pairs].
-        `frequencies`, float32 [pairs], are those of `rope`, on the device."""
+        """Returns cosine and sine of each token's angles times the rope's magnitude, both [tokens, 1, pairs] in the
+        model's element type. `frequencies`, float32 [pairs], are those of `rope`, on the device."""
         if rope not in self._rotations:
             angles = (self._positions * frequencies)[:, None]
             cos, sin = (part * rope.magnitude for part in (angles.cos(), angles.sin()))

@@ -1,4 +1,4 @@
-"""One interface to a model's weights, whatever files they are in."""
+"""A common interface to the configuration and weights of models in all file formats."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ class Checkpoint(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
-        """Every weight once, in any order, under our name and in our layout: those that Llama has in Hugging Face
-        directories, as in `model.layers.0.mlp.up_proj.weight`, [ffn, hidden], and for what Llama lacks those that the
-        blocks give (`places`). `input_layernorm` precedes a layer's mixer, `post_attention_layernorm` its feed-forward
-        network. Norms multiply by their weight. A head's rotary pairs are its rows (i, i + pairs).
+        """Yields every weight once, in any order, under our name and in our layout.
+
+        These are the names and layouts of Llama in Hugging Face directories, e.g. `model.layers.0.mlp.up_proj.weight`,
+        [ffn, hidden]. Weights that Llama lacks are named by the blocks' `places`. `input_layernorm` precedes a layer's
+        mixer, `post_attention_layernorm` its feed-forward network. Norms multiply by their weight. A head's rotary
+        pairs are its rows (i, i + pairs).
         """
         ...
 
 
 def open_checkpoint(files: ModelFiles, opened: GgufFile | None = None) -> Checkpoint:
-    """Read what describes the model, or take it from `opened`, if that is the file; weights are read by `weights()`.
+    """Reads a model's configuration; `weights()` reads the weights. `opened`: the GGUF file, if it is open already.
     Raises `ModelError`."""
     try:
         match files.format:

@@ -1,4 +1,4 @@
-"""The shape of a model: facts about all of it, and its layers one by one. Read from its files and checked once."""
+"""The shape of a model: settings of the whole model and of each layer, read from its files and checked once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tenuto.models.rope import Rope
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")
 UNGATED = ("relu2",)
-"""Activations of networks that have no gate: what is projected up is their only input."""
+"""Activations of networks without a gate; their only input is the up projection."""
 
 
 def _check_sizes(shape: object, name: str, *optional: str) -> None:
-    """Raise `ModelError` unless all numbers in `shape`, a dataclass, are more than 0, the `optional` ones at least."""
+    """Raises `ModelError` unless all numbers in `shape`, a dataclass, are positive; `optional` ones may be 0."""
     for one in fields(shape):  # type: ignore[arg-type]
         value = getattr(shape, one.name)
         if type(value) in (int, float) and not (value > 0 or (value == 0 and one.name in optional)):
@@ -27,12 +27,12 @@ class Attention:
     """Attention in which `heads` query heads share `kv_heads` key and value heads of `head_dim` elements
     (arXiv:2305.13245).
 
-    Scores are multiplied by `scale`, then kept within `cap` by a hyperbolic tangent, unless that is 0; what the layer
-    gives is multiplied by `out_scale`. A token attends to `window` tokens, itself included, or with 0 to all before it.
-    `bias` is about the projections of queries, keys and values, `out_bias` about that of what is found. With `qk_norm`
-    every query and key head is normalised before rotation; with `gated` what a head found is multiplied by the sigmoid
-    of a gate, which the query projection computes beside each head's query. `rope` `None`: positions do not count. With
-    `sinks` each head has a score of its own for attending to nothing (arXiv:2309.17453).
+    Scores are multiplied by `scale` and, unless `cap` is 0, soft-capped to `cap` by a hyperbolic tangent; the layer's
+    output is multiplied by `out_scale`. A token attends to the last `window` tokens including itself (0: to all).
+    `bias`: the query, key and value projections have biases; `out_bias`: the output projection has one. `qk_norm`:
+    query and key heads are normalised before rotation. `gated`: a head's output is multiplied by the sigmoid of a gate,
+    which the query projection computes next to the head's query. `rope` is None in layers that ignore positions.
+    `sinks`: each head has a learned score for attending to nothing (arXiv:2309.17453).
     """
 
     heads: int
@@ -60,12 +60,12 @@ class Attention:
 @dataclass(frozen=True, slots=True)
 class Mamba2:
     """Mamba-2 (Dao and Gu, arXiv:2405.21060): `heads` heads of `head_dim` channels, each channel with a state of
-    `state` elements; `groups` groups of heads share input and output projections of the state. A causal convolution
-    over `kernel` tokens precedes it. Time steps are clamped to `least_step` .. `most_step`. `conv_bias` and `proj_bias`
-    say whether convolution and the projections in and out have biases. With `normed` what the heads give is normalised,
-    after the gate if `gate_first`. What is projected is multiplied: for gate and time steps by `gate_scale` and
-    `step_scale`, for what is convolved by `input_scales`, those of inputs and of projections of the state in and out.
-    What the layer gives is multiplied by `out_scale`."""
+    `state` elements; the heads of each of `groups` groups share B and C, the state's input and output projections. A
+    causal convolution over `kernel` tokens comes first. Time steps are clamped to `least_step` .. `most_step`.
+
+    `conv_bias`, `proj_bias`: the convolution, or both projections, have biases. `normed`: the heads' output is
+    normalised, after gating if `gate_first`. `gate_scale` and `step_scale` multiply the projected gate and time steps,
+    `input_scales` the projected inputs, B and C, and `out_scale` the layer's output."""
 
     heads: int
     head_dim: int
@@ -91,25 +91,25 @@ class Mamba2:
 
     @property
     def channels(self) -> int:
-        """Channels of all heads."""
+        """Number of channels of all heads."""
         return self.heads * self.head_dim
 
     @property
     def convolved(self) -> int:
-        """Channels of the convolution: inputs, and projections of the state in and out."""
+        """Number of channels of the convolution: inputs, B and C."""
         return sum(self.convolved_parts)
 
     @property
     def convolved_parts(self) -> tuple[int, int, int]:
-        """How many channels there are of each."""
+        """Numbers of convolved channels: inputs, B, C."""
         return self.channels, self.groups * self.state, self.groups * self.state
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba:
-    """Mamba (Gu and Dao, arXiv:2312.00752): `channels` channels, each with a state of `state` elements and a time step
-    of its own, which is projected from `rank` elements. A causal convolution over `kernel` tokens precedes it.
-    `conv_bias` and `proj_bias` say whether convolution and the projections in and out have biases."""
+    """Mamba (Gu and Dao, arXiv:2312.00752): `channels` channels, each with a state of `state` elements and its own time
+    step, projected from `rank` elements. A causal convolution over `kernel` tokens comes first. `conv_bias`,
+    `proj_bias`: the convolution, or both projections, have biases."""
 
     channels: int
     state: int
@@ -124,15 +124,15 @@ class Mamba:
 
     @property
     def convolved(self) -> int:
-        """Channels of the convolution: all."""
+        """Number of channels of the convolution: all."""
         return self.channels
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """A gated delta net (Yang et al., arXiv:2412.06464): each of `key_heads` query and key heads of `key_dim` elements
-    serves as many of the `value_heads` value heads of `value_dim`. A causal convolution over `kernel` tokens precedes
-    it."""
+    """A gated delta net (Yang et al., arXiv:2412.06464): `key_heads` query and key heads of `key_dim` elements, each
+    serving an equal share of the `value_heads` value heads of `value_dim` elements. A causal convolution over `kernel`
+    tokens comes first."""
 
     key_heads: int
     value_heads: int
@@ -148,7 +148,7 @@ class GatedDelta:
 
     @property
     def convolved(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
@@ -159,13 +159,13 @@ def _check_kernel(kernel: int) -> None:
 
 Recurrent = Mamba | Mamba2 | GatedDelta
 Mixer = Attention | Recurrent
-"""How a layer lets tokens see those before."""
+"""The part of a layer through which tokens see earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A feed-forward network `width` wide, with a gate unless its `activation`, one of `ACTIVATIONS`, is `UNGATED`.
-    What is projected for the gate is multiplied by `gate_scale`, and what the network gives by `out_scale`."""
+    """A feed-forward network of inner width `width`, gated unless its `activation`, one of `ACTIVATIONS`, is in
+    `UNGATED`. `gate_scale` multiplies the projected gate, and `out_scale` the output."""
 
     width: int
     activation: str = "silu"
@@ -178,12 +178,15 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of `count` networks `width` wide, as `Mlp` has them, the `chosen` ones with the highest scores compute a token,
-    weighted by their probability among all, or with `normalised` among the chosen. With `sigmoid` a network's weight is
-    the sigmoid of its score instead, with `normalised` divided by the sum of those of the chosen, and it is chosen by
-    that and a correction of its own. Weights are multiplied by `scale`. `shared`, the width of one that computes every
-    token, may be 0: there is none; with `shared_gate` it is multiplied by the sigmoid of a gate. `biased`: scores and
-    the networks that are chosen from have biases."""
+    """A mixture of experts. For each token, the `chosen` of `count` networks of width `width` (see `Mlp`) with the
+    highest router scores are computed, and their outputs added with weights.
+
+    A weight is the softmax of the scores over all networks, or with `normalised` over the chosen ones. With `sigmoid`
+    it is the sigmoid of the score, with `normalised` divided by the sum over the chosen networks; networks are then
+    chosen by the sigmoid plus a learned correction. `scale` multiplies all weights.
+
+    `shared`: width of a network that computes every token (0: none); with `shared_gate` its output is multiplied by the
+    sigmoid of a gate. `biased`: the router and the networks it chooses from have biases."""
 
     count: int
     chosen: int
@@ -204,9 +207,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A mixer and then a feed-forward network, each after a norm and added to what came in; there may be only one of
-    them. A mixer `beside` the first sees the same, and both are added. With `post_norms`, as in Gemma, what each gives
-    is normalised too before it is added."""
+    """A mixer and then a feed-forward network, either of which may be missing; each has a norm before it and a residual
+    connection around it. A mixer `beside` the first has the same input, and their outputs are added. With `post_norms`,
+    as in Gemma, outputs are normalised before the residual is added."""
 
     mixer: Mixer | None
     feed_forward: Mlp | Experts | None
@@ -219,19 +222,20 @@ class Layer:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """One, two or none."""
+        """The layer's zero, one or two mixers."""
         return tuple(mixer for mixer in (self.mixer, self.beside) if mixer is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder.
+    """The configuration of a decoder.
 
-    `vocab` is the number of rows of the embedding, which may exceed what the tokenizer knows. Embeddings are multiplied
-    by `embedding_scale`, what layers add by `residual_scale`, and logits by `logit_scale`; then they are kept within
-    `logit_cap` by a hyperbolic tangent, unless that is 0. `norm_eps` is that of all norms. With `tied` the embedding is
-    the output matrix too. Recurrent states have `state_dtype`, convolutions the model's. `eos` lists the tokens that
-    end a turn. `dtype` is the element type the files store or decode to.
+    `vocab` is the number of rows of the embedding, which may exceed the tokenizer's vocabulary. Embeddings are
+    multiplied by `embedding_scale`, the layers' residual additions by `residual_scale`, and logits by `logit_scale`.
+    Unless `logit_cap` is 0, logits are then soft-capped to it by a hyperbolic tangent. `norm_eps` is the epsilon of all
+    norms. `tied`: the embedding is also the output matrix. Recurrent states have type `state_dtype`, states of
+    convolutions the model's type. `eos` lists the tokens that end a turn. `dtype` is the element type that the files
+    store or decode to.
     """
 
     layers: tuple[Layer, ...]
@@ -254,23 +258,23 @@ class ModelConfig:
         if not self.layers:
             raise ModelError("the model has no layers; allowed: at least 1")
         if not self.mixers:
-            raise ModelError("the model has no layer in which tokens see those before; allowed: at least 1")
+            raise ModelError("the model has no layer with attention or recurrence; allowed: at least 1")
         for token in (*self.eos, *((self.bos,) if self.bos is not None else ())):
             if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
                 raise ModelError(f"the model names the token {token!r}; allowed: ids from 0 to {MAX_TOKEN_ID}")
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """The mixers of all layers; what keeps their memory knows them by their numbers here."""
+        """The mixers of all layers; their index here is their number in memory groups."""
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)
 
     def ropes(self) -> bytes:
-        """How all layers rotate keys: those of models that differ in this are of no use to each other."""
+        """Returns bytes that encode the ropes of all layers; models with different ropes cannot share keys."""
         ropes = [mixer.rope for mixer in self.mixers if isinstance(mixer, Attention) and mixer.rope is not None]
         return b"".join(rope.frequencies().tobytes() + str(rope.magnitude).encode() for rope in ropes)
 
     def within(self, context: int) -> ModelConfig:
-        """The same model where no session has more than `context` tokens; see `Rope.within`."""
+        """Returns the configuration for sessions of at most `context` tokens; see `Rope.within`."""
 
         def one(mixer: Mixer | None) -> Mixer | None:
             if not isinstance(mixer, Attention) or mixer.rope is None:

@@ -27,16 +27,16 @@ _SPARE = 2**20
 
 
 class MixerBlock(Protocol):
-    """The weights of a mixer; `prefix` begins their names in the layer."""
+    """A mixer with its weights; `prefix` begins their names within the layer."""
 
     prefix: str
 
     def places(self) -> Places:
-        """Where they go."""
+        """See `Places`."""
         ...
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
-        """What mixer number `layer` of the model makes of `x`, both [tokens, hidden]."""
+        """Returns the output, [tokens, hidden], of the model's mixer number `layer` for `x`, [tokens, hidden]."""
         ...
 
 
@@ -61,7 +61,7 @@ def _feed_forward(shape: Mlp | Experts, hidden: int, room: Room) -> MlpBlock | E
 
 
 class _LayerBlock:
-    """The weights of one layer, whose mixers have the numbers from `first` on in the model."""
+    """One layer. Its mixers have the numbers from `first` on in the model."""
 
     def __init__(self, layer: Layer, first: int, config: ModelConfig, room: Room) -> None:
         hidden, epsilon = config.hidden, config.norm_eps
@@ -99,8 +99,7 @@ class _LayerBlock:
 
 
 class Decoder:
-    """A model's weights on one device. Stateless between calls: what layers remember of tokens lives with the
-    caller."""
+    """A model with its weights on one device. It keeps no state between calls; the caller owns the layers' memory."""
 
     def __init__(
         self,
@@ -109,14 +108,14 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """`weights` are named and laid out as `Checkpoint.weights` says. Raises `ModelError` if one is missing, of a
-        wrong shape, or unknown."""
+        """`weights` have the names and layout of `Checkpoint.weights`. Raises `ModelError` if one is missing, unknown
+        or of the wrong shape."""
         self.config = config
         self.device = device
         self.dtype = dtype
         stored = dict(weights)
         held = sum(math.prod(weight.shape) for weight in stored.values())
-        room = Room(device, dtype, 2 * held + _SPARE)  # so that what is wrong by little is found by its name
+        room = Room(device, dtype, 2 * held + _SPARE)  # spare: a slightly wrong shape is reported by its name
         self._embedding = room.matrix(config.vocab, config.hidden)
         self._head = self._embedding if config.tied else room.matrix(config.vocab, config.hidden)
         self._norm = Norm(config.hidden, config.norm_eps, room)
@@ -145,16 +144,18 @@ class Decoder:
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor, memory: StepMemory
     ) -> torch.Tensor:
-        """Logits of the tokens that follow.
+        """Computes the logits of next tokens.
 
-        `tokens` and `positions` are int64 [tokens]: ids, and the place of each in its own sequence. `outputs`, int64
-        [outputs], says after which of them logits are wanted; only those are computed. Returns float32
-        [outputs, vocab].
+        `tokens` and `positions` are int64 [tokens]: ids, and positions within each token's own sequence. `outputs`,
+        int64 [outputs], are the indices of the tokens whose successors' logits are wanted. Returns float32 [outputs,
+        vocab].
         """
         c, step = self.config, Step(memory, positions, self.dtype)
         x = functional.embedding(tokens, self._embedding)
         if c.embedding_scale != 1:
-            x = x * torch.tensor(c.embedding_scale, dtype=self.dtype)  # as the reference: rounded first
+            x = x * torch.tensor(
+                c.embedding_scale, dtype=self.dtype
+            )  # the factor is rounded first, like in the reference
         for layer in self._layers:
             x = layer(x, step)
         logits = linear(self._norm(x.index_select(0, outputs)), self._head).float()

@@ -1,4 +1,4 @@
-"""A digest of a model's weights: equal for the same weights, different for any others."""
+"""A digest of a model's files that identifies its weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
-        """Of a file as it is now."""
+        """Returns the stamp of a file in its present state."""
         now = path.stat()
         return cls(path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
 
@@ -42,36 +42,36 @@ class WeightsDigest:
     """The digest of the weights in a model's files.
 
     It covers every byte of every file. Samples would be faster, but two models may differ in a single matrix (a merged
-    adapter), and the state of one would be taken for the other's. So the digest takes as long as reading the files, and
-    only what needs it pays: a disk tier at the start, otherwise the first export or import of a session.
+    adapter), and the state of one would be taken for the other's. So it takes as long as reading the files, and is only
+    computed when needed: at the start for a disk tier, otherwise for the first export or import of a session.
 
-    Make it before the weights are read. If the files change or go after that, nobody can tell any more what was loaded,
-    and the digest is a random one, which equals no other: state is recomputed then, never confused.
+    Create it before the weights are read. If the files change or vanish later, the loaded weights can no longer be
+    identified; `value` is then random and equals no other digest, so state is recomputed, never confused.
     """
 
     def __init__(self, files: ModelFiles) -> None:
         self._files = files
         self.stamps = tuple(map(Stamp.of, _paths(files)))
-        """Equal for two digests of the same files if these have not been written in between."""
+        """Stamps of all files; they change whenever a file is written."""
 
     def again(self) -> WeightsDigest:
-        """That of the same files as they are now."""
+        """Returns a digest of the same files in their present state."""
         return WeightsDigest(self._files)
 
     @cached_property
     def value(self) -> str:
-        """In hexadecimal digits."""
+        """The digest in hexadecimal digits, or "changed-" and random digits if the files have changed."""
         try:
             found = _hashed([stamp.path for stamp in self.stamps])
             if self.stamps and self.stamps == self.again().stamps:
                 return found
-        except OSError:  # they are gone
+        except OSError:  # the files are gone
             pass
         return f"changed-{token_hex(32)}"
 
 
 def _paths(files: ModelFiles) -> list[Path]:
-    """The files that describe and hold a model."""
+    """Returns the files that hold a model's description and weights, sorted."""
     if files.path.is_dir():
         return sorted(path for path in files.path.iterdir() if path.suffix in _OF_MODELS)
     parts = PART.search(files.path.stem)
@@ -80,7 +80,7 @@ def _paths(files: ModelFiles) -> list[Path]:
 
 
 def _hashed(paths: list[Path]) -> str:
-    """A SHA-256 of the SHA-256s of all pieces. Threads hash pieces at the same time, without Python's lock."""
+    """Returns a SHA-256 over the SHA-256s of all pieces, which threads compute in parallel without Python's lock."""
     whole = hashlib.sha256()
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
         for path in paths:

@@ -11,8 +11,10 @@ from tenuto.models.mlp import MlpBlock
 
 
 class ExpertsBlock:
-    """The weights of one layer's experts: `inner` is [experts, parts * width, hidden], the parts being gates, if there
-    are any, and projections up; `down` [experts, hidden, width]; the biases are the router's and theirs."""
+    """One layer's experts and router.
+
+    `_inner` is [experts, parts * width, hidden], where the parts are gate (unless ungated) and up projection; `_down`
+    is [experts, hidden, width]. `_biases` are those of the router, `_inner` and `_down`."""
 
     prefix = "mlp."
 
@@ -68,13 +70,13 @@ class ExpertsBlock:
         return result + shared
 
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """What one of the experts makes of `x`, both [tokens, hidden]."""
+        """Returns the output of one expert for `x`, both [tokens, hidden]."""
         inner, outer = (bias[expert] for bias in self._biases[1:]) if self._biases is not None else (None, None)
         activated = activate(self._shape.activation, linear(x, self._inner[expert], inner))
         return linear(activated, self._down[expert], outer)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts of each token, int64, and their weights, both [tokens, chosen]."""
+        """Returns the experts chosen for each token, int64, and their weights, both [tokens, chosen]."""
         s, bias = self._shape, self._biases[0] if self._biases is not None else None
         scores = linear(x, self._router, bias).float()
         if self._correction is not None:

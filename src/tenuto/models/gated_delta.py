@@ -1,4 +1,4 @@
-"""The gated delta net layer: Yang et al., arXiv:2412.06464, as Qwen3-Next has it."""
+"""The gated delta net layer (Yang et al., arXiv:2412.06464) in Qwen3-Next's form."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LEAST_SQUARE = 1e-6
 
 
 class GatedDeltaBlock:
-    """The weights of one gated delta net.
+    """One gated delta net.
 
-    The projections in have one part a key head: its query and key, and the values and output gates it serves, in
-    `qkvz`; their write strengths and decays in `ba`.
+    Each input projection has one block per key head. A block of `_qkvz` holds its query, its key, and the values and
+    output gates of the value heads it serves; a block of `_ba` holds their write strengths and decays.
     """
 
     prefix = "linear_attn."
@@ -72,8 +72,8 @@ class GatedDeltaBlock:
         return linear(gated.flatten(1).to(x.dtype), self._out)
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of every value head, float32 [rows, length, value_heads, elements], from what comes
-        out of the convolution, [rows, length, channels]. Queries are scaled, queries and keys normalised."""
+        """Returns queries, keys and values of every value head, float32 [rows, length, value_heads, elements], from the
+        convolution's output, [rows, length, channels]. Queries and keys are normalised, queries also scaled."""
         s = self._shape
         keys = s.key_heads * s.key_dim
         q, k, v = torch.split(convolved, [keys, keys, self._values], dim=2)

@@ -1,4 +1,4 @@
-"""Models in GGUF files: weight names and layout."""
+"""Models in GGUF files: translates names and layout of their weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOP = {
 
 
 class GgufCheckpoint:
-    """A model in a GGUF file, given as its path or as the open file."""
+    """A `Checkpoint` in a GGUF file, given as its path or as the open file."""
 
     def __init__(self, file: Path | GgufFile) -> None:
         self._file = file if isinstance(file, GgufFile) else GgufFile(file)
@@ -44,7 +44,7 @@ class GgufCheckpoint:
         return self._family.translate(self.config, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
-        """All weights by our names."""
+        """Yields all weights under our names."""
         for name, encoded in self._file.tensors.items():
             if name in NOT_WEIGHTS:
                 continue
@@ -54,7 +54,7 @@ class GgufCheckpoint:
             yield self._our_name(name), stored
 
     def _our_name(self, name: str) -> str:
-        """Our name of a GGUF tensor; an unknown one is kept and refused by whoever loads it."""
+        """Returns our name of a GGUF tensor. Unknown names are kept; loading the weights refuses them."""
         match name.split("."):
             case ["blk", layer, part, kind] if part in self._family.names:
                 return f"model.layers.{layer}.{self._family.names[part]}.{kind}"
@@ -62,7 +62,7 @@ class GgufCheckpoint:
                 return _TOP.get(name, name)
 
     def _rotated_heads(self, name: str) -> int:
-        """How many heads' rows a tensor has that are rotated in pairs; 0 if none."""
+        """Returns the number of heads in a query or key projection; 0 for tensors that are not rotated."""
         match name.split("."), self.config.layers[0].mixer:
             case ["blk", _, "attn_q", _], Attention(heads=heads):
                 return heads
@@ -72,9 +72,9 @@ class GgufCheckpoint:
 
 
 def _halves_layout(stored: StoredWeight, heads: int) -> StoredWeight:
-    """Undo the row order GGUF gives query and key projections of Llama models.
+    """Restores the row order of the query and key projections of Llama models.
 
-    GGUF puts a rotary pair in neighbouring rows (2i, 2i + 1), Hugging Face in rows (i, i + head_dim / 2). Source:
+    GGUF files store a rotary pair in adjacent rows (2i, 2i + 1), Hugging Face in rows (i, i + head_dim / 2). Source:
     `permute` of `LlamaModel` in llama.cpp's `convert_hf_to_gguf.py`.
     """
     rows = stored.shape[0]
@@ -89,7 +89,7 @@ def _halves_layout(stored: StoredWeight, heads: int) -> StoredWeight:
 
 
 def _family(file: GgufFile) -> GgufFamily:
-    """Who knows the architecture. Raises `ModelError` if nobody does."""
+    """Returns the family of the file's architecture. Raises `ModelError` if it is not supported."""
     architecture = file.metadata.get("general.architecture")
     for family in FAMILIES:
         if family.architecture == architecture:

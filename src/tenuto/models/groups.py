@@ -1,4 +1,4 @@
-"""Which layers share a memory group, and what a unit of it holds."""
+"""Division of a model's layers into memory groups, and the contents of a group's units."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tenuto.models.config import Attention, GatedDelta, Mamba, Mamba2, ModelConf
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """What layers with pages keep: keys and values of `kv_heads` heads of `head_dim` elements, of the last `window`
-    tokens, or with 0 of all. `in_bytes`, elements are what bytes are multiplied with: one for every 32 dimensions of a
-    key, begun or whole, and one for a value, an even number together."""
+    """Memory of an attention layer: keys and values of `kv_heads` heads with `head_dim` elements, for the last `window`
+    tokens (0: for all). With `in_bytes`, keys and values are stored as bytes, and `element` is the type of their
+    scales: one per 32 dimensions of a key and one per value, padded to an even number."""
 
     window: int
     kv_heads: int
@@ -23,7 +23,7 @@ class PageShape:
     in_bytes: bool = False
 
     def unit_bytes(self, page_size: int) -> int:
-        """The size of one layer's part of a page of `page_size` token slots."""
+        """Returns the size, in bytes, of one layer's part of a page with `page_size` token slots."""
         if self.in_bytes:
             each = self.head_dim + ((self.head_dim + 31) // 32 + 2) // 2 * self.element.size
         else:
@@ -33,26 +33,26 @@ class PageShape:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What recurrent layers keep: the last inputs of the convolution, and the recurrent state."""
+    """Memory of a recurrent layer: the last inputs of its convolution, and its recurrent state."""
 
     parts: tuple[StatePart, StatePart]
 
     @property
     def unit_bytes(self) -> int:
-        """The size of one layer's part of a state slot."""
+        """Size, in bytes, of one layer's part of a state slot."""
         return sum(math.prod(part.shape) * part.element.size for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that keep the same, by the numbers of their mixers in the model."""
+    """Layers whose memory has the same shape, given by the numbers of their mixers in the model."""
 
     shape: PageShape | StateShape
     layers: tuple[int, ...]
 
     def spec(self, slots: int) -> GroupSpec:
-        """The group as the engine knows it; a unit is a page, of `slots` token slots, or a state slot, of all its
-        layers."""
+        """Returns the group's specification for the engine. A unit holds the memory of all its layers: a page of
+        `slots` token slots, or a state slot."""
         if isinstance(self.shape, StateShape):
             return GroupSpec(Kind.STATE, len(self.layers) * self.shape.unit_bytes)
         kind = Kind.SLIDING if self.shape.window else Kind.FULL
@@ -67,9 +67,9 @@ def layer_groups(
     in_bytes: bool = False,
     wide: frozenset[int] = frozenset(),
 ) -> tuple[LayerGroup, ...]:
-    """The groups of a model whose keys and values have elements of type `element`, or are `in_bytes` except those of
-    the mixers in `wide`, in the order of their first layers. Elements of convolutions' states are of type
-    `convolutions`, if that is given."""
+    """Returns a model's memory groups in the order of their first layers. Keys and values have elements of type
+    `element`; with `in_bytes`, they are stored as bytes except for the mixers in `wide`. States of convolutions are of
+    type `convolutions`, by default `element`."""
     found: dict[PageShape | StateShape, list[int]] = {}
     for i, mixer in enumerate(config.mixers):
         match mixer:
@@ -83,9 +83,9 @@ def layer_groups(
 
 
 def state_parts(mixer: Recurrent, convolution: Element, state: Element) -> tuple[StatePart, StatePart]:
-    """Of one layer: the inputs that precede the next token's in the convolution, [channels, kernel - 1], and the
-    recurrent state: [channels, state] of Mamba, [heads, head_dim, state] of Mamba-2, and [value_heads, key_dim,
-    value_dim] of a gated delta net."""
+    """Returns the shapes and element types of one layer's state. The convolution keeps its last inputs, [channels,
+    kernel - 1]. The recurrent state is [channels, state] for Mamba, [heads, head_dim, state] for Mamba-2, and
+    [value_heads, key_dim, value_dim] for a gated delta net."""
     match mixer:
         case Mamba() as m:
             recurrent: tuple[int, ...] = (m.channels, m.state)
@@ -97,5 +97,6 @@ def state_parts(mixer: Recurrent, convolution: Element, state: Element) -> tuple
 
 
 def memory_spec(groups: tuple[LayerGroup, ...], page_size: int, slots: int | None = None) -> MemorySpec:
-    """All groups as the engine knows them. A page has room for `slots` tokens, `page_size` if that is not given."""
+    """Returns the specification of all groups for the engine. A page has room for `slots` tokens, by default
+    `page_size`."""
     return MemorySpec(page_size, tuple(group.spec(slots or page_size) for group in groups))

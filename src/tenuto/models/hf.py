@@ -1,4 +1,4 @@
-"""Models in Hugging Face directories: `config.json` and safetensors files, sharded or not."""
+"""Models in Hugging Face directories: `config.json` with one or several safetensors files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class HfCheckpoint:
-    """A model in a directory as `save_pretrained` of transformers writes it."""
+    """A `Checkpoint` in a directory written by `save_pretrained` of transformers."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -72,13 +72,13 @@ class HfCheckpoint:
         return self._family.translate(self.config, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
-        """Everything that is stored, under the names it is stored by."""
+        """Yields all stored tensors, under their stored names, except derived ones."""
         for name, tensor in self._stored.items():
             if not self._derived(name):
                 yield name, _as_weight(name, tensor, self._family)
 
     def _check_sizes(self, settings: Settings) -> None:
-        """Raise `ModelError` for sizes that would take memory though no file holds as much."""
+        """Raises `ModelError` for sizes that would take memory without data in a file."""
         layers = settings.get("num_hidden_layers", int, 0)
         if layers > len(self._stored):
             raise ModelError(
@@ -89,8 +89,8 @@ class HfCheckpoint:
                 raise ModelError(f"tensor {name!r} is of shape {list(tensor.shape)}; allowed: sizes of at least 1")
 
     def _has_own_head(self) -> bool:
-        """Whether the files have a head that is not the embedding, though `config.json` says that both are one: that
-        of a merged adapter, or one that was trained apart. It is what transformers computes with."""
+        """Whether the files have an output matrix that differs from the embedding although `config.json` ties the two,
+        for example because an adapter was merged. transformers computes with it."""
         if _HEAD not in self._stored:
             return False
         embedding = next((weight for name, weight in self.weights() if name == _EMBEDDING), None)
@@ -107,7 +107,7 @@ class HfCheckpoint:
         return [self._directory / name for name in sorted(set(names))]
 
     def _derived(self, name: str) -> bool:
-        """Whether a tensor repeats what the configuration says: old files store frequencies, some a tied head."""
+        """Whether a tensor is redundant: old files store rope frequencies, some store a tied output matrix."""
         return name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == _HEAD)
 
 
@@ -121,7 +121,7 @@ def _as_weight(name: str, tensor: SafeTensor, family: Family) -> StoredWeight:
 
 
 def _family(settings: Settings) -> Family:
-    """Who knows the architecture. Raises `ModelError` if nobody does."""
+    """Returns the family of the model's architecture. Raises `ModelError` if it is not supported."""
     architectures = settings.get("architectures", list, [])
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
@@ -137,7 +137,7 @@ def _check_quantization(settings: Settings, family: Family) -> None:
 
 
 def _eos(directory: Path, settings: Settings) -> tuple[int, ...]:
-    """Every token that ends a turn: `generation_config.json` often lists more than `config.json`."""
+    """Returns the tokens that end a turn; `generation_config.json` often lists more than `config.json`."""
     found, generation = settings.ids("eos_token_id"), directory / "generation_config.json"
     if generation.exists():
         found |= Settings(read_json(generation), generation).ids("eos_token_id")

@@ -13,8 +13,8 @@ from tenuto.models.config import Mamba
 
 
 class MambaBlock:
-    """The weights of one Mamba layer. The projection in computes what is convolved, and a gate. From what comes out of
-    the convolution a second one computes the elements of time steps, and projections of the state in and out."""
+    """One Mamba layer. The input projection computes the convolution's inputs and a gate. A second projection, of the
+    convolution's output, computes the low-rank time steps, B and C."""
 
     prefix = "mamba."
 
@@ -65,8 +65,8 @@ class MambaBlock:
         return linear(gated.to(x.dtype), self._out, self._out_bias)
 
     def _scan(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs of rows of equal length, float32 [rows, length, channels], and the state after them. `x` is the
-        convolution's output, [rows, length, channels]."""
+        """Returns the output for rows of equal length, float32 [rows, length, channels], and the state after them. `x`
+        is the convolution's output, [rows, length, channels]."""
         s, shape = self._shape, x.shape[:2]
         low, b, c = torch.split(linear(x.flatten(0, 1), self._select), [s.rank, s.state, s.state], dim=1)
         steps = functional.softplus(linear(low, self._steps).float() + self._step_bias).view(*shape, -1)

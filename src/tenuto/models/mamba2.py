@@ -13,7 +13,7 @@ from tenuto.models.config import Mamba2
 
 
 class Mamba2Block:
-    """The weights of one Mamba-2 layer. The projection in computes a gate, what is convolved, and time steps."""
+    """One Mamba-2 layer. The input projection computes the gate, the convolution's inputs, and the time steps."""
 
     prefix = "mamba."
 
@@ -70,7 +70,7 @@ class Mamba2Block:
         return scaled(linear(self._gated(found, gate).to(x.dtype), self._out, self._out_bias), s.out_scale)
 
     def _gated(self, found: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """What the heads give, gated, and normalised before or after that; float32 [tokens, channels]."""
+        """Returns the heads' output `found`, gated and normalised in the model's order; float32 [tokens, channels]."""
         s, opened = self._shape, functional.silu(scaled(gate.float(), self._shape.gate_scale))
         if self._norm is None:
             return found * opened
@@ -79,7 +79,7 @@ class Mamba2Block:
     def _scan(
         self, convolved: torch.Tensor, steps: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes out of rows of equal length, float32 [rows, length, channels], and the state after them.
+        """Returns the output for rows of equal length, float32 [rows, length, channels], and the state after them.
         `convolved` is [rows, length, channels of the convolution], `steps` [rows, length, heads]."""
         s = self._shape
         parts = torch.split(functional.silu(convolved).float(), list(s.convolved_parts), dim=2)

@@ -10,7 +10,8 @@ from tenuto.models.config import Mlp
 
 
 class MlpBlock:
-    """The weights of one network. Gate, if there is one, and up are one matrix, [2 width, hidden]."""
+    """One feed-forward network. Gate and up projection form one matrix, [2 * width, hidden], or without a gate [width,
+    hidden]."""
 
     prefix = "mlp."
 

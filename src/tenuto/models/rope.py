@@ -13,10 +13,10 @@ from tenuto.base.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How heads are rotated: of `n` pairs, as many as divisors, pair `i` by `theta ** (-i / n) / divisors[i]` radians a
-    token. Every supported kind of rope scaling is a set of divisors. Elements of a head beyond its pairs stay as they
-    are. Rotated ones are multiplied by `magnitude`. `long_divisors`, if there are any, take the place of `divisors`
-    where contexts may be longer than `original_context` tokens."""
+    """The rotation of heads: pair `i` of `n` is rotated by `theta ** (-i / n) / divisors[i]` radians per token, where
+    `n` is the number of divisors. Every supported kind of rope scaling is a set of divisors. Rotated elements are
+    multiplied by `magnitude`; elements beyond the pairs are unchanged. `long_divisors`, if given, replace `divisors`
+    for contexts longer than `original_context` tokens."""
 
     theta: float
     divisors: tuple[float, ...] = field(repr=False)
@@ -28,42 +28,43 @@ class Rope:
         if not self.theta > 0:  # NaN is refused, too
             raise ModelError(f"the model's rope theta is {self.theta}; allowed: more than 0")
         if not self.divisors or min(*self.divisors, *self.long_divisors, 1.0) <= 0:
-            raise ModelError("the model's rope divisors are not all there and more than 0")
+            raise ModelError("the model's rope divisors are missing or not all positive")
         if self.long_divisors and len(self.long_divisors) != len(self.divisors):
             raise ModelError(
                 f"the model has {len(self.divisors)} rope divisors for short contexts and {len(self.long_divisors)} "
-                "for long ones; expected: as many"
+                "for long ones; expected: the same number"
             )
 
     def within(self, context: int) -> Rope:
-        """The rope where no session has more than `context` tokens. It is chosen once and not by a session's length:
-        keys in memory were rotated by what it was when they were computed."""
+        """Returns the rope for sessions of at most `context` tokens. It must not depend on a session's present length,
+        because keys in memory keep the rotation they were computed with."""
         chosen = self.long_divisors if self.long_divisors and context > self.original_context else self.divisors
         return Rope(self.theta, chosen, self.magnitude)
 
     @property
     def rotated(self) -> int:
-        """The leading elements of a head that are rotated."""
+        """Number of leading elements of a head that are rotated."""
         return 2 * len(self.divisors)
 
     def frequencies(self) -> npt.NDArray[np.float32]:
-        """Radians a token of each pair, float32 [pairs]."""
+        """Returns the rotation of each pair in radians per token, float32 [pairs]."""
         exponents = np.arange(0, self.rotated, 2, dtype=np.float32) / np.float32(self.rotated)
-        # In float32 and in this order of operations, as the reference the checkpoints were trained with.
+        # Types and order of operations are those of the reference that the checkpoints were trained with.
         powers = np.power(self.theta, exponents, dtype=np.float64).astype(np.float32)
         frequencies: npt.NDArray[np.float32] = 1 / powers / np.array(self.divisors, np.float32)
         return frequencies
 
 
 MOST_ROTATED = 2**16
-"""Elements of a head. No model comes near, and there is a divisor for every other one."""
+"""Upper bound on the rotated elements of a head, far above any model's; it bounds the number of divisors."""
 
 
 def linear_divisors(rotated: int, factor: float) -> tuple[float, ...]:
-    """Divisors that slow every frequency by `factor` (position interpolation, arXiv:2306.15595); 1.0 is no scaling."""
+    """Returns divisors that slow every frequency by `factor` (position interpolation, arXiv:2306.15595); 1.0 means no
+    scaling. Raises `ModelError` if `rotated` is odd or out of range."""
     if not 2 <= rotated <= MOST_ROTATED or rotated % 2:
         raise ModelError(
-            f"{rotated} elements of a head are to be rotated; allowed: an even number from 2 to {MOST_ROTATED}"
+            f"the model's rope rotates {rotated} elements of a head; allowed: an even number from 2 to {MOST_ROTATED}"
         )
     return (float(factor),) * (rotated // 2)
 
@@ -71,11 +72,11 @@ def linear_divisors(rotated: int, factor: float) -> tuple[float, ...]:
 def llama3_divisors(
     rotated: int, theta: float, factor: float, low_factor: float, high_factor: float, original_context: int
 ) -> tuple[float, ...]:
-    """Divisors of the Llama 3.1 rope scaling.
+    """Returns the divisors of the Llama 3.1 rope scaling.
 
-    Waves longer than `original_context / low_factor` tokens are slowed by `factor`, those shorter than
-    `original_context / high_factor` are kept, and frequencies between are interpolated linearly in the number of
-    turns they make within the original context. Source: `apply_scaling` in Meta's `llama-models`.
+    Wavelengths above `original_context / low_factor` tokens are slowed by `factor`, and those below `original_context /
+    high_factor` are kept. Between them, frequencies are interpolated linearly by the number of rotations within the
+    original context. Source: `apply_scaling` in Meta's `llama-models`.
     """
     divisors = []
     for i in range(len(linear_divisors(rotated, 1.0))):
@@ -88,11 +89,11 @@ def llama3_divisors(
 def yarn_divisors(
     rotated: int, theta: float, factor: float, original_context: int, fast: float, slow: float, *, whole: bool
 ) -> tuple[float, ...]:
-    """Divisors of YaRN (Peng et al., arXiv:2309.00071, section 3.2).
+    """Returns the divisors of YaRN (Peng et al., arXiv:2309.00071, section 3.2).
 
-    Pairs that make more than `fast` turns within the original context are kept, those that make fewer than `slow` are
-    slowed by `factor`, and those between are interpolated linearly in their number; with `whole` the numbers where that
-    begins and ends are rounded outwards.
+    Pairs with more than `fast` rotations within the original context are kept, and those with fewer than `slow` are
+    slowed by `factor`. Frequencies between are interpolated linearly by the pair's index; with `whole`, the indices
+    where interpolation begins and ends are rounded outwards.
     """
     pairs = len(linear_divisors(rotated, 1.0))
     first, last = (
@@ -101,14 +102,14 @@ def yarn_divisors(
     if whole:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotated - 1)
-    width = last - first if last != first else 0.001  # as the reference: no division by zero
+    width = last - first if last != first else 0.001  # like the reference: avoids division by zero
     kept = [1 - min(max((i - first) / width, 0.0), 1.0) for i in range(pairs)]
     return tuple(1 / ((1 - share) / factor + share) for share in kept)
 
 
 def yarn_magnitude(factor: float, scale: float | None = None, scale_all: float | None = None) -> float:
-    """What YaRN multiplies queries and keys by (section 3.4): the ratio of two such numbers if both scales are given,
-    as DeepSeek's files have them."""
+    """Returns YaRN's factor for queries and keys (section 3.4). If both scales are given, as in DeepSeek's files, it is
+    the ratio of their two factors."""
 
     def of(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -117,6 +118,6 @@ def yarn_magnitude(factor: float, scale: float | None = None, scale_all: float |
 
 
 def longrope_magnitude(factor: float, original_context: int) -> float:
-    """What LongRoPE (Ding et al., arXiv:2402.13753) multiplies queries and keys by, if a model does not say, `factor`
-    being how many times the context has been extended."""
+    """Returns LongRoPE's default factor for queries and keys (Ding et al., arXiv:2402.13753) for a context extended
+    `factor` times."""
     return math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The `config.json` of a Hugging Face directory: values are checked when they are read."""
+"""The `config.json` of a Hugging Face directory; values are checked when they are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `ModelError` if there is none."""
+    """Returns the JSON object in a file. Raises `ModelError` if the file is missing or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -34,16 +34,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Settings:
-    """Named values of one JSON object, `source` being where it was read. All methods raise `ModelError` for values that
-    are not there or not as they must be."""
+    """The values of one JSON object, read from the file `source`. All methods raise `ModelError` for values that are
+    missing or malformed."""
 
     def __init__(self, values: Mapping[str, Any], source: Path) -> None:
         self.source = source
         self._values = values
 
     def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
-        """The value of `key`, which must be of type `kind`; an int may stand for a float. `default` stands for a value
-        that is null or not there."""
+        """Returns the value of `key`, which must be of type `kind`; an int is accepted as a float. `default` replaces a
+        value that is null or missing."""
         value = self._values.get(key)
         if value is None and default is not None:
             return default
@@ -54,23 +54,23 @@ class Settings:
         return value
 
     def optional(self, key: str, kind: type[_T]) -> _T | None:
-        """As `get`, or `None`."""
+        """Like `get`, but returns None for a value that is null or missing."""
         return None if self._values.get(key) is None else self.get(key, kind)
 
     def automatic(self, key: str, computed: int) -> int:
-        """An int; `computed` if it is "auto" or not there."""
+        """Returns an int; `computed` if the value is "auto" or missing."""
         return computed if self._values.get(key) in (None, "auto") else self.get(key, int)
 
     def numbers(self, key: str) -> list[int]:
-        """A list of ints, empty if it is not there."""
+        """Returns a list of ints, empty if the value is missing."""
         value = self._values.get(key) or []
         if not isinstance(value, list) or any(type(one) is not int for one in value):
             raise ModelError(f"{self.source} has {key} = {value!r}; expected: a list of int")
         return value
 
     def limits(self, key: str) -> tuple[float, float]:
-        """The least and the most of something; 0 and infinity if they are not there. Infinity may be an object: JSON
-        does not know it."""
+        """Returns a minimum and a maximum; 0 and infinity if the value is missing. Files may write infinity, which JSON
+        lacks, as an object."""
         value = self._values.get(key)
         pair = [0.0, math.inf] if value is None else value
         if not isinstance(pair, list) or len(pair) != 2:
@@ -81,14 +81,15 @@ class Settings:
         return float(least), float(most)
 
     def kinds(self, key: str, default: list[str], known: tuple[str, ...]) -> list[str]:
-        """A name for each of as many layers as `default` has, each one of `known`."""
+        """Returns one name per layer, each from `known`. `default` replaces a missing value and gives the number of
+        layers."""
         value = self._values.get(key) or default
         if not isinstance(value, list) or len(value) != len(default) or any(one not in known for one in value):
             raise ModelError(f"{self.source} has {key} = {value!r}; expected: {len(default)} of {', '.join(known)}")
         return value
 
     def part(self, key: str) -> Settings | None:
-        """The object that is the value of `key`, if there is one."""
+        """Returns the object under `key` as settings, or None if it is missing."""
         value = self._values.get(key)
         if value is None:
             return None
@@ -97,13 +98,13 @@ class Settings:
         return Settings(value, self.source)
 
     def only(self, allowed: Mapping[str, tuple[object, ...]]) -> None:
-        """Refuse values that need other arithmetic than we have; the last of the `allowed` ones is named."""
+        """Refuses values that need arithmetic we lack. The error names the last of the `allowed` values."""
         for key, values in allowed.items():
             if self._values.get(key) not in values:
                 raise ModelError(f"{self.source} has {key} = {self._values.get(key)!r}; supported: {values[-1]!r}")
 
     def ids(self, key: str) -> set[int]:
-        """A token id, several or none."""
+        """Returns a value that is one token id, a list of them, or missing, as a set."""
         value = self._values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(one) is not int for one in ids):
@@ -111,18 +112,19 @@ class Settings:
         return set(ids)
 
     def head_dim(self) -> int:
-        """Elements of an attention head."""
+        """Returns the number of elements of an attention head."""
         heads = self.get("num_attention_heads", int)
         return self.optional("head_dim", int) or self.get("hidden_size", int) // max(heads, 1)
 
     def window(self) -> int:
-        """Tokens that one attends to, itself included; 0, all, also where the window is as long as any context."""
+        """Returns the number of tokens that a token attends to, itself included. Returns 0, for all, also if the window
+        covers the longest context."""
         window = self.get("sliding_window", int, 0)
         return window if window < self._longest() else 0
 
     def rope(self, head_dim: int, *, theta: float = 10000.0, share: float = 1.0) -> Rope:
-        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). `theta`, and the `share`
-        of a head that is rotated, are what a model means that does not say."""
+        """Reads the rope from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before). `theta`
+        and `share`, the fraction of a head that is rotated, are defaults."""
         context = self.get("max_position_embeddings", int)
         whole: dict[str, Any] = {
             "max_position_embeddings": context,
@@ -138,15 +140,15 @@ class Settings:
         return Settings(whole | values, self.source).rope_of(head_dim, share=share)
 
     def rope_kind(self) -> object:
-        """How these settings, if they are those of a rope, scale it."""
+        """Returns the kind of rope scaling; these must be the settings of a rope."""
         return self._values.get("rope_type") or self._values.get("type") or "default"
 
     def rope_of(self, head_dim: int, *, share: float = 1.0) -> Rope:
-        """If these settings are those of a rope."""
+        """Reads the rope from these settings, which must be those of a rope."""
         theta = self.get("rope_theta", float)
         rotated = int(head_dim * self.get("partial_rotary_factor", float, share))
         match self.rope_kind():
-            case "default" | "dynamic":  # the latter changes nothing within `max_position_embeddings`, our limit
+            case "default" | "dynamic":  # dynamic scaling only acts beyond `max_position_embeddings`, our limit
                 return Rope(theta, linear_divisors(rotated, 1.0))
             case "linear":
                 return Rope(theta, linear_divisors(rotated, self.get("factor", float)))
@@ -193,15 +195,15 @@ class Settings:
         )
 
     def _divisors(self, key: str, rotated: int) -> tuple[float, ...]:
-        """One for each of the rotated pairs."""
+        """Returns one divisor per rotated pair."""
         value, pairs = self.get(key, list), len(linear_divisors(rotated, 1.0))
         if len(value) != pairs or any(type(one) not in (int, float) for one in value):
             raise ModelError(f"{self.source} has {key} = {value!r}; expected: {pairs} numbers")
         return tuple(float(one) for one in value)
 
     def _longest(self) -> int:
-        """The longest context: what the model was made for, or what YaRN extends that to, which `config.json` need not
-        have taken into account."""
+        """Returns the longest context, including an extension by YaRN, which `max_position_embeddings` may not
+        reflect."""
         made_for = self.get("max_position_embeddings", int)
         scaling = self.part("rope_parameters") or self.part("rope_scaling") or Settings({}, self.source)
         original = scaling.optional("original_max_position_embeddings", int)
@@ -212,8 +214,8 @@ class Settings:
     def facts(
         self, eos: tuple[int, ...], *, tied: bool = False, norm_eps: float | None = None, context: int | None = None
     ) -> dict[str, Any]:
-        """What all families say of the whole model in the same words, as fields of `ModelConfig`; `tied` is what they
-        mean if they do not say. `norm_eps` and `context`, if a family says that in other words."""
+        """Returns the fields of `ModelConfig` whose keys are the same in all families. `tied` is a default; `norm_eps`
+        and `context` replace values that a family stores under other keys."""
         return {
             "hidden": self.get("hidden_size", int),
             "vocab": self.get("vocab_size", int),

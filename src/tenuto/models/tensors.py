@@ -1,4 +1,4 @@
-"""Weights as tensors of PyTorch, for the blocks that compute with it."""
+"""Conversion of stored weights to PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bf
 
 
 def tensor_of(weight: StoredWeight) -> torch.Tensor:
-    """In the stored element type, or as float32 if that is quantized. Raises `ModelError` as `dequantize`."""
+    """Returns a weight in its stored element type, or as float32 if it is quantized. Raises `ModelError` like
+    `dequantize`."""
     if weight.kind in _DTYPES:
         return torch.from_numpy(weight.read().reshape(-1)).view(_DTYPES[weight.kind]).view(weight.shape)
     return torch.from_numpy(weight.decode())

@@ -1,4 +1,4 @@
-"""Weights as files store them, and what they decode to."""
+"""Weights as stored in files, and their decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Longs = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Elements = npt.NDArray[Any]
-"""Floats of a type that is not quantized: float32, float16, or uint16, the bits of a bfloat16, which NumPy lacks."""
+"""Unquantized floats: float32, float16, or uint16 with the bits of bfloat16, which NumPy lacks."""
 
 _PLAIN: dict[Kind, np.dtype[Any]] = {
     Kind.F32: np.dtype(np.float32),
@@ -29,21 +29,21 @@ _PLAIN: dict[Kind, np.dtype[Any]] = {
     Kind.BF16: np.dtype(np.uint16),
 }
 FLOATS = {kind.name: kind for kind in _PLAIN}
-"""The types that are not quantized, by names that safetensors files use, too."""
+"""The unquantized types by name; safetensors files use the same names."""
 BYTES = Kind.I8
-"""The type of tensors that are not weights yet: only their family knows what their bytes mean."""
+"""The type of raw bytes that only a model's family can interpret."""
 
 
 _COMPARED = 1024
-"""Outputs that are compared at once: weights may be larger than memory."""
+"""Number of outputs to compare at a time, as weights may be larger than memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
     """A tensor of GGML type `kind` and `shape`, (outputs, inputs) for a matrix.
 
-    `read` returns its raw little-endian bytes, uint8: [outputs, bytes an output] for a matrix, [1, bytes] for a vector.
-    They are mapped from the file each time, so that they take memory only as long as they are used. It raises
+    `read` returns its raw little-endian bytes, uint8: [outputs, bytes per output] for a matrix, [1, bytes] for a
+    vector. It maps them from the file anew at each call, so that they take memory only while in use, and raises
     `ModelError`.
     """
 
@@ -53,27 +53,27 @@ class StoredWeight:
 
     @classmethod
     def of(cls, elements: Elements, kind: Kind) -> StoredWeight:
-        """A tensor that is in memory, of a `kind` that is not quantized."""
+        """Returns a tensor that is in memory, of an unquantized `kind`."""
         data = np.ascontiguousarray(elements, _PLAIN[kind]).view(np.uint8)
         return cls(kind, elements.shape, lambda: data.reshape(_rows(elements.shape), -1))
 
     @classmethod
     def mapped(cls, kind: Kind, shape: tuple[int, ...], span: Span) -> StoredWeight:
-        """A tensor in a file, mapped from it."""
+        """Returns a tensor that is mapped from a file."""
         return cls(kind, shape, lambda: span.data().reshape(_rows(shape), -1))
 
     def elements(self) -> Elements:
-        """As it is stored. Raises `ModelError` if it is quantized."""
+        """Returns the elements in their stored type. Raises `ModelError` if they are quantized."""
         if self.kind not in _PLAIN:
-            raise ModelError(f"a tensor of type {self.kind.name} is to be rearranged; supported: {', '.join(FLOATS)}")
+            raise ModelError(f"a tensor of type {self.kind.name} must be rearranged; supported: {', '.join(FLOATS)}")
         return self.read().reshape(-1).view(_PLAIN[self.kind]).reshape(self.shape)
 
     def decode(self) -> Floats:
-        """As float32. Raises `ModelError` as `dequantize`."""
+        """Returns the elements as float32. Raises `ModelError` like `dequantize`."""
         return dequantize(self.read().reshape(-1), self.kind, self.shape)
 
     def equals(self, other: StoredWeight) -> bool:
-        """Whether both hold the same bytes of the same kind and shape."""
+        """Whether both have the same kind, shape and bytes."""
         if (self.kind, self.shape) != (other.kind, other.shape):
             return False
         first, second = self.read(), other.read()
@@ -82,8 +82,8 @@ class StoredWeight:
         )
 
     def words(self, kind: Kind, count: int) -> Iterator[Words]:
-        """The bits of its elements as those of a `kind` that is not quantized, in pieces of `count` outputs. Raises
-        `ModelError` as `dequantize`."""
+        """Yields the bits of the elements, converted to an unquantized `kind`, in pieces of `count` outputs. Raises
+        `ModelError` like `dequantize`."""
         data = self.read()
         for first in range(0, len(data), count):
             rows = data[first : first + count]
@@ -93,14 +93,14 @@ class StoredWeight:
                 yield _words(dequantize(rows.reshape(-1), self.kind, (len(rows), *self.shape[1:])), kind)
 
     def select(self, outputs: slice | Longs) -> StoredWeight:
-        """Some of its outputs, read when they are wanted."""
+        """Returns the selected outputs; a matrix is read only when they are."""
         if len(self.shape) < 2:
             return StoredWeight.of(self.elements()[outputs], self.kind)
         count = len(range(*outputs.indices(self.shape[0]))) if isinstance(outputs, slice) else len(outputs)
         return StoredWeight(self.kind, (count, *self.shape[1:]), lambda: self.read()[outputs])
 
     def each(self) -> Iterator[StoredWeight]:
-        """What it has along its first dimension, read when it is wanted."""
+        """Yields the tensors along the first dimension; each is read on demand."""
         for i in range(self.shape[0]):
             yield StoredWeight(self.kind, self.shape[1:], partial(self._read_part, i))
 
@@ -110,7 +110,7 @@ class StoredWeight:
 
 
 def stored_in(tensor: GgufTensor) -> StoredWeight:
-    """A tensor of a GGUF file, mapped from it."""
+    """Returns a tensor of a GGUF file, mapped from it."""
     return StoredWeight.mapped(tensor.kind, tensor.shape, tensor.span)
 
 
@@ -119,39 +119,39 @@ def _rows(shape: tuple[int, ...]) -> int:
 
 
 def wrong_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> ModelError:
-    """What to raise for a tensor of another shape than the configuration says."""
+    """Returns the error for a tensor whose shape differs from the configuration."""
     return ModelError(f"tensor {name!r} is of shape {list(found)}; expected: {list(expected)}")
 
 
 def without_place(name: str) -> ModelError:
-    """What to raise for a tensor that the configuration does not know."""
+    """Returns the error for a tensor that the configuration does not mention."""
     return ModelError(f"the model's files hold a tensor {name!r} that its configuration has no place for")
 
 
 def bfloat16_bits(values: Floats) -> npt.NDArray[np.uint16]:
-    """The bits of float32 values rounded to bfloat16, to the nearest, and to even between two."""
+    """Returns the bits of float32 values rounded to bfloat16, to nearest with ties to even."""
     bits = values.view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + (bits >> 16 & np.uint32(1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def _words(values: Floats, kind: Kind) -> Words:
-    """The bits of float32 values rounded to `kind`."""
+    """Returns the bits of float32 values rounded to `kind`."""
     if kind is Kind.F32:
         return values.view(np.uint32)
     if kind is Kind.BF16:
         return bfloat16_bits(values)
-    with np.errstate(over="ignore"):  # what is too large becomes infinite
+    with np.errstate(over="ignore"):  # values that are too large become infinite
         return values.astype(np.float16).view(np.uint16)
 
 
 def _halves(blocks: Bytes) -> Floats:
-    """Nibbles of uint8 [blocks, 16] as float32 [blocks, 32]: all low ones, then all high ones."""
+    """Returns the nibbles of uint8 [blocks, 16] as float32 [blocks, 32]: all low ones, then all high ones."""
     return np.concatenate((blocks & 0x0F, blocks >> 4), axis=1).astype(np.float32)
 
 
 def _scale(blocks: Bytes, first: int) -> Floats:
-    """The float16 at bytes `first`, `first + 1` of each block, as float32 [blocks, 1]."""
+    """Returns the float16 at bytes `first`, `first + 1` of each block, as float32 [blocks, 1]."""
     return blocks[:, first : first + 2].copy().view(np.float16).astype(np.float32)
 
 
@@ -172,16 +172,16 @@ _QUANTIZED: dict[Kind, tuple[int, Callable[[Bytes], Floats]]] = {
     Kind.Q4_1: (20, _q4_1),
     Kind.Q8_0: (34, _q8_0),
 }
-"""Bytes of a block, and what decodes blocks."""
+"""For each type, the bytes of a block and the function that decodes blocks."""
 _BY_THE_PACKAGE = tuple(getattr(Kind, name) for name in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
 
 
 def dequantize(data: Bytes, kind: Kind, shape: tuple[int, ...]) -> Floats:
-    """Decode a tensor of GGML type `kind`: float32 of `shape`.
+    """Decodes a tensor of GGML type `kind` to float32 of `shape`.
 
-    `data` is uint8 [bytes], the raw little-endian bytes. Equals `gguf.quants.dequantize` bit for bit. Raises
-    `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K. Layout of the
-    blocks: `ggml-common.h`.
+    `data` is uint8 [bytes], the raw little-endian bytes. The result equals that of `gguf.quants.dequantize` bit for
+    bit. Raises `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K.
+    Layout of the blocks: `ggml-common.h`.
     """
     if kind is Kind.BF16:
         return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(shape)

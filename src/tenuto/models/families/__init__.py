@@ -1,1 +1,1 @@
-"""Families of models: what their files say, as our configuration and under our names."""
+"""Model families: each translates its files' settings and tensor names to ours."""

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 layers and a few of full attention."""
+"""Bamba: Mamba-2 layers and a few full attention layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = {
     "feed_forward.": "mlp.",
 }
 _ROTATED = 0.5
-"""The share of a head that is rotated, which older files do not say."""
+"""Default fraction of a head that is rotated; older files do not record it."""
 
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:

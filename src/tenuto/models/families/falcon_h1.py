@@ -1,5 +1,5 @@
-"""Falcon-H1 (arXiv:2507.22448): in every layer attention and Mamba-2 side by side, and a multiplier wherever there may
-be one."""
+"""Falcon-H1 (arXiv:2507.22448): attention and Mamba-2 side by side in every layer, and multipliers of most inputs and
+outputs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _attention(settings: Settings) -> Attention:
-    """What comes in is multiplied, and so are keys: scores by both factors and the first once more, what is found by
-    the first."""
+    """Reads the attention. The input's multiplier enters scores twice (queries and keys) and the output once (values);
+    the keys' multiplier enters scores."""
     heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
     entering = settings.get("attention_in_multiplier", float, 1.0)
     return Attention(
@@ -71,7 +71,7 @@ def _mamba2(settings: Settings) -> Mamba2:
 
 
 def _multipliers(settings: Settings, key: str, count: int) -> list[float]:
-    """Raises `ModelError` if there are others than `count` numbers, or none."""
+    """Returns `count` numbers, by default all 1. Raises `ModelError` if the value is anything else."""
     value = settings.get(key, list, [1.0] * count)
     if len(value) != count or any(type(one) not in (int, float) for one in value):
         raise ModelError(f"{settings.source} has {key} = {value!r}; expected: {count} numbers")

@@ -1,4 +1,4 @@
-"""What a family says of its models in Hugging Face directories."""
+"""Common parts of model families: their models in Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from tenuto.models.weights import StoredWeight, wrong_shape
 
 Named = tuple[str, StoredWeight]
 Translate = Callable[[ModelConfig, Iterable[Named]], Iterator[Named]]
-"""Makes of a model's tensors, as they are stored, weights under the names and in the layout of `Checkpoint.weights`. A
-name it does not know it leaves."""
+"""Translates a model's stored tensors to the names and layout of `Checkpoint.weights`. Unknown names are kept."""
 
 
 def each(translate: Callable[[ModelConfig, str, StoredWeight], Iterator[Named]]) -> Translate:
-    """A translation in which every tensor becomes none, one or more weights, whatever the others are."""
+    """Returns a translation that maps each tensor, independently of the others, to any number of weights."""
 
     def all_of(config: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
         for name, weight in stored:
@@ -31,7 +30,7 @@ def each(translate: Callable[[ModelConfig, str, StoredWeight], Iterator[Named]])
 
 
 def unchanged(_: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
-    """Weights that are stored as `Checkpoint.weights` says."""
+    """A translation for files that already have the names and layout of `Checkpoint.weights`."""
     yield from stored
 
 
@@ -39,8 +38,8 @@ def unchanged(_: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
 class Family:
     """Models whose `config.json` names one of `architectures`.
 
-    `read` makes a configuration from it and from the tokens that end a turn. `quantized` lists the methods by which
-    their weights may be quantized.
+    `read` builds a configuration from these settings and the tokens that end a turn. `quantized` lists the supported
+    quantization methods.
     """
 
     name: str
@@ -51,14 +50,15 @@ class Family:
 
 
 def attention(settings: Settings, rope: Rope | None, *, head_dim: int | None = None, **more: Any) -> Attention:
-    """What most families say of their heads in the same words; `more` are further fields."""
+    """Reads the attention settings whose keys most families share; `more` are further fields of `Attention`."""
     heads, size = settings.get("num_attention_heads", int), head_dim or settings.head_dim()
     kv_heads = settings.get("num_key_value_heads", int, heads)
     return Attention(heads, kv_heads, size, rope, **({"scale": size**-0.5} | more))
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """`name` with its part after `model.layers.N.`, or without a layer all of it, beginning as `names` says."""
+    """Returns `name` with a prefix replaced according to `names`; in a layer, it is the prefix after
+    `model.layers.N.`."""
     head, part = split_layer(name)
     for old, new in names.items():
         if part.startswith(old):
@@ -67,7 +67,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def split_layer(name: str) -> tuple[str, str]:
-    """`model.layers.N.` and what follows it; the first is empty for weights of no layer."""
+    """Splits `name` after `model.layers.N.`; the first part is empty for weights outside the layers."""
     match name.split(".", 3):
         case ["model", "layers", number, part]:
             return f"model.layers.{number}.", part
@@ -76,13 +76,13 @@ def split_layer(name: str) -> tuple[str, str]:
 
 
 def plus_one(weight: StoredWeight) -> StoredWeight:
-    """A norm's weight that is stored as its difference from 1, float32."""
+    """Returns a norm's weight, float32, from its stored difference from 1."""
     return StoredWeight.of(weight.decode() + np.float32(1), Kind.F32)
 
 
 def split(name: str, weight: StoredWeight, parts: Mapping[str, int]) -> Iterator[Named]:
-    """A matrix whose outputs are those of several, one after the other: each of the `parts` by its name, with as many
-    outputs. Raises `ModelError` if they are not all outputs there are."""
+    """Splits a matrix by its outputs. `parts` maps each part's name to its number of outputs, in order. Raises
+    `ModelError` unless they add up to all outputs."""
     total, first = sum(parts.values()), 0
     if len(weight.shape) != 2 or weight.shape[0] != total:
         raise wrong_shape(name, weight.shape, (total, *weight.shape[1:2]))
@@ -92,8 +92,8 @@ def split(name: str, weight: StoredWeight, parts: Mapping[str, int]) -> Iterator
 
 
 def halves(name: str, weight: StoredWeight, first: str, second: str) -> Iterator[Named]:
-    """A weight of [2 width, ...] as two: its rows above and below the middle, `name` followed by `first` and
-    `second`."""
+    """Splits a weight, [2 * width, ...], into its first and second half of rows, named `name + first` and `name +
+    second`."""
     middle = weight.shape[0] // 2
     yield name + first, weight.select(slice(middle))
     yield name + second, weight.select(slice(middle, None))

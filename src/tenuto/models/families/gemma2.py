@@ -11,9 +11,9 @@ from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, laye
 from tenuto.models.settings import Settings
 
 _PERIOD = 2
-"""Of as many layers the last is global."""
+"""Period of global layers: the last layer of each period is global."""
 _SCORE_CAP, _LOGIT_CAP = 50.0, 30.0
-"""Where scores and logits are kept within, if a file does not say."""
+"""Default soft caps of scores and logits."""
 _LAYERS_OF_27B = 46
 
 
@@ -47,8 +47,8 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _read_gguf(file: GgufFile) -> ModelConfig:
-    """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
-    llama.cpp knows by its layers, it is not the size of a head."""
+    """Reads the configuration; norm weights already include the 1. Files do not record the scale of queries, which is
+    not the head size in the 27B model; like llama.cpp, we recognise that model by its number of layers."""
     count, hidden = layer_count(file, "gemma2"), file.integer("gemma2.embedding_length")
     head = head_dim(file, "gemma2")
     scalar = hidden // file.integer("gemma2.attention.head_count") if count == _LAYERS_OF_27B else head

@@ -1,4 +1,4 @@
-"""The text models of Gemma 3 (arXiv:2503.19786): local and global attention layers, each with a rope of its own."""
+"""The text models of Gemma 3 (arXiv:2503.19786): local and global attention layers with separate ropes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = {
 }
 KINDS = ("sliding_attention", "full_attention")
 PERIOD = 6
-"""Of as many layers the last is global, unless a model says otherwise."""
+"""Default period of global layers: the last layer of each period is global."""
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
 
 
@@ -61,13 +61,13 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def alternating(count: int, period: int) -> list[str]:
-    """The kinds of `count` layers, of which the last of every `period` is global."""
+    """Returns the kinds of `count` layers; the last of every `period` is global."""
     return [KINDS[(i + 1) % period == 0] for i in range(count)]
 
 
 def _ropes(settings: Settings, head_dim: int) -> tuple[Rope, Rope]:
-    """Of local and of global layers: one object for each (transformers 5), or `rope_local_base_freq` for local layers
-    and the usual settings for global ones (before)."""
+    """Reads the ropes of local and of global layers. transformers 5 writes one object for each; before, local layers
+    had `rope_local_base_freq` and global ones the usual settings."""
     both = settings.part("rope_parameters")
     local, whole = (both.part(kind) if both is not None else None for kind in KINDS)
     if local is not None and whole is not None:
@@ -77,7 +77,7 @@ def _ropes(settings: Settings, head_dim: int) -> tuple[Rope, Rope]:
 
 
 def translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    """Norms are stored as their difference from 1."""
+    """Renames a weight and adds 1 to norms, which are stored as their difference from 1."""
     yield renamed(name, _NAMES), plus_one(weight) if name.endswith("norm.weight") else weight
 
 
@@ -90,8 +90,8 @@ _LAYERS_OF_27B = 62
 
 
 def _read_gguf(file: GgufFile) -> ModelConfig:
-    """Norm weights are stored with the 1 added. Files do not say what queries are scaled by: in the 27B model, which
-    llama.cpp knows by its layers, it is not the size of a head."""
+    """Reads the configuration; norm weights already include the 1. Files do not record the scale of queries, which is
+    not the head size in the 27B model; like llama.cpp, we recognise that model by its number of layers."""
     count, hidden = layer_count(file, "gemma3"), file.integer("gemma3.embedding_length")
     heads, size = file.integer("gemma3.attention.head_count"), head_dim(file, "gemma3")
     scalar = hidden // heads if count == _LAYERS_OF_27B else size

@@ -1,4 +1,4 @@
-"""What a family says of its models in GGUF files."""
+"""Common parts of model families: their models in GGUF files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Weights of a layer in GGUF files, and our names for them."""
+"""Names of a layer's weights in GGUF files, and our names for them."""
 EXPERT_NAMES = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj",
@@ -35,16 +35,16 @@ QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"
 ROPE_DIVISORS = "rope_freqs.weight"
 SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
 NOT_WEIGHTS = (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
-"""Tensors that belong to the configuration."""
+"""Tensors that are part of the configuration."""
 _LONGEST_HEAD = 2**16
 _ROPES = ("none", "linear", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """Files of one `architecture`. `read` makes a configuration of them; `names` are those of a layer's weights, and
-    `translate` makes of weights so named what `Checkpoint.weights` says. `interleaved`: the rotary pairs of queries and
-    keys are neighbouring rows."""
+    """GGUF files of one `architecture`. `read` builds a configuration. `names` maps the names of a layer's weights, and
+    `translate` turns the renamed weights into those of `Checkpoint.weights`. `interleaved`: the rotary pairs of queries
+    and keys are adjacent rows."""
 
     name: str
     architecture: str
@@ -55,8 +55,8 @@ class GgufFamily:
 
 
 def unstacked_experts(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    """The matrices of all experts, stored as one tensor: `mlp.experts.up_proj.weight` as `mlp.experts.0.up_proj.weight`
-    and so on. Others as they are."""
+    """Splits a tensor of all experts' matrices: `mlp.experts.up_proj.weight` becomes `mlp.experts.0.up_proj.weight` and
+    so on. Other tensors are unchanged."""
     before, stacked, after = name.partition(".experts.")
     if not stacked or len(weight.shape) != 3:
         yield name, weight
@@ -66,7 +66,7 @@ def unstacked_experts(_: ModelConfig, name: str, weight: StoredWeight) -> Iterat
 
 
 def layer_count(file: GgufFile, architecture: str) -> int:
-    """How many layers there are. Raises `ModelError` if that cannot be: each has tensors of its own."""
+    """Returns the number of layers. Raises `ModelError` if it exceeds the number of tensors."""
     count: int = file.integer(f"{architecture}.block_count")
     if not 0 < count <= len(file.tensors):
         raise ModelError(f"{file.path} has {architecture}.block_count {count}, but {len(file.tensors)} tensors")
@@ -74,8 +74,8 @@ def layer_count(file: GgufFile, architecture: str) -> int:
 
 
 def head_dim(file: GgufFile, architecture: str, *, partly: bool = False) -> int:
-    """Elements of an attention head. Raises `ModelError` if that cannot be, if values have another number, or if not
-    all are rotated, unless a head may be rotated `partly`."""
+    """Returns the number of elements of an attention head. Raises `ModelError` if it is out of range, if values have
+    another size, or, unless heads may be rotated `partly`, if not all elements are rotated."""
     heads = file.integer(f"{architecture}.attention.head_count")
     default = file.integer(f"{architecture}.embedding_length") // max(heads, 1)
     found: int = file.integer(f"{architecture}.attention.key_length", default)
@@ -89,8 +89,8 @@ def head_dim(file: GgufFile, architecture: str, *, partly: bool = False) -> int:
 
 
 def attention(file: GgufFile, architecture: str, rope: Rope | None, **more: Any) -> Attention:
-    """What most architectures say of their heads in the same words; `more` are further fields. There are biases if the
-    file has any."""
+    """Reads the attention settings whose keys most architectures share; `more` are further fields of `Attention`.
+    Biases are used if the file has them."""
     heads, size = file.integer(f"{architecture}.attention.head_count"), head_dim(file, architecture, partly=True)
     usual = {
         "scale": size**-0.5,
@@ -102,15 +102,15 @@ def attention(file: GgufFile, architecture: str, rope: Rope | None, **more: Any)
 
 
 def window(file: GgufFile, architecture: str, default: int = 0) -> int:
-    """Tokens that one attends to, itself included; 0, all, also where the window is as long as any context. `default`
-    is what files mean that do not say."""
+    """Returns the number of tokens that a token attends to, itself included. Returns 0, for all, also if the window
+    covers the longest context. `default` replaces a missing value."""
     found: int = file.integer(f"{architecture}.attention.sliding_window", default)
     return found if found < _longest(file, architecture) else 0
 
 
 def rope(file: GgufFile, architecture: str, rotated: int, theta: float = 10000.0) -> Rope:
-    """Converters write the llama3 rule as one divisor a frequency, and LongRoPE as two, the linear rule and YaRN by
-    their parameters. `theta` is what files mean that do not say. Raises `ModelError` for others."""
+    """Reads the rope; `theta` is a default. Converters store the llama3 rule as one divisor per frequency and LongRoPE
+    as two, but linear scaling and YaRN as parameters. Raises `ModelError` for other kinds of scaling."""
     scaling = f"{architecture}.rope.scaling"
     theta = file.number(f"{architecture}.rope.freq_base", theta)
     original = file.integer(f"{scaling}.original_context_length", file.integer(f"{architecture}.context_length"))
@@ -148,7 +148,7 @@ def _divisors(file: GgufFile, name: str, rotated: int) -> tuple[float, ...]:
 
 
 def _longest(file: GgufFile, architecture: str) -> int:
-    """The longest context, as `Settings` has it."""
+    """Returns the longest context, including an extension by YaRN."""
     made_for, scaling = file.integer(f"{architecture}.context_length"), f"{architecture}.rope.scaling"
     original = file.integer(f"{scaling}.original_context_length", 0)
     if not original or file.metadata.get(f"{scaling}.type") != "yarn":
@@ -157,7 +157,7 @@ def _longest(file: GgufFile, architecture: str) -> int:
 
 
 def facts(file: GgufFile, architecture: str) -> dict[str, Any]:
-    """What all architectures say of the whole model in the same words, as fields of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` whose keys are the same in all architectures."""
     ends = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     eos = {file.integer(key) for key in ends if file.metadata.get(key) is not None}
     return {

@@ -15,7 +15,7 @@ from tenuto.models.weights import BYTES, FLOATS, Bytes, StoredWeight, bfloat16_b
 _KINDS = ("sliding_attention", "full_attention")
 _THETA = 150_000.0
 _FOURS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The values of 4 bits: a sign, two bits of exponent, one of mantissa."""
+"""The values of E2M1, a 4-bit float: one sign bit, two bits of exponent, one of mantissa."""
 _SCALE_BIAS = 127
 _BFLOAT16 = FLOATS["BF16"]
 _ALL = slice(None)
@@ -55,7 +55,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _translate(_: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
-    """Blocks wait for their scales, and scales for their blocks."""
+    """Translates all tensors; blocks and scales of a quantized matrix are held until both have come."""
     waiting: dict[str, dict[str, StoredWeight]] = {}
     for name, weight in stored:
         whole, part = name[:-7], name[-6:]
@@ -78,11 +78,11 @@ def _check_mxfp4(name: str, blocks: StoredWeight, scales: StoredWeight) -> None:
 
 
 def mxfp4(blocks: StoredWeight, scales: StoredWeight, outputs: slice = _ALL) -> StoredWeight:
-    """Some outputs of a matrix in the OCP microscaling format MXFP4 as bfloat16, which has them exactly: [outputs, 32 *
-    blocks]. They are decoded when they are read.
+    """Returns some outputs of a matrix in the OCP microscaling format MXFP4 as bfloat16, [outputs, 32 * blocks]. The
+    conversion is exact and happens when the weight is read.
 
-    `blocks` is uint8 [all outputs, blocks, 16], two values a byte, the first in the low bits; `scales` uint8 [all
-    outputs, blocks], the exponents of 2 that each block is multiplied by, plus 127.
+    `blocks` is uint8 [all outputs, blocks, 16], two values per byte, the first in the low bits. `scales` is uint8 [all
+    outputs, blocks]: each block is multiplied by 2 to the power of its scale minus 127.
     """
     blocks, scales = blocks.select(outputs), scales.select(outputs)
     rows, count = scales.shape
@@ -111,7 +111,7 @@ def _translate_one(name: str, weight: StoredWeight) -> Iterator[Named]:
 
 
 def _transposed(weight: StoredWeight, outputs: slice) -> StoredWeight:
-    """Some outputs of [inputs, outputs], as [outputs, inputs]."""
+    """Returns some outputs of a weight stored as [inputs, outputs], as [outputs, inputs]."""
     inputs, count = weight.shape[0], len(range(*outputs.indices(weight.shape[1])))
     return StoredWeight(
         weight.kind,
@@ -123,8 +123,8 @@ def _transposed(weight: StoredWeight, outputs: slice) -> StoredWeight:
 def _experts(
     name: str, outputs_of: Callable[..., StoredWeight], *stored: StoredWeight, kind: str = "weight"
 ) -> Iterator[Named]:
-    """The weights or biases of all experts, one by one; the outputs of gates and projections up alternate.
-    `outputs_of` makes some outputs, a slice, of what the tensors `stored` have of one expert."""
+    """Yields the weights or biases of each expert; stored outputs of gate and up projection alternate. `outputs_of`
+    takes one expert's parts of the tensors `stored` and a slice of outputs."""
     prefix, _, part = name.rpartition(".")
     parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)} if part == "gate_up_proj" else {part: _ALL}
     for i, expert in enumerate(zip(*(weight.each() for weight in stored), strict=True)):

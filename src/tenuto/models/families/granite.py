@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 layers and a few of full attention, with or without experts."""
+"""Granite 4: Mamba-2 layers and a few full attention layers, with or without experts."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _feed_forward(settings: Settings) -> Mlp | Experts:
 
 
 def translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    """Gates and projections up are stored as one, those of all experts too. Without experts the shared network is the
-    only one."""
+    """Splits tensors that hold both gate and up projection, or the matrices of all experts. In models without experts,
+    the shared network becomes the feed-forward network."""
     layer, part = split_layer(name)
     shared = "mlp." if isinstance(config.layers[0].feed_forward, Mlp) else "mlp.shared_expert."
     match part:

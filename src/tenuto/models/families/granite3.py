@@ -1,4 +1,4 @@
-"""Granite 3: like Llama, with a multiplier wherever there may be one, and with or without experts."""
+"""Granite 3: like Llama, with multipliers of embeddings, residuals, scores and logits, and with or without experts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _read_moe_gguf(file: GgufFile) -> ModelConfig:
 
 
 def _gguf_layers(file: GgufFile, architecture: str, feed_forward: Mlp | Experts) -> ModelConfig:
-    """A multiplier of 0 means what none means; without one for scores they are multiplied as in Llama."""
+    """Reads the configuration. A multiplier of 0 counts as missing; the default one for scores is Llama's."""
     heads = gguf_family.attention(file, architecture, rope(file, architecture, head_dim(file, architecture)))
     scale = file.number(f"{architecture}.attention.scale", 0.0) or heads.scale
     return ModelConfig(

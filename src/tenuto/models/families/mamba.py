@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2 without anything else: recurrent layers alone, whose state is all that a session has."""
+"""Mamba and Mamba-2: models with recurrent layers only, so that a session's memory is their state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
 _CONTEXT = 2**20
-"""Tokens: nothing in such a model bounds its context, and its files do not say for which it was made."""
+"""Context in tokens: the architecture sets no bound, and files do not record the length used in training."""
 _NAMES = {
-    "backbone.embedding.": "model.embed_tokens.",  # of older files
+    "backbone.embedding.": "model.embed_tokens.",  # in older files
     "backbone.embeddings.": "model.embed_tokens.",
     "backbone.norm_f.": "model.norm.",
 }

@@ -1,4 +1,4 @@
-"""What families with Mamba-2 layers say of them in the same words."""
+"""Settings of Mamba-2 layers whose keys several families share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tenuto.models.settings import Settings
 
 
 def mamba2(settings: Settings, channels: int | None = None) -> Mamba2:
-    """The Mamba-2 layers of a model. Raises `ModelError` if their heads do not have `channels` channels, by default
-    `mamba_expand` times the model's size."""
+    """Reads the Mamba-2 layers of a model. Raises `ModelError` if their heads do not have `channels` channels in all,
+    by default `mamba_expand` times the hidden size."""
     hidden, heads = settings.get("hidden_size", int), settings.get("mamba_n_heads", int, 128)
     channels = channels or settings.get("mamba_expand", int, 2) * hidden
     head_dim = settings.automatic("mamba_d_head", channels // max(heads, 1))

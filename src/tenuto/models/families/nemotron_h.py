@@ -1,5 +1,5 @@
-"""Nemotron-H (arXiv:2504.03624) and Nemotron 3: every layer is only one thing: Mamba-2, attention, a feed-forward
-network without a gate, or experts."""
+"""Nemotron-H (arXiv:2504.03624) and Nemotron 3. Every layer is one block: Mamba-2, attention, an ungated feed-forward
+network, or experts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _kinds(settings: Settings) -> list[str]:
-    """What each layer is: a list, or in older files a letter a layer."""
+    """Returns the kind of each layer; older files write one character per layer instead of a list."""
     letters = settings.optional("hybrid_override_pattern", str)
     if letters is None:
         value = settings.get("layers_block_type", list)
@@ -100,7 +100,7 @@ def _experts(settings: Settings) -> Experts:
 
 
 def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    """Layers that guess several tokens ahead are left out."""
+    """Renames a weight; omits the layers for multi-token prediction."""
     name = name.replace("backbone.", "model.", 1) if name.startswith("backbone.") else name
     if name.startswith("mtp."):
         return
@@ -129,7 +129,7 @@ def _top(name: str) -> str:
 
 
 def _moved(part: str, norm: str, inside: str) -> str:
-    """A weight of the one norm of a layer, or of the one thing it is."""
+    """Renames a weight of a layer's norm or of its only block."""
     if part.startswith("norm."):
         return norm + part.removeprefix("norm.")
     return inside + part.removeprefix("mixer.") if part.startswith("mixer.") else part

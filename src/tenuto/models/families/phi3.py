@@ -1,5 +1,5 @@
-"""Phi-3 (arXiv:2404.14219) and Phi-4: projections of queries, keys and values are one matrix, gates and projections up
-another. Long contexts have a rope of their own (LongRoPE), and only a part of a head may be rotated."""
+"""Phi-3 (arXiv:2404.14219) and Phi-4: query, key and value projections are one matrix, gate and up projections another.
+Long contexts have a separate rope (LongRoPE), and heads may be rotated partly."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen2 and 2.5 (arXiv:2407.10671), whose queries, keys and values have biases, and Qwen3 (arXiv:2505.09388), whose
-queries and keys are normalised; Qwen3-MoE has experts, too."""
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671), with biases for queries, keys and values; Qwen3 (arXiv:2505.09388), with
+normalised queries and keys; and Qwen3-MoE, which adds experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tenuto.models.settings import Settings
 
 _KINDS = ("sliding_attention", "full_attention")
 _FIRST_WINDOWED = 28
-"""The first layer with a window, if there are any and a model does not say."""
+"""Default number of the first layer with a window."""
 
 
 def _read_qwen2(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
@@ -46,7 +46,7 @@ def _normed(settings: Settings) -> dict[str, bool]:
 
 
 def _heads(settings: Settings, size: int, **more: bool) -> dict[str, Attention]:
-    """Attention of both kinds. Models have a window setting even where it is not used."""
+    """Returns attention of both kinds. Models have a window setting even if it is unused."""
     settings.only({"hidden_act": ("silu",)})
     windowed = settings.get("use_sliding_window", bool, default=False)
     turned = settings.rope(size)
@@ -92,7 +92,7 @@ def _read_gguf(file: GgufFile, architecture: str, *, qk_norm: bool) -> ModelConf
 
 
 def _read_qwen3_moe_gguf(file: GgufFile) -> ModelConfig:
-    """Files do not say how experts are weighted: among the chosen, as llama.cpp has it."""
+    """Files do not record how experts are weighted; like llama.cpp, weights are normalised over the chosen ones."""
     experts = Experts(
         file.integer("qwen3moe.expert_count"),
         file.integer("qwen3moe.expert_used_count"),

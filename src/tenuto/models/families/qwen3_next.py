@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, gated full attention in every fourth layer, and experts."""
+"""Qwen3-Next: gated delta nets with gated full attention in every fourth layer, and experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenuto.models.weights import StoredWeight
 _KINDS = ("linear_attention", "full_attention")
 _PERIOD = 4
 _ROTATED = 0.25
-"""The share of a head that is rotated, if a model does not say."""
+"""Default fraction of a head that is rotated."""
 
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
@@ -60,8 +60,8 @@ def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
 
 
 def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    """All norms but those of the gated delta nets are stored as their difference from 1. Layers that guess several
-    tokens ahead are left out."""
+    """Adds 1 to norms, except those of the gated delta nets: they are stored as their difference from 1. Omits the
+    layers for multi-token prediction."""
     if not name.startswith("mtp."):
         zero_centred = name.endswith("norm.weight") and ".linear_attn." not in name
         yield name, plus_one(weight) if zero_centred else weight

@@ -1,4 +1,4 @@
-"""SmolLM3: like Llama, but in every fourth layer positions do not count."""
+"""SmolLM3: like Llama, but every fourth layer has no rope."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenuto.models.settings import Settings
 
 _THETA = 2_000_000.0
 _PERIOD = 4
-"""Of as many layers the last has no rope, unless a model says otherwise."""
+"""Default period of layers without rope: the last of each period has none."""
 _KINDS = ("sliding_attention", "full_attention")
 
 
@@ -44,12 +44,12 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _turned(count: int, period: int) -> list[int]:
-    """1 for each of `count` layers that has a rope, 0 for others."""
+    """Returns 1 for each of `count` layers that has a rope, 0 for the others."""
     return [int((i + 1) % max(period, 1) != 0) for i in range(count)]
 
 
 def _read_gguf(file: GgufFile) -> ModelConfig:
-    """Files do not say which layers have no rope."""
+    """Files do not record which layers have no rope; the default period applies."""
     turning = rope(file, "smollm3", head_dim(file, "smollm3"), _THETA)
     mlp = Mlp(file.integer("smollm3.feed_forward_length"))
     layers = (

@@ -1,5 +1,5 @@
-"""Models of our own: Mamba-2, sliding windows and full attention in any order, under the names that others use.
-`python -m tests.hybrid.train` trains one."""
+"""Our own models: Mamba-2, sliding windows and full attention in any order, with other families' tensor names. `python
+-m tests.hybrid.train` trains one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _KINDS = ("mamba", "sliding_attention", "full_attention")
 
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
-    """Positions count in windows only: full attention has no rope, and serves texts longer than those of training."""
+    """Reads the configuration. Only layers with windows have a rope, so full attention extends to texts longer than
+    those of training."""
     settings.only({"hidden_act": ("silu",)})
     heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
     made = {
