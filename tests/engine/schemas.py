@@ -1,6 +1,6 @@
 """Random JSON schemas, and engines that answer in them: `python -m tests.engine.schemas [COUNT] [--model MODEL]`.
 
-The witness says anything that a schema allows, which a model seldom does."""
+The witness generates any text that a schema allows, which a model seldom does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = ("red", "green", 'quo"te', "new\nline", "back\\slash", "é", "😀", "",
 
 
 def schemas(seed: int) -> Iterator[dict[str, Any]]:
-    """Schemas without end, all of whose texts are short enough to come to an end."""
+    """Yields an endless series of schemas whose texts are all short enough to end."""
     random = Random(seed)
     while True:
         yield _root(random)
@@ -83,9 +83,9 @@ def _object(random: Random, depth: int, also: dict[str, Any]) -> dict[str, Any]:
 def check(
     engine: tenuto.Engine, chosen: Sequence[dict[str, Any]], most: int = 2000, unfinished: list[str] | None = None
 ) -> int:
-    """Have the engine answer in each of the schemas, all at once. Returns how many tokens that took; raises
-    `AssertionError` if an answer does not parse or validate, or is not finished after `most` tokens. The last is only
-    noted if there is a list for it: a small model may nest objects for ever."""
+    """Makes the engine answer in all of the schemas at once. Returns the number of tokens generated; raises
+    `AssertionError` if an answer does not parse or validate, or is not finished after `most` tokens. If `unfinished` is
+    a list, such answers are added to it instead: a small model may nest objects endlessly."""
     turns = [
         engine.session().turn(f"{n}:", grammar={"json_schema": schema}, max_new_tokens=most, temperature=1.0, seed=n)
         for n, schema in enumerate(chosen)
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("count", type=int, nargs="?", default=1000)
     parser.add_argument("--model", default="witness")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=2000, help="tokens of an answer")
+    parser.add_argument("--most", type=int, default=2000, help="most tokens of an answer")
     given = parser.parse_args()
     tokens, source = 0, schemas(given.seed)
     unfinished: list[str] | None = None if given.model == "witness" else []

@@ -1,4 +1,4 @@
-"""An engine on the witness for stories: what should be said, what was computed, and a full recount after every step."""
+"""An engine on the witness for stories: expected outputs, computed tokens, and a full recount after every step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.readers import check_writes, known_histories
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 VOCABULARY = 997
 PREFILL = TurnParams(max_new_tokens=0)
-"""Input is appended, and nothing generated."""
+"""Appends input and generates nothing."""
 PAGE, WINDOW = 4, 10
 
 every_mix = pytest.mark.parametrize(
@@ -40,8 +40,8 @@ every_overlap = pytest.mark.parametrize("overlap", [0, 1], ids=["in turn", "over
 
 
 class Recorder(WitnessExecutor):
-    """A witness that keeps the plans it was given. Told its engine, it knows all histories, and checks what each plan
-    is about to write unless it is told not to."""
+    """A witness that keeps the plans it was given. Once it has its engine, it reads all histories and checks each
+    plan's writes, unless this is switched off."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -70,7 +70,7 @@ class Recorder(WitnessExecutor):
 
 
 class Stage:
-    """One engine. `told` sessions have a history; `play` lets everything that waits or runs end."""
+    """One engine. `told` opens a session with a history; `play` runs everything that waits or runs to its end."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Stage:
             "max_running": 4,
             "token_budget": 16,
             "audit_every": int(recount),
-            "prefix_cache": False,  # what a closed session had comes free
+            "prefix_cache": False,  # memory of closed sessions is freed
         }
         self.engine = Engine(
             self.executor,
@@ -124,7 +124,7 @@ class Stage:
         return self.engine.open(session_id, Policy(**policy))
 
     def told(self, session_id: str = "s", tokens: int = 30, output: int = 6, **policy: Any) -> Session:
-        """A session with one committed turn of `tokens` in and `output` out."""
+        """Opens a session with one committed turn of `tokens` in and `output` out."""
         session = self.open(session_id, **policy)
         self.say(session_id, count_from(len(session_id), tokens), output)
         self.play()
@@ -148,15 +148,15 @@ class Stage:
             if condition():
                 return
             self.step()
-        assert condition(), f"it did not come true in {most} steps"
+        assert condition(), f"the condition did not hold within {most} steps"
 
     def play(self) -> None:
-        """Until nothing waits or runs."""
+        """Steps until nothing waits or runs."""
         self.until(lambda: self.engine.idle, most=3000)
         self.engine.step()
 
     def reach(self, state: str, session_id: str = "s", output: int = 20) -> Turn:
-        """Bring a turn of 20 tokens in on the session to `state`."""
+        """Brings a turn with 20 input tokens to `state`."""
         tokens = count_from(600, 20)
         if state == "drafting":
             turn = self.engine.draft(session_id, tokens)
@@ -174,14 +174,14 @@ class Stage:
             self.engine.lifecycle.preempt(turn)
         return turn
 
-    # -- what should be, and what was done
+    # -- expected outputs and computed tokens
 
     def computed_since(self, plans: int) -> int:
-        """Tokens computed in the plans after the first `plans`."""
+        """Returns the number of tokens computed in the plans after the first `plans`."""
         return sum(int(plan.counts.sum()) for plan in self.executor.plans[plans:])
 
     def cost(self, action: Callable[[], object]) -> int:
-        """Tokens computed until everything has ended after `action`."""
+        """Returns the number of tokens computed from `action` until everything has ended."""
         before = len(self.executor.plans)
         action()
         self.play()
@@ -197,7 +197,7 @@ STATES = ("drafting", "queued", "mid-prefill", "mid-decode", "preempted")
 
 
 def full_table(session: Session) -> FullTable:
-    """The table of a session's first group, which is full attention."""
+    """Returns the table of a session's first group, which is full attention."""
     table = session.memory.tables[0]
     assert isinstance(table, FullTable)
     return table
@@ -208,7 +208,7 @@ def count_from(start: int, tokens: int) -> list[int]:
 
 
 def continuation(history: Sequence[int], tokens: int) -> list[int]:
-    """What the witness says after `history`."""
+    """Returns the witness's output after `history`."""
     state, said = history_hash(history), []
     for _ in range(tokens):
         said.append(next_token(state, VOCABULARY))

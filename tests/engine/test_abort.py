@@ -1,4 +1,4 @@
-"""A turn that does not end well leaves its session at the last commit; a barge-in keeps what was heard."""
+"""An aborted or failed turn leaves its session at the last commit; a barge-in keeps the part that was heard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.present import present
 
 
 def held(stage: Stage) -> list[int]:
-    """Units of each pool that somebody holds, cached checkpoints aside."""
+    """Returns the units of each pool that are held, without cached checkpoints."""
     stage.play()
     while stage.engine.memory.cache.evict():
         pass
@@ -53,7 +53,7 @@ def test_the_next_turn_after_an_abort_computes_only_its_own_tokens(mix, overlap:
     stage.play()
     expected = continuation([*session.history, 1, 2, 3], 5)
     turn = stage.say("s", [1, 2, 3], 5)
-    # the last token of the history, three new ones, all but the last output; overlapped, perhaps one past the end
+    # the last token of the history, three new ones, all but the last output; with overlap, perhaps one past the end
     assert 8 <= stage.cost(lambda: None) <= 8 + overlap
     assert list(turn.output) == expected
 
@@ -123,7 +123,7 @@ def test_on_full_attention_a_barge_in_costs_nothing(overlap: int, keep: int) -> 
 
 @every_mix
 @every_overlap
-def test_a_barge_in_computes_again_at_most_from_the_end_of_the_input(mix, overlap: int) -> None:
+def test_a_barge_in_recomputes_at_most_from_the_end_of_the_input(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.told()
     turn = stage.reach("mid-decode", output=60)
@@ -135,7 +135,7 @@ def test_a_barge_in_computes_again_at_most_from_the_end_of_the_input(mix, overla
 
 
 @every_mix
-def test_a_barge_in_before_anything_was_said_keeps_the_input(mix) -> None:
+def test_a_barge_in_before_any_output_keeps_the_input(mix) -> None:
     stage = Stage(mix)
     session = stage.told()
     before = list(session.history)
@@ -156,7 +156,7 @@ def test_a_barge_in_on_a_turn_that_never_ran_commits_nothing(state: str) -> None
 
 
 @every_mix
-def test_a_barge_in_on_a_preempted_turn_keeps_what_was_heard(mix) -> None:
+def test_a_barge_in_on_a_preempted_turn_keeps_the_output_that_was_heard(mix) -> None:
     stage = Stage(mix)
     session = stage.told()
     turn = stage.reach("preempted")
@@ -170,7 +170,7 @@ def test_a_barge_in_on_a_preempted_turn_keeps_what_was_heard(mix) -> None:
     assert list(again.output) == expected
 
 
-def test_an_aborted_turn_that_finished_before_the_caller_knew_cannot_be_aborted_again() -> None:
+def test_a_turn_that_finished_before_its_abort_arrived_cannot_be_aborted() -> None:
     stage = Stage()
     stage.told()
     with pytest.raises(IllegalTransition, match="session s has no open turn to abort"):
@@ -187,7 +187,7 @@ def test_only_a_number_of_tokens_can_be_kept() -> None:
 
 
 @every_overlap
-def test_a_result_that_comes_after_the_abort_is_dropped(overlap: int) -> None:
+def test_a_result_that_arrives_after_the_abort_is_dropped(overlap: int) -> None:
     """Known fault: a rejected or aborted overlapping turn disturbs the live one."""
     stage = Stage(overlap=overlap)
     stage.told("one", output=2)
@@ -206,8 +206,8 @@ def test_a_result_that_comes_after_the_abort_is_dropped(overlap: int) -> None:
     assert list(third.output) == third_expected
 
 
-def test_a_turn_refused_beside_a_live_one_leaves_it_alone() -> None:
-    """Known fault: a rejected overlapping turn clears the live turn's in-flight mark."""
+def test_a_turn_refused_beside_a_running_one_leaves_it_alone() -> None:
+    """Known fault: a rejected overlapping turn clears the running turn's in-flight mark."""
     stage = Stage()
     stage.told()
     turn = stage.reach("mid-decode")
@@ -221,13 +221,13 @@ def test_a_turn_refused_beside_a_live_one_leaves_it_alone() -> None:
 
 @every_mix
 @pytest.mark.parametrize("keep", [0, 1, 3])
-def test_a_preempted_regeneration_that_is_stopped_keeps_the_new_output_and_not_the_old(mix, keep: int) -> None:
+def test_stopping_a_preempted_regeneration_keeps_the_new_output_and_not_the_old(mix, keep: int) -> None:
     stage = Stage(mix)
     session = stage.told("s", 10, 8)
     old = list(session.history)
     turn = stage.engine.regenerate(
         "s", TurnParams(max_new_tokens=8, min_new_tokens=6, stop_ids=tuple(old[10:12]))
-    )  # so that it says something else
+    )  # so that its output differs
     stage.until(lambda: len(turn.output) >= 4)
     assert list(turn.output) != old[10 : 10 + len(turn.output)]
     stage.engine.lifecycle.preempt(turn)

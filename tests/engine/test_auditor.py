@@ -1,4 +1,4 @@
-"""The audit that is always on: a little at every step, in every world, and what is wrong stops the engine."""
+"""The audit that is always on: each step checks a little, in every world, and a wrong count stops the engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def parked(sessions: int, **config: Any) -> Stage:
     return stage
 
 
-def test_a_cycle_begins_every_so_many_steps() -> None:
+def test_an_audit_cycle_begins_after_every_interval_of_steps() -> None:
     stage = Stage((FULL,), audit_every=5)
     for step in range(1, 31):
         stage.step()
         assert stage.engine.auditor.cycles == step // 5
 
 
-def test_without_a_number_of_steps_there_is_an_audit_only_on_demand() -> None:
+def test_without_an_interval_audits_run_only_on_demand() -> None:
     stage = Stage((FULL,), audit_every=0)
     for _ in range(10):
         stage.step()
@@ -57,7 +57,7 @@ def test_a_strict_engine_recounts_everything_after_every_step_and_logs_it(caplog
 
 
 @pytest.mark.parametrize("sessions", [50, 800])
-def test_a_step_visits_no_more_holders_however_many_sessions_are_parked(
+def test_the_visits_of_a_step_do_not_grow_with_the_parked_sessions(
     sessions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 40)
@@ -77,8 +77,8 @@ def test_a_step_visits_no_more_holders_however_many_sessions_are_parked(
     assert told == [expected]
 
 
-def test_an_audit_that_is_asked_for_begins_then_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in progress says nothing of what has been done since it began."""
+def test_a_requested_audit_begins_only_after_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An audit in progress does not cover changes made since it began."""
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 10)
     stage = parked(50, audit_every=1)
     stage.step()
@@ -89,7 +89,7 @@ def test_an_audit_that_is_asked_for_begins_then_and_not_before(monkeypatch: pyte
     assert told[0].pools[0].leased == 0
 
 
-def test_an_audit_that_is_asked_for_during_another_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_requested_during_another_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 10)
     stage = parked(50, audit_every=0)
     first: list[AuditReport] = []
@@ -105,7 +105,7 @@ def test_an_audit_that_is_asked_for_during_another_follows_it(monkeypatch: pytes
     assert not stage.engine.auditor.awaited
 
 
-def test_what_an_audit_finds_wrong_stops_the_engine() -> None:
+def test_a_wrong_count_found_by_an_audit_stops_the_engine() -> None:
     stage = parked(3, audit_every=5)
     pool = stage.engine.memory.pools[0]
     pool.counts[full_table(stage.engine.sessions.get("parked 1")).base.units[0]] += 1
@@ -116,7 +116,7 @@ def test_what_an_audit_finds_wrong_stops_the_engine() -> None:
 
 
 @every_mix
-def test_turns_go_on_while_a_cycle_takes_many_steps(mix, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_continue_while_a_cycle_takes_many_steps(mix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 8)
     stage = Stage(mix, audit_every=1, overlap=1)
     stage.told("s")
@@ -129,7 +129,7 @@ def test_turns_go_on_while_a_cycle_takes_many_steps(mix, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("visits", [1, 7])
-def test_no_cycle_reports_a_miscount_that_is_none(visits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cycle_reports_a_false_miscount(visits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random worlds, audited all the time and very slowly."""
     monkeypatch.setattr(auditor, "VISITS_A_STEP", visits)
     cycles = 0

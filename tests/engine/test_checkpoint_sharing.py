@@ -1,4 +1,4 @@
-"""Checkpoints that sessions share are counted, and evicted, once."""
+"""Checkpoints that sessions share are counted once and evicted once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from tests.engine.stage import FULL, STATE, Stage
 
 
-def test_forks_refer_to_their_parents_checkpoints_and_evict_nobody_elses() -> None:
-    """Known fault: each fork counted them again, and the cache gave up those of others though slots were free."""
+def test_forks_share_their_parents_checkpoints_and_evict_no_others() -> None:
+    """Known fault: each fork counted them again, and the cache evicted those of others although slots were free."""
     config: dict[str, Any] = {"context_length": 4000, "token_budget": 256, "checkpoint_interval": 64}
     stage = Stage((FULL, STATE), units=1500, recount=False, **config)
     others = [stage.told(f"s{i}", 500, 1) for i in range(4)]

@@ -1,4 +1,4 @@
-"""Turns that find all they need in memory when they start."""
+"""Turns that find everything they need in memory when they start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.engine.stage import FULL, STATE, Stage
 from tests.present import present
 
 
-def test_a_turn_whose_session_comes_back_without_a_copy_gives_its_units_back():
+def test_a_turn_whose_session_is_restored_without_a_copy_releases_its_units():
     stage = Stage((FULL, STATE), host_tier=10**6, units=60)
     session = stage.told("s")
     stage.engine.fork("s", child="fork")

@@ -1,4 +1,4 @@
-"""A copy of a page is that page as long as nobody has written it since, and holds no more than was in it."""
+"""A copy of a page is valid until the page is written again, and covers only the slots filled when it was made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.present import present
 
 
 def with_a_fork() -> tuple[Stage, list[int]]:
-    """A session "s" whose last page is partly filled, and a fork of it."""
+    """Makes a session "s" whose last page is partly filled, and a fork of it."""
     stage = Stage(units=60, host_tier=10**6)
     session = stage.told("s", 4 * PAGE, 4)
     assert session.memory.computed % PAGE == 3
@@ -30,7 +30,7 @@ def goes_on(stage: Stage, name: str, history: Sequence[int]) -> None:
     assert present(turn.result).usage.cached == len(history) - 1
 
 
-def test_a_session_comes_back_without_a_page_that_another_has_written_since_in_place():
+def test_a_session_is_restored_without_a_page_that_another_has_overwritten_in_place():
     stage, history = with_a_fork()
     park(stage, "s")
     stage.engine.rewind("fork", position=len(history) - 2)
@@ -42,7 +42,7 @@ def test_a_page_that_was_copied_before_it_was_filled_is_copied_again():
     stage, history = with_a_fork()
     turn = stage.say("s", [7], 4)
     stage.until(lambda: turn.running)
-    park(stage, "fork")  # which copies the page as the turn has just begun to fill it
+    park(stage, "fork")  # which copies the page when the turn has just begun to fill it
     stage.play()
     park(stage, "s")
     goes_on(stage, "s", [*history, 7, *turn.output])

@@ -1,4 +1,4 @@
-"""Deadlines, time to live and closing: sessions end when they should and never while a turn is open."""
+"""Deadlines, time to live and closing: sessions end when they should, and never while a turn is open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.present import present
 
 @every_mix
 @pytest.mark.parametrize("state", STATES)
-def test_past_its_deadline_a_turn_ends_and_its_session_is_at_the_last_commit(mix, state: str) -> None:
+def test_a_turn_past_its_deadline_ends_and_its_session_is_at_the_last_commit(mix, state: str) -> None:
     stage = Stage(mix, draft_timeout=30.0)
     session = stage.told()
     before, computed = list(session.history), session.memory.computed
@@ -32,7 +32,7 @@ def test_past_its_deadline_a_turn_ends_and_its_session_is_at_the_last_commit(mix
     assert (list(session.history), session.memory.computed) == (before, computed)
 
 
-def test_a_turn_that_waits_too_long_for_its_start_ends() -> None:
+def test_a_turn_that_waits_too_long_to_start_ends() -> None:
     stage = Stage(max_running=1)
     stage.told("one", output=1)
     stage.told("two", output=1)
@@ -47,7 +47,7 @@ def test_a_turn_that_waits_too_long_for_its_start_ends() -> None:
     assert (present(turn.result).reason, len(turn.session.history)) == (EndReason.DEADLINE, 31)
 
 
-def test_a_turn_that_has_started_no_longer_minds_its_queue_deadline_even_if_preempted() -> None:
+def test_a_started_turn_ignores_its_queue_deadline_even_if_preempted() -> None:
     stage = Stage()
     stage.open()
     turn = stage.say("s", [1, 2], 40, queue_timeout=3.0)
@@ -101,7 +101,7 @@ def test_a_session_does_not_expire_while_its_turn_is_open(state: str) -> None:
 
 
 @every_mix
-def test_an_expired_session_gives_everything_back(mix) -> None:
+def test_an_expired_session_releases_everything(mix) -> None:
     stage = Stage(mix)
     stage.told(ttl=10.0)
     stage.clock.advance(11.0)
@@ -124,7 +124,7 @@ def test_an_ephemeral_session_closes_when_its_only_turn_ends(mix) -> None:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_an_ephemeral_session_closes_also_when_its_turn_is_aborted(state: str) -> None:
+def test_an_ephemeral_session_also_closes_when_its_turn_is_aborted(state: str) -> None:
     """Known fault: a disconnect that leaves a zombie turn."""
     stage = Stage()
     stage.open(ephemeral=True)
@@ -149,7 +149,7 @@ def test_closing_aborts_the_open_turn(mix, state: str) -> None:
 
 @every_mix
 @pytest.mark.parametrize("state", STATES)
-def test_closing_with_finish_lets_a_submitted_turn_end_first_but_no_draft(mix, state: str) -> None:
+def test_closing_with_finish_lets_a_submitted_turn_end_first_but_not_a_draft(mix, state: str) -> None:
     stage = Stage(mix)
     session = stage.told()
     turn = stage.reach(state)
@@ -165,7 +165,7 @@ def test_closing_with_finish_lets_a_submitted_turn_end_first_but_no_draft(mix, s
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 
 
-def test_closing_without_finish_ends_a_session_that_was_closing_with_it() -> None:
+def test_closing_without_finish_ends_a_session_that_is_closing_with_it() -> None:
     stage = Stage()
     stage.told()
     turn = stage.reach("mid-decode")
@@ -174,7 +174,7 @@ def test_closing_without_finish_ends_a_session_that_was_closing_with_it() -> Non
     assert (turn.state, stage.engine.sessions.find("s")) == (TurnState.ABORTED, None)
 
 
-def test_an_id_can_be_used_again_after_its_session_was_closed_under_a_running_turn() -> None:
+def test_an_id_can_be_reused_after_its_session_was_closed_during_a_turn() -> None:
     stage = Stage(overlap=1)
     stage.told()
     stage.reach("mid-decode")
@@ -185,7 +185,7 @@ def test_an_id_can_be_used_again_after_its_session_was_closed_under_a_running_tu
     assert list(turn.output) == continuation([1, 2], 5)
 
 
-def test_timers_of_turns_that_have_ended_go_and_that_of_a_draft_stays() -> None:
+def test_timers_of_ended_turns_are_purged_and_a_drafts_timer_stays() -> None:
     stage = Stage(recount=False, draft_timeout=40.0)
     stage.open("draft")
     draft = stage.engine.draft("draft", [1, 2])

@@ -1,4 +1,4 @@
-"""A file on disk is used only if it names the wanted content, and a full disk gives up the least recently used."""
+"""A file on disk is used only if it has the expected content, and a full disk deletes the least recently used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_fro
 from tests.present import present
 
 UNIT = 16 * PAGE
-"""Bytes of a page of full attention on the witness."""
+"""Bytes of a full attention page on the witness."""
 
 
 def make(tier: Path, mix: Any = (FULL,), **options: Any) -> Stage:
@@ -42,7 +42,7 @@ def parked(stage: Stage) -> list[str]:
 
 
 def told(stage: Stage, *names: str, tokens: int = 30) -> None:
-    """Sessions with different histories, parked one after the other."""
+    """Makes sessions with different histories and parks them one after another."""
     for number, name in enumerate(names):
         stage.open(name)
         stage.say(name, count_from(number + 1, tokens), 2)
@@ -51,7 +51,7 @@ def told(stage: Stage, *names: str, tokens: int = 30) -> None:
 
 
 def goes_on(stage: Stage, name: str, tenant: str = "") -> int:
-    """The session says what it should; how many tokens were cached."""
+    """Checks that the session continues correctly; returns the number of cached tokens."""
     history = list(stage.engine.sessions.get(name, tenant).history)
     turn = stage.say(name, [7], 3, tenant)
     stage.play()
@@ -61,7 +61,7 @@ def goes_on(stage: Stage, name: str, tenant: str = "") -> int:
 
 
 def exchange(tier: Path) -> None:
-    """Every file gets the name of another."""
+    """Gives every file the content of another."""
     files = sorted(tier.glob(f"*{SUFFIX}"))
     assert len(files) > 1
     contents = [path.read_bytes() for path in files]
@@ -69,11 +69,11 @@ def exchange(tier: Path) -> None:
         path.write_bytes(content)
 
 
-# -- files that changed places
+# -- swapped files
 
 
 @every_mix
-def test_files_that_changed_places_are_not_taken_for_each_other(mix, tmp_path: Path) -> None:
+def test_swapped_files_are_not_mistaken_for_each_other(mix, tmp_path: Path) -> None:
     stage = make(tmp_path, mix)
     told(stage, "a", "b", "c")
     exchange(tmp_path)
@@ -83,7 +83,7 @@ def test_files_that_changed_places_are_not_taken_for_each_other(mix, tmp_path: P
 
 
 @every_mix
-def test_files_that_changed_places_between_two_processes_are_not_taken_for_each_other(mix, tmp_path: Path) -> None:
+def test_files_swapped_between_two_processes_are_not_mistaken_for_each_other(mix, tmp_path: Path) -> None:
     stage = make(tmp_path, mix)
     told(stage, "a", "b")
     saved = [session.saved() for session in stage.engine.sessions]
@@ -99,7 +99,7 @@ def test_files_that_changed_places_between_two_processes_are_not_taken_for_each_
 
 
 @every_mix
-def test_a_tenant_is_not_given_what_another_has_said_word_for_word(mix, tmp_path: Path) -> None:
+def test_a_tenant_never_gets_another_tenants_state_even_for_the_same_words(mix, tmp_path: Path) -> None:
     stage = make(tmp_path, mix)
     for tenant in ("one", "two"):
         session = stage.open("s", tenant=tenant)
@@ -111,8 +111,8 @@ def test_a_tenant_is_not_given_what_another_has_said_word_for_word(mix, tmp_path
     assert parking(stage).tiers.failures == {"content": 2}
 
 
-def test_rows_within_a_file_that_changed_places_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    """Two forks whose last pages begin alike and then differ have these in one file each."""
+def test_swapped_rows_within_a_file_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
+    """Two forks whose last pages start alike and then differ have one file each."""
     stage = make(tmp_path)
     told(stage, "s", tokens=17)
     for name, token in (("s", 1), ("fork", 2)):
@@ -126,7 +126,7 @@ def test_rows_within_a_file_that_changed_places_are_not_taken_for_each_other(tmp
         assert goes_on(stage, name) < 19
 
 
-def test_a_session_is_exported_without_state_that_is_not_its_own(tmp_path: Path) -> None:
+def test_a_session_is_exported_without_state_of_other_content(tmp_path: Path) -> None:
     stage = make(tmp_path)
     told(stage, "a", "b")
     exchange(tmp_path)
@@ -138,8 +138,8 @@ def test_a_session_is_exported_without_state_that_is_not_its_own(tmp_path: Path)
     stage.engine.audit()
 
 
-def test_what_is_parked_is_compared_with_the_tokens_of_who_gets_it(tmp_path: Path) -> None:
-    """A mistake of ours in memory ends with a report, not with a wrong answer."""
+def test_parked_memory_is_compared_with_the_tokens_of_the_session_that_gets_it(tmp_path: Path) -> None:
+    """A bug of ours in memory ends with a report and not with a wrong answer."""
     stage = make(tmp_path)
     told(stage, "a", "b")
     a, b = (stage.engine.sessions.get(name) for name in "ab")
@@ -150,7 +150,7 @@ def test_what_is_parked_is_compared_with_the_tokens_of_who_gets_it(tmp_path: Pat
         stage.play()
 
 
-def test_a_name_says_tenant_position_and_tokens() -> None:
+def test_a_content_name_depends_on_tenant_position_and_tokens() -> None:
     tokens = bytes(range(48))
     (first, second) = contents("t", tokens, [(0, 4), (4, 7)])
     (shorter,) = contents("t", tokens, [(4, 6)])
@@ -162,11 +162,13 @@ def test_a_name_says_tenant_position_and_tokens() -> None:
     assert type(first).named(first.name) == first
 
 
-# -- what is no file of units at all
+# -- files that are not unit files
 
 
 @pytest.mark.parametrize("make_it", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_regular_file_is_not_waited_for(make_it: Callable[[Path], None], tmp_path: Path) -> None:
+def test_anything_but_a_regular_file_is_refused_without_waiting(
+    make_it: Callable[[Path], None], tmp_path: Path
+) -> None:
     stage = make(tmp_path)
     told(stage, "a")
     (path,) = tmp_path.glob(f"*{SUFFIX}")
@@ -183,7 +185,7 @@ def test_what_is_no_regular_file_is_not_waited_for(make_it: Callable[[Path], Non
     assert present(stage.engine.snapshots).counts["unreadable"] == 1
 
 
-def test_no_memory_is_taken_for_a_file_that_says_that_it_is_huge(tmp_path: Path) -> None:
+def test_no_memory_is_allocated_for_a_file_that_claims_to_be_huge(tmp_path: Path) -> None:
     stage = make(tmp_path)
     told(stage, "a", "b")
     first, second = tmp_path.glob(f"*{SUFFIX}")
@@ -198,7 +200,7 @@ def test_no_memory_is_taken_for_a_file_that_says_that_it_is_huge(tmp_path: Path)
 # -- room
 
 
-def test_a_full_disk_gives_up_what_was_used_least_recently(tmp_path: Path) -> None:
+def test_a_full_disk_deletes_the_least_recently_used_memory(tmp_path: Path) -> None:
     stage = make(tmp_path, budget=47 * UNIT)
     names = [f"s{i}" for i in range(10)]
     told(stage, *names)  # of 8 pages each
@@ -216,7 +218,7 @@ def test_a_full_disk_gives_up_what_was_used_least_recently(tmp_path: Path) -> No
     stage.engine.audit()
 
 
-def test_a_session_that_the_disk_could_never_hold_pushes_nobody_out(tmp_path: Path) -> None:
+def test_a_session_too_large_for_the_disk_evicts_no_other(tmp_path: Path) -> None:
     stage = make(tmp_path, budget=20 * UNIT)
     told(stage, "a", "b")
     told(stage, "large", tokens=100)
@@ -225,7 +227,7 @@ def test_a_session_that_the_disk_could_never_hold_pushes_nobody_out(tmp_path: Pa
     assert goes_on(stage, "large") == 0
 
 
-def test_memory_that_finds_no_room_beside_writes_under_way_counts_as_busy_not_as_full(tmp_path: Path) -> None:
+def test_memory_without_room_beside_unfinished_writes_counts_as_busy_not_full(tmp_path: Path) -> None:
     copies = ByHand()
     stage = make(tmp_path, budget=20 * UNIT, carrier=copies)
     told(stage, "a", "b", "c")  # of 8 pages each; none of the writes has ended
@@ -237,7 +239,7 @@ def test_memory_that_finds_no_room_beside_writes_under_way_counts_as_busy_not_as
     assert parking(stage).tiers.failures == {"busy": 1}
 
 
-def test_a_file_system_that_fills_up_gives_up_what_was_used_least_recently(
+def test_a_full_file_system_deletes_the_least_recently_used_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make(tmp_path)
@@ -257,7 +259,7 @@ def test_a_file_system_that_fills_up_gives_up_what_was_used_least_recently(
     stage.engine.audit()
 
 
-def test_a_snapshot_for_which_the_disk_is_too_small_has_the_sessions_that_were_used_last(tmp_path: Path) -> None:
+def test_a_snapshot_on_a_small_disk_keeps_the_most_recently_used_sessions(tmp_path: Path) -> None:
     stage = make(tmp_path, budget=24 * UNIT)
     told(stage, "a", "b", "c")
     stage.clock.advance(1.0)
@@ -278,7 +280,7 @@ def test_a_snapshot_for_which_the_disk_is_too_small_has_the_sessions_that_were_u
     assert [goes_on(stage, name) for name in ("d", "e")] == [31, 31]
 
 
-def test_a_tier_that_has_become_smaller_keeps_what_was_used_last(tmp_path: Path) -> None:
+def test_a_smaller_tier_keeps_the_most_recently_used_memory(tmp_path: Path) -> None:
     stage = make(tmp_path)
     told(stage, "a", "b", "c")
     saved = []
@@ -296,10 +298,10 @@ def test_a_tier_that_has_become_smaller_keeps_what_was_used_last(tmp_path: Path)
     stage.engine.audit()
 
 
-# -- what is worth moving
+# -- rates
 
 
-def test_one_slow_copy_rules_nothing_out() -> None:
+def test_one_slow_copy_does_not_rule_out_a_tier() -> None:
     rates = Rates()
     rates.note("compute", 1, 1.0)
     for seconds in (0.5, 0.5, 1000.0, 0.5):

@@ -1,4 +1,4 @@
-"""A draft is prefilled while the user still types, is given whole every time, and costs only what differs."""
+"""A draft is prefilled while the user still types, is sent whole every time, and costs only the tokens that change."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_draft_that_is_submitted_unchanged_starts_with_its_first_output(mix, o
     assert present(turn.result).usage.cached == 36 + 20 - 1
 
 
-def test_only_what_was_typed_since_is_computed() -> None:
+def test_only_newly_typed_tokens_are_computed() -> None:
     stage = Stage()
     stage.told()
     text = count_from(600, 40)
@@ -67,7 +67,7 @@ def test_only_what_was_typed_since_is_computed() -> None:
     assert stage.cost(lambda: stage.engine.draft("s", text)) == 0
 
 
-def test_a_correction_computes_from_where_it_differs() -> None:
+def test_a_correction_recomputes_from_the_first_difference() -> None:
     stage = Stage()
     stage.told()
     text = count_from(600, 40)
@@ -79,11 +79,11 @@ def test_a_correction_computes_from_where_it_differs() -> None:
     assert stage.cost(lambda: stage.engine.draft("s", shorter)) == 0
 
 
-def test_a_draft_cut_to_a_checkpoint_and_then_before_it_writes_to_pages_of_its_own() -> None:
+def test_a_draft_cut_to_a_checkpoint_and_then_before_it_writes_to_its_own_pages() -> None:
     stage = Stage((SLIDING,), checkpoint_interval=8, checkpoint_share=1.0)
     session = stage.open()
     text = count_from(600, 60)
-    for shorter in (60, 12, 4):  # the window of 11 is gone, and the checkpoint at 8 is not; 3 lies before that
+    for shorter in (60, 12, 4):  # the window of 11 is gone, but not the checkpoint at 8; 3 lies before that
         stage.engine.draft("s", [*text[: shorter - 1], 900])
         stage.play()
         stage.engine.audit()
@@ -100,7 +100,7 @@ edits = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(0
 @settings(max_examples=25)
 @given(edits=edits, overlap=st.integers(0, 1))
 @pytest.mark.parametrize("mix", [(FULL,), (FULL, STATE)], ids=["full", "full+state"])
-def test_however_a_draft_was_edited_the_turn_says_what_its_last_text_calls_for(mix, edits, overlap: int) -> None:
+def test_the_output_depends_only_on_the_last_text_of_an_edited_draft(mix, edits, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap, recount=False)
     session = stage.told()
     text: list[int] = []
@@ -120,7 +120,7 @@ def test_however_a_draft_was_edited_the_turn_says_what_its_last_text_calls_for(m
 
 @every_mix
 @every_overlap
-def test_a_turn_may_say_something_else_than_its_draft(mix, overlap: int) -> None:
+def test_a_turn_may_be_submitted_with_other_text_than_its_draft(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.told()
     stage.reach("drafting")
@@ -159,7 +159,7 @@ def test_a_draft_can_become_a_prefill_only_turn() -> None:
     assert (present(draft.result).reason, list(session.history[36:])) == (EndReason.APPENDED, [1, 2, 3])
 
 
-def test_a_draft_that_would_not_fit_is_refused_and_the_one_before_stays() -> None:
+def test_a_draft_that_would_not_fit_is_refused_and_the_previous_one_stays() -> None:
     stage = Stage()
     stage.told()
     draft = stage.engine.draft("s", [1, 2, 3])
@@ -171,7 +171,7 @@ def test_a_draft_that_would_not_fit_is_refused_and_the_one_before_stays() -> Non
     stage.engine.audit()
 
 
-def test_a_draft_nobody_changes_times_out_and_the_session_is_what_it_was() -> None:
+def test_an_unchanged_draft_times_out_and_leaves_the_session_as_it_was() -> None:
     stage = Stage(draft_timeout=10.0)
     session = stage.told()
     draft = stage.engine.draft("s", [1, 2])
@@ -200,7 +200,7 @@ def test_a_submitted_draft_no_longer_times_out_as_a_draft() -> None:
     assert present(turn.result).committed
 
 
-def test_drafts_never_hold_up_a_turn_somebody_waits_for() -> None:
+def test_drafts_never_delay_a_submitted_turn() -> None:
     stage = Stage(max_running=1, token_budget=4)
     for name in ("a", "b"):
         stage.open(name)
@@ -210,7 +210,7 @@ def test_drafts_never_hold_up_a_turn_somebody_waits_for() -> None:
     stage.until(lambda: turn.result is not None, most=6)
 
 
-def test_the_draft_of_a_turn_keeps_what_it_computed_through_a_timeout_set_at_submission() -> None:
+def test_timeouts_of_a_submitted_draft_count_from_its_submission() -> None:
     stage = Stage()
     session = stage.told()
     stage.engine.draft("s", count_from(600, 20))
@@ -225,8 +225,9 @@ def test_the_draft_of_a_turn_keeps_what_it_computed_through_a_timeout_set_at_sub
 
 @every_mix
 @every_overlap
-def test_a_draft_typed_on_between_every_step_makes_progress_and_computes_each_token_once(mix, overlap: int) -> None:
-    """Known fault: with overlap, every change dropped what the step in flight computed, and nothing was ever kept."""
+def test_a_draft_extended_at_every_step_makes_progress_and_computes_each_token_once(mix, overlap: int) -> None:
+    """Known fault: with overlap, every change dropped the result of the step in flight, so that nothing was ever
+    kept."""
     stage = Stage(mix, overlap=overlap, context_length=2000, units=2000)
     session = stage.told()
     text, before, progress = count_from(5, 200), len(stage.executor.plans), [35]
@@ -251,8 +252,8 @@ def test_a_draft_typed_on_between_every_step_makes_progress_and_computes_each_to
 @every_mix
 @every_overlap
 @pytest.mark.parametrize("interval", [64, 10**6])
-def test_submitting_a_draft_computes_nothing_again(mix, overlap: int, interval: int) -> None:
-    """Known fault: with overlap it lost the step in flight, and in a model with state all it had."""
+def test_submitting_a_draft_recomputes_nothing(mix, overlap: int, interval: int) -> None:
+    """Known fault: with overlap it lost the step in flight and, in a model with state, everything."""
     config: dict[str, Any] = {
         "token_budget": 32,
         "context_length": 1000,
@@ -272,14 +273,14 @@ def test_submitting_a_draft_computes_nothing_again(mix, overlap: int, interval: 
 
 
 @every_mix
-def test_a_step_that_fails_while_a_draft_relies_on_it_is_computed_again(mix) -> None:
+def test_a_failed_step_that_a_draft_relies_on_is_computed_again(mix) -> None:
     stage = Stage(mix, overlap=1, failing=(3,))
     stage.open()
     text = count_from(3, 100)
     stage.engine.draft("s", text)
     for _ in range(4):
         stage.step()
-    turn = stage.say("s", text, 5)  # goes on from what the step in flight, which fails, was to compute
+    turn = stage.say("s", text, 5)  # continues from the step in flight, which fails
     assert present(turn.session.memory.turn).unsettled is not None
     assert present(turn.session.memory.turn).scheduled == 64
     stage.play()
@@ -289,8 +290,8 @@ def test_a_step_that_fails_while_a_draft_relies_on_it_is_computed_again(mix) -> 
 
 @every_overlap
 @pytest.mark.parametrize("aging_seconds", [10.0, 1e9])
-def test_no_priority_lifts_a_draft_over_a_turn_somebody_waits_for(overlap: int, aging_seconds: float) -> None:
-    """Known fault: an important draft that found no room, and to which nobody yields, stood before all others."""
+def test_no_priority_puts_a_draft_before_a_submitted_turn(overlap: int, aging_seconds: float) -> None:
+    """Known fault: an important draft without room, to which nothing yields, blocked all others."""
     stage = Stage(units=60, aging_seconds=aging_seconds, overlap=overlap)
     for i in range(3):
         stage.told(f"idle{i}", 60, 1)
@@ -305,8 +306,8 @@ def test_no_priority_lifts_a_draft_over_a_turn_somebody_waits_for(overlap: int, 
 
 @pytest.mark.parametrize("units", range(85, 101, 3))
 @pytest.mark.parametrize("idle", [0, 5])
-def test_a_draft_that_lacks_room_takes_nothing_from_anybody(units: int, idle: int) -> None:
-    """Known fault: what a draft lacked was taken from idle sessions and from turns before it."""
+def test_a_draft_without_room_takes_nothing_from_others(units: int, idle: int) -> None:
+    """Known fault: its units were taken from idle sessions and from turns before it."""
     stage = Stage(units=units + idle * 5, max_running=8, token_budget=32)
     for i in range(idle):
         stage.told(f"idle{i}", 16, 3)

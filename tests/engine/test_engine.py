@@ -1,4 +1,4 @@
-"""Turns from submission to commit: what they cost, their limits, how they end, and in which order they run."""
+"""Turns from submission to commit: their cost, their limits, their ends, and their order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.present import present
 
 @every_mix
 @every_overlap
-def test_every_turn_continues_everything_said_before(mix, overlap: int) -> None:
+def test_every_turn_continues_the_whole_history(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.open()
     said: list[int] = []
@@ -55,7 +55,7 @@ def test_every_turn_continues_everything_said_before(mix, overlap: int) -> None:
 
 @every_mix
 @every_overlap
-def test_a_turn_costs_its_new_tokens_however_long_the_history(mix, overlap: int) -> None:
+def test_a_turn_costs_only_its_new_tokens_however_long_the_history(mix, overlap: int) -> None:
     for tokens in (10, 150):
         stage = Stage(mix, overlap=overlap)
         stage.told(tokens=tokens, output=1)
@@ -84,7 +84,7 @@ def test_a_step_acquires_the_pages_of_all_its_turns_in_one_call_for_each_group(m
 
 
 @every_overlap
-def test_an_empty_input_continues(overlap: int) -> None:
+def test_an_empty_input_continues_the_history(overlap: int) -> None:
     """Known fault: zero-token turns."""
     stage = Stage(overlap=overlap)
     session = stage.told()
@@ -94,7 +94,7 @@ def test_an_empty_input_continues(overlap: int) -> None:
     assert list(turn.output) == expected
 
 
-def test_on_an_empty_session_there_is_nothing_to_continue() -> None:
+def test_an_empty_session_has_nothing_to_continue() -> None:
     stage = Stage()
     stage.open()
     with pytest.raises(InvalidRequest, match="nothing to continue"):
@@ -106,7 +106,7 @@ def test_on_an_empty_session_there_is_nothing_to_continue() -> None:
 
 
 @every_mix
-def test_a_turn_that_asks_for_more_than_fits_gets_what_fits_and_is_told(mix) -> None:
+def test_a_turn_that_requests_more_than_fits_gets_a_reduced_maximum(mix) -> None:
     stage = Stage(mix)
     session = stage.told()
     turn = stage.say("s", [1] * 100, 5000)
@@ -147,7 +147,7 @@ def test_a_turn_longer_than_the_context_is_refused_before_it_queues_and_names_th
     assert len(session.history) == 200
 
 
-def test_a_full_session_takes_no_more_and_can_be_rewound() -> None:
+def test_a_full_session_accepts_no_more_tokens_and_can_be_rewound() -> None:
     stage = Stage()
     session = stage.told(tokens=190, output=10)
     for operation in (stage.say, stage.append, stage.engine.draft):
@@ -171,7 +171,7 @@ def test_a_turn_that_cannot_fit_the_empty_pool_is_refused() -> None:
     assert (present(turn.result).max_new_tokens, len(turn.session.history)) == (1, 41)
 
 
-def test_a_sessions_own_cap_counts() -> None:
+def test_the_token_limit_of_a_session_applies() -> None:
     stage = Stage()
     stage.open(max_tokens=20)
     with pytest.raises(ContextExceeded, match="of a context of 20"):
@@ -182,7 +182,7 @@ def test_a_sessions_own_cap_counts() -> None:
     assert (result.max_new_tokens, result.context_left) == (5, 0)
 
 
-def test_what_is_not_a_token_is_refused_and_changes_nothing() -> None:
+def test_invalid_tokens_are_refused_and_change_nothing() -> None:
     stage = Stage()
     session = stage.open()
     for operation in (stage.say, stage.append, stage.engine.draft):
@@ -208,7 +208,7 @@ def test_a_full_queue_refuses_and_changes_nothing() -> None:
     stage.say("s2", [1])
 
 
-def test_a_session_nobody_opened_is_not_found() -> None:
+def test_a_session_that_was_never_opened_is_not_found() -> None:
     stage = Stage()
     for operation in (stage.say, stage.append, stage.engine.draft):
         with pytest.raises(NotFound, match="no session 'nobody'"):
@@ -218,7 +218,7 @@ def test_a_session_nobody_opened_is_not_found() -> None:
 # -- ends
 
 
-def test_a_stop_id_ends_the_turn_and_is_part_of_the_history() -> None:
+def test_a_stop_id_ends_the_turn_and_joins_the_history() -> None:
     stage = Stage()
     session = stage.told()
     said = continuation([*session.history, 1], 9)
@@ -229,7 +229,7 @@ def test_a_stop_id_ends_the_turn_and_is_part_of_the_history() -> None:
 
 
 @every_overlap
-def test_the_models_end_of_turn_stops_unless_it_is_ignored(overlap: int) -> None:
+def test_the_models_end_token_ends_a_turn_unless_ignored(overlap: int) -> None:
     said = continuation([1, 2, 3], 10)
     stage = Stage(eos=(said[3],), overlap=overlap)
     for name in ("a", "b"):
@@ -252,7 +252,7 @@ def test_usage_counts_exactly() -> None:
 # -- order
 
 
-def test_a_higher_priority_starts_first_and_the_earlier_of_equals() -> None:
+def test_a_higher_priority_starts_first_then_the_earlier_turn() -> None:
     stage = Stage(max_running=1)
     order = []
     for name, priority in (("a", 0), ("b", 0), ("c", 2), ("d", 1)):
@@ -292,7 +292,7 @@ def test_a_waiting_turn_of_higher_priority_makes_the_last_running_one_yield() ->
     assert list(low.output) == expected
 
 
-def test_a_turn_does_not_yield_to_one_of_its_own_priority() -> None:
+def test_a_turn_does_not_yield_to_one_of_equal_priority() -> None:
     stage = Stage(max_running=1)
     stage.open("a")
     stage.open("b")
@@ -342,7 +342,7 @@ def test_every_end_is_reported_once_by_the_next_step() -> None:
     assert ended == [aborted, turn]
 
 
-def test_a_session_whose_turn_runs_cannot_be_dropped() -> None:
+def test_a_session_with_a_running_turn_cannot_be_dropped() -> None:
     stage = Stage()
     stage.told("s")
     turn = stage.say("s", [1, 2, 3])
@@ -353,7 +353,7 @@ def test_a_session_whose_turn_runs_cannot_be_dropped() -> None:
     assert stage.engine.drop() == 0
 
 
-def test_a_broken_invariant_stops_the_engine_wherever_it_shows() -> None:
+def test_a_broken_invariant_found_in_any_operation_stops_the_engine() -> None:
     stage = Stage()
     session = stage.told("s")
     unit = full_table(session).base.units[0]
@@ -366,6 +366,6 @@ def test_a_broken_invariant_stops_the_engine_wherever_it_shows() -> None:
         stage.engine.step()
 
 
-def test_lookahead_without_anything_that_guesses_is_refused() -> None:
+def test_lookahead_without_a_proposer_is_refused() -> None:
     with pytest.raises(ConfigError, match="lookahead"):
         Stage(lookahead=3)

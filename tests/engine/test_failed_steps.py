@@ -1,4 +1,5 @@
-"""A failed step is repeated in place, and bisection finds the turns that cause it: they slow down nobody long."""
+"""A failed step is repeated in place, and bisection finds the turns that cause it without delaying the others for
+long."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from tests.present import present
 
 
 class Poison:
-    """Makes every step fail that computes the token at position `strikes[turn]` of a turn, or one after it."""
+    """Makes every step fail that computes the token at position `strikes[turn]` of a turn, or a later one."""
 
     def __init__(self, stage: Stage) -> None:
         self.strikes: dict[Turn, int] = {}
         self.failed: list[list[Turn]] = []  # the turns of each failed step that made suspects
-        self.parts = 0  # steps planned for suspects alone
+        self.parts = 0  # steps planned for suspects only
         self._stage = stage
-        self._ends: dict[int, dict[Turn, int]] = {}  # by step, where it ends for each turn
+        self._ends: dict[int, dict[Turn, int]] = {}  # by step: where it ends for each turn
         self._submit, self._step_failed = stage.executor.submit, stage.engine.suspects.step_failed
         stage.executor.submit = self._submitting  # type: ignore[method-assign]
         stage.engine.suspects.step_failed = self._failing  # type: ignore[method-assign]
@@ -50,7 +51,7 @@ class Poison:
 @settings(max_examples=60)
 @given(data=st.data(), n=st.integers(1, 12), overlap=st.integers(0, 1))
 @pytest.mark.parametrize("mix", [(FULL,), (FULL, SLIDING, STATE)], ids=["full", "all"])
-def test_k_poisoned_turns_among_n_cost_no_more_failed_steps_than_bisection_takes(mix, data, n: int, overlap) -> None:
+def test_k_poisoned_turns_among_n_cost_no_more_failed_steps_than_bisection(mix, data, n: int, overlap) -> None:
     poisoned = data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=min(n, 4)))
     stage = Stage(mix, units=600, max_running=12, token_budget=32, overlap=overlap, recount=False)
     poison, turns, prompts = Poison(stage), [], []
@@ -66,7 +67,8 @@ def test_k_poisoned_turns_among_n_cost_no_more_failed_steps_than_bisection_takes
     stage.engine.audit()
     most = len(poisoned) * (ceil(log2(n)) + MAX_FAILURES)
     assert len(poison.failed) <= most
-    # Failed, as many that did not, and a little: with recurrent state a group of seven took 13, of which 6 failed.
+    # Failed steps, as many successful ones, and a few more: with recurrent state a group of seven took 13, of which 6
+    # failed.
     assert poison.parts <= (most + len(poisoned)) * 2 * (1 + overlap)
     for i, turn in enumerate(turns):
         if i in poisoned:
@@ -76,8 +78,8 @@ def test_k_poisoned_turns_among_n_cost_no_more_failed_steps_than_bisection_takes
 
 
 @every_overlap
-def test_a_poisoned_turn_that_arrives_among_many_holds_them_up_for_a_few_steps(overlap: int) -> None:
-    """Known fault: one request that fails every step it is in made twelve others take nine times as long."""
+def test_a_poisoned_turn_that_arrives_among_many_delays_them_by_a_few_steps(overlap: int) -> None:
+    """Known fault: one request that fails all its steps made twelve others take nine times as long."""
 
     def steps(poisoned: bool) -> tuple[int, EndReason | None]:
         stage = Stage(units=4000, context_length=2000, max_running=16, token_budget=256, overlap=overlap, recount=False)
@@ -101,8 +103,8 @@ def test_a_poisoned_turn_that_arrives_among_many_holds_them_up_for_a_few_steps(o
     assert ill - well <= 2 * (ceil(log2(13)) + MAX_FAILURES) * (1 + overlap)
 
 
-def test_two_failed_steps_leave_nobody_running_alone_and_nothing_old_is_computed_again() -> None:
-    """Known fault: after two failed steps everybody was run alone, seven times as long."""
+def test_two_failed_steps_isolate_no_turn_and_recompute_no_old_tokens() -> None:
+    """Known fault: after two failed steps every turn ran alone, which took seven times as long."""
 
     def run(failing: tuple[int, ...]) -> tuple[int, int]:
         stage = Stage(units=4000, context_length=2000, max_running=16, token_budget=128, failing=failing, recount=False)
@@ -120,8 +122,8 @@ def test_two_failed_steps_leave_nobody_running_alone_and_nothing_old_is_computed
     assert tokens_failing - tokens <= 2 * 128
 
 
-def test_a_draft_that_failed_far_along_and_is_then_shortened_is_no_suspect_for_ever() -> None:
-    """Known fault: what it had failed at lay behind its new end, so it ran alone for its whole life."""
+def test_a_draft_that_failed_near_its_end_and_is_then_shortened_is_no_longer_suspect() -> None:
+    """Known fault: the position where it had failed lay beyond its new end, so it ran alone until its end."""
     stage = Stage(units=600, context_length=2000, max_running=8, token_budget=64, failing=(12, 13))
     stage.open("d")
     stage.engine.draft("d", count_from(1, 1000))
@@ -140,8 +142,8 @@ def test_a_draft_that_failed_far_along_and_is_then_shortened_is_no_suspect_for_e
     assert turn.failures == 0
 
 
-def test_a_suspect_that_waits_for_what_another_computes_holds_up_nobody() -> None:
-    """Known fault: it was the only one allowed to run, and could not, so all others were preempted time after time."""
+def test_a_suspect_that_waits_for_another_turns_computation_delays_no_others() -> None:
+    """Known fault: only the waiting turn was allowed to run, so all others were preempted again and again."""
     stage = Stage(units=300, context_length=300, max_running=8, token_budget=24, prefix_cache=True)
     same = count_from(1, 200)
     turns = {"first": stage.say(stage.open("first").id, same, 4)}
@@ -168,7 +170,7 @@ def test_a_suspect_that_waits_for_what_another_computes_holds_up_nobody() -> Non
 
 
 def test_a_suspect_draft_without_room_yields_itself() -> None:
-    """Known fault: a draft after it yielded, which had not been in the failed step."""
+    """Known fault: another draft yielded that had not been in the failed step."""
     stage = Stage(units=40, recount=False, failing=(1,))
     stage.open("running")
     running = stage.say("running", [1], 40)
@@ -189,7 +191,7 @@ def test_a_suspect_draft_without_room_yields_itself() -> None:
 
 
 @every_mix
-def test_a_failed_step_voids_the_one_after_it_and_only_its_own_turns_are_suspects(mix) -> None:
+def test_a_failed_step_voids_the_next_one_and_only_its_own_turns_are_suspects(mix) -> None:
     stage = Stage(mix, overlap=1)
     poison = Poison(stage)
     for name in ("a", "b", "c"):
@@ -198,7 +200,7 @@ def test_a_failed_step_voids_the_one_after_it_and_only_its_own_turns_are_suspect
     stage.step()  # the step that will fail is in flight
     late = stage.say("c", [1, 2, 3], 8)
     poison.strikes[first] = 0
-    stage.step()  # one with the late turn is in flight when it fails
+    stage.step()  # the next one, with the late turn, is in flight when it fails
     assert poison.failed == [[first, second]]
     assert late in stage.engine.batch
     assert all(late not in group for group in stage.engine.suspects._groups)
@@ -212,18 +214,18 @@ def test_a_failed_step_voids_the_one_after_it_and_only_its_own_turns_are_suspect
 
 @every_mix
 @every_overlap
-def test_a_step_that_fails_computes_its_own_tokens_again_and_no_others(mix, overlap: int) -> None:
+def test_a_failed_step_recomputes_only_its_own_tokens(mix, overlap: int) -> None:
     def cost(failing: tuple[int, ...]) -> int:
         stage = Stage(mix, overlap=overlap, failing=failing, checkpoint_interval=16)
         stage.open()
         return stage.cost(lambda: stage.say("s", count_from(1, 150), 4))
 
-    assert cost((6,)) - cost(()) <= 16 * (1 + overlap)  # of one turn, the step's and its successor's
+    assert cost((6,)) - cost(()) <= 16 * (1 + overlap)  # of one turn: the step's and its successor's
 
 
 @every_mix
 @every_overlap
-def test_a_turn_that_fails_keeps_its_row_and_says_the_same(mix, overlap: int) -> None:
+def test_a_turn_in_a_failed_step_keeps_its_row_and_its_output(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap, failing=(4,))
     stage.open()
     turn = stage.say("s", count_from(1, 20), 12)
@@ -236,8 +238,8 @@ def test_a_turn_that_fails_keeps_its_row_and_says_the_same(mix, overlap: int) ->
 @every_mix
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_draft_that_waits_for_a_row_when_its_step_fails_starts_again(mix, failing: int) -> None:
-    """Known fault: it stood on a checkpoint that the step was to fill. It waited, so it could not be preempted, and the
-    engine stopped."""
+    """Known fault: its source was a checkpoint that the failed step should have filled. Since it waited, it could not
+    be preempted, and the engine stopped."""
     stage, tokens = Stage(mix, overlap=1, failing=(failing,), checkpoint_interval=4, max_running=1), count_from(1, 60)
     stage.open()
     stage.open("o")
@@ -252,11 +254,11 @@ def test_a_draft_that_waits_for_a_row_when_its_step_fails_starts_again(mix, fail
 
 
 @every_overlap
-def test_a_turn_that_went_back_to_a_checkpoint_is_no_suspect_until_it_has_come_to_where_its_step_failed(
+def test_a_turn_back_at_a_checkpoint_stays_suspect_until_it_passes_where_its_step_failed(
     overlap,
 ) -> None:
-    """Known fault: computed again from a checkpoint it came past where the failed step had begun, was cleared, and
-    failed the others' steps again, time after time."""
+    """Known fault: recomputing from a checkpoint, it passed the start of the failed step, was cleared, and failed the
+    others' steps again and again."""
     stage = Stage((FULL, SLIDING, STATE), units=600, max_running=12, token_budget=32, overlap=overlap, recount=False)
     poison, turns = Poison(stage), []
     for i, tokens in enumerate((1, 1, 34, 1)):
@@ -278,7 +280,7 @@ def test_a_failed_step_is_logged_with_its_turns(caplog: pytest.LogCaptureFixture
     assert (record.message, vars(record)["turns"]) == ("a step failed", ["turn 1 of a", "turn 2 of b"])
 
 
-def test_a_step_that_failed_with_turns_that_have_left_says_little_of_the_one_that_is_left() -> None:
+def test_a_turn_is_not_blamed_for_a_failed_step_shared_with_turns_that_left() -> None:
     stage = Stage(overlap=1, failing=(2,))
     for name in ("stays", "leaves"):
         stage.open(name)

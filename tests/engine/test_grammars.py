@@ -1,4 +1,4 @@
-"""Turns whose output follows a grammar: whatever happens to them, every token is one that may come."""
+"""Turns whose output follows a grammar: under any interruption, every token is one the grammar allows."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.present import present
 
 WORDS = -(-VOCABULARY // 32)
 ANY = Grammar("regex", ".*")
-"""What the turns here say they follow; what they do follow is a `Ladder`."""
+"""The grammar that turns declare here; the one they follow is a `Ladder`."""
 
 
 class Ladder:
-    """A matcher: at rung i a token may come that leaves the rest `i + offset` when divided by `base`. Complete after
-    `rungs` tokens, broken at rung `broken`."""
+    """A matcher: at rung i the tokens with remainder `i + offset` modulo `base` are allowed. Complete after `rungs`
+    tokens, broken at rung `broken`."""
 
     def __init__(self, base: int, offset: int, rungs: int, broken: int = -1) -> None:
         self.base, self.offset, self.rungs, self.broken = base, offset, rungs, broken
@@ -53,7 +53,7 @@ class Ladder:
 
     def consume(self, token: int) -> bool:
         if not self.may(len(self.said), token) or self.failure:
-            self.failure = f"{token} may not come at rung {len(self.said)}"
+            self.failure = f"{token} is not allowed at rung {len(self.said)}"
             return False
         self.said.append(token)
         return True
@@ -75,7 +75,7 @@ def allowed(ladder: Ladder, rung: int) -> Words:
 
 
 def climbed(history: Sequence[int], ladder: Ladder, tokens: int) -> list[int]:
-    """What a turn on the ladder says after `history`, naively."""
+    """Returns the expected output of a turn on the ladder after `history`."""
     state, said = history_hash(history), []
     for rung in range(min(tokens, ladder.rungs)):
         said.append(next_allowed(state, VOCABULARY, (), allowed(ladder, rung)))
@@ -90,7 +90,7 @@ def climb(stage: Stage, tokens: Sequence[int], ladder: Ladder, output: int = 12,
 
 @every_mix
 @every_overlap
-def test_a_turn_says_what_its_grammar_allows_and_ends_where_it_is_complete(mix, overlap: int) -> None:
+def test_a_turn_generates_only_allowed_tokens_and_ends_when_its_grammar_is_complete(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.open()
     given, expected = count_from(1, 40), climbed(count_from(1, 40), Ladder(5, 2, 9), 12)
@@ -98,14 +98,14 @@ def test_a_turn_says_what_its_grammar_allows_and_ends_where_it_is_complete(mix, 
     stage.play()
     assert (list(turn.output), present(turn.result).reason) == (expected, EndReason.STOP)
     assert [token % 5 for token in turn.output] == [(rung + 2) % 5 for rung in range(9)]
-    following = stage.say("s", [7], 4)  # a turn without a grammar is free again
+    following = stage.say("s", [7], 4)  # a turn without a grammar is unconstrained again
     wanted = continuation([*session.history, 7], 4)
     stage.play()
     assert list(following.output) == wanted
 
 
 @every_overlap
-def test_what_is_longer_than_the_turn_may_be_is_cut_at_its_length(overlap: int) -> None:
+def test_a_text_longer_than_the_turn_allows_is_cut_at_its_length(overlap: int) -> None:
     stage = Stage(overlap=overlap)
     stage.open()
     turn = climb(stage, count_from(1, 10), Ladder(3, 0, 100), output=6)
@@ -117,12 +117,12 @@ def test_what_is_longer_than_the_turn_may_be_is_cut_at_its_length(overlap: int) 
 @every_mix
 @every_overlap
 @pytest.mark.parametrize("right", [0, 2, 5])
-def test_guesses_are_checked_against_what_may_come(mix, overlap: int, right: int) -> None:
+def test_guesses_are_checked_against_the_allowed_tokens(mix, overlap: int, right: int) -> None:
     ladder, given = Ladder(7, 3, 20), count_from(1, 10)
     said = climbed(given, ladder, 20)
 
     def guess(turn: Turn, limit: int) -> list[int]:
-        """The next tokens, of which the first `right` are right; others are not even allowed."""
+        """Guesses the next tokens, of which the first `right` are right; the others are not even allowed."""
         start = len(turn.output)
         return [token if n < right else token + 1 for n, token in enumerate(said[start : start + limit])]
 
@@ -132,13 +132,13 @@ def test_guesses_are_checked_against_what_may_come(mix, overlap: int, right: int
     stage.play()
     assert list(turn.output) == said
     if right and overlap == 0:
-        assert len(stage.executor.plans) < 20  # they were of use
+        assert len(stage.executor.plans) < 20  # the guesses helped
 
 
 @every_mix
 @every_overlap
 @pytest.mark.parametrize("at", [0, 5, 11])
-def test_a_preempted_turn_goes_on_in_its_grammar(mix, overlap: int, at: int) -> None:
+def test_a_preempted_turn_continues_in_its_grammar(mix, overlap: int, at: int) -> None:
     stage = Stage(mix, overlap=overlap)
     stage.open()
     turn = climb(stage, count_from(1, 30), Ladder(4, 1, 12))
@@ -150,7 +150,7 @@ def test_a_preempted_turn_goes_on_in_its_grammar(mix, overlap: int, at: int) -> 
 
 @every_mix
 @every_overlap
-def test_a_turn_goes_on_in_its_grammar_after_failed_steps(mix, overlap: int) -> None:
+def test_a_turn_continues_in_its_grammar_after_failed_steps(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap, failing=(1, 4, 5, 9))
     for name in "ab":
         stage.open(name)
@@ -183,7 +183,7 @@ def test_an_aborted_turn_leaves_no_grammar_behind(overlap: int, state: str) -> N
 
 
 @every_overlap
-def test_an_interrupted_turn_keeps_what_followed_and_the_next_grammar_begins_anew(overlap: int) -> None:
+def test_an_interrupted_turn_keeps_its_output_and_the_next_grammar_starts_over(overlap: int) -> None:
     stage = Stage(overlap=overlap)
     session = stage.open()
     given = count_from(1, 12)
@@ -236,7 +236,7 @@ def test_a_draft_becomes_a_turn_with_a_grammar(overlap: int) -> None:
 
 
 @every_overlap
-def test_a_grammar_that_cannot_be_followed_rolls_back_its_turn_and_no_other(overlap: int) -> None:
+def test_a_turn_whose_grammar_fails_is_rolled_back_alone(overlap: int) -> None:
     stage = Stage(overlap=overlap)
     session = stage.told()
     stage.open("other")
@@ -250,7 +250,7 @@ def test_a_grammar_that_cannot_be_followed_rolls_back_its_turn_and_no_other(over
 
 @every_overlap
 @pytest.mark.parametrize("guesses", [0, 3])
-def test_what_is_sampled_where_nothing_may_come_is_not_committed_even_if_it_ends_a_turn(
+def test_a_token_sampled_where_none_is_allowed_is_not_committed_even_if_it_is_a_stop_id(
     overlap: int, guesses: int
 ) -> None:
     ladder, given = Ladder(5, 0, 12, broken=4), count_from(2, 20)
@@ -266,8 +266,8 @@ def test_what_is_sampled_where_nothing_may_come_is_not_committed_even_if_it_ends
     assert (list(turn.output), present(turn.result).reason) == ([*said, stop], EndReason.GRAMMAR)
 
 
-def test_a_step_computes_before_its_masks_are_known() -> None:
-    """The executor is given the plan while the mask is still being computed."""
+def test_a_step_begins_to_compute_before_its_masks_are_ready() -> None:
+    """The executor receives the plan while the mask is still being computed."""
     known, masks = threading.Event(), MaskThreads()
 
     class Waiting(Ladder):
@@ -293,9 +293,9 @@ def test_a_step_computes_before_its_masks_are_known() -> None:
     assert list(turn.output) == climbed(count_from(1, 10), Ladder(5, 0, 6), 12)
 
 
-def test_every_mask_is_computed_once_though_threads_find_out_meanwhile_which_are_slow() -> None:
+def test_every_mask_is_computed_once_even_if_its_speed_is_reassessed_meanwhile() -> None:
     class Changing(Constraint):
-        """Found to be slow, or not any more, whenever somebody looks."""
+        """Appears slow or fast in turn, at every look."""
 
         looked = 0
 
@@ -306,7 +306,7 @@ def test_every_mask_is_computed_once_though_threads_find_out_meanwhile_which_are
 
         @slow.setter
         def slow(self, value: bool) -> None:
-            """What the threads say has been said already."""
+            """Ignores what the threads measured."""
 
         odd = 0
 
@@ -322,7 +322,7 @@ def test_every_mask_is_computed_once_though_threads_find_out_meanwhile_which_are
 
 
 @every_overlap
-def test_others_go_on_while_a_slow_mask_is_computed(overlap: int) -> None:
+def test_other_turns_continue_while_a_slow_mask_is_computed(overlap: int) -> None:
     go, masks = threading.Event(), MaskThreads()
 
     class Slow(Ladder):
@@ -341,7 +341,7 @@ def test_others_go_on_while_a_slow_mask_is_computed(overlap: int) -> None:
     other = stage.say("other", count_from(2, 10), 60)
     constraint.slow = True
     for _ in range(200):
-        constraint.slow = True  # here time is not measured
+        constraint.slow = True  # time is not measured here
         stage.step()
         if len(other.output) >= 40:
             break
@@ -363,7 +363,7 @@ def test_an_engine_without_a_tokenizer_refuses_a_grammar() -> None:
 
 @every_mix
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_every_turn_says_what_its_grammar_allows(mix, seed: int) -> None:
+def test_every_turn_follows_its_grammar_under_random_operations(mix, seed: int) -> None:
     random, masks = Random(seed), MaskThreads()
 
     def guess(turn: Turn, limit: int) -> list[int]:
@@ -400,7 +400,7 @@ def test_whatever_happens_every_turn_says_what_its_grammar_allows(mix, seed: int
 
 
 @every_overlap
-def test_a_turn_with_slow_masks_comes_to_its_end_while_another_runs(overlap: int) -> None:
+def test_a_turn_with_slow_masks_ends_while_another_runs(overlap: int) -> None:
     stage = Stage(overlap=overlap, context_length=400)
     for name in ("s", "other"):
         stage.open(name)
@@ -415,7 +415,7 @@ def test_a_turn_with_slow_masks_comes_to_its_end_while_another_runs(overlap: int
     assert other.result is None
 
 
-def test_a_guess_that_breaks_a_grammar_where_the_turn_would_end_ends_it_once() -> None:
+def test_a_guess_that_breaks_a_grammar_at_the_end_of_a_turn_ends_it_once() -> None:
     ladder, given = Ladder(7, 3, 20, broken=4), count_from(2, 10)
     said = climbed(given, Ladder(7, 3, 20), 20)
     stage = Stage(guess=lambda turn, limit: said[len(turn.output) : len(turn.output) + limit], lookahead=5)
@@ -425,7 +425,7 @@ def test_a_guess_that_breaks_a_grammar_where_the_turn_would_end_ends_it_once() -
     assert present(turn.result).reason is EndReason.GRAMMAR
 
 
-def test_an_answer_that_is_there_is_not_given_up() -> None:
+def test_a_finished_mask_is_not_cancelled() -> None:
     answer: Future[Words | None] = Future()
     answer.set_result(None)
     give_up(answer)

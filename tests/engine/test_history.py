@@ -20,7 +20,7 @@ def test_regenerating_replaces_the_last_output_at_the_cost_of_that_output(mix, o
     turn = stage.engine.regenerate("s", TurnParams(max_new_tokens=4))
     assert list(session.history) == first  # the old output stays until this turn commits
     assert stage.cost(lambda: None) <= 4 + 1 + overlap
-    assert list(turn.output) == first[30:34]  # greedy says the same again
+    assert list(turn.output) == first[30:34]  # greedy sampling repeats itself
     assert list(session.history) == first[:34]
     assert (len(session.records), session.version) == (1, 2)
 
@@ -57,7 +57,7 @@ def test_a_barge_in_on_a_regenerate_keeps_the_new_output_instead_of_the_old(mix)
 
 
 @pytest.mark.parametrize("kind", ["empty", "appended"])
-def test_there_is_nothing_to_regenerate_where_nothing_was_generated(kind: str) -> None:
+def test_a_session_whose_last_turn_generated_nothing_cannot_regenerate(kind: str) -> None:
     stage = Stage()
     stage.open()
     if kind == "appended":
@@ -69,7 +69,7 @@ def test_there_is_nothing_to_regenerate_where_nothing_was_generated(kind: str) -
 
 @every_mix
 @every_overlap
-def test_a_prefill_only_turn_appends_and_says_nothing(mix, overlap: int) -> None:
+def test_a_prefill_only_turn_appends_its_input_and_generates_nothing(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.told()
     before = list(session.history)
@@ -84,7 +84,7 @@ def test_a_prefill_only_turn_appends_and_says_nothing(mix, overlap: int) -> None
     assert list(session.history) == before + count_from(7, 25)
     assert session.memory.computed == len(session.history) - 1
     expected = continuation(session.history, 4)
-    assert stage.cost(lambda: stage.say("s", [], 4)) <= 4 + overlap  # nothing of it is computed again
+    assert stage.cost(lambda: stage.say("s", [], 4)) <= 4 + overlap  # nothing of it is recomputed
     assert list(session.history[-4:]) == expected
 
 
@@ -101,7 +101,7 @@ def test_an_append_with_nothing_to_compute_commits_at_once(tokens: list[int]) ->
 
 @every_mix
 @every_overlap
-def test_a_fork_is_free_and_goes_its_own_way(mix, overlap: int) -> None:
+def test_a_fork_is_free_and_continues_independently(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     parent = stage.told()
     free = stage.engine.memory.free().tolist()
@@ -152,7 +152,7 @@ def test_many_samples_of_one_prompt_compute_it_once(mix) -> None:
 
 @every_mix
 @every_overlap
-def test_a_rewind_to_a_turn_and_to_a_position_cut_the_history_there(mix, overlap: int) -> None:
+def test_a_rewind_to_a_turn_or_a_position_cuts_the_history_there(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.told()
     for i in range(3):
@@ -172,7 +172,7 @@ def test_a_rewind_to_a_turn_and_to_a_position_cut_the_history_there(mix, overlap
 
 
 @every_mix
-def test_a_rewind_by_a_turn_computes_again_no_more_than_that_turns_tokens(mix) -> None:
+def test_rewinding_a_turn_recomputes_no_more_than_its_tokens(mix) -> None:
     stage = Stage(mix)
     session = stage.told(tokens=90)
     for i in range(3):
@@ -193,7 +193,7 @@ def test_on_full_attention_a_rewind_keeps_everything_below() -> None:
 
 
 @every_mix
-def test_a_fork_at_a_turn_is_what_the_session_was_then(mix) -> None:
+def test_a_fork_at_a_turn_has_the_sessions_history_of_that_time(mix) -> None:
     stage = Stage(mix)
     session = stage.told()
     for i in range(3):
@@ -206,7 +206,7 @@ def test_a_fork_at_a_turn_is_what_the_session_was_then(mix) -> None:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_while_a_turn_is_open_nothing_else_changes_the_history(state: str) -> None:
+def test_an_open_turn_blocks_all_other_changes_of_the_history(state: str) -> None:
     stage = Stage()
     session = stage.told()
     turn = stage.reach(state)
@@ -224,7 +224,7 @@ def test_while_a_turn_is_open_nothing_else_changes_the_history(state: str) -> No
     assert (session.turn, turn.state, len(session.history)) == (turn, before, 36)
 
 
-def test_where_to_cut_is_said_in_one_way() -> None:
+def test_a_rewind_takes_either_a_number_of_turns_or_of_tokens() -> None:
     stage = Stage()
     stage.told()
     with pytest.raises(InvalidRequest, match="not both"):

@@ -1,4 +1,4 @@
-"""Long sessions with windows and recurrent state: rewinds replay little, and memory is what the spec says."""
+"""Long sessions with windows and recurrent state: rewinds replay little, and memory matches the spec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INTERVAL, TURNS, GIVEN, SAID = 32, 300, 7, 6
 
 @pytest.fixture(scope="module")
 def long() -> Stage:
-    """A session of 300 turns, among them one of 300 tokens, with room for its checkpoints."""
+    """Makes a session of 300 turns, one of them of 300 tokens, with room for its checkpoints."""
     stage = Stage((FULL, SLIDING, STATE), units=2600, recount=False, context_length=5000, checkpoint_interval=INTERVAL)
     stage.open("long")
     for number in range(TURNS):
@@ -31,7 +31,7 @@ def test_a_rewind_replays_at_most_the_spacing_of_checkpoints(long: Stage, turns:
     engine.rewind(child, position=kept)
     before = sum(engine.lifecycle.recomputed.values())
     computed = long.cost(lambda: long.say(child, [5, 6], 4))
-    replayed = computed - (2 + 4)  # the history's last token is computed now, and the last sampled is not
+    replayed = computed - (2 + 4)  # the history's last token is computed now, and the last sampled one is not
     assert replayed == sum(engine.lifecycle.recomputed.values()) - before
     assert 0 <= replayed <= (INTERVAL if within else 0)
     engine.close(child)
@@ -47,7 +47,7 @@ def test_a_rewind_into_a_long_input_replays_at_most_the_spacing(long: Stage) -> 
         engine.close(f"cut {i}")
 
 
-def test_what_a_session_needs_is_shown_apart_from_what_only_saves_work() -> None:
+def test_required_memory_is_reported_apart_from_memory_that_only_saves_work() -> None:
     stage = Stage((FULL, SLIDING, STATE), units=400, context_length=400)
     session = stage.told("s", 150, SAID)
     needed = [len(units) for units in session.memory.kept()]
@@ -63,9 +63,9 @@ def test_what_a_session_needs_is_shown_apart_from_what_only_saves_work() -> None
     assert (session_info(stage.engine, session).memory, stage.engine.audit().pools[2].cached) == (info.memory, 0)
 
 
-def test_parked_sessions_hold_what_the_spec_says_and_no_more() -> None:
-    """All pages of full attention, those that the last window touches, and one state slot; besides there are only
-    checkpoints that save work, which yield to anybody. That units take the bytes the spec says is `test_families`."""
+def test_parked_sessions_hold_exactly_the_memory_of_the_spec() -> None:
+    """All pages of full attention, those of the last window, and one state slot; everything else is checkpoints that
+    only save work and yield to any need. `test_families` checks the bytes of a unit."""
     stage = Stage((FULL, SLIDING, STATE), units=400, context_length=400)
     memory, lengths = stage.engine.memory, [3, 16, 30, 77, 150]
     for i, tokens in enumerate(lengths):

@@ -1,5 +1,4 @@
-"""Whatever a caller gives for tokens is read before anything happens, no further than could fit, and may not harm the
-engine."""
+"""A caller's tokens are read before anything happens, and no further than could fit; they cannot harm the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 class Broken(Exception):
-    """A caller's own, which cannot even say what it is."""
+    """An object of the caller's whose `repr` fails."""
 
     def __str__(self) -> str:
         raise RuntimeError
@@ -35,7 +34,7 @@ def raising(error: Exception) -> Iterator[int]:
 
 
 class Lying:
-    """Says that it has more tokens than there are bits, or fewer than none."""
+    """Claims a length of more tokens than fit an integer, or a negative one."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -65,10 +64,10 @@ class Worded:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_input_that_raises_while_it_is_read_is_refused_and_the_engine_goes_on(
+def test_input_that_raises_while_it_is_read_is_refused_and_the_engine_continues(
     call, error: Exception, said: str
 ) -> None:
-    """Known fault: it was taken for a bug of ours, and stopped the engine for everybody."""
+    """Known fault: the error was mistaken for a bug of the engine, which stopped for all callers."""
     stage = Stage()
     session = stage.told()
     with pytest.raises(InvalidRequest, match=f"input tokens are not token ids: {said}"):
@@ -85,7 +84,7 @@ def test_input_that_raises_while_it_is_read_is_refused_and_the_engine_goes_on(
     [np.zeros((2, 2), int), np.array(7), np.array([1.5]), [Worded()], {1: 2}.items(), object(), [2**70], [None], 3],
     ids=["a table", "no list", "a fraction", "words", "pairs", "an object", "a huge number", "nothing", "a number"],
 )
-def test_what_are_no_token_ids_is_refused(call, tokens: Iterable[int]) -> None:
+def test_values_that_are_not_token_ids_are_refused(call, tokens: Iterable[int]) -> None:
     stage = Stage()
     stage.told()
     with pytest.raises(InvalidRequest, match="input tokens are not token ids: "):
@@ -95,7 +94,7 @@ def test_what_are_no_token_ids_is_refused(call, tokens: Iterable[int]) -> None:
 
 @every_call
 def test_no_more_tokens_are_read_than_could_ever_fit(call) -> None:
-    """Known fault: an endless generator was read for ever."""
+    """Known fault: an endless generator was read forever."""
     stage = Stage(context_length=200)
     stage.told()
     endless = count()
@@ -109,9 +108,9 @@ def test_no_more_tokens_are_read_than_could_ever_fit(call) -> None:
 @pytest.mark.parametrize(
     "tokens",
     [Lying(2**60), Lying(0), np.array([5, 6, 7]), iter([5, 6, 7]), range(5, 8)],
-    ids=["says too many", "says none", "array", "iterator", "range"],
+    ids=["claims too many", "says none", "array", "iterator", "range"],
 )
-def test_tokens_may_come_in_whatever_can_be_read_one_by_one(tokens: Iterable[int]) -> None:
+def test_tokens_may_come_from_any_iterable(tokens: Iterable[int]) -> None:
     stage = Stage()
     session = stage.told()
     stage.engine.adopt("s", tokens, [])
@@ -119,8 +118,8 @@ def test_tokens_may_come_in_whatever_can_be_read_one_by_one(tokens: Iterable[int
 
 
 @every_call
-def test_input_that_changes_the_session_while_it_is_read_is_judged_by_what_is_then(call) -> None:
-    """Known fault: the session was looked at before its tokens were read."""
+def test_input_that_changes_the_session_while_it_is_read_is_checked_afterwards(call) -> None:
+    """Known fault: the session was checked before its tokens were read."""
     stage = Stage()
     session = stage.told()
 
@@ -134,7 +133,7 @@ def test_input_that_changes_the_session_while_it_is_read_is_judged_by_what_is_th
     assert session.version == 2
 
 
-def test_closing_the_session_while_its_input_is_read_is_no_harm() -> None:
+def test_closing_the_session_while_its_input_is_read_does_no_harm() -> None:
     stage = Stage()
     stage.told()
 
@@ -148,7 +147,7 @@ def test_closing_the_session_while_its_input_is_read_is_no_harm() -> None:
     assert stage.engine.broken is None
 
 
-def test_adopting_a_turn_is_use_of_the_session() -> None:
+def test_adopting_a_turn_counts_as_use_of_the_session() -> None:
     """Known fault: a session expired seconds after a turn was added to it."""
     stage = Stage()
     stage.open("s", ttl=10.0)

@@ -1,6 +1,6 @@
-"""Far more sessions than the device holds: all are answered rightly, in order, and memory adds up.
+"""Far more sessions than the device holds: all are answered correctly, in order, and memory adds up.
 
-`python -m tests.engine.test_many_sessions 10000` has as many as it is told."""
+`python -m tests.engine.test_many_sessions 10000` runs that many."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ SESSIONS = 500
 FIT = 50
 TOKENS = 24
 OVERTAKEN = 0
-"""Turns that came later, of the same priority, and start before one that waits."""
+"""Later turns of the same priority that may start before a waiting one."""
 
 
-def test_sessions_over_a_device_for_fifty_are_answered_rightly(tmp_path: Path) -> None:
+def test_far_more_sessions_than_the_device_holds_are_answered_correctly(tmp_path: Path) -> None:
     over_the_device(SESSIONS, tmp_path)
 
 
 def over_the_device(sessions: int, directory: Path) -> None:
-    """`sessions` of `TOKENS` tokens over memory for `FIT`; half of the state fits host memory, the rest is on disk."""
+    """Makes `sessions` of `TOKENS` tokens on device memory for `FIT`; half of the rest fits host memory, the remainder
+    is on disk."""
     disk = UnitFiles(directory, 10**9)
     stage = Stage(
         units=FIT * (TOKENS + 10) // PAGE,

@@ -1,4 +1,4 @@
-"""Memory is given back to the system for a while, weights are replaced, and sessions go on from their tokens."""
+"""Memory is released to the system for a while, weights are replaced, and sessions continue from their tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.stage import VOCABULARY, Stage, continuation, count_from, ever
 
 
 def said_with(weights: WitnessWeights, history: Sequence[int], tokens: int) -> list[int]:
-    """What the witness says after `history` with other weights."""
+    """Returns the witness's output after `history` with other weights."""
     state, said = int(weights.start), list[int]()
     for token in history:
         state = advance(state, token)
@@ -27,13 +27,13 @@ def said_with(weights: WitnessWeights, history: Sequence[int], tokens: int) -> l
 
 
 def held(stage: Stage) -> int:
-    """Bytes of the witness's memory."""
+    """Returns the bytes of the witness's memory."""
     return sum(part.nbytes for group in stage.executor._slots for part in group)
 
 
 @every_mix
 @every_overlap
-def test_released_memory_is_gone_until_it_is_resumed_and_every_session_goes_on(mix, overlap: int) -> None:
+def test_memory_is_released_until_it_is_resumed_and_every_session_continues(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap, prefix_cache=True, max_running=2)
     idle, histories = stage.told("idle"), {}
     stage.told("closed")
@@ -47,7 +47,7 @@ def test_released_memory_is_gone_until_it_is_resumed_and_every_session_goes_on(m
     stage.engine.pause()
     stage.engine.release_memory(PARTS)
     assert held(stage) == 0
-    stage.engine.release_memory(["kv_cache"])  # once more changes nothing
+    stage.engine.release_memory(["kv_cache"])  # releasing again changes nothing
     stage.engine.resume()
     for _ in range(3):
         assert not stage.step().worked
@@ -94,7 +94,7 @@ def test_memory_is_released_only_while_nothing_runs() -> None:
 @every_mix
 @every_overlap
 @pytest.mark.parametrize("tiers", [{}, {"host_tier": 2**20}], ids=["alone", "with a tier"])
-def test_nothing_that_other_weights_computed_is_used_again(mix, overlap: int, tiers: dict[str, Any]) -> None:
+def test_state_computed_with_other_weights_is_never_reused(mix, overlap: int, tiers: dict[str, Any]) -> None:
     stage = Stage(mix, overlap=overlap, prefix_cache=True, **tiers)
     history = list(stage.told("idle").history)
     stage.told("parked")
@@ -114,12 +114,12 @@ def test_nothing_that_other_weights_computed_is_used_again(mix, overlap: int, ti
         again = stage.say(name, [7], 4)
         stage.play()
         assert list(again.output) == said_with(weights, [*tokens, 7], 4)
-    fresh = stage.say(alike.id, [*count_from(6, 30), 7], 4)  # the prompt of the one that is closed
+    fresh = stage.say(alike.id, [*count_from(6, 30), 7], 4)  # the prompt of the closed session
     stage.play()
     assert list(fresh.output) == said_with(weights, [*count_from(6, 30), 7], 4)
 
 
-def test_turns_may_end_when_weights_are_replaced() -> None:
+def test_turns_may_finish_before_weights_are_replaced() -> None:
     stage = Stage()
     history = list(stage.told().history)
     turn = stage.say("s", [1, 2], 12)
@@ -133,7 +133,7 @@ def test_turns_may_end_when_weights_are_replaced() -> None:
     stage.engine.audit()
 
 
-def test_what_is_parked_comes_back_after_memory_was_released() -> None:
+def test_parked_memory_is_restored_after_a_release() -> None:
     stage = Stage(host_tier=2**20)
     history = list(stage.told().history)
     stage.engine.release_memory(["kv_cache"])
@@ -160,7 +160,7 @@ def test_between_rollouts_memory_is_released_weights_are_replaced_and_turns_wait
     assert list(turn.output) == before + said_with(weights, [*history, 7, *before], 9 - len(before))
 
 
-def test_what_is_parked_is_not_used_if_the_weights_that_are_resumed_are_others() -> None:
+def test_parked_memory_is_not_used_if_other_weights_are_resumed() -> None:
     stage = Stage(host_tier=2**20)
     history = list(stage.told().history)
     stage.engine.release_memory(PARTS)
@@ -173,7 +173,7 @@ def test_what_is_parked_is_not_used_if_the_weights_that_are_resumed_are_others()
     assert list(turn.output) == said_with(weights, [*history, 7], 4)
 
 
-def test_weights_are_not_replaced_while_they_are_released() -> None:
+def test_weights_cannot_be_replaced_while_released() -> None:
     stage = Stage()
     stage.engine.release_memory(["weights"])
     with pytest.raises(IllegalTransition, match="resume"):

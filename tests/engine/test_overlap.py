@@ -1,4 +1,4 @@
-"""With overlap two steps are in flight: the next is submitted before the one before is collected."""
+"""With overlap two steps are in flight: the next is submitted before the previous one is collected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.engine.stage import Stage, continuation, count_from, every_mix, every
 
 
 def recorded(stage: Stage, patch: pytest.MonkeyPatch) -> list[str]:
-    """What the executor is asked from now on, in order."""
+    """Returns a list that records the calls to the executor from now on."""
     events: list[str] = []
     submit, collect = stage.executor.submit, stage.executor.collect
 
@@ -26,7 +26,7 @@ def recorded(stage: Stage, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 @every_mix
-def test_the_next_step_is_submitted_before_the_one_before_is_collected(mix, monkeypatch) -> None:
+def test_the_next_step_is_submitted_before_the_previous_one_is_collected(mix, monkeypatch) -> None:
     stage = Stage(mix, overlap=1)
     stage.open()
     events = recorded(stage, monkeypatch)
@@ -51,7 +51,7 @@ def test_without_overlap_a_step_is_collected_before_the_next_is_submitted(monkey
 
 @every_mix
 @every_overlap
-def test_a_stop_is_found_while_the_next_step_is_in_flight_whose_result_is_dropped(mix, overlap: int) -> None:
+def test_a_stop_found_while_the_next_step_is_in_flight_drops_its_result(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.open()
     said = continuation(count_from(1, 20), 10)
@@ -61,7 +61,7 @@ def test_a_stop_is_found_while_the_next_step_is_in_flight_whose_result_is_droppe
     kept = said[: said.index(stop) + 1]
     assert list(session.history) == [*count_from(1, 20), *kept]
     assert (turn.stop, session.memory.computed) == (stop, len(session.history) - 1)
-    assert turn.computed_tokens == len(session.history) - 1 + overlap  # the one after the stop was in flight
+    assert turn.computed_tokens == len(session.history) - 1 + overlap  # the step after the stop was in flight
     expected = continuation([*session.history, 7], 4)
     following = stage.say("s", [7], 4)
     stage.play()
@@ -70,7 +70,7 @@ def test_a_stop_is_found_while_the_next_step_is_in_flight_whose_result_is_droppe
 
 @every_mix
 @every_overlap
-def test_what_is_released_is_free_again_when_the_steps_in_flight_then_have_settled_and_not_before(mix, overlap) -> None:
+def test_released_units_are_free_exactly_when_the_steps_then_in_flight_have_settled(mix, overlap) -> None:
     stage = Stage(mix, overlap=overlap)
     for name in ("a", "b"):
         stage.open(name)
@@ -90,7 +90,7 @@ def test_what_is_released_is_free_again_when_the_steps_in_flight_then_have_settl
     stage.engine.audit()
 
 
-def test_a_unit_waits_in_limbo_for_every_step_that_was_in_flight_when_it_was_released() -> None:
+def test_a_released_unit_stays_in_limbo_until_every_step_then_in_flight_has_settled() -> None:
     stage = Stage()
     stage.told("s", 40, 1)
     memory, pool = stage.engine.memory, stage.engine.memory.pools[0]

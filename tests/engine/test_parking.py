@@ -1,4 +1,4 @@
-"""Idle sessions that have to yield leave the device, and come back when their turns start, or are computed again."""
+"""Idle sessions that yield leave the device, and are restored when their turns start, or recomputed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(mix: tuple[Kind, ...] = (FULL,), **options: Any) -> Stage:
 
 
 def units_of(mix: tuple[Kind, ...]) -> int:
-    """So few that the sessions of `crowd` do not fit."""
+    """Returns so few units that the sessions of `crowd` do not fit."""
     return 60 if FULL in mix else 6 if mix == (STATE,) else 24
 
 
@@ -35,7 +35,7 @@ def parking(stage: Stage) -> Parking:
 
 
 def crowd(stage: Stage, count: int = 8, tokens: int = 60) -> list[str]:
-    """More sessions than fit the device."""
+    """Makes more sessions than fit the device."""
     names = [f"{'abcdefghijkl'[i]}{'x' * i}" for i in range(count)]
     for name in names:
         stage.told(name, tokens)
@@ -44,7 +44,7 @@ def crowd(stage: Stage, count: int = 8, tokens: int = 60) -> list[str]:
 
 
 def goes_on(stage: Stage, name: str, *tokens: int) -> int:
-    """The session says what it should; how many tokens were cached."""
+    """Checks that the session continues correctly; returns the number of cached tokens."""
     history = list(stage.engine.sessions.get(name).history)
     turn = stage.say(name, tokens, 3)
     stage.play()
@@ -55,7 +55,7 @@ def goes_on(stage: Stage, name: str, *tokens: int) -> int:
 
 @every_mix
 @every_overlap
-def test_sessions_that_yield_come_back_with_their_state(mix, overlap: int) -> None:
+def test_sessions_that_yield_are_restored_with_their_state(mix, overlap: int) -> None:
     stage = make(mix, overlap=overlap, units=units_of(mix))
     names = crowd(stage)
     assert parking(stage).parked > 0
@@ -67,7 +67,7 @@ def test_sessions_that_yield_come_back_with_their_state(mix, overlap: int) -> No
 
 
 @every_mix
-def test_what_two_sessions_share_is_kept_once_and_restored_once(mix) -> None:
+def test_units_shared_by_two_sessions_are_kept_once_and_restored_once(mix) -> None:
     stage = make(mix, units=70)
     parent = stage.told("parent", 80)
     stage.engine.fork("parent", child="child")
@@ -85,7 +85,7 @@ def test_what_two_sessions_share_is_kept_once_and_restored_once(mix) -> None:
 
 
 @every_mix
-def test_a_session_that_goes_on_after_it_came_back_is_copied_only_as_far_as_it_is_new(mix) -> None:
+def test_a_restored_session_that_continued_copies_only_its_new_units(mix) -> None:
     stage = make(mix, units=units_of(mix))
     names = crowd(stage)
     for _ in range(3):
@@ -105,7 +105,7 @@ def disk(tmp_path: Path) -> Iterator[UnitFiles]:
 
 @every_mix
 @pytest.mark.parametrize("part", [0.0, 0.5])
-def test_what_host_memory_cannot_hold_goes_to_files(mix, part: float, disk: UnitFiles, tmp_path: Path) -> None:
+def test_memory_beyond_the_hosts_goes_to_files(mix, part: float, disk: UnitFiles, tmp_path: Path) -> None:
     host = int(part * {(FULL,): 6000, (STATE,): 80}.get(mix, 1000))
     stage = make(mix, units=units_of(mix), host_tier=host, disk=disk)
     names = crowd(stage)
@@ -123,7 +123,7 @@ def test_what_host_memory_cannot_hold_goes_to_files(mix, part: float, disk: Unit
 
 @every_mix
 @pytest.mark.parametrize("harm", ["damaged", "cut", "gone", "other version", "larger units"])
-def test_files_that_cannot_be_trusted_cost_only_time(mix, harm: str, disk: UnitFiles, tmp_path: Path) -> None:
+def test_damaged_files_cost_only_time(mix, harm: str, disk: UnitFiles, tmp_path: Path) -> None:
     stage = make(mix, units=units_of(mix), host_tier=0, disk=disk)
     names = crowd(stage)
     for path in (tmp_path / "tier").glob(f"*{SUFFIX}"):
@@ -135,7 +135,7 @@ def test_files_that_cannot_be_trusted_cost_only_time(mix, harm: str, disk: UnitF
             path.write_bytes(path.read_bytes()[:-7])
         elif harm == "gone":
             path.unlink()
-        elif harm == "larger units":  # no memory is taken for what the header says and the file has not
+        elif harm == "larger units":  # the header's claim allocates no memory
             content = path.read_bytes()
             end = 8 + int.from_bytes(content[:8], "little")
             header = re.sub(rb'(?<="shape":\[)(\d+),\d+', rb"\1,9" + b"0" * 15, content[8:end])
@@ -186,7 +186,7 @@ def test_an_aborted_turn_leaves_its_session_parked_or_in_memory_with_its_state(m
         assert goes_on(stage, name, 5) == length - 1
 
 
-def test_a_rewound_session_keeps_what_is_still_so_of_what_was_parked() -> None:
+def test_a_rewound_session_keeps_the_parked_memory_that_is_still_valid() -> None:
     stage = make()
     names = crowd(stage)
     parked = next(name for name in names if not stage.engine.sessions.get(name).memory.computed)
@@ -200,7 +200,7 @@ def test_a_rewound_session_keeps_what_is_still_so_of_what_was_parked() -> None:
 
 
 @every_mix
-def test_a_session_that_will_expire_is_parked_first_and_closed_later(mix) -> None:
+def test_a_session_about_to_expire_is_parked_first_and_closed_later(mix) -> None:
     stage = make(mix)
     stage.told("s", 50, ttl=100.0)
     stage.told("busy", 50, ttl=100.0)
@@ -213,7 +213,7 @@ def test_a_session_that_will_expire_is_parked_first_and_closed_later(mix) -> Non
     stage.step()
     session = stage.engine.sessions.get("s")
     assert (session.memory.computed, len(parking(stage))) == (0, 1)
-    assert goes_on(stage, "s", 2) == 55  # it is as it was
+    assert goes_on(stage, "s", 2) == 55  # it is unchanged
     assert stage.engine.transitions[Transition("park")] == 1
     stage.clock.advance(60.0)
     stage.step()
@@ -226,10 +226,10 @@ def test_a_session_that_will_expire_is_parked_first_and_closed_later(mix) -> Non
     stage.told("s", 50, ttl=100.0)
     stage.clock.advance(99.0)
     stage.step()
-    assert stage.engine.sessions.get("s").memory.computed == 55  # there is nowhere to go
+    assert stage.engine.sessions.get("s").memory.computed == 55  # there is no tier to park it in
 
 
-def test_a_fork_of_a_parked_session_is_parked_too() -> None:
+def test_a_fork_of_a_parked_session_is_also_parked() -> None:
     stage = make()
     parked = next(name for name in crowd(stage) if not stage.engine.sessions.get(name).memory.computed)
     length = len(stage.engine.sessions.get(parked).history)
@@ -240,7 +240,7 @@ def test_a_fork_of_a_parked_session_is_parked_too() -> None:
     assert goes_on(stage, "part", 8) == 40
 
 
-def test_what_is_flushed_is_not_restored() -> None:
+def test_flushed_memory_is_not_restored() -> None:
     stage = make()
     names = crowd(stage)
     assert len(parking(stage)) > 0
@@ -250,7 +250,7 @@ def test_what_is_flushed_is_not_restored() -> None:
     assert goes_on(stage, names[0], 5) == 0
 
 
-def test_a_tier_is_not_used_where_computing_is_faster() -> None:
+def test_a_tier_is_not_used_where_recomputing_is_faster() -> None:
     stage = make()
     rates = parking(stage).tiers.rates
     rates.note("compute", 1000, 1.0)

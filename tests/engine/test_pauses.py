@@ -1,4 +1,4 @@
-"""A paused engine takes no steps, and goes on as if nothing had been."""
+"""A paused engine takes no steps, and continues as if the pause had not happened."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from tests.engine.stage import Stage, continuation, count_from, every_mix, every
 @every_mix
 @every_overlap
 @pytest.mark.parametrize("release", [False, True], ids=["in place", "released"])
-def test_turns_wait_while_the_engine_is_paused_and_say_what_they_would_have_said(
-    mix, overlap: int, release: bool
-) -> None:
+def test_turns_wait_while_the_engine_is_paused_and_generate_the_same_output(mix, overlap: int, release: bool) -> None:
     stage = Stage(mix, overlap=overlap)
     stage.open()
     stage.open("later")
@@ -21,7 +19,7 @@ def test_turns_wait_while_the_engine_is_paused_and_say_what_they_would_have_said
     stage.until(lambda: len(turn.output) >= 4)
     stage.engine.pause(release=release)
     later = stage.say("later", count_from(2, 20), 5)
-    stage.step()  # what was in flight
+    stage.step()  # the step that was in flight
     plans, said = len(stage.executor.plans), len(turn.output)
     for _ in range(5):
         assert not stage.step().worked
@@ -33,7 +31,7 @@ def test_turns_wait_while_the_engine_is_paused_and_say_what_they_would_have_said
     assert list(later.output) == continuation(count_from(2, 20), 5)
 
 
-def test_sessions_are_changed_and_turns_aborted_during_a_pause() -> None:
+def test_sessions_can_be_changed_and_turns_aborted_during_a_pause() -> None:
     stage = Stage()
     session = stage.told()
     history = list(session.history)

@@ -1,4 +1,4 @@
-"""Pinned sessions: what they have in memory stays there, and everybody else still gets through."""
+"""Pinned sessions: their memory stays on the device, and all other turns still run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTEXT = 64
 
 
 def small(mix: tuple[object, ...] = (FULL,), **config: object) -> Stage:
-    """Room for the longest turn, and for one and a half sessions beside it."""
+    """Makes room for the longest turn and one and a half sessions beside it."""
     settings = {"units": 1, "context_length": CONTEXT, "max_running": 2, "checkpoint_share": 0.5, **config}
     need = Stage(mix, **{**settings, "units": 500}).engine.memory.turn_units(CONTEXT, generates=True)  # type: ignore[arg-type]
     settings["units"] = [n + (3 * CONTEXT // PAGE) // 2 for n in need]
@@ -34,10 +34,10 @@ def test_a_pinned_session_keeps_its_memory_while_others_yield(mix: tuple[object,
         stage.told(f"other {number}", 40, 6)
         assert pinned.memory.computed == before > 0
     assert sum(session.memory.computed == 0 for session in stage.engine.sessions) > 0 or FULL not in mix
-    assert stage.cost(lambda: stage.say("pinned", [1, 2], 1)) == 3  # what the turn adds, and the token before
+    assert stage.cost(lambda: stage.say("pinned", [1, 2], 1)) == 3  # the turn's tokens, and the one before
 
 
-def test_a_pinned_session_whose_turn_waits_or_lost_its_units_keeps_what_it_had_committed() -> None:
+def test_a_pinned_session_whose_turn_waits_or_lost_its_units_keeps_its_committed_memory() -> None:
     stage = small()
     pinned = stage.told("pinned", 30, 6, pinned=True, priority=-5)
     before = pinned.memory.computed
@@ -55,7 +55,7 @@ def test_a_pinned_session_whose_turn_waits_or_lost_its_units_keeps_what_it_had_c
 
 
 @every_mix
-def test_so_much_is_pinned_that_the_longest_turn_still_fits(mix: tuple[object, ...]) -> None:
+def test_pins_are_refused_unless_the_longest_turn_still_fits(mix: tuple[object, ...]) -> None:
     stage = small(mix)
     pinned = [stage.told("a", 30, 6, pinned=True)]
     stage.open("before")
@@ -73,7 +73,7 @@ def test_so_much_is_pinned_that_the_longest_turn_still_fits(mix: tuple[object, .
     stage.open("again", pinned=True, max_tokens=CONTEXT // 2)
 
 
-def test_nobody_yields_in_vain_to_a_turn_for_which_there_is_no_room_beside_what_is_pinned() -> None:
+def test_no_session_yields_to_a_turn_that_cannot_fit_beside_pinned_memory() -> None:
     stage = small()
     stage.told("pinned", 54, 6, pinned=True)
     stage.told("also pinned", 24, 6, pinned=True, max_tokens=CONTEXT // 2)
@@ -96,7 +96,7 @@ def test_a_fork_of_a_pinned_session_is_not_pinned() -> None:
     assert not stage.engine.fork("a").policy.pinned
 
 
-def test_a_session_that_cannot_be_pinned_where_it_is_restored_is_there_all_the_same() -> None:
+def test_a_session_that_cannot_be_pinned_again_is_restored_unpinned() -> None:
     stage = small()
     saved = stage.told("a", 30, 6, pinned=True).saved()
     other = small()
@@ -106,7 +106,7 @@ def test_a_session_that_cannot_be_pinned_where_it_is_restored_is_there_all_the_s
     assert small().engine.restore(saved).policy.pinned
 
 
-def test_a_tenant_may_pin_as_many_sessions_as_its_limits_say() -> None:
+def test_a_tenant_may_pin_only_as_many_sessions_as_its_limits_allow() -> None:
     engine = Stage((FULL,), units=500, context_length=CONTEXT).engine
     dispatcher, limits = Dispatcher(engine, Renderer(None, None)), Limits(pinned=1)
 
@@ -132,6 +132,6 @@ def test_an_idle_pinned_session_does_not_leave_for_its_tenants_other_sessions() 
     assert stage.engine.sessions.leaving("", 9, None)[0] == []
 
 
-def test_only_true_and_false_say_whether_a_session_is_pinned() -> None:
+def test_pinned_must_be_true_or_false() -> None:
     with pytest.raises(InvalidRequest, match="pinned is 'yes'"):
         Policy(pinned="yes")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What interrupts a turn changes nothing it says: preemption, pressure, failed steps, overlap and lookahead."""
+"""Preemption, pressure, failed steps, overlap and lookahead never change a turn's output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.present import present
 @every_mix
 @every_overlap
 @pytest.mark.parametrize("when", ["mid-prefill", "mid-decode"])
-def test_a_preempted_turn_says_the_same_and_history_does_not_move(mix, overlap: int, when: str) -> None:
+def test_a_preempted_turn_generates_the_same_output_and_history_does_not_move(mix, overlap: int, when: str) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.told()
     before, computed = list(session.history), session.memory.computed
@@ -44,7 +44,7 @@ def test_a_preempted_turn_says_the_same_and_history_does_not_move(mix, overlap: 
 
 @every_mix
 @every_overlap
-def test_many_turns_in_little_memory_all_say_what_they_should(mix, overlap: int) -> None:
+def test_many_turns_in_little_memory_all_generate_the_right_output(mix, overlap: int) -> None:
     stage = Stage(mix, units=26, overlap=overlap, context_length=60)
     turns, expected = [], []
     for i in range(6):
@@ -59,7 +59,7 @@ def test_many_turns_in_little_memory_all_say_what_they_should(mix, overlap: int)
 
 @every_mix
 @pytest.mark.parametrize("state", [None, "drafting", "queued", "preempted"])
-def test_a_session_dropped_to_its_tokens_computes_them_again(mix, state: str | None) -> None:
+def test_a_session_dropped_to_its_tokens_recomputes_them(mix, state: str | None) -> None:
     stage = Stage(mix)
     session = stage.told()
     before = list(session.history)
@@ -94,7 +94,7 @@ def test_a_failed_step_is_repeated_and_its_turns_finish_the_same(mix, overlap: i
         stage.open(f"s{i}")
         turns.append(stage.say(f"s{i}", count_from(i, 15 + i), 12))
     stage.play()
-    counted = stage.engine.transitions[Transition("step failed")]  # but for steps in flight behind one that failed
+    counted = stage.engine.transitions[Transition("step failed")]  # except steps in flight behind a failed one
     assert counted == len(failing) if not overlap else 0 < counted <= len(failing)
     for i, turn in enumerate(turns):
         assert list(turn.output) == continuation(count_from(i, 15 + i), 12)
@@ -123,7 +123,7 @@ def test_overlap_and_lookahead_change_no_token(mix, seed: int, wrong: int) -> No
 
 
 def _conversations(mix, seed: int, wrong: int, overlap: int, lookahead: int) -> list[list[int]]:
-    """The histories of three sessions after two turns each; of ten guesses, `wrong` are."""
+    """Returns the histories of three sessions after two turns each; `wrong` of ten guesses are wrong."""
     random = Random(seed)
 
     def guess(turn, most: int) -> list[int]:
@@ -158,8 +158,8 @@ def test_right_guesses_save_steps(overlap: int) -> None:
 
 @every_mix
 @every_overlap
-def test_a_turn_with_which_every_step_fails_ends_alone_and_its_neighbours_finish(mix, overlap: int) -> None:
-    """Known fault: a step that always fails is retried for ever, and nobody in it gets a token."""
+def test_a_turn_that_fails_every_step_ends_alone_and_its_neighbours_finish(mix, overlap: int) -> None:
+    """Known fault: a step that always fails is retried forever, and none of its turns gets a token."""
     stage = Stage(mix, overlap=overlap)
     poisoned, poison = stage.told("poisoned"), 666
     stage.executor._fail = lambda: poison in stage.executor.collecting.tokens.tolist()
@@ -180,11 +180,11 @@ def test_a_turn_with_which_every_step_fails_ends_alone_and_its_neighbours_finish
     assert poisoned.version == before[0] + 1
 
 
-def test_a_row_taken_again_does_not_learn_the_pages_of_the_turn_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reused_row_does_not_see_the_pages_of_its_previous_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known fault: a failed step's page table entries outlive the turn they were for, and the row's next turn reads
     them.
 
-    B takes the row A has left while a step is in flight, and has to wait for pages in the plan that tells its entries.
+    B takes the row A has left while a step is in flight, and has to wait for pages in the plan with its entries.
     """
     stage = Stage(overlap=1, max_running=3)
     stage.told("a", tokens=24)
@@ -217,8 +217,8 @@ def test_a_row_taken_again_does_not_learn_the_pages_of_the_turn_before(monkeypat
 
 @pytest.mark.parametrize("fraction", [0.7, 0.5, 0.35])
 @pytest.mark.parametrize("prompt", [16, 64])
-def test_decodes_that_outgrow_memory_compute_at_most_twice_what_they_need(fraction: float, prompt: int) -> None:
-    """Turns that started beside each other and outgrow the pool yield, the last first, and each seldom."""
+def test_decodes_that_outgrow_memory_compute_at_most_twice_the_tokens_they_need(fraction: float, prompt: int) -> None:
+    """Turns that started side by side and outgrow the pool yield, the last first, and each seldom."""
     turns_at_once, output = 16, 100
     units = int(turns_at_once * -(-(prompt + output) // 4) * fraction)
     stage = Stage(units=units, max_running=16, token_budget=64, context_length=200, recount=False)
@@ -235,9 +235,9 @@ def test_decodes_that_outgrow_memory_compute_at_most_twice_what_they_need(fracti
         assert list(turn.output) == continuation(count_from(i, prompt), output)
 
 
-def test_what_a_turn_found_cached_counts_only_if_it_computed_something_on_top_of_it() -> None:
-    """Known fault: a turn lost its row before its first step and its session's memory with it; its usage said that
-    most of the history had been cached."""
+def test_cached_tokens_count_only_if_the_turn_computed_something_after_them() -> None:
+    """Known fault: a turn lost its row before its first step, and its session's memory with it; its usage still
+    reported most of the history as cached."""
     stage = Stage()
     session = stage.told("s")
     turn = stage.say("s", [1, 2], 3)
@@ -250,7 +250,7 @@ def test_what_a_turn_found_cached_counts_only_if_it_computed_something_on_top_of
 
 
 @every_overlap
-def test_a_turn_that_does_not_fit_beside_what_its_session_keeps_begins_again_though_it_runs_alone(overlap: int) -> None:
+def test_a_turn_that_does_not_fit_beside_its_sessions_memory_starts_over_even_alone(overlap: int) -> None:
     stage = Stage(units=4, page_size=8, overlap=overlap)
     session = stage.told("s", 17, 2)
     stage.engine.fork("s", child="fork")  # it copies the last page before it writes there

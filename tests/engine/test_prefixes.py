@@ -1,4 +1,4 @@
-"""What is in memory of the same tokens is not computed again, whoever had it computed."""
+"""Memory of equal tokens is not computed again, no matter which session computed it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(mix: Sequence[Kind] = (FULL,), **options: Any) -> Stage:
 
 
 def once(stage: Stage, tokens: Sequence[int], output: int = 3, tenant: str = "", **params: Any) -> Turn:
-    """A turn without a session of its own, up to its end."""
+    """Runs a one-shot turn to its end."""
     session = stage.open(None, ephemeral=True, tenant=tenant)  # type: ignore[arg-type]
     turn = stage.say(session.id, tokens, output, tenant, **params)
     stage.play()
@@ -54,10 +54,10 @@ def test_two_requests_with_a_common_prompt_compute_it_once(mix, overlap: int) ->
     assert cached(once(stage, [*COMMON, 5])) == 0
     again = once(stage, [*COMMON, 6, 7])
     assert cached(again) >= (len(COMMON) if mix == (FULL,) else len(COMMON) - 8 - PAGE)
-    assert stage.engine.memory.pools[0].free < 200  # what closed sessions have left
+    assert stage.engine.memory.pools[0].free < 200  # memory that closed sessions left
 
 
-def test_a_client_that_resends_its_history_computes_only_what_is_new() -> None:
+def test_a_client_that_resends_its_history_computes_only_the_new_tokens() -> None:
     stage, history = make(), list(COMMON)
     for number in range(1, 6):
         history += [number, number]
@@ -65,10 +65,10 @@ def test_a_client_that_resends_its_history_computes_only_what_is_new() -> None:
         if number > 1:
             assert cached(turn) == len(history) - 2 - 1  # the last token of the last answer was not computed
         history += turn.output
-    assert len(stage.engine.sessions.prefixes) == 1  # each has made the one before it superfluous
+    assert len(stage.engine.sessions.prefixes) == 1  # each made the one before it superfluous
 
 
-def test_a_session_begins_with_what_another_that_is_open_has() -> None:
+def test_a_session_starts_with_memory_of_another_open_session() -> None:
     stage = make()
     stage.told("first", 60)
     stage.open("second")
@@ -82,7 +82,7 @@ def test_a_session_begins_with_what_another_that_is_open_has() -> None:
     stage.engine.audit()
 
 
-def test_a_session_that_lost_its_memory_finds_it_with_another() -> None:
+def test_a_session_that_lost_its_memory_finds_it_in_another_session() -> None:
     stage = make()
     stage.told("first", 60)
     stage.engine.fork("first", child="second")
@@ -121,7 +121,7 @@ def test_an_aborted_turn_leaves_its_session_as_it_was(mix) -> None:
     stage.engine.audit()
 
 
-def test_input_whose_log_probabilities_are_asked_for_is_computed() -> None:
+def test_input_with_requested_log_probabilities_is_computed() -> None:
     stage = make()
     once(stage, COMMON)
     turn = once(stage, COMMON, input_logprobs=0)
@@ -129,7 +129,7 @@ def test_input_whose_log_probabilities_are_asked_for_is_computed() -> None:
     assert len(turn.input_logprobs) == len(COMMON)
 
 
-def test_an_append_that_is_all_in_memory_computes_nothing() -> None:
+def test_an_append_that_is_entirely_in_memory_computes_nothing() -> None:
     stage = make()
     once(stage, COMMON)
     session = stage.open("s")
@@ -144,7 +144,7 @@ def test_an_append_that_is_all_in_memory_computes_nothing() -> None:
     assert list(answer.output) == continuation([*COMMON[:50], 1], 3)
 
 
-def test_closed_sessions_yield_first_and_the_one_used_last_yields_last() -> None:
+def test_closed_sessions_yield_first_least_recently_used_before_others() -> None:
     stage = make(units=60)  # of 4 tokens
     texts = [count_from(100 * i, 60) for i in range(3)]
     for text in texts:
@@ -159,9 +159,9 @@ def test_closed_sessions_yield_first_and_the_one_used_last_yields_last() -> None
 
 
 @every_mix
-def test_closed_forks_with_nothing_of_their_own_are_not_kept(mix) -> None:
-    """Known fault: all were kept. They held no units of their own, so no pressure ever dropped them one by one, and
-    then it dropped all of them in one step."""
+def test_closed_forks_without_units_of_their_own_are_not_kept(mix) -> None:
+    """Known fault: all were kept. They held no units of their own, so pressure never dropped them one by one, and
+    finally dropped all of them in one step."""
     stage, tokens = make(mix), count_from(len("s"), 60)
     session = stage.told("s", 60)
     for position in (None, 40, 61, None):
@@ -175,7 +175,7 @@ def test_closed_forks_with_nothing_of_their_own_are_not_kept(mix) -> None:
 
 
 @every_mix
-def test_of_closed_sessions_that_have_the_same_one_is_kept(mix) -> None:
+def test_one_of_several_identical_closed_sessions_is_kept(mix) -> None:
     stage, tokens = make(mix), count_from(len("s"), 60)
     stage.told("s", 60)
     for name in ("one", "other"):
@@ -188,7 +188,7 @@ def test_of_closed_sessions_that_have_the_same_one_is_kept(mix) -> None:
 
 
 @every_mix
-def test_a_closed_session_is_kept_no_longer_once_an_open_one_has_all_it_had(mix) -> None:
+def test_a_closed_session_is_dropped_once_an_open_one_has_all_its_memory(mix) -> None:
     stage, tokens = make(mix), count_from(len("s"), 60)
     stage.told("s", 60)
     stage.engine.close("s")
@@ -200,19 +200,19 @@ def test_a_closed_session_is_kept_no_longer_once_an_open_one_has_all_it_had(mix)
     assert not stage.engine.sessions.prefixes
 
 
-def test_a_closed_session_that_can_be_resumed_where_others_cannot_is_kept() -> None:
+def test_a_closed_session_that_is_resumable_where_others_are_not_is_kept() -> None:
     stage = make((FULL, STATE), checkpoint_interval=4096)
     same = count_from(5, 40)
     for name, more in (("long", 60), ("short", 0)):
         stage.open(name)
-        stage.say(name, [*same, *count_from(77, more)], 2, input_logprobs=0)  # so it computes all by itself
+        stage.say(name, [*same, *count_from(77, more)], 2, input_logprobs=0)  # so it computes everything itself
         stage.play()
     stage.engine.close("short")
     assert [session.id for session in stage.engine.sessions.prefixes] == ["short"]
     assert cached(once(stage, [*same, *continuation(same, 2), 9])) == 41
 
 
-def test_a_closed_session_with_less_than_a_page_is_not_kept() -> None:
+def test_a_closed_session_of_less_than_a_page_is_not_kept() -> None:
     stage = make()
     stage.told("s", PAGE - 1, 1)
     stage.engine.close("s")
@@ -220,7 +220,7 @@ def test_a_closed_session_with_less_than_a_page_is_not_kept() -> None:
     assert stage.engine.memory.pools[0].free == 200
 
 
-def test_closing_a_session_compares_it_with_a_few_others_however_many_begin_as_it_does() -> None:
+def test_closing_a_session_compares_it_with_a_few_of_those_with_the_same_beginning() -> None:
     stage = make((FULL, STATE), units=2000, checkpoint_interval=4096, max_sessions=200)
     for i in range(60):
         stage.open(f"s{i}")
@@ -234,7 +234,7 @@ def test_closing_a_session_compares_it_with_a_few_others_however_many_begin_as_i
     assert index.compared - before == 60 * MAX_COMPARED
 
 
-def test_a_draft_is_computed_where_closed_sessions_have_filled_memory() -> None:
+def test_a_draft_is_computed_although_closed_sessions_have_filled_memory() -> None:
     stage = make(units=40)
     for i in range(4):
         once(stage, count_from(100 * i, 50))
@@ -244,7 +244,7 @@ def test_a_draft_is_computed_where_closed_sessions_have_filled_memory() -> None:
     assert present(draft.session.memory.turn).computed == 59
 
 
-def test_closed_sessions_that_share_all_they_have_yield_before_an_open_one() -> None:
+def test_closed_sessions_that_share_all_their_memory_yield_before_an_open_one() -> None:
     stage = make(units=60)
     idle = stage.told("idle", 60)
     stage.told("closed", 80)
@@ -257,7 +257,7 @@ def test_closed_sessions_that_share_all_they_have_yield_before_an_open_one() -> 
 
 
 @pytest.mark.parametrize("mix", [(SLIDING,), (STATE,), (FULL, SLIDING, STATE)], ids=str)
-def test_what_a_closed_session_shares_with_an_open_one_is_not_its_to_give(mix) -> None:
+def test_units_a_closed_session_shares_with_an_open_one_are_not_reclaimable(mix) -> None:
     stage = make(mix)
     stage.told("open", 60)
     before = stage.engine.pressure.reclaimable().tolist()
@@ -266,10 +266,10 @@ def test_what_a_closed_session_shares_with_an_open_one_is_not_its_to_give(mix) -
     assert stage.engine.pressure.reclaimable().tolist() == before
     stage.engine.close("open")
     held = [pool.leased for pool in stage.engine.memory.pools]
-    assert stage.engine.pressure.reclaimable().tolist() == held  # what both have, and their checkpoints
+    assert stage.engine.pressure.reclaimable().tolist() == held  # the shared units, and their checkpoints
 
 
-def test_a_flush_forgets_what_closed_sessions_have_left() -> None:
+def test_a_flush_drops_the_memory_of_closed_sessions() -> None:
     stage = make()
     once(stage, COMMON)
     assert stage.engine.drop() == 1
@@ -295,7 +295,7 @@ def test_every_full_page_is_hashed_once() -> None:
 
 
 @every_mix
-def test_hashes_that_collide_cost_hits_and_nothing_else(mix, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colliding_hashes_cost_only_cache_hits(mix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenuto.session.prefixes._digest", lambda before, tokens: 0)
     stage = make(mix)
     for i in range(5):
@@ -303,7 +303,7 @@ def test_hashes_that_collide_cost_hits_and_nothing_else(mix, monkeypatch: pytest
         once(stage, COMMON[: 20 + 9 * i])
 
 
-def test_what_a_session_says_after_a_rewind_is_found_by_its_own_hashes() -> None:
+def test_output_after_a_rewind_is_found_by_its_own_hashes() -> None:
     stage = make()
     session = stage.told("s", 60)
     stage.engine.rewind("s", position=10)
@@ -316,7 +316,7 @@ def test_what_a_session_says_after_a_rewind_is_found_by_its_own_hashes() -> None
     assert cached(turn) == 70
 
 
-def test_nothing_is_left_of_sessions_that_are_gone() -> None:
+def test_nothing_remains_of_closed_sessions() -> None:
     stage = make()
     for i in range(20):
         name = f"s{i}"
@@ -329,7 +329,7 @@ def test_nothing_is_left_of_sessions_that_are_gone() -> None:
     assert (len(index), index._owners, index._hashes) == (0, {}, {})
 
 
-def test_what_a_waiting_turn_has_found_is_no_history_of_its_session() -> None:
+def test_memory_found_by_a_waiting_turn_does_not_become_its_sessions_history() -> None:
     stage = make(max_running=1)
     for name, tokens in (("short", COMMON[:8]), ("long", COMMON)):
         stage.open(name)
@@ -349,9 +349,9 @@ def test_what_a_waiting_turn_has_found_is_no_history_of_its_session() -> None:
     assert list(turn.output) == continuation([*COMMON, 3], 3)
 
 
-def test_a_turn_that_has_looked_in_vain_and_waits_begins_with_what_another_commits_meanwhile() -> None:
+def test_a_waiting_turn_without_a_match_starts_with_memory_committed_meanwhile() -> None:
     stage = Stage(prefix_cache=True, max_running=1)
-    opening = count_from(3, PAGE - 1)  # no page yet that would tell whom it is like
+    opening = count_from(3, PAGE - 1)  # not yet a full page to match by
     stage.open("s")
     first = stage.say("s", opening, 30)
     stage.until(lambda: first.running)

@@ -1,5 +1,5 @@
-"""Parked memory comes back while other turns' steps run: nobody waits for a copy but the turn that needs it, and no
-unit is given out that a copy may still write."""
+"""Parked memory is restored while other turns' steps run: only the turn that needs a copy waits for it, and no unit is
+handed out that a copy may still write."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from tests.engine.stage import (
 from tests.present import present
 
 HISTORY = 66
-"""Tokens of a session that was told 60."""
+"""Tokens in the history of a session with 60 input tokens."""
 
 
 class Slow:
-    """A stage whose copies advance by hand, one page or state at a time, with a session "s" that is parked."""
+    """A stage whose copies advance by hand, one page or state at a time, with a parked session "s"."""
 
     def __init__(self, mix: tuple[Kind, ...] = (FULL,), **options: Any) -> None:
         self.copies = ByHand(piece=1)
@@ -65,14 +65,14 @@ class Slow:
         assert self.parking.has(self.engine.sessions.get(name))
 
     def come_back(self, name: str = "s", output: int = 3, **params: Any) -> Turn:
-        """A turn of a parked session that waits for its copies."""
+        """Submits a turn of a parked session, which waits for its copies."""
         turn = self.stage.say(name, [5, 6], output, **params)
         self.stage.until(lambda: turn.running)
         assert turn.session.memory.arriving
         return turn
 
     def ends(self, turn: Turn, history: Sequence[int]) -> int:
-        """The turn says what it should; how many tokens were cached."""
+        """Checks that the turn ends correctly; returns the number of cached tokens."""
         while not self.engine.idle:
             self.copies.finish()
             self.stage.step()
@@ -90,7 +90,7 @@ class Slow:
 
 @every_mix
 @every_overlap
-def test_other_turns_run_to_their_ends_while_a_session_comes_back(mix, overlap: int) -> None:
+def test_other_turns_run_to_their_ends_while_a_session_is_restored(mix, overlap: int) -> None:
     slow = Slow(mix, overlap=overlap)
     history = list(slow.engine.sessions.get("s").history)
     turn = slow.come_back()
@@ -109,7 +109,7 @@ def test_other_turns_run_to_their_ends_while_a_session_comes_back(mix, overlap: 
 
 @every_mix
 @pytest.mark.parametrize("end", ["abort", "barge-in", "deadline", "close", "preempt", "pause"])
-def test_a_turn_that_ends_while_its_session_comes_back_leaves_that_parked(mix, end: str) -> None:
+def test_a_turn_that_ends_while_its_session_is_restored_leaves_it_parked(mix, end: str) -> None:
     slow = Slow(mix)
     empty, history = slow.free(), list(slow.engine.sessions.get("s").history)
     turn = slow.come_back(timeout=30.0)
@@ -132,7 +132,7 @@ def test_a_turn_that_ends_while_its_session_comes_back_leaves_that_parked(mix, e
         slow.engine.lifecycle.pause(turn)
     assert list(session.history) == history
     assert session.memory.computed == 0
-    assert sum(slow.limbo()) > 0, "what a copy may still write is nobody's to take"
+    assert sum(slow.limbo()) > 0, "units that a copy may still write are not free"
     assert all(a + b >= c for a, b, c in zip(slow.free(), slow.limbo(), empty, strict=True))
     slow.engine.audit()
     slow.copies.finish()
@@ -150,11 +150,11 @@ def test_a_turn_that_ends_while_its_session_comes_back_leaves_that_parked(mix, e
         assert slow.parking.tiers.host_used == 0
         return
     turn = slow.come_back()
-    assert slow.ends(turn, history) == HISTORY - 1  # its state is still there, also of a longer history
+    assert slow.ends(turn, history) == HISTORY - 1  # its state is still there, even for a longer history
 
 
 @every_mix
-def test_units_that_a_copy_may_still_write_are_not_given_out(mix) -> None:
+def test_units_that_a_copy_may_still_write_are_not_handed_out(mix) -> None:
     slow = Slow(mix)
     turn = slow.come_back()
     units = [sorted(pool._written) for pool in slow.engine.memory.pools]
@@ -171,22 +171,22 @@ def test_units_that_a_copy_may_still_write_are_not_given_out(mix) -> None:
 
 
 @every_mix
-def test_two_sessions_that_share_what_comes_back_move_it_once(mix) -> None:
+def test_two_sessions_that_share_restored_units_move_them_once(mix) -> None:
     slow = Slow(mix)
     history = list(slow.engine.sessions.get("s").history)
     slow.engine.fork("s", child="fork")
     turn, forked = slow.come_back("s"), slow.come_back("fork")
     units, *more = (len(move.targets) for move in slow.parking.tiers.moves._under_way)
-    assert sum(more) <= (FULL in mix)  # a last page, which the other goes on to fill
+    assert sum(more) <= (FULL in mix)  # a last page, which the other continues to fill
     slow.engine.abort("s")
     slow.engine.audit()
-    assert slow.ends(forked, history) == HISTORY - 1  # the move goes on for the one that still waits
+    assert slow.ends(forked, history) == HISTORY - 1  # the move continues for the one that still waits
     assert present(turn.result).committed is False
     assert slow.parking.tiers.moved["device"] == units + sum(more)
 
 
 @every_mix
-def test_a_fork_of_a_session_that_is_coming_back_is_parked_like_it(mix) -> None:
+def test_a_fork_of_a_session_being_restored_is_parked_like_it(mix) -> None:
     slow = Slow(mix)
     history = list(slow.engine.sessions.get("s").history)
     turn = slow.come_back()
@@ -198,7 +198,7 @@ def test_a_fork_of_a_session_that_is_coming_back_is_parked_like_it(mix) -> None:
 
 @every_mix
 @pytest.mark.parametrize("drafting", [False, True], ids=["submitted", "draft"])
-def test_a_copy_that_fails_in_the_middle_costs_only_time(mix, drafting: bool) -> None:
+def test_a_copy_that_fails_halfway_costs_only_time(mix, drafting: bool) -> None:
     slow = Slow(mix)
     history = list(slow.engine.sessions.get("s").history)
     if drafting:
@@ -220,7 +220,7 @@ def test_a_copy_that_fails_in_the_middle_costs_only_time(mix, drafting: bool) ->
     assert slow.parking.restored == 0
 
 
-def test_a_draft_that_changes_while_its_session_comes_back_is_computed_as_it_is() -> None:
+def test_a_draft_changed_while_its_session_is_restored_is_computed_as_changed() -> None:
     slow = Slow()
     history = list(slow.engine.sessions.get("s").history)
     slow.engine.draft("s", [9, 9, 9])
@@ -233,7 +233,7 @@ def test_a_draft_that_changes_while_its_session_comes_back_is_computed_as_it_is(
     assert slow.ends(turn, history) >= HISTORY - 1
 
 
-def test_an_empty_turn_of_a_parked_session_commits_when_that_is_there() -> None:
+def test_an_empty_turn_of_a_parked_session_commits_once_it_is_restored() -> None:
     slow = Slow()
     turn = slow.stage.append("s", [])
     slow.stage.until(lambda: turn.running)
@@ -244,7 +244,7 @@ def test_an_empty_turn_of_a_parked_session_commits_when_that_is_there() -> None:
     slow.engine.audit()
 
 
-def test_memory_is_released_once_copies_have_ended() -> None:
+def test_releasing_memory_waits_for_its_copies() -> None:
     slow = Slow()
     history = list(slow.engine.sessions.get("s").history)
     turn = slow.come_back()
@@ -258,7 +258,7 @@ def test_memory_is_released_once_copies_have_ended() -> None:
     assert slow.ends(turn, history) == HISTORY - 1
 
 
-def test_copies_that_nobody_waits_for_hold_up_no_release() -> None:
+def test_unneeded_copies_do_not_delay_a_release() -> None:
     slow = Slow()
     slow.come_back()
     slow.engine.abort("s")
@@ -281,11 +281,11 @@ def test_a_bug_in_a_copy_stops_the_engine() -> None:
         slow.stage.step()
 
 
-# -- what leaves host memory for disk
+# -- from host memory to disk
 
 
 @every_mix
-def test_steps_go_on_while_a_session_is_written_to_disk(mix, tmp_path: Path) -> None:
+def test_steps_continue_while_a_session_is_written_to_disk(mix, tmp_path: Path) -> None:
     disk = UnitFiles(tmp_path, 10**7)
     slow = Slow(mix, host_tier=0, disk=disk)
     tiers, history = slow.parking.tiers, list(slow.engine.sessions.get("s").history)
@@ -305,7 +305,7 @@ def test_steps_go_on_while_a_session_is_written_to_disk(mix, tmp_path: Path) -> 
 
 @every_mix
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_session_comes_back_while_it_is_being_written(
+def test_a_session_is_restored_while_it_is_being_written(
     mix, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = UnitFiles(tmp_path, 10**7)
@@ -324,7 +324,7 @@ def test_a_session_comes_back_while_it_is_being_written(
     slow.engine.end()
 
 
-def test_a_session_that_is_closed_while_it_is_being_written_leaves_no_file(tmp_path: Path) -> None:
+def test_a_session_closed_while_it_is_being_written_leaves_no_file(tmp_path: Path) -> None:
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
     slow.engine.close("s")
     slow.copies.finish()
@@ -335,7 +335,7 @@ def test_a_session_that_is_closed_while_it_is_being_written_leaves_no_file(tmp_p
     slow.engine.end()
 
 
-def test_no_more_is_on_its_way_to_disk_than_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_writes_to_disk_stay_within_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
     tiers = slow.parking.tiers
     monkeypatch.setattr("tenuto.memory.tiers.tiers.MAX_LEAVING", tiers.host_used + 10)
@@ -352,7 +352,7 @@ def test_no_more_is_on_its_way_to_disk_than_is_allowed(tmp_path: Path, monkeypat
 
 
 class Gate(UnitFiles):
-    """A disk that reads nothing while it is shut."""
+    """A disk that reads nothing while the gate is shut."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, 10**7)
@@ -374,7 +374,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 def threaded(disk: Gate) -> Engine:
-    """An engine with threads of its own, and a session "s" whose memory is on disk."""
+    """Makes an engine with its own threads, and a session "s" whose memory is on disk."""
     executor = Recorder(PAGE, Stage((FULL,)).executor.spec.groups, VOCABULARY)
     config = EngineConfig(context_length=200, max_running=4, token_budget=24, prefix_cache=False)
     engine = Engine(
@@ -389,7 +389,7 @@ def threaded(disk: Gate) -> Engine:
     return engine
 
 
-def test_while_the_disk_is_read_streams_go_on_and_then_the_turn_does(gate: Gate) -> None:
+def test_streams_continue_while_the_disk_is_read_and_then_the_restored_turn_runs(gate: Gate) -> None:
     engine = threaded(gate)
     history = list(engine.sessions.get("s").history)
     gate.open.clear()
@@ -427,7 +427,7 @@ def test_while_the_disk_is_read_streams_go_on_and_then_the_turn_does(gate: Gate)
     assert present(engine.parking).restored == 1
 
 
-def test_an_engine_that_ends_waits_for_its_copies(gate: Gate) -> None:
+def test_an_ending_engine_waits_for_its_copies(gate: Gate) -> None:
     engine = threaded(gate)
     gate.open.clear()
     engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
@@ -470,7 +470,7 @@ def test_a_damaged_file_is_noticed_by_the_thread_that_reads_it(gate: Gate, tmp_p
 # -- the pool
 
 
-def test_a_pool_keeps_what_is_written_apart_until_the_copy_has_ended() -> None:
+def test_a_pool_keeps_units_being_written_apart_until_the_copy_has_ended() -> None:
     pool = Stage((FULL,), units=60).engine.memory.pools[0]
     holder = Stage((FULL,)).engine._admission
     lease = present(pool.acquire(3, holder))
@@ -493,7 +493,7 @@ def test_a_pool_keeps_what_is_written_apart_until_the_copy_has_ended() -> None:
     assert pool.limbo == (1 if third in pool._stranded else 0)
 
 
-def test_a_cancelled_restore_that_has_not_begun_keeps_no_units_while_others_read(gate: Gate) -> None:
+def test_a_restore_cancelled_before_it_begins_keeps_no_units_while_others_read(gate: Gate) -> None:
     engine = threaded(gate)
     for name in ("t", "u"):
         engine.open(name)
@@ -521,7 +521,7 @@ def test_a_cancelled_restore_that_has_not_begun_keeps_no_units_while_others_read
 
 @every_mix
 def test_a_copy_that_fails_while_another_session_joins_it_still_owns_its_units(mix, monkeypatch) -> None:
-    """Whether a copy has failed is known to the engine's thread only between steps."""
+    """The engine's thread learns of a failed copy only between steps."""
     slow = Slow(mix)
     engine, tiers, executor = slow.engine, slow.parking.tiers, slow.stage.executor
     engine.fork("s", child="fork")
@@ -578,7 +578,7 @@ def test_a_write_that_fails_while_a_snapshot_waits_for_it_loses_no_other_session
     engine.end(keep=True)
 
 
-def test_a_session_that_gives_up_coming_back_hides_no_prefix_of_others() -> None:
+def test_a_session_whose_restore_is_given_up_hides_no_prefix_from_others() -> None:
     slow = Slow((STATE,), prefix_cache=True, checkpoint_interval=16, units=200)
     engine, stage = slow.engine, slow.stage
     stage.open("q")
@@ -607,7 +607,7 @@ def no_memory(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("writing", [broken, no_memory])
-def test_a_disk_that_neither_writes_nor_removes_costs_only_time(writing, tmp_path, monkeypatch) -> None:
+def test_a_disk_that_can_neither_write_nor_delete_costs_only_time(writing, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tenuto.memory.tiers.unit_files.save_file", writing)
     monkeypatch.setattr(Path, "unlink", broken)
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
@@ -624,7 +624,7 @@ def test_a_disk_that_neither_writes_nor_removes_costs_only_time(writing, tmp_pat
     slow.engine.audit()
 
 
-def test_a_session_whose_pages_are_in_two_files_comes_back_whole(tmp_path) -> None:
+def test_a_session_whose_pages_are_in_two_files_is_restored_whole(tmp_path) -> None:
     stage = Stage(units=60, disk=UnitFiles(tmp_path, 10**7))
     session = stage.told("s", 40)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a running turn computes is not computed by others that begin alike: they wait for it in their rows."""
+"""A running turn's computation is not repeated by turns with the same beginning: they wait for it in their rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(mix: tuple[Kind, ...] = (FULL,), **options: Any) -> Stage:
 
 
 def ask(stage: Stage, number: int, *more: int, output: int = 4, **params: Any) -> Turn:
-    """A one-shot request that begins with `COMMON`."""
+    """Submits a one-shot request that begins with `COMMON`."""
     stage.open(f"s{number}", ephemeral=True)
     return stage.say(f"s{number}", [*COMMON, *more], output, **params)
 
@@ -48,7 +48,7 @@ def outcomes(stage: Stage) -> dict[str, int]:
 
 @every_mix
 @every_overlap
-def test_two_requests_at_once_compute_their_common_prompt_once(mix, overlap: int) -> None:
+def test_two_simultaneous_requests_compute_their_common_prompt_once(mix, overlap: int) -> None:
     stage = make(mix, overlap=overlap)
     first, second = ask(stage, 1, 5), ask(stage, 2, 6, 7)
     stage.play()
@@ -68,7 +68,7 @@ def test_samples_of_one_prompt_compute_it_once(mix) -> None:
     assert sum(present(turn.result).usage.computed for turn in turns) <= 121 + 5 * PAGE + 6 * 4
 
 
-def test_a_later_request_begins_where_they_part() -> None:
+def test_a_later_request_starts_where_the_two_differ() -> None:
     stage = make(HYBRID)
     stage.open("other", ephemeral=True)
     first = ask(stage, 1, 5)
@@ -82,7 +82,7 @@ def test_a_later_request_begins_where_they_part() -> None:
 @every_mix
 @every_overlap
 @pytest.mark.parametrize("how", ["abort", "preempt", "pause", "close"])
-def test_who_waits_goes_on_when_the_other_leaves_its_row(mix, overlap: int, how: str) -> None:
+def test_a_waiting_turn_continues_when_the_other_leaves_its_row(mix, overlap: int, how: str) -> None:
     stage = make(mix, overlap=overlap)
     first, second = ask(stage, 1, 5), ask(stage, 2, 6)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_who_waits_goes_on_when_the_other_leaves_its_row(mix, overlap: int, how:
 
 
 @every_mix
-def test_a_request_that_waits_can_be_aborted(mix) -> None:
+def test_a_waiting_request_can_be_aborted(mix) -> None:
     stage = make(mix)
     first, second, third = ask(stage, 1, 5), ask(stage, 2, 6), ask(stage, 3, 7)
     stage.step()
@@ -117,7 +117,7 @@ def test_a_request_that_waits_can_be_aborted(mix) -> None:
     assert present(third.result).usage.cached >= 120 - PAGE
 
 
-def test_steps_that_fail_harm_nobody_who_waits() -> None:
+def test_failing_steps_do_not_harm_waiting_turns() -> None:
     stage = make(HYBRID, failing=(1, 2, 4, 9), overlap=1)
     first, second = ask(stage, 1, 5), ask(stage, 2, 6)
     stage.play()
@@ -127,9 +127,9 @@ def test_steps_that_fail_harm_nobody_who_waits() -> None:
 
 @every_mix
 @pytest.mark.parametrize("added", [COMMON, COMMON[:2]], ids=["pages", "within-the-page"])
-def test_an_aborted_turn_gives_up_the_free_slots_that_others_read(mix, added: list[int]) -> None:
-    """The turn fills its session's last page in place; another begins with that page; the turn is aborted and the
-    session goes on where it stood: it writes elsewhere. So the other can also come back to where it began."""
+def test_an_aborted_turn_gives_up_free_slots_that_others_read(mix, added: list[int]) -> None:
+    """The turn fills its session's last page in place, another turn starts with that page, and the first is aborted.
+    Its session then writes elsewhere, so that the other can still return to its starting point."""
     stage = make(mix)
     session = stage.told("s", 30, 4)  # its memory ends within a page
     assert session.memory.computed % PAGE
@@ -151,7 +151,7 @@ def test_an_aborted_turn_gives_up_the_free_slots_that_others_read(mix, added: li
     assert list(later.output) == continuation([*whole, 8], 5)
 
 
-def test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it() -> None:
+def test_a_turn_that_starts_from_a_running_one_can_rewind_as_far_as_it() -> None:
     stage = make((STATE,), checkpoint_interval=8)
     session = stage.told("s", 60, 4)
     stage.say("s", COMMON, 30)
@@ -159,12 +159,12 @@ def test_who_begins_with_what_a_running_turn_has_can_go_back_as_far_as_it() -> N
     other = stage.open("t")
     stage.say("t", [*session.history, *COMMON, 9], 3)
     stage.play()
-    for position in (64 + 60, 40):  # among what the turn and what its session had computed
+    for position in (64 + 60, 40):  # in the running turn's part and in its session's
         stage.engine.rewind("t", position=position)
         assert position - 16 < other.memory.computed < position
 
 
-def test_a_turn_whose_input_is_scored_waits_for_nobody() -> None:
+def test_a_turn_with_scored_input_waits_for_no_other() -> None:
     stage = make()
     ask(stage, 1, 5)
     second = ask(stage, 2, 5, input_logprobs=0)
@@ -175,7 +175,7 @@ def test_a_turn_whose_input_is_scored_waits_for_nobody() -> None:
     assert right(second, 5)
 
 
-def test_a_turn_of_higher_priority_waits_for_nobody() -> None:
+def test_a_turn_of_higher_priority_waits_for_no_other() -> None:
     stage = make()
     first, second = ask(stage, 1, 5), ask(stage, 2, 6, priority=3)
     stage.step()
@@ -195,7 +195,7 @@ def test_others_run_while_one_waits() -> None:
     stage.until(lambda: short.result is not None, most=8)
 
 
-def test_an_append_that_another_computes_computes_nothing() -> None:
+def test_an_append_that_another_turn_computes_computes_nothing() -> None:
     stage = make()
     ask(stage, 1, 5)
     session = stage.open("s")
@@ -206,7 +206,7 @@ def test_an_append_that_another_computes_computes_nothing() -> None:
     assert session.memory.computed == 49
 
 
-def test_a_client_that_resends_a_history_still_being_said_computes_only_what_is_new() -> None:
+def test_a_client_that_resends_a_history_still_being_generated_computes_only_new_tokens() -> None:
     stage = make()
     ask(stage, 1, 5, output=40)
     stage.step()
@@ -216,7 +216,7 @@ def test_a_client_that_resends_a_history_still_being_said_computes_only_what_is_
     assert right(again, 5)
 
 
-def test_what_is_looked_for_and_not_found_is_counted_by_its_cause() -> None:
+def test_failed_lookups_are_counted_by_cause() -> None:
     stage = make((STATE,), checkpoint_interval=8)
     ask(stage, 1, 5)
     stage.play()
@@ -233,7 +233,7 @@ def test_what_is_looked_for_and_not_found_is_counted_by_its_cause() -> None:
     assert outcomes(stage)["closed"] == 1
 
 
-def test_every_page_is_hashed_at_most_once_by_each_sequence() -> None:
+def test_each_sequence_hashes_every_page_at_most_once() -> None:
     stage = make()
     turns = [ask(stage, number, 5 + number, output=9) for number in range(3)]
     stage.play()
@@ -241,7 +241,7 @@ def test_every_page_is_hashed_at_most_once_by_each_sequence() -> None:
     assert hashed <= sum((turn.length - 1) // PAGE for turn in turns)
 
 
-def test_nothing_is_left_of_prompts_that_ran() -> None:
+def test_nothing_remains_of_prompts_that_ran() -> None:
     stage = make()
     for number in range(5):
         ask(stage, number, number)
@@ -254,7 +254,7 @@ def test_nothing_is_left_of_prompts_that_ran() -> None:
     assert stage.engine.batch.held == set()
 
 
-def test_the_prompt_of_a_turn_that_waits_is_not_read_again_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_of_a_waiting_turn_is_not_read_again_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = make(max_running=1)
     running = ask(stage, 1, output=40)
     stage.until(lambda: len(running.output) > 2)

@@ -1,5 +1,5 @@
-"""What turns may ask of sampling, on a small real model: the tokens and log-probabilities that a naive loop over whole
-sequences gives, however steps are cut, overlapped, preempted and failed."""
+"""Sampling options of turns, on a small real model: tokens and log-probabilities equal those of a naive loop over whole
+sequences, no matter how steps are cut, overlapped, preempted and failed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 class FailingExecutor(ModelExecutor):
-    """Keeps its plans. Steps with these numbers fail when all is computed."""
+    """Keeps its plans. Steps with these numbers fail after they are computed."""
 
     failing: Sequence[int] = ()
 
@@ -74,7 +74,7 @@ Start = Callable[..., Engine]
 
 @pytest.fixture
 def start(files: ModelFiles) -> Iterator[Start]:
-    """Makes engines on the small model; configuration by name."""
+    """Returns a function that makes engines on the small model, configured by keyword."""
     made: list[ModelExecutor] = []
 
     def engine(**config: Any) -> Engine:
@@ -134,7 +134,7 @@ def raw_logits(model: LlamaForCausalLM, tokens: Sequence[int]) -> np.ndarray:
 
 
 def said(model: LlamaForCausalLM, prompt: list[int], params: TurnParams) -> list[int]:
-    """The output the definitions give, computing the whole sequence for every token."""
+    """Returns the output by definition, computing the whole sequence for every token."""
     options, output = params.sampling, list[int]()
     for k in range(params.max_new_tokens or 0):
         row = Row(
@@ -155,7 +155,7 @@ def said(model: LlamaForCausalLM, prompt: list[int], params: TurnParams) -> list
 
 
 def check_logprobs(got: Sequence[TokenLogprob], tokens: Sequence[int], logits: np.ndarray, most: int) -> None:
-    """`got` are those of `tokens`, each by the logits at the same index."""
+    """Compares `got` with the log-probabilities of `tokens`, each from the logits at the same index."""
     exact = torch.from_numpy(logits.astype(np.float64)).log_softmax(-1).numpy()
     assert [entry.token for entry in got] == list(tokens)
     for entry, expected in zip(got, exact, strict=True):
@@ -173,7 +173,7 @@ def outputs(turn: Turn) -> list[int]:
 
 @every_overlap
 @pytest.mark.parametrize("budget", [5, 64])
-def test_turns_that_ask_for_different_things_share_steps_and_each_gets_its_own(
+def test_turns_with_different_options_share_steps_and_each_gets_its_own(
     model: LlamaForCausalLM, start: Start, overlap: int, budget: int
 ) -> None:
     engine = start(overlap=overlap, token_budget=budget)
@@ -190,7 +190,7 @@ def test_turns_that_ask_for_different_things_share_steps_and_each_gets_its_own(
 
 
 @every_overlap
-def test_penalties_count_this_turns_output_and_repetition_also_the_history(
+def test_penalties_count_this_turns_output_and_repetition_also_counts_the_history(
     model: LlamaForCausalLM, start: Start, overlap: int
 ) -> None:
     engine = start(overlap=overlap)
@@ -207,7 +207,7 @@ def test_penalties_count_this_turns_output_and_repetition_also_the_history(
 
 @every_overlap
 @pytest.mark.parametrize("sampling", [REPEATING, EVERYTHING, BIASED], ids=["repeating", "everything", "biased"])
-def test_a_preempted_turn_goes_on_as_if_nothing_had_been(
+def test_a_preempted_turn_continues_as_if_uninterrupted(
     model: LlamaForCausalLM, start: Start, overlap: int, sampling: Sampling
 ) -> None:
     engine = start(overlap=overlap)
@@ -229,7 +229,7 @@ def test_a_preempted_turn_goes_on_as_if_nothing_had_been(
 
 
 @every_overlap
-def test_a_failed_step_leaves_no_trace_in_what_is_counted(model: LlamaForCausalLM, start: Start, overlap: int) -> None:
+def test_a_failed_step_leaves_no_trace_in_the_counts(model: LlamaForCausalLM, start: Start, overlap: int) -> None:
     engine = start(overlap=overlap)
     executor_of(engine).failing = (4, 5, 11)
     asked = [REPEATING, EVERYTHING]
@@ -250,7 +250,7 @@ def test_a_failed_step_leaves_no_trace_in_what_is_counted(model: LlamaForCausalL
 
 @every_overlap
 @pytest.mark.parametrize("budget", [3, 64])
-def test_every_input_token_is_scored_once_by_what_precedes_it(
+def test_every_input_token_is_scored_once_given_the_tokens_before_it(
     model: LlamaForCausalLM, start: Start, overlap: int, budget: int
 ) -> None:
     engine = start(overlap=overlap, token_budget=budget, max_running=2)
@@ -274,7 +274,7 @@ def test_every_input_token_is_scored_once_by_what_precedes_it(
         history = sequence + outputs(turn)
 
 
-def test_no_step_scores_more_than_its_memory_is_meant_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_scores_more_tokens_than_its_memory_allows(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenuto.sched.planner.MAX_SCORES", 7)
     engine = start(token_budget=64)
     turns = []
@@ -284,12 +284,12 @@ def test_no_step_scores_more_than_its_memory_is_meant_for(start: Start, monkeypa
         turns.append(engine.submit(f"s{i}", text(30, i), TurnParams(max_new_tokens=3, input_logprobs=asked)))
     play(engine)
     plans = executor_of(engine).plans
-    assert plans[0].counts.max() == 30  # who does not ask is not held back
+    assert plans[0].counts.max() == 30  # turns without scores are not limited
     assert max(len(plan.scores.offsets) for plan in plans if plan.scores is not None) <= 7
     assert [len(turn.input_logprobs) for turn in turns] == [0, 30, 30]
 
 
-def test_the_first_token_of_all_has_no_score_also_when_it_is_the_only_one(start: Start) -> None:
+def test_the_first_token_of_a_session_has_no_score_even_if_it_is_the_only_one(start: Start) -> None:
     engine = start()
     engine.open("s")
     turn = engine.submit("s", [5], TurnParams(max_new_tokens=0, input_logprobs=2))
@@ -301,7 +301,7 @@ def test_the_first_token_of_all_has_no_score_also_when_it_is_the_only_one(start:
 
 
 @every_overlap
-def test_no_stop_id_comes_among_the_first_tokens(model: LlamaForCausalLM, start: Start, overlap: int) -> None:
+def test_stop_ids_are_masked_among_the_first_tokens(model: LlamaForCausalLM, start: Start, overlap: int) -> None:
     engine = start(overlap=overlap)
     prompt, most = text(11), tuple(range(20, 84))
     for least in (0, 1, 3, 5):
@@ -317,7 +317,7 @@ def test_no_stop_id_comes_among_the_first_tokens(model: LlamaForCausalLM, start:
 
 
 class Oracle:
-    """Guesses what a turn will say; remembers whom it was asked about."""
+    """Guesses a turn's output; remembers the turns it was asked about."""
 
     def __init__(self) -> None:
         self.asked: set[int] = set()
@@ -329,7 +329,7 @@ class Oracle:
 
 
 @every_overlap
-def test_guessed_tokens_have_their_logprobs_and_only_for_turns_without_penalties_is_there_guessing(
+def test_guessed_tokens_have_logprobs_and_turns_with_penalties_get_no_guesses(
     model: LlamaForCausalLM, start: Start, overlap: int
 ) -> None:
     oracle, prompt = Oracle(), text(11)
@@ -347,7 +347,7 @@ def test_guessed_tokens_have_their_logprobs_and_only_for_turns_without_penalties
     check_logprobs(turns[0].output_logprobs, outputs(turns[0]), raw_logits(model, prompt + outputs(turns[0]))[10:-1], 2)
 
 
-def test_who_does_not_ask_pays_nothing(start: Start) -> None:
+def test_turns_without_options_cost_nothing_extra(start: Start) -> None:
     engine = start()
     executor = executor_of(engine)
     engine.open("s")
@@ -361,7 +361,7 @@ def test_who_does_not_ask_pays_nothing(start: Start) -> None:
     assert not engine.batch.scoring
 
 
-def test_memory_for_counts_is_taken_by_rows_that_ask_and_used_again(start: Start) -> None:
+def test_memory_for_counts_is_taken_only_by_rows_that_need_it_and_reused(start: Start) -> None:
     engine = start()
     for i in range(6):
         engine.open(f"s{i}")
@@ -374,7 +374,7 @@ def test_memory_for_counts_is_taken_by_rows_that_ask_and_used_again(start: Start
     assert executor_of(engine)._options.plain
 
 
-def test_scores_are_refused_where_the_input_was_computed_without(start: Start) -> None:
+def test_scores_are_refused_if_the_input_was_computed_without_them(start: Start) -> None:
     engine = start()
     engine.open("s")
     draft = engine.draft("s", text(9))
@@ -397,7 +397,7 @@ def test_a_bias_for_a_token_that_does_not_exist_is_refused(start: Start) -> None
 
 @every_mix
 @every_overlap
-def test_on_every_memory_each_input_token_is_scored_once_whatever_is_computed_again(
+def test_each_input_token_is_scored_once_on_every_memory_kind_despite_recomputation(
     mix: tuple[Kind, ...], overlap: int
 ) -> None:
     stage = Stage(mix, overlap=overlap)
@@ -431,7 +431,7 @@ def test_the_result_names_the_stop_id_that_ended_the_turn(overlap: int) -> None:
 
 
 @every_overlap
-def test_a_stop_id_said_as_a_guess_ends_the_turn_and_is_named(overlap: int) -> None:
+def test_a_guessed_stop_id_ends_the_turn_and_is_named(overlap: int) -> None:
     said = continuation(count_from(0, 5), 8)
     stage = Stage(overlap=overlap, lookahead=4, guess=lambda turn, most: said[len(turn.output) :][:most])
     stage.open()
@@ -443,7 +443,7 @@ def test_a_stop_id_said_as_a_guess_ends_the_turn_and_is_named(overlap: int) -> N
 
 
 class Numbers:
-    """A text stream in which every token is its number and a blank; a stop string is looked for at once."""
+    """A text stream in which every token is its number and a blank; a stop string is searched at once."""
 
     def __init__(self, stop: tuple[str, ...], min_tokens: int, include_stop: bool, *_: object) -> None:
         self.stop: str | None = None
@@ -464,7 +464,7 @@ class Numbers:
 
 
 @every_overlap
-def test_the_result_names_the_stop_string_and_none_ends_a_turn_too_early(
+def test_the_result_names_the_stop_string_and_no_stop_string_ends_a_turn_too_early(
     model: LlamaForCausalLM, start: Start, overlap: int
 ) -> None:
     engine = start(overlap=overlap, text=Numbers)

@@ -1,4 +1,4 @@
-"""A session is all in its records: rebuilt from them in another engine, it goes on in the same way, whatever has
+"""A session is fully described by its records: rebuilt from them in another engine, it continues the same way, whatever
 happened to it before."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Talk:
         return self.engine.sessions.turn(session.id)
 
     def goes_on(self, session: Session) -> list[object]:
-        """What the session says to two more messages, or why not, and to a continuation."""
+        """Returns the session's answers to two more messages, or their errors, and to a continuation."""
         said: list[object] = []
         texts: tuple[Any, ...] = ("and then?", [], "and at last?")
         for text in texts:
@@ -80,7 +80,7 @@ class Talk:
 
 
 def moved(saved: SavedSession) -> SavedSession:
-    """As it comes back from where plain data is kept."""
+    """Returns the saved session after a round trip through plain data."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(saved), type=SavedSession)
 
 
@@ -92,7 +92,7 @@ STEPS = ("chat", "chat", "tokens", "append", "rewind", "cut", "fork", "regenerat
     system=st.sampled_from([None, "Be brief."]),
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9)), max_size=8),
 )
-def test_a_session_that_is_rebuilt_from_its_records_goes_on_in_the_same_way(
+def test_a_session_rebuilt_from_its_records_continues_the_same_way(
     system: str | None, steps: list[tuple[str, int]]
 ) -> None:
     here, there = Talk(), Talk()
@@ -121,7 +121,7 @@ def in_a_file(talk: Talk, session: str) -> SessionDocument:
 
 
 def take(talk: Talk, session: Session, step: str, n: int, text: str) -> Session:
-    """One step of a story. Returns the session that it goes on with."""
+    """Takes one step of a story. Returns the session it continues with."""
     if step in ("chat", "append"):
         talk.begin(session, text, n + 1 if step == "chat" else 0)
     elif step == "tokens":
@@ -153,7 +153,7 @@ def chatted(talk: Talk) -> Session:
     return session
 
 
-def test_a_record_says_what_its_turn_made_of_the_conversation() -> None:
+def test_a_record_has_its_turns_effect_on_the_conversation() -> None:
     talk = Talk()
     session = chatted(talk)
     answered = Conversation(system=False, dialogue=True, role="assistant")
@@ -177,7 +177,7 @@ def test_a_cut_counts_only_inside_the_input(back: int, cut: bool) -> None:
     talk.do(Rewind(tenant="", session="s", position=len(session.history) - back))
     assert session.cut is cut
     if back:
-        talk.do(Rewind(tenant="", session="s", position=len(session.history) - 1))  # what is cut stays so
+        talk.do(Rewind(tenant="", session="s", position=len(session.history) - 1))  # the session stays cut
         assert session.cut
 
 
@@ -193,7 +193,7 @@ def test_a_trim_that_moves_a_cut_turn_leaves_it_cut() -> None:
         talk.begin(trimmed, "and then?", 1)
 
 
-def test_what_cannot_be_restored_is_refused_and_leaves_nothing() -> None:
+def test_a_session_that_cannot_be_restored_is_refused_and_leaves_nothing() -> None:
     here, there = Talk(), Talk(context_length=40)
     saved = chatted(here).saved()
     with pytest.raises(AlreadyExists):
@@ -206,7 +206,7 @@ def test_what_cannot_be_restored_is_refused_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize(("down", "left"), [(0.0, 70.0), (20.0, 60.0), (1000.0, 60.0), (-50.0, 100.0)])
-def test_the_ttl_of_a_session_goes_on_where_it_is_rebuilt_but_leaves_it_a_minute(down: float, left: float) -> None:
+def test_a_rebuilt_sessions_ttl_continues_but_leaves_at_least_a_minute(down: float, left: float) -> None:
     stage = Stage()
     session = stage.told("s", 10, ttl=100.0)
     used = stage.clock.wall()
@@ -226,7 +226,7 @@ def test_the_ttl_of_a_session_goes_on_where_it_is_rebuilt_but_leaves_it_a_minute
 @pytest.mark.parametrize(
     "records", [(), ((1, 2, 3),), ((0, 1, 2),), ((0, 1, 4),), ((0, 2, 1), (1, 2, 3)), ((0, 1, 1), (2, 3, 3))]
 )
-def test_records_that_do_not_cover_the_tokens_make_no_session(records: tuple[tuple[int, int, int], ...]) -> None:
+def test_records_that_do_not_cover_the_tokens_are_refused(records: tuple[tuple[int, int, int], ...]) -> None:
     with pytest.raises(InvalidRequest, match="do not cover"):
         SavedSession("s", Policy(), None, 1, (5, 6, 7), tuple(TurnRecord(*each) for each in records))
 

@@ -1,5 +1,5 @@
-"""A session's state goes to another engine in a file: its next turn there computes only what is new, and what is
-foreign or damaged is refused."""
+"""A session's state moves to another engine in a file: its next turn there computes only new tokens, and foreign or
+damaged files are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def imported(stage: Stage, path: Path, name: str = "s") -> None:
 
 
 def goes_on(stage: Stage, name: str, *tokens: int) -> int:
-    """The session says what it should; how many tokens were cached."""
+    """Checks that the session continues correctly; returns the number of cached tokens."""
     history = list(stage.engine.sessions.get(name).history)
     turn = stage.say(name, tokens, 3)
     stage.play()
@@ -59,7 +59,7 @@ def outcomes(stage: Stage) -> dict[str, int]:
 
 @every_mix
 @pytest.mark.parametrize("where", ["device", "parked", "partly parked", "on disk", "tokens"])
-def test_an_imported_session_computes_only_what_is_new(mix, where: str, tmp_path: Path) -> None:
+def test_an_imported_session_computes_only_new_tokens(mix, where: str, tmp_path: Path) -> None:
     disk = UnitFiles(tmp_path / "tier", 10**6) if where == "on disk" else None
     here = Stage(mix, host_tier=0 if disk is not None else 10**6, disk=disk)
     here.told("s", 50)
@@ -79,9 +79,9 @@ def test_an_imported_session_computes_only_what_is_new(mix, where: str, tmp_path
     assert all(pool.free == pool.capacity for pool in there.engine.memory.pools)
 
 
-def test_what_was_parked_under_a_turn_that_was_aborted_can_be_imported(tmp_path: Path) -> None:
-    """Known fault: what a waiting turn had found elsewhere was parked with the state of all its session's tokens, the
-    last too, which no engine takes."""
+def test_memory_parked_under_an_aborted_turn_can_be_imported(tmp_path: Path) -> None:
+    """Known fault: memory that a waiting turn had found elsewhere was parked with the state of all its session's
+    tokens, including the last, which no engine accepts."""
     here = Stage(host_tier=10**6, prefix_cache=True, max_running=1)
     for name, tokens in (("s", 20), ("longer", 24)):
         here.open(name)
@@ -104,8 +104,8 @@ def test_what_was_parked_under_a_turn_that_was_aborted_can_be_imported(tmp_path:
 
 
 @every_mix
-def test_an_imported_session_shares_what_it_has_like_any_other(mix, tmp_path: Path) -> None:
-    """Known fault: after a fork within one of its pages, audits took the rest of that page for one somebody writes."""
+def test_an_imported_session_shares_its_memory_like_any_other(mix, tmp_path: Path) -> None:
+    """Known fault: after a fork within one of its pages, audits reported the rest of that page as being written."""
     here = Stage(mix)
     here.told("s", 50)
     there = Stage(mix)
@@ -127,7 +127,7 @@ def test_idle_sessions_yield_to_an_imported_one(mix, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["none", "host", "disk"])
-def test_beside_turns_that_run_it_is_parked_or_computed(tier: str, tmp_path: Path) -> None:
+def test_a_session_imported_beside_running_turns_is_parked_or_recomputed(tier: str, tmp_path: Path) -> None:
     path = exported(told((FULL,)), "s", tmp_path / "file")
     disk = UnitFiles(tmp_path / "tier", 10**6) if tier == "disk" else None
     there = Stage(units=50, host_tier=10**6 if tier == "host" else 0, disk=disk)
@@ -154,7 +154,7 @@ def test_copies_that_fail_cost_only_time(tmp_path: Path) -> None:
         here.engine.state("s")
 
 
-def test_a_group_that_does_not_lease_what_is_free_is_not_passed_over(
+def test_a_group_that_refuses_to_lease_free_units_breaks_an_invariant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = exported(told((FULL, STATE)), "s", tmp_path / "file")
@@ -183,7 +183,7 @@ def file(tmp_path: Path) -> Path:
     return exported(told((FULL, STATE)), "s", tmp_path / "file")
 
 
-def test_any_byte_that_is_changed_or_missing_is_found(file: Path) -> None:
+def test_any_changed_or_missing_byte_is_found(file: Path) -> None:
     content = file.read_bytes()
     assert is_state_file(content[:16])
     rng = np.random.default_rng(0)
@@ -203,7 +203,7 @@ def test_any_byte_that_is_changed_or_missing_is_found(file: Path) -> None:
 
 
 def read(path: Path) -> None:
-    """Check a file as an import does."""
+    """Checks a file as an import does."""
     with closing(StateFile(path)) as opened:
         opened.check(MODEL, WEIGHTS)
         opened.verify()
@@ -216,7 +216,7 @@ def stage() -> Iterator[Stage]:
     assert not len(engine.engine.sessions)
 
 
-def test_state_of_other_weights_or_another_form_is_refused(file: Path, tmp_path: Path, stage: Stage) -> None:
+def test_state_of_other_weights_or_another_layout_is_refused(file: Path, tmp_path: Path, stage: Stage) -> None:
     with closing(StateFile(file)) as opened:
         state, document = opened.state(), opened.document
         with pytest.raises(InvalidRequest, match="tokens mean something else"):
@@ -249,7 +249,7 @@ def refused(
         imported(stage, path)
 
 
-def test_a_file_that_is_there_is_replaced_whole_or_stays(file: Path, tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_whole_or_kept(file: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
     with pytest.raises(TypeError), replacing(file) as partly:
         partly.writelines([b"a part", None])  # type: ignore[list-item]
@@ -262,7 +262,7 @@ def test_a_file_that_is_there_is_replaced_whole_or_stays(file: Path, tmp_path: P
         pass
 
 
-def test_headers_of_any_length_are_told_from_json() -> None:
+def test_headers_of_any_length_are_distinguished_from_json() -> None:
     for length in (0x7B20, 0x227B, 8, 2**25):
         assert is_state_file(length.to_bytes(8, "little") + b'{"__meta')
     for start in (b'{"format": "s"', b'  {"format": "', b'\n\n\n\n\n\n\n\n{"format"'):
@@ -270,7 +270,7 @@ def test_headers_of_any_length_are_told_from_json() -> None:
 
 
 @every_mix
-def test_state_that_is_copied_in_several_pieces_is_put_where_it_belongs(mix, tmp_path: Path, monkeypatch) -> None:
+def test_state_copied_in_several_pieces_is_put_in_the_right_place(mix, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("tenuto.base.wire.state_file.PIECE", 1)
     path = exported(told(mix), "s", tmp_path / "file")
     there = Stage(mix)

@@ -1,4 +1,4 @@
-"""A page that sequences share has free slots that at most one of them may fill, whatever is cut back onto it."""
+"""The free slots of a shared page may be filled by at most one of its sequences, whatever is cut back onto it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sliding_mixes = pytest.mark.parametrize(
 
 
 def say_right(stage: Stage, session_id: str, tokens: list[int], output: int) -> None:
-    """A turn that says what follows from its session's history."""
+    """Runs a turn and checks that its output follows from its session's history."""
     turn = stage.say(session_id, tokens, output)
     stage.play()
     _is_right(turn)
@@ -69,8 +69,8 @@ paged_mixes = pytest.mark.parametrize(
 
 
 def begin_with_a_running_turn(stage: Stage, prompt: list[int], lost: bool) -> tuple[Turn, Turn]:
-    """A turn of session `first` with this prompt, and one of `second` that begins with what the first has computed of
-    it: within a page, which the first owns. `lost`: the second session has the prompt as its history."""
+    """Submits a turn of session `first` with this prompt, and one of `second` that starts with the part the first has
+    computed: within a page that the first owns. `lost`: the second session has the prompt as its history."""
     stage.open("second")
     if lost:
         stage.append("second", prompt)
@@ -87,7 +87,7 @@ def begin_with_a_running_turn(stage: Stage, prompt: list[int], lost: bool) -> tu
 
 
 @paged_mixes
-def test_who_goes_back_in_a_page_that_another_began_with_while_it_was_computed_does_not_write_it(mix) -> None:
+def test_rewinding_into_a_page_that_another_turn_started_with_does_not_write_it(mix) -> None:
     stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True)
     begin_with_a_running_turn(stage, count_from(1, 20), lost=True)
     stage.engine.abort("second")  # before it has copied the page
@@ -98,7 +98,7 @@ def test_who_goes_back_in_a_page_that_another_began_with_while_it_was_computed_d
 
 
 @paged_mixes
-def test_who_lost_its_row_still_finds_what_it_began_with_when_the_other_has_gone_back(mix) -> None:
+def test_a_turn_that_lost_its_row_still_finds_its_source_after_the_other_rewinds(mix) -> None:
     stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True)
     first, second = begin_with_a_running_turn(stage, count_from(1, 20), lost=False)
     stage.engine.lifecycle.preempt(second)
@@ -112,7 +112,7 @@ def test_who_lost_its_row_still_finds_what_it_began_with_when_the_other_has_gone
 
 
 @paged_mixes
-def test_an_audit_names_a_page_that_may_be_written_below_what_another_reads(mix) -> None:
+def test_an_audit_reports_a_page_writable_below_another_readers_end(mix) -> None:
     stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True, recount=False)
     begin_with_a_running_turn(stage, count_from(1, 20), lost=True)
     stage.engine.abort("second")
@@ -125,11 +125,11 @@ def test_an_audit_names_a_page_that_may_be_written_below_what_another_reads(mix)
         stage.engine.audit()
 
 
-def test_a_session_that_goes_back_below_what_its_fork_reads_copies_the_page() -> None:
+def test_a_session_rewound_below_the_part_its_fork_reads_copies_the_page() -> None:
     stage = Stage(units=60)
     session = stage.told("s", 16, 4)
     stage.engine.fork("s", child="fork")
-    stage.engine.rewind("s", position=19)  # in the last page, a slot below what the fork reads
+    stage.engine.rewind("s", position=19)  # in the last page, one slot below the fork's end
     history = list(session.history)
     turn = stage.say("s", [5, 6], 3)
     stage.play()

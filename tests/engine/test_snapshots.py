@@ -1,5 +1,5 @@
-"""An engine that ends leaves the memory of its sessions on disk, and the next one goes on with it: whatever does not
-verify is computed again."""
+"""An engine that ends leaves the memory of its sessions on disk, and the next one continues with it: anything that does
+not verify is recomputed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def begin(tier: Path, mix: tuple[Kind, ...] = (FULL,), *, identity: str = "a mod
 
 
 def end(stage: Stage) -> list[SavedSession]:
-    """A graceful end; what a journal would have."""
+    """Ends an engine cleanly; returns the sessions that a journal would have."""
     saved = [session.saved() for session in stage.engine.sessions if session.policy.lasting]
     stage.engine.save()
     stage.engine.audit()
@@ -51,7 +51,7 @@ def outcomes(stage: Stage) -> dict[str, int]:
 
 
 def goes_on(stage: Stage, name: str, *tokens: int) -> int:
-    """The session says what it should; how many tokens were cached."""
+    """Checks that the session continues correctly; returns the number of cached tokens."""
     history = list(stage.engine.sessions.get(name).history)
     turn = stage.say(name, tokens, 3)
     stage.play()
@@ -62,7 +62,7 @@ def goes_on(stage: Stage, name: str, *tokens: int) -> int:
 
 @every_mix
 @every_overlap
-def test_sessions_come_back_with_their_state(mix, overlap: int, tmp_path: Path) -> None:
+def test_sessions_are_restored_with_their_state(mix, overlap: int, tmp_path: Path) -> None:
     stage = begin(tmp_path, mix, overlap=overlap, units=60 if FULL in mix else 24)
     for number in range(8):  # more than fit: some are parked already
         stage.told("x" * (number + 1), 60)
@@ -82,7 +82,7 @@ def test_sessions_come_back_with_their_state(mix, overlap: int, tmp_path: Path) 
         saved = end(stage)
 
 
-def test_what_sessions_share_is_written_once(tmp_path: Path) -> None:
+def test_units_that_sessions_share_are_written_once(tmp_path: Path) -> None:
     stage = begin(tmp_path)
     stage.told("parent", 160)
     for name in "abcdef":
@@ -97,7 +97,7 @@ def test_what_sessions_share_is_written_once(tmp_path: Path) -> None:
 
 
 @every_mix
-def test_a_history_that_went_on_or_back_is_served_as_far_as_it_is_the_same(mix, tmp_path: Path) -> None:
+def test_a_history_that_grew_or_was_rewound_reuses_its_unchanged_part(mix, tmp_path: Path) -> None:
     stage = begin(tmp_path, mix)
     for name in ("on", "back", "other", "gone"):
         stage.told(name, 50)
@@ -183,7 +183,7 @@ def two_sessions(tier: Path, mix: tuple[Kind, ...] = (FULL,)) -> list[SavedSessi
     return end(stage)
 
 
-def test_an_engine_that_was_killed_leaves_nothing_that_misleads(tmp_path: Path) -> None:
+def test_a_killed_engine_leaves_nothing_misleading(tmp_path: Path) -> None:
     saved = two_sessions(tmp_path)
     second = begin_again(tmp_path, saved)
     goes_on(second, "a", 1)
@@ -191,16 +191,16 @@ def test_an_engine_that_was_killed_leaves_nothing_that_misleads(tmp_path: Path) 
     second.told("ccc", 90)
     present(second.engine.parking).save(second.engine.sessions.get("ccc"), late=False)
     journaled = [session.saved() for session in second.engine.sessions]
-    second.engine.end(keep=True)  # as kill -9: nothing is written down
+    second.engine.end(keep=True)  # as kill -9: nothing is written
     third = begin_again(tmp_path, [*journaled, saved[1]])
-    assert goes_on(third, "a", 2) == 55  # of the first engine's snapshot
+    assert goes_on(third, "a", 2) == 55  # from the first engine's snapshot
     assert goes_on(third, "ccc", 2) == 0
     assert goes_on(third, "bb", 2) == 0  # its file is gone
     assert outcomes(third) == {"restored": 1, "missing": 1}
     assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
 
 
-def test_a_snapshot_ends_in_time_with_those_used_last(tmp_path: Path) -> None:
+def test_a_snapshot_cut_short_by_its_time_limit_has_the_most_recently_used(tmp_path: Path) -> None:
     stage = begin(tmp_path, snapshot_seconds=2.0)
     for name in ("a", "bb", "ccc", "dddd"):
         stage.told(name, 40)
@@ -239,8 +239,8 @@ def test_a_disk_that_fails_a_snapshot_costs_only_time(harm: str, tmp_path: Path)
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
 
 
-def test_state_is_restored_only_where_it_was(tmp_path: Path) -> None:
-    """A fork at a position that cannot be resumed has nothing of its parent's."""
+def test_state_is_restored_only_at_its_own_position(tmp_path: Path) -> None:
+    """A fork at a position that is not resumable has no memory of its parent."""
     stage = begin(tmp_path, (STATE,))
     stage.told("s", 40)
     saved = end(stage)
@@ -252,7 +252,7 @@ def test_state_is_restored_only_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("identity", "cached"), [("a model", 0), ("another", 35)])
-def test_what_was_computed_with_new_weights_is_of_a_new_identity(tmp_path: Path, identity: str, cached: int) -> None:
+def test_memory_computed_with_new_weights_has_a_new_identity(tmp_path: Path, identity: str, cached: int) -> None:
     first = begin(tmp_path)
     first.engine.update_weights(first.executor.load(None), "another")
     first.told("s")

@@ -1,4 +1,4 @@
-"""The text of a turn: what is delivered when, and how many tokens that is."""
+"""The text of a turn: when it is delivered, and how many tokens that is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenuto.text.tokenizer import Tokenizer
 
 @cache
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, some of two bytes, and a control token."""
+    """Makes a tokenizer with one token for each byte, some of two bytes, and a control token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("ð", "Ł"), ("Ł", "ĺ"), ("Ģ", "s")]
     vocab = {text: i for i, text in enumerate([*letters, *(left + right for left, right in merges)])}
@@ -36,7 +36,8 @@ def ends_inside_a_character(ids: list[int]) -> bool:
 
 
 def delivered_whole(ids: list[int], text: str, *, ended: bool = False) -> int:
-    """The naive answer: the most leading tokens that end with a character and whose text is the beginning of `text`."""
+    """Returns the naive answer: the most leading tokens that end with a whole character and whose text begins
+    `text`."""
     return max(
         count
         for count in range(len(ids) + 1)
@@ -58,7 +59,7 @@ stop_strings = st.lists(st.text(alphabet="abs😀é\ufffd", min_size=1, max_size
 
 
 @given(ids=outputs, stop=stop_strings)
-def test_delivered_tokens_are_those_whose_text_is_out_at_every_moment(ids: list[int], stop: tuple[str, ...]) -> None:
+def test_delivered_tokens_are_always_those_whose_text_was_delivered(ids: list[int], stop: tuple[str, ...]) -> None:
     stream, text = TextStream(byte_tokenizer(), stop), ""
     for end, token in enumerate(ids, 1):
         stopped = stream.push(token)
@@ -72,7 +73,7 @@ def test_delivered_tokens_are_those_whose_text_is_out_at_every_moment(ids: list[
 
 
 @given(ids=outputs, stop=stop_strings)
-def test_the_text_is_all_up_to_the_first_stop_string(ids: list[int], stop: tuple[str, ...]) -> None:
+def test_the_text_ends_before_the_first_stop_string(ids: list[int], stop: tuple[str, ...]) -> None:
     stream, text, stopped = TextStream(byte_tokenizer(), stop), "", False
     for token in ids:
         stopped = stopped or stream.push(token)
@@ -88,7 +89,7 @@ def test_the_text_is_all_up_to_the_first_stop_string(ids: list[int], stop: tuple
 
 
 @given(ids=outputs, stop=stop_strings)
-def test_the_text_may_keep_the_stop_string_that_ended_it(ids: list[int], stop: tuple[str, ...]) -> None:
+def test_the_text_may_include_the_stop_string_that_ended_it(ids: list[int], stop: tuple[str, ...]) -> None:
     texts = []
     for include_stop in (False, True):
         stream = TextStream(byte_tokenizer(), stop, include_stop=include_stop)
@@ -107,7 +108,7 @@ def test_without_stop_strings_finish_delivers_every_token(ids: list[int]) -> Non
     assert stream.delivered_tokens == len(ids)
 
 
-def test_a_character_in_four_tokens_counts_when_the_last_has_come() -> None:
+def test_a_character_of_four_tokens_counts_when_its_last_token_arrives() -> None:
     stream = TextStream(byte_tokenizer())
     counts = []
     for byte in "a😀".encode():
@@ -117,7 +118,7 @@ def test_a_character_in_four_tokens_counts_when_the_last_has_come() -> None:
     assert stream.take_text() == "a😀"
 
 
-def test_what_may_become_a_stop_string_is_held_back_until_it_cannot() -> None:
+def test_a_possible_stop_string_is_held_back_until_it_is_ruled_out() -> None:
     stream = TextStream(byte_tokenizer(), ("sss",))
     for token in encode("bss"):
         assert not stream.push(token)
@@ -129,7 +130,7 @@ def test_what_may_become_a_stop_string_is_held_back_until_it_cannot() -> None:
     assert (stream.take_text(), stream.delivered_tokens) == ("", 4)
 
 
-def test_marks_have_a_text_where_they_are_asked_for_and_are_found_between_letters() -> None:
+def test_requested_marks_have_a_text_and_are_found_between_characters() -> None:
     tokens = [*encode("ab"), 7, *encode("b")]
     plain, marked = TextStream(byte_tokenizer()), TextStream(byte_tokenizer(), ("sss",), marks=(("[CALL]", 7),))
     for token in tokens:
@@ -146,7 +147,7 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 
 @given(ids=outputs, stop=stop_strings, least=st.integers(0, 6))
-def test_the_first_tokens_text_passes_through_and_stop_strings_begin_after_it(
+def test_the_first_tokens_are_delivered_and_stop_strings_are_matched_after_them(
     ids: list[int], stop: tuple[str, ...], least: int
 ) -> None:
     stream = TextStream(byte_tokenizer(), stop, least)
@@ -175,7 +176,7 @@ def test_the_first_tokens_text_passes_through_and_stop_strings_begin_after_it(
         assert whole[len(text) :].startswith(stream.stop)
 
 
-def test_a_stop_string_that_begins_in_the_first_tokens_is_not_found() -> None:
+def test_a_stop_string_that_starts_in_the_first_tokens_is_not_matched() -> None:
     stream = TextStream(byte_tokenizer(), ("ss", "sb"), 2)
     assert [stream.push(token) for token in encode("ssbs")] == [False] * 4
     assert stream.take_text() == "ssb"

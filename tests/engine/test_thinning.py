@@ -1,5 +1,5 @@
-"""A session longer than the budget of its checkpoints keeps some from everywhere: what a rewind replays is bounded by
-how far it goes back."""
+"""A session longer than the budget of its checkpoints keeps some from all over: the replay of a rewind is bounded by
+its distance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH = TURNS * TURN
 
 
 def factor(kept: int) -> float:
-    """At most so many tokens are replayed for each that a rewind goes back; see `Thinning`."""
+    """Returns the bound on replayed tokens for each token that a rewind goes back; see `Thinning`."""
     return float(2 ** (1 / PER_OCTAVE) * ((LENGTH / TURN) ** (2 / kept) - 1))
 
 
@@ -40,18 +40,16 @@ def told(stage: Stage, session: str = "long") -> Stage:
 
 @pytest.fixture(scope="module", params=["a budget of 8", "a budget of 32", "a pool of 12", "windows"])
 def long(request: pytest.FixtureRequest) -> tuple[Stage, int]:
-    """A session of 300 turns, and how many checkpoints there is room for: by the budget, by what others leave of the
-    pool (all but the end, what the turn reads, and two that it writes), or by the pages that windows take."""
-    if (
-        request.param == "windows"
-    ):  # a window touches at most 4 pages; half of 2 * 40 pages are for those that save work
+    """Makes a session of 300 turns and returns the room for its checkpoints: by the budget, by the pool's rest (all but
+    the end, the turn's source, and two that it writes), or by the pages that windows take."""
+    if request.param == "windows":  # of at most 4 pages; half of 2 * 40 pages are for checkpoints that save work
         return told(stage_with((FULL, SLIDING, STATE), 700, 40, 0.5)), 40 // 4
     slots = {"a budget of 8": 80, "a budget of 32": 320, "a pool of 12": 12}[request.param]
     share = 1.0 if slots == 12 else 0.1
     return told(stage_with((FULL, STATE), slots, 1600, share)), {80: 8, 320: 32, 12: 8}[slots]
 
 
-def test_a_rewind_by_any_number_of_turns_replays_in_proportion_to_its_distance(long: tuple[Stage, int]) -> None:
+def test_a_rewind_by_any_number_of_turns_replays_tokens_in_proportion(long: tuple[Stage, int]) -> None:
     stage, kept = long
     session = stage.engine.sessions.get("long")
     for record in session.records:
@@ -62,7 +60,7 @@ def test_a_rewind_by_any_number_of_turns_replays_in_proportion_to_its_distance(l
 
 
 def calls(action: Callable[[], object]) -> int:
-    """Functions called, Python's and C's."""
+    """Counts the functions called, Python's and C's."""
     count = 0
 
     def note(_frame: FrameType, event: str, _arg: object) -> None:
@@ -77,7 +75,7 @@ def calls(action: Callable[[], object]) -> int:
     return count
 
 
-def test_a_late_turn_does_what_an_early_one_does(long: tuple[Stage, int]) -> None:
+def test_a_late_turn_does_the_same_work_as_an_early_one(long: tuple[Stage, int]) -> None:
     stage, _ = long
 
     def turns(session: str) -> None:
@@ -95,7 +93,7 @@ def test_a_late_turn_does_what_an_early_one_does(long: tuple[Stage, int]) -> Non
 
 
 @pytest.mark.parametrize("turns", [1, 10, 100])
-def test_what_a_rewind_replays_is_what_was_said_and_is_counted(long: tuple[Stage, int], turns: int) -> None:
+def test_a_rewind_replays_the_same_tokens_and_counts_them(long: tuple[Stage, int], turns: int) -> None:
     stage, _ = long
     engine, child = stage.engine, f"{turns}"
     said = records(engine.sessions.get("long"), TURNS - turns, 1)[0].resume_cost
@@ -113,8 +111,9 @@ def test_what_a_rewind_replays_is_what_was_said_and_is_counted(long: tuple[Stage
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_a_long_input_gets_its_checkpoints_though_older_ones_have_filled_the_pool(overlap: int) -> None:
-    """Known fault: where no unit was free none was made, so a prompt of any length could only be computed whole."""
+def test_a_long_input_gets_checkpoints_though_older_ones_have_filled_the_pool(overlap: int) -> None:
+    """Known fault: without a free unit no checkpoint was made, so a prompt of any length could only be computed
+    whole."""
     interval = 32
     config: dict[str, Any] = {"context_length": 1200, "checkpoint_interval": interval, "checkpoint_share": 1.0}
     stage = Stage((FULL, STATE), units=(1600, 24), recount=False, overlap=overlap, **config)
@@ -123,7 +122,7 @@ def test_a_long_input_gets_its_checkpoints_though_older_ones_have_filled_the_poo
         stage.say("older", count_from(number, GIVEN), SAID)
         stage.play()
     slots = stage.engine.memory.pools[1]
-    assert slots.free <= 3  # those of the turn that has ended
+    assert slots.free <= 3  # those of the ended turn
     stage.told("new", tokens=10 * interval, output=1)
     session = stage.engine.sessions.get("new")
     gaps = [target - session.memory.resumable(target) for target in range(10 * interval)]
@@ -132,8 +131,8 @@ def test_a_long_input_gets_its_checkpoints_though_older_ones_have_filled_the_poo
     stage.engine.audit()
 
 
-def test_a_session_keeps_checkpoints_from_everywhere_beside_others_that_go_on() -> None:
-    """Four take turns and share a budget of 32: it is as if each had a quarter of it."""
+def test_a_session_keeps_checkpoints_from_all_over_beside_others_that_continue() -> None:
+    """Four sessions alternate and share a budget of 32, as if each had a quarter of it."""
     stage = stage_with((FULL, STATE), 320, 3000, 0.1)
     names = [f"s{i}" for i in range(4)]
     for name in names:

@@ -1,5 +1,5 @@
-"""Work per step grows with running turns and new tokens, and that of a command with what it shows: not with what is
-parked, nor with how long histories are."""
+"""Work per step grows with running turns and new tokens, and a command's work with its output: not with parked sessions
+or the length of histories."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIXES = pytest.mark.parametrize("mix", [(FULL,), (FULL, SLIDING), (FULL, STATE)]
 
 
 def work_of_a_decode(stage: Stage) -> list[Work]:
-    """Counted work of each of sixteen decode steps of four running turns."""
+    """Returns the counted work of each of sixteen decode steps of four running turns."""
     turns = [stage.say(f"r{i}", [1], 60) for i in range(4)]
     stage.until(lambda: all(len(turn.output) > 6 for turn in turns))
     done = []
@@ -50,14 +50,14 @@ def stage_with(mix, parked: int, history: int, overlap: int) -> Stage:
 
 @MIXES
 @every_overlap
-def test_a_step_does_the_same_beside_ten_and_beside_a_thousand_parked_sessions(mix, overlap: int) -> None:
+def test_a_step_does_the_same_work_beside_ten_and_a_thousand_parked_sessions(mix, overlap: int) -> None:
     few, many = (work_of_a_decode(stage_with(mix, parked, 41, overlap)) for parked in (10, 1000))
     assert few == many
 
 
 @MIXES
 @every_overlap
-def test_a_step_does_the_same_after_a_short_and_after_a_long_history(mix, overlap: int) -> None:
+def test_a_step_does_the_same_work_after_a_short_and_a_long_history(mix, overlap: int) -> None:
     short, long = (work_of_a_decode(stage_with(mix, 3, history, overlap)) for history in (41, 1641))
     assert short == long
 
@@ -77,7 +77,7 @@ def test_parked_sessions_cost_an_idle_engine_nothing(overlap: int) -> None:
 
 
 @pytest.mark.parametrize("history", [41, 1641])
-def test_a_turn_that_ends_counts_its_own_pages_not_its_history(history: int) -> None:
+def test_an_ending_turn_counts_only_its_own_pages(history: int) -> None:
     stage = stage_with((FULL,), 3, history, overlap=0)
     before = stage.engine.memory.touched
     stage.say("r0", count_from(1, 8), 1)
@@ -86,7 +86,7 @@ def test_a_turn_that_ends_counts_its_own_pages_not_its_history(history: int) -> 
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """Functions called, Python's and those of C, by `work`."""
+    """Counts the functions, Python's and C's, called by `work`."""
     called = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -104,7 +104,7 @@ def calls_of(work: Callable[[], object]) -> int:
 
 
 def beside(idle: int, turn: str) -> Stage:
-    """A stage with `idle` sessions, half of them parked, and one turn that is drafting, queued or mid-decode."""
+    """Makes a stage with `idle` sessions, half of them parked, and one turn that is drafting, queued or mid-decode."""
     options: dict[str, Any] = {"host_tier": 10**7, "max_sessions": 2000, "checkpoint_interval": 4096}
     stage = Stage((FULL, STATE), units=3 * idle + 100, recount=False, **options)
     for i in range(idle):
@@ -142,19 +142,19 @@ COMMANDS: dict[str, Callable[[Dispatcher], object]] = {
 
 
 @pytest.mark.parametrize("turn", ["mid-decode", "drafting"])
-def test_a_command_does_the_same_beside_ten_and_beside_a_hundred_idle_sessions(turn: str) -> None:
-    """Known fault: listing, statistics and limits looked at all sessions of all tenants in the engine's thread."""
+def test_a_command_does_the_same_work_beside_ten_and_a_hundred_idle_sessions(turn: str) -> None:
+    """Known fault: listing, statistics and limits scanned all sessions of all tenants in the engine's thread."""
 
     def calls(idle: int) -> dict[str, int]:
         dispatcher = Dispatcher(beside(idle, turn).engine, Renderer(None, None))
         return {name: calls_of(partial(work, dispatcher)) for name, work in COMMANDS.items()}
 
-    calls(10)  # what is done once in a process is done
+    calls(10)  # excludes work done once in a process
     assert calls(10) == calls(120)
 
 
-def test_a_step_in_which_a_draft_waits_does_the_same_beside_few_and_many_closed_sessions() -> None:
-    """Known fault: each looked at everything that closed sessions hold."""
+def test_a_step_with_a_waiting_draft_does_the_same_work_beside_any_number_of_closed_sessions() -> None:
+    """Known fault: each scanned everything that closed sessions hold."""
 
     def calls(closed: int) -> int:
         stage = Stage(units=3 * closed + 100, recount=False, prefix_cache=True, context_length=2000, token_budget=600)

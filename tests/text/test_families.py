@@ -20,8 +20,7 @@ from tests.text.scripts import SAMPLES, texts
 class Loaded(NamedTuple):
     family: Family
     ours: list[Tokenizer]
-    """From the directory, and from the GGUF file where it can say all that the directory does: not that blanks are put
-    before the first text only."""
+    """From the directory, and from the GGUF file unless blanks precede only the first text, which a file cannot say."""
     theirs: Any
 
 

@@ -1,4 +1,4 @@
-"""Turns on an engine's loop, as whoever serves requests starts and ends them."""
+"""Turns on an engine's loop, started and ended as a server does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tenuto.session.session import Turn
 
 
 def start(loop: EngineLoop, work: Callable[[Engine], Turn], subscriber: Subscriber) -> Future[Turn]:
-    """Have `work` open a turn; `subscriber` gets what it brings, or the error that kept it from starting."""
+    """Calls `work` to open a turn; `subscriber` gets its events, or the error that kept it from starting."""
 
     def start_turn(engine: Engine) -> Turn:
         turn = work(engine)
@@ -28,7 +28,7 @@ def start(loop: EngineLoop, work: Callable[[Engine], Turn], subscriber: Subscrib
 
 
 def abort(loop: EngineLoop, started: Future[Turn], keep: Keep = None) -> Future[TurnResult | None]:
-    """End a turn that has started; the result of one that has ended already is as it was."""
+    """Aborts a turn that has started; a turn that has ended keeps its result."""
     turn = started.result(20)
 
     def abort_turn(engine: Engine) -> TurnResult | None:

@@ -1,4 +1,4 @@
-"""Commits are told once they are acknowledged, in their order, and nothing that shows them is told before."""
+"""Commits are reported once they are acknowledged, in order, and nothing that reveals them is reported earlier."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SHORT = TurnParams(max_new_tokens=3)
 
 
 class Journal:
-    """Acknowledges the first `safe` commits of turns and what lies between, or `most` changes, or so many calls after
-    each; fails while it is told to."""
+    """Acknowledges the first `safe` commits and the changes between them, or `most` changes, or each change a number of
+    calls later; fails while `failing`."""
 
     def __init__(self, safe: int = 0, calls: int | None = None) -> None:
         self.safe = safe
@@ -35,7 +35,7 @@ class Journal:
         self.failing = False
         self.changes: list[Change] = []
         self._calls = calls
-        self._history: list[int] = []  # changes there were, call by call
+        self._history: list[int] = []  # number of changes, call by call
 
     @property
     def commits(self) -> list[int]:
@@ -56,7 +56,7 @@ class Journal:
 
 
 class Stand:
-    """A loop with a journal, and all that has been told, in order."""
+    """A loop with a journal, and everything it reported, in order."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -80,7 +80,7 @@ class Stand:
         return self.loop.execute(work, lambda _: self.told.put((name, "answered")))
 
     def until(self, condition: Callable[[Engine], bool]) -> None:
-        """Until it is true in the engine's thread."""
+        """Waits until the condition holds in the engine's thread."""
         eventually(lambda: self.loop.call(condition).result(20))
 
     def committed(self, commits: int) -> None:
@@ -91,7 +91,7 @@ class Stand:
         self.loop.wake()
 
     def so_far(self) -> list[tuple[str, object]]:
-        """What has been told since the last call: results, errors and answers; plain deltas are left out."""
+        """Returns the results, errors and answers reported since the last call, without plain deltas."""
         self.loop.call(lambda _: None).result(20)
         self.loop.call(lambda _: None).result(20)  # a step lies between
         told: list[tuple[str, object]] = []
@@ -116,7 +116,7 @@ def version(name: str) -> Callable[[Engine], int]:
     return lambda engine: engine.sessions.get(name).version
 
 
-def test_nothing_that_shows_a_commit_overtakes_its_acknowledgement(stand: Stand) -> None:
+def test_nothing_that_reveals_a_commit_overtakes_its_acknowledgement(stand: Stand) -> None:
     stand.open("a", "b")
     stand.start("a")
     stand.committed(1)
@@ -134,7 +134,7 @@ def test_nothing_that_shows_a_commit_overtakes_its_acknowledgement(stand: Stand)
     assert stand.so_far() == [("next", EndReason.LENGTH), ("version again", "answered")]
 
 
-def test_tokens_stream_before_the_acknowledgement_and_the_last_delta_after_it_has_the_rest(stand: Stand) -> None:
+def test_tokens_stream_before_the_acknowledgement_and_the_last_delta_comes_after_it(stand: Stand) -> None:
     stand.open("a")
     opening = stand.start("a", TurnParams(max_new_tokens=30))
     stand.committed(1)
@@ -152,7 +152,7 @@ def test_tokens_stream_before_the_acknowledgement_and_the_last_delta_after_it_ha
 
 
 @pytest.mark.parametrize("calls", [0, 1, 5])
-def test_commits_are_told_in_their_order_however_late_each_is_acknowledged(calls: int) -> None:
+def test_commits_are_reported_in_order_however_late_each_is_acknowledged(calls: int) -> None:
     stand = Stand(Journal(calls=calls))
     names = [f"s{n}" for n in range(6)]
     stand.open(*names)
@@ -168,7 +168,7 @@ def test_commits_are_told_in_their_order_however_late_each_is_acknowledged(calls
     stand.loop.close()
 
 
-def test_a_turn_that_is_rolled_back_waits_for_nobody(stand: Stand) -> None:
+def test_a_rolled_back_turn_waits_for_no_acknowledgement(stand: Stand) -> None:
     stand.open("a", "b")
     running = stand.start("b", LONG)
     running.result(20)
@@ -181,7 +181,7 @@ def test_a_turn_that_is_rolled_back_waits_for_nobody(stand: Stand) -> None:
     assert not present(aborted.result(20)).committed
 
 
-def test_while_commits_cannot_be_acknowledged_nothing_shows_or_follows_them(stand: Stand) -> None:
+def test_while_commits_cannot_be_acknowledged_nothing_reveals_or_follows_them(stand: Stand) -> None:
     stand.open("a", "b")
     running = stand.start("b", LONG)
     running.result(20)
@@ -220,7 +220,7 @@ def test_while_commits_cannot_be_acknowledged_nothing_shows_or_follows_them(stan
     stand.loop.call(lambda engine: engine.audit()).result(20)
 
 
-def test_whatever_happens_to_sessions_is_numbered_in_its_order_and_answered_once_it_is_acknowledged(
+def test_changes_of_sessions_are_numbered_in_order_and_answered_once_acknowledged(
     stand: Stand,
 ) -> None:
     stand.open("a")
@@ -261,7 +261,7 @@ def test_whatever_happens_to_sessions_is_numbered_in_its_order_and_answered_once
             asked[name].result(20)
 
 
-def test_a_turn_whose_start_could_not_be_told_does_not_go_on(stand: Stand) -> None:
+def test_a_turn_whose_start_cannot_be_acknowledged_is_aborted(stand: Stand) -> None:
     stand.open("a", "b")
     stand.start("a")
     stand.committed(1)
@@ -275,7 +275,7 @@ def test_a_turn_whose_start_could_not_be_told_does_not_go_on(stand: Stand) -> No
     assert stand.loop.call(version("b")).result(20) == 0
 
 
-def test_who_waits_for_an_acknowledgement_is_told_when_the_engine_ends(stand: Stand) -> None:
+def test_callers_waiting_for_an_acknowledgement_get_an_error_when_the_engine_ends(stand: Stand) -> None:
     stand.open("a", "b")
     stand.start("a")
     stand.committed(1)

@@ -1,4 +1,4 @@
-"""Commands are checked in one place, whatever they are, and one that is refused has changed nothing."""
+"""All commands are checked in one place, and a refused one has changed nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPENING: list[Request[Any]] = [*VERSIONED[4:6], OpenSession(session="more", poli
 
 
 def execute(talk: Talk, command: Request[Any], **changed: Any) -> Any:
-    """Carry a command out; input that is brought says one more thing."""
+    """Carries a command out; prepared input adds one more message."""
     command = msgspec.structs.replace(command, **changed)
     prepared = None
     if isinstance(command, Draft | StartTurn):
@@ -67,7 +67,7 @@ def talk() -> Talk:
 
 
 @pytest.mark.parametrize("command", VERSIONED)
-def test_a_command_for_a_version_that_has_passed_is_refused(talk: Talk, command: Request[Any]) -> None:
+def test_a_command_for_an_outdated_version_is_refused(talk: Talk, command: Request[Any]) -> None:
     before = state(talk)
     with pytest.raises(VersionMismatch, match="version 2, not 1"):
         execute(talk, command, version=1)
@@ -77,7 +77,7 @@ def test_a_command_for_a_version_that_has_passed_is_refused(talk: Talk, command:
 
 
 @pytest.mark.parametrize("command", LIMITED)
-def test_a_tenant_that_has_all_its_tokens_gets_no_more(talk: Talk, command: Request[Any]) -> None:
+def test_a_tenant_at_its_token_limit_gets_no_more(talk: Talk, command: Request[Any]) -> None:
     before, (session,) = state(talk), list(talk.engine.sessions)
     with pytest.raises(LimitReached, match="tokens"):
         execute(talk, command, limits=Limits(tokens=len(session.history)))
@@ -86,7 +86,7 @@ def test_a_tenant_that_has_all_its_tokens_gets_no_more(talk: Talk, command: Requ
 
 
 @pytest.mark.parametrize("command", LIMITED)
-def test_a_tenant_that_has_all_its_bytes_in_the_journal_gets_no_more(talk: Talk, command: Request[Any]) -> None:
+def test_a_tenant_at_its_journal_limit_gets_no_more(talk: Talk, command: Request[Any]) -> None:
     before, (session,) = state(talk), list(talk.engine.sessions)
     assert session.journal_bytes > 4 * len(session.history)
     with pytest.raises(LimitReached, match="bytes in the journal"):
@@ -96,7 +96,7 @@ def test_a_tenant_that_has_all_its_bytes_in_the_journal_gets_no_more(talk: Talk,
 
 
 @pytest.mark.parametrize("command", [command for command in LIMITED if command not in OPENING[2:]])
-def test_a_session_that_is_as_large_as_its_tenant_may_have_goes_no_further(talk: Talk, command: Request[Any]) -> None:
+def test_a_session_at_its_tenants_size_limit_does_not_continue(talk: Talk, command: Request[Any]) -> None:
     before, (session,) = state(talk), list(talk.engine.sessions)
     if getattr(command, "session", None) is None:
         return
@@ -135,7 +135,7 @@ def test_idle_sessions_of_a_tenant_leave_the_device_when_it_keeps_too_much_there
     engine.audit()
 
 
-def test_no_session_leaves_the_device_for_a_command_that_is_refused(talk: Talk) -> None:
+def test_no_session_leaves_the_device_for_a_refused_command(talk: Talk) -> None:
     (first,), engine = list(talk.engine.sessions), talk.engine
     second = engine.open("second")
     talk.begin(second, "words and words", 5)
@@ -161,7 +161,7 @@ def test_no_session_leaves_the_device_for_a_command_that_is_refused(talk: Talk) 
 
 
 @pytest.mark.parametrize("command", OPENING)
-def test_a_tenant_that_has_all_its_sessions_gets_no_more(talk: Talk, command: Request[Any]) -> None:
+def test_a_tenant_at_its_session_limit_gets_no_more(talk: Talk, command: Request[Any]) -> None:
     before = state(talk)
     with pytest.raises(LimitReached, match="sessions"):
         execute(talk, command, limits=Limits(sessions=1))
@@ -170,7 +170,7 @@ def test_a_tenant_that_has_all_its_sessions_gets_no_more(talk: Talk, command: Re
 
 
 @pytest.mark.parametrize("command", [*VERSIONED, AbortTurn(**PLACE), GetSession(**PLACE), ListTurns(**PLACE)])
-def test_a_session_is_its_tenants(talk: Talk, command: Request[Any]) -> None:
+def test_a_session_is_visible_only_to_its_tenant(talk: Talk, command: Request[Any]) -> None:
     before = state(talk)
     for other in ({"tenant": "other"}, {"session": "nowhere"}):
         with pytest.raises(NotFound):
@@ -179,7 +179,7 @@ def test_a_session_is_its_tenants(talk: Talk, command: Request[Any]) -> None:
 
 
 @pytest.mark.parametrize("command", [VERSIONED[0], VERSIONED[3]])
-def test_input_that_was_prepared_for_another_history_is_not_taken(talk: Talk, command: StartTurn) -> None:
+def test_input_prepared_for_another_history_is_refused(talk: Talk, command: StartTurn) -> None:
     prepared = talk.renderer.prepare(talk.dispatcher.basis(command), talk.prompt("more"), generate=True)
     talk.do(Rewind(turn=1, **PLACE))
     before = state(talk)
@@ -191,7 +191,7 @@ def test_input_that_was_prepared_for_another_history_is_not_taken(talk: Talk, co
 
 
 @pytest.mark.parametrize("refused", [{"params": 10**6}, {"input": 10**6}])
-def test_a_one_shot_turn_that_is_refused_leaves_no_session(talk: Talk, refused: dict[str, int]) -> None:
+def test_a_refused_one_shot_turn_leaves_no_session(talk: Talk, refused: dict[str, int]) -> None:
     command = StartTurn(kind="turn", tenant="")
     if "params" in refused:
         command = msgspec.structs.replace(command, params=replace(command.params, stop_ids=(10**6,)))
@@ -203,14 +203,14 @@ def test_a_one_shot_turn_that_is_refused_leaves_no_session(talk: Talk, refused: 
 
 
 @pytest.mark.parametrize("turns", [[2], [1, 1], [2, 1], [3], "12", None])
-def test_a_trim_to_turns_that_make_no_conversation_leaves_no_session(talk: Talk, turns: Any) -> None:
+def test_a_trim_to_turns_that_form_no_conversation_leaves_no_session(talk: Talk, turns: Any) -> None:
     before = state(talk)
     with pytest.raises(InvalidRequest):
         talk.dispatcher.execute(Trim(child="child", turns=turns, **PLACE))
     assert state(talk) == before
 
 
-def test_what_is_no_command_is_refused(talk: Talk) -> None:
+def test_anything_but_a_command_is_refused(talk: Talk) -> None:
     with pytest.raises(TenutoError, match="no answer"):
         talk.dispatcher.execute(Request())
 

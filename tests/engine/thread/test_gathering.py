@@ -1,4 +1,4 @@
-"""Turns of several sessions that come together begin with one step."""
+"""Turns of several sessions that arrive together begin in one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOMENT = 0.001
 
 
 class Watched:
-    """Sessions of an engine without a loop, and a `Gathering` that is told of them."""
+    """Sessions of an engine without a loop, and a `Gathering` that observes them."""
 
     def __init__(self, sessions: int) -> None:
         self.stage = Stage(units=200)
@@ -50,7 +50,7 @@ class Watched:
             self.gathering.note(self.stage.engine.step().changes, now)
 
 
-def test_a_session_alone_never_waits() -> None:
+def test_a_lone_session_never_waits() -> None:
     watched = Watched(1)
     for turn in range(3):
         watched.begin(watched.sessions[0], NOW + turn)
@@ -58,7 +58,7 @@ def test_a_session_alone_never_waits() -> None:
         watched.finish(NOW + turn)
 
 
-def test_the_first_turn_waits_for_the_others_until_all_have_come() -> None:
+def test_the_first_turn_waits_for_the_others_until_all_have_arrived() -> None:
     watched = Watched(3)
     for number, session in enumerate(watched.sessions):
         assert watched.gathering.seconds(NOW) > 0
@@ -69,14 +69,14 @@ def test_the_first_turn_waits_for_the_others_until_all_have_come() -> None:
     assert watched.gathering.seconds(NOW + 1 + MOMENT) == pytest.approx(QUIET_SECONDS)
 
 
-def test_it_waits_no_longer_once_nothing_comes() -> None:
+def test_the_wait_ends_once_no_more_turns_arrive() -> None:
     watched = Watched(2)
     watched.begin(watched.sessions[0], NOW)
     assert watched.gathering.seconds(NOW + QUIET_SECONDS - MOMENT) == pytest.approx(MOMENT)
     assert watched.gathering.seconds(NOW + QUIET_SECONDS + MOMENT) == 0
 
 
-def test_sessions_that_closed_or_have_not_come_for_long_are_not_expected() -> None:
+def test_closed_and_long_absent_sessions_are_not_expected() -> None:
     watched = Watched(3)
     watched.stage.engine.close("s1")
     watched.note(NOW)
@@ -90,7 +90,7 @@ def test_sessions_that_closed_or_have_not_come_for_long_are_not_expected() -> No
     assert late.gathering.seconds(NOW + EXPECTED_SECONDS) == 0
 
 
-def test_a_turn_does_not_wait_for_ever_while_sessions_keep_opening() -> None:
+def test_a_turn_does_not_wait_forever_while_sessions_keep_opening() -> None:
     watched = Watched(2)
     watched.begin(watched.sessions[0], NOW)
     now, opened = NOW, 0
@@ -101,7 +101,7 @@ def test_a_turn_does_not_wait_for_ever_while_sessions_keep_opening() -> None:
     assert MOST_SECONDS <= now - NOW <= MOST_SECONDS + 2 * MOMENT
 
 
-def test_sessions_that_take_turns_together_share_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_with_simultaneous_turns_share_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("QUIET_SECONDS", "MOST_SECONDS", "EXPECTED_SECONDS"):
         monkeypatch.setattr(gathering, name, 60.0)  # however slow this machine is
     sessions, turns, output = 6, 4, 5

@@ -1,4 +1,5 @@
-"""A journal is written beside the steps: what it has is told, what it cannot take is not, and it is tried again."""
+"""The journal is written beside the steps: its commits are reported, those it cannot write are held back and
+retried."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.engine.thread.test_loop import eventually, make_engine
 
 
 class Stand:
-    """A loop with a journal that can be made full."""
+    """A loop with a journal whose disk can be filled."""
 
     def __init__(self, path: Path) -> None:
         self.journal = Journal(path, "tokens")
@@ -30,10 +31,10 @@ class Stand:
         self.loop = EngineLoop(make_engine(), acknowledger=writer)
         writer.start(self.loop.wake)
         self.writer = writer
-        self.ended: list[object] = []  # how turns have: a reason, or the type of an error
+        self.ended: list[object] = []  # how turns ended: the reason, or the type of the error
 
     def fill(self, pages: int) -> None:
-        """The disk has room for so many pages more."""
+        """Leaves room on the disk for this many more pages."""
         (now,) = self.journal._db.execute("PRAGMA page_count").fetchone()
         self.journal._db.execute(f"PRAGMA max_page_count = {now + pages}")
 
@@ -82,7 +83,7 @@ def lengths(path: Path) -> dict[str, int]:
     return found
 
 
-def test_what_has_been_told_is_in_the_journal_when_the_process_ends(stand: Stand, path: Path) -> None:
+def test_every_reported_commit_is_in_the_journal_when_the_process_ends(stand: Stand, path: Path) -> None:
     for name in "abc":
         stand.open(name)
         stand.turn(name, 3)
@@ -92,9 +93,7 @@ def test_what_has_been_told_is_in_the_journal_when_the_process_ends(stand: Stand
     assert lengths(path) == dict.fromkeys("abc", 5)
 
 
-def test_while_the_disk_is_full_nothing_is_told_and_nothing_begun_and_then_all_goes_on(
-    stand: Stand, path: Path
-) -> None:
+def test_while_the_disk_is_full_nothing_is_reported_or_started_and_then_all_continues(stand: Stand, path: Path) -> None:
     stand.open("a")
     stand.fill(0)
     stand.turn("a", 4000)
@@ -112,7 +111,7 @@ def test_while_the_disk_is_full_nothing_is_told_and_nothing_begun_and_then_all_g
     assert lengths(path) == {"a": 4007, "b": 0}
 
 
-def test_an_engine_that_closes_while_the_disk_is_full_ends(stand: Stand, path: Path) -> None:
+def test_an_engine_closed_while_the_disk_is_full_ends(stand: Stand, path: Path) -> None:
     stand.open("a")
     stand.fill(0)
     stand.turn("a", 4000)
@@ -121,9 +120,7 @@ def test_an_engine_that_closes_while_the_disk_is_full_ends(stand: Stand, path: P
     assert lengths(path) == {"a": 0}
 
 
-def test_what_is_not_an_error_of_the_disk_holds_everything_back_too(
-    stand: Stand, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_other_than_the_disks_also_hold_everything_back(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     write, failing = stand.journal.write, [True]
 
     def fail(changes: Sequence[Change]) -> None:
@@ -139,7 +136,7 @@ def test_what_is_not_an_error_of_the_disk_holds_everything_back_too(
     stand.close()
 
 
-def test_nothing_is_told_while_it_is_being_written(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_reported_while_it_is_being_written(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     write, go = stand.journal.write, threading.Event()
 
     def wait(changes: Sequence[Change]) -> None:

@@ -1,4 +1,4 @@
-"""The engine in its own thread: commands, events, idling, and how it ends."""
+"""The engine in its own thread: commands, events, idling, and its end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loop() -> Iterator[EngineLoop]:
 
 
 def events_of(events: SimpleQueue[Event]) -> list[Delta]:
-    """All events of a turn, up to its result."""
+    """Returns all events of a turn, up to its result."""
     got: list[Delta] = []
     while not got or got[-1].result is None:
         event = events.get(timeout=20)
@@ -64,11 +64,11 @@ def begin(
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)
 
 
-def test_a_turn_reports_its_tokens_and_at_last_its_result(loop: EngineLoop) -> None:
+def test_a_turn_reports_its_tokens_and_finally_its_result(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.open("s")).result()
     events, started = begin(loop, TurnParams(max_new_tokens=20))
     tokens: list[int] = []
@@ -84,7 +84,7 @@ def test_a_turn_reports_its_tokens_and_at_last_its_result(loop: EngineLoop) -> N
     assert events.empty()
 
 
-def test_a_turn_that_is_refused_tells_its_caller_and_its_subscriber(loop: EngineLoop) -> None:
+def test_a_refused_turn_reports_its_error_to_caller_and_subscriber(loop: EngineLoop) -> None:
     events, started = begin(loop, LONG, "nobody")
     with pytest.raises(NotFound):
         started.result()
@@ -126,12 +126,12 @@ def test_aborting_ends_the_turn_at_once_and_twice_is_not_an_error(loop: EngineLo
     assert loop.call(lambda engine: len(engine.sessions.get("s").history)).result() == 4
 
 
-def test_an_idle_engine_still_closes_sessions_whose_time_is_up(loop: EngineLoop) -> None:
+def test_an_idle_engine_still_closes_expired_sessions(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.open("s", Policy(ttl=0.05))).result()
     eventually(lambda: "s" not in loop.call(lambda engine: [s.id for s in engine.sessions]).result())
 
 
-def test_a_session_whose_time_is_up_goes_without_anyone_asking() -> None:
+def test_an_expired_session_closes_without_any_command() -> None:
     engine = make_engine()
     loop = EngineLoop(engine)
     loop.call(lambda e: e.open("s", Policy(ttl=0.05))).result()
@@ -150,13 +150,13 @@ def test_a_subscriber_that_fails_aborts_its_turn(loop: EngineLoop) -> None:
     assert loop.call(lambda engine: engine.sessions.get("s").version).result() == 0
 
 
-def test_a_mistake_in_a_command_is_its_callers_alone(loop: EngineLoop) -> None:
+def test_a_mistake_in_a_command_affects_only_its_caller(loop: EngineLoop) -> None:
     with pytest.raises(ZeroDivisionError):
         loop.call(lambda engine: 1 // 0).result()
     loop.call(lambda engine: engine.audit()).result()
 
 
-def test_a_broken_invariant_stops_everything_and_tells_everyone_why() -> None:
+def test_a_broken_invariant_stops_the_engine_and_is_reported_to_all_callers() -> None:
     release = threading.Event()
     engine = make_engine()
     loop = EngineLoop(engine)
@@ -195,7 +195,7 @@ def test_a_broken_invariant_in_a_step_stops_the_engine_too() -> None:
     loop.close()
 
 
-def test_closing_twice_is_fine_and_afterwards_nothing_is_taken() -> None:
+def test_closing_twice_is_fine_and_later_commands_are_refused() -> None:
     loop = EngineLoop(make_engine())
     loop.call(lambda engine: engine.open("s")).result()
     events, _ = begin(loop, LONG)
@@ -214,7 +214,7 @@ def test_a_refused_command_leaves_the_engine_running(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.open("s")).result()
 
 
-def test_what_the_engine_computes_with_is_closed_once_and_in_its_thread() -> None:
+def test_the_executor_is_closed_once_in_its_own_thread() -> None:
     closed: list[str] = []
     loop = EngineLoop(make_engine(), lambda _: closed.append(threading.current_thread().name))
     loop.close()
@@ -222,7 +222,7 @@ def test_what_the_engine_computes_with_is_closed_once_and_in_its_thread() -> Non
     assert closed == ["tenuto-engine"]
 
 
-def test_a_request_to_stop_does_not_wait_for_the_step_in_progress() -> None:
+def test_a_stop_request_does_not_wait_for_the_step_in_progress() -> None:
     entered, release = threading.Event(), threading.Event()
 
     def work(engine: Engine) -> None:
@@ -239,7 +239,7 @@ def test_a_request_to_stop_does_not_wait_for_the_step_in_progress() -> None:
     assert not loop._thread.is_alive()
 
 
-def test_commands_that_bring_commands_do_not_keep_the_engine_from_its_steps(loop: EngineLoop) -> None:
+def test_commands_that_issue_commands_do_not_keep_the_engine_from_its_steps(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.open("s")).result()
     stop = threading.Event()
 
@@ -258,7 +258,7 @@ def test_commands_that_bring_commands_do_not_keep_the_engine_from_its_steps(loop
         stop.set()
 
 
-def test_events_carry_logprobs_beside_their_tokens_and_those_of_the_input_once(loop: EngineLoop) -> None:
+def test_events_carry_logprobs_of_their_tokens_and_those_of_the_input_once(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.open("s")).result()
     asked = TurnParams(max_new_tokens=40, logprobs=1, input_logprobs=0)
     events, _ = begin(loop, asked)
@@ -271,21 +271,21 @@ def test_events_carry_logprobs_beside_their_tokens_and_those_of_the_input_once(l
     assert [entry and entry.token for entry in told[0]] == [None, 2, 3]
 
 
-def test_a_prefill_only_turn_tells_its_scores_with_its_result(loop: EngineLoop) -> None:
+def test_a_prefill_only_turn_reports_its_scores_with_its_result(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.open("s")).result()
     events, _ = begin(loop, TurnParams(max_new_tokens=0, input_logprobs=0))
     (event,) = events_of(events)
     assert [entry and entry.token for entry in event.input_logprobs] == [None, 2, 3]
 
 
-def test_events_carry_no_logprobs_if_nobody_asks(loop: EngineLoop) -> None:
+def test_events_carry_no_logprobs_unless_requested(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.open("s")).result()
     events, _ = begin(loop, TurnParams(max_new_tokens=5))
     assert all((event.logprobs, event.input_logprobs) == ((), ()) for event in events_of(events))
 
 
-def test_an_idle_engine_answers_who_asks_for_an_audit(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes many steps, and does not wait between them for something to do."""
+def test_an_idle_engine_answers_a_requested_audit(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes many steps, and does not wait for work between them."""
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 1)
     waits: list[float] = []
     for number in range(20):
@@ -304,7 +304,7 @@ def recording(obey: Callable[[float], bool], waits: list[float]) -> Callable[[fl
     return recorded
 
 
-def test_who_waits_for_an_audit_is_told_when_the_engine_ends() -> None:
+def test_callers_waiting_for_an_audit_get_an_error_when_the_engine_ends() -> None:
     running = EngineLoop(make_engine())
     running.call(never_audit).result(20)
     answer = running.audit()
@@ -316,5 +316,5 @@ def test_who_waits_for_an_audit_is_told_when_the_engine_ends() -> None:
 
 
 def never_audit(engine: Engine) -> None:
-    """Its audits never end."""
+    """Makes audits never end."""
     engine.auditor.step = lambda flight: None  # type: ignore[method-assign,assignment]
