@@ -1,4 +1,4 @@
-"""The model with which clients' loops of tools are run."""
+"""The model with which clients' tool loops are run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.clients.caller import ANSWER, write_caller
 from tests.serve.server import serving
 
 
-def test_the_model_set_by_hand_calls_when_it_has_tools_and_answers_when_it_has_a_result(tmp_path: Path) -> None:
+def test_the_handmade_model_calls_a_tool_first_and_answers_when_it_has_a_result(tmp_path: Path) -> None:
     model = write_caller(tmp_path / "model", "read", {"path": "a ‘b’"})
     tools = [{"type": "function", "function": {"name": "read"}}]
     with serving("--model", str(model), "--context-length", "512") as server:

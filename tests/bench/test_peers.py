@@ -41,7 +41,7 @@ def fails(*_: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """A run of Tenuto with the witness in both processes, beside a peer that does not start and one that is absent."""
+    """Runs Tenuto with the witness in both processes, beside a peer that does not start and one that is absent."""
     here = setting(tmp_path_factory.mktemp("peers"))
     peers = (*OURS, Peer("broken", "Broken", fails))
     samples = tuple(Rounds(here, WORDS, lambda _: None).run(peers, [SHAPE], 1))
@@ -50,7 +50,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return Results("a machine", "a command", 1, peers, (SHAPE,), samples, versions, absent, None)
 
 
-def test_every_peer_is_measured_and_each_time_another_one_goes_first(results: Results) -> None:
+def test_every_peer_is_measured_and_each_round_begins_with_another(results: Results) -> None:
     peers = results.peers
     assert [sample.peer for sample in results.samples] == [peer.name for peer in peers]
     assert order(peers, 0) == list(peers)
@@ -64,7 +64,7 @@ def test_a_peer_may_be_measured_in_the_first_round_only(tmp_path: Path) -> None:
     assert [sample.peer for sample in samples] == ["every", "first", "every", "every"]
 
 
-def test_sessions_and_resent_histories_compute_what_is_new(results: Results) -> None:
+def test_sessions_and_resent_histories_compute_only_new_tokens(results: Results) -> None:
     computed = {sample.peer: sample.figures.computed for sample in results.samples if sample.figures is not None}
     assert computed == {"tenuto": 49, "tenuto-resend": 49, "tenuto-inside": 49}
     for sample in results.samples:
@@ -74,7 +74,7 @@ def test_sessions_and_resent_histories_compute_what_is_new(results: Results) -> 
             assert sample.first_token > sample.figures.ttft / 1000
 
 
-def test_a_document_says_what_failed_and_what_is_not_installed(results: Results) -> None:
+def test_the_document_lists_failed_and_missing_peers(results: Results) -> None:
     text = document(results, "picture.svg")
     assert "Broken: 1 of 1 runs failed: it ended (status" in text
     assert "| Broken | failed |" in text
@@ -96,7 +96,7 @@ def test_equal_results_are_drawn_as_equal_pictures(results: Results, tmp_path: P
     assert ET.parse(first).getroot().tag.endswith("svg")
 
 
-def test_figures_are_of_the_middle_third_and_growth_of_the_last_turn() -> None:
+def test_rates_come_from_the_middle_third_and_growth_from_the_last_turn() -> None:
     turns = [Timed(n, 48, n / 10, [0.1, 0.3], Counts(100 * n, 100 * n - 50 - n, 3)) for n in range(1, 10)]
     told = figures(Outcome(turns, 3.0))
     assert told.tokens_per_second == 9
@@ -119,7 +119,7 @@ def test_a_figure_is_the_median_with_its_extremes() -> None:
     assert table(["", "a"], [["b", "1"]]) == "|  | a |\n| --- | ---: |\n| b | 1 |"
 
 
-def test_another_seed_and_another_session_have_other_inputs() -> None:
+def test_seeds_and_sessions_have_different_inputs() -> None:
     one = workload(SHAPE, 1, WORDS)
     assert one.inputs(0) == one.inputs(0)
     assert one.inputs(0) != one.inputs(1) != workload(SHAPE, 2, WORDS).inputs(1)
@@ -146,7 +146,7 @@ def test_a_group_ends_with_the_processes_it_started(tmp_path: Path) -> None:
         (["--rounds", "0"], "0; allowed: at least 1"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_refused(
+def test_an_invalid_command_line_is_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -154,7 +154,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_peers_and_shapes_are_chosen() -> None:
+def test_peers_and_shapes_can_be_selected() -> None:
     chosen: Namespace = parse(["--peers", "llamacpp,tenuto", "--shapes", "1x2,3x4"])
     assert [peer.name for peer in chosen.peers] == ["llamacpp", "tenuto"]
     assert chosen.shapes == (Shape(1, 2), Shape(3, 4))
@@ -162,7 +162,7 @@ def test_peers_and_shapes_are_chosen() -> None:
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """Answers as llama.cpp's server and vLLM do: three tokens, in two pieces."""
+    """Answers like llama.cpp's server and vLLM: three tokens, in two pieces."""
 
     prompts: list[list[int]] = []  # noqa: RUF012 - of the one server there is
 
@@ -207,7 +207,7 @@ def scripted() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", [LlamaConversation, CompletionsConversation])
-def test_peers_are_sent_the_whole_history_in_token_ids(scripted: str, kind: type[BenchConversation]) -> None:
+def test_peers_receive_the_whole_history_as_token_ids(scripted: str, kind: type[BenchConversation]) -> None:
     work = workload(Shape(1, 2), 0, WORDS, output=3)
     timed, _ = asyncio.run(measure(httpx.URL(scripted), None, kind, "resend", work, lambda: None))
     first, second = work.inputs(0)

@@ -1,4 +1,4 @@
-"""GGUF files are read as the `gguf` package reads them, and what is damaged is refused."""
+"""GGUF files are read as the `gguf` package reads them, and damaged files are refused."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +14,7 @@ from tenuto.formats.gguf_file import GgufFile
 
 
 def write(path: Path) -> Path:
-    """A file with metadata of every kind and two tensors."""
+    """Writes a file with metadata of every kind and two tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     for kind in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"):
         getattr(writer, f"add_{kind}")(f"test.{kind}", 100)
@@ -88,7 +88,7 @@ def test_a_tensor_without_elements_is_refused(tmp_path: Path) -> None:
         GgufFile(tmp_path / "m.gguf")
 
 
-def test_a_tensor_of_a_file_that_was_cut_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_of_a_file_cut_after_opening_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
     tensor = GgufFile(path).tensor("two")
     path.write_bytes(path.read_bytes()[: tensor.span.start])
@@ -121,7 +121,7 @@ def test_a_file_of_another_format_or_version_is_refused(tmp_path: Path) -> None:
 
 
 def write_split(directory: Path) -> list[Path]:
-    """A model of three tensors in as many files."""
+    """Writes a model of three tensors in as many files."""
     writer = gguf.GGUFWriter(directory / "m.gguf", "llama", split_max_tensors=1)
     for name in ("one", "two", "three"):
         writer.add_tensor(name, np.full((2, 3), len(name), np.float32))

@@ -1,4 +1,4 @@
-"""safetensors files are read as the `safetensors` package reads them, and what is damaged is refused."""
+"""safetensors files are read as the `safetensors` package reads them, and damaged files are refused."""
 
 import json
 from contextlib import suppress
@@ -18,7 +18,7 @@ from tenuto.formats.safetensors_file import read_safetensors
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with tensors of several types, one of them empty and one a number."""
+    """Writes a file with tensors of several types, one of them empty and one a scalar."""
     path = tmp_path_factory.mktemp("safetensors") / "m.safetensors"
     tensors = {
         "float": torch.randn(3, 5),
@@ -50,7 +50,7 @@ def test_a_file_cut_short_anywhere_is_refused(whole: Path) -> None:
 
 
 def described(**changes: Any) -> bytes:
-    """A file of one tensor, two float32, with changes to what its header says of it."""
+    """Writes a file of one tensor of two float32 numbers, with changes to its header entry."""
     header = json.dumps({"one": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}).encode()
     return len(header).to_bytes(8, "little") + header + np.ones(2, np.float32).tobytes()
 

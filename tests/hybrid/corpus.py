@@ -1,4 +1,4 @@
-"""What the small hybrid is trained on: the documentation that comes with Python, as conversations about it."""
+"""The training texts of the small hybrid: Python's documentation, as conversations about it."""
 
 import ast
 import inspect
@@ -19,7 +19,8 @@ _ON = ("Go on.", "Please go on.", "And then?", "Tell me more.")
 
 
 def conversations(rng: Random) -> Iterator[Conversation]:
-    """In random order; each is about one topic of the language reference, or one module of the library."""
+    """Returns conversations in random order, each about a topic of the language reference or a module of the
+    library."""
     found = [*_topics(rng), *_modules(rng)]
     rng.shuffle(found)
     yield from found
@@ -46,7 +47,7 @@ def _modules(rng: Random) -> Iterator[Conversation]:
 
 
 def _documented(module: str, source: str) -> Iterator[tuple[str, str]]:
-    """Names, and the first paragraph of what is written about them."""
+    """Yields names, with the first paragraph of their documentation."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # sources that are wrong on purpose
@@ -59,7 +60,7 @@ def _documented(module: str, source: str) -> Iterator[tuple[str, str]]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Prose only: paragraphs of words in sentences, on one line each."""
+    """Returns the prose paragraphs, each on one line."""
     found = []
     for part in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         line = " ".join(part.split())

@@ -1,4 +1,4 @@
-"""The small hybrid as it is trained: whole texts at once, with gradients. Its parameters have the names of files."""
+"""The small hybrid for training: whole texts at once, with gradients. Its parameters have the names used in files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenuto.models.config import Attention, Mamba2, ModelConfig
 
 
 class AttentionNet(nn.Module):
-    """Grouped queries, with a window or without."""
+    """Grouped-query attention, with or without a window."""
 
     def __init__(self, shape: Attention, hidden: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class AttentionNet(nn.Module):
         self.o_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[texts, length, hidden]."""
+        """Maps [texts, length, hidden] to the same shape."""
         s, (texts, length, _) = self.shape, x.shape
         q, k, v = (one(x).view(texts, length, -1, s.head_dim) for one in (self.q_proj, self.k_proj, self.v_proj))
         places = torch.arange(length)
@@ -41,7 +41,7 @@ class AttentionNet(nn.Module):
 
 
 class Mamba2Net(nn.Module):
-    """As `models.mamba2`, from the zero state."""
+    """The same as `models.mamba2`, from the zero state."""
 
     def __init__(self, shape: Mamba2, hidden: int, epsilon: float) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Mamba2Net(nn.Module):
         self.out_proj = nn.Linear(shape.channels, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[texts, length, hidden]."""
+        """Maps [texts, length, hidden] to the same shape."""
         s, (texts, length, _) = self.shape, x.shape
         gate, inputs, steps = torch.split(self.in_proj(x), [s.channels, s.convolved, s.heads], dim=2)
         padded = functional.pad(inputs.transpose(1, 2), (s.kernel - 1, 0))
@@ -77,7 +77,7 @@ class Mamba2Net(nn.Module):
 
 
 class MlpNet(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU network."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class MlpNet(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[texts, length, hidden]."""
+        """Maps [texts, length, hidden] to the same shape."""
         out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -108,7 +108,7 @@ class LayerNet(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden, config.norm_eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[texts, length, hidden]."""
+        """Maps [texts, length, hidden] to the same shape."""
         mixer = self.self_attn if hasattr(self, "self_attn") else self.mamba
         x = x + mixer(self.input_layernorm(x))
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -116,7 +116,7 @@ class LayerNet(nn.Module):
 
 
 class DecoderNet(nn.Module):
-    """All but the output matrix."""
+    """Everything except the output matrix."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class DecoderNet(nn.Module):
         self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[texts, length, hidden] of `tokens`, int64 [texts, length]."""
+        """Returns [texts, length, hidden] for `tokens`, int64 [texts, length]."""
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -134,7 +134,7 @@ class DecoderNet(nn.Module):
 
 
 class Net(nn.Module):
-    """Embeddings are the output matrix, too."""
+    """The whole model; embeddings are also the output matrix."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -145,5 +145,5 @@ class Net(nn.Module):
                 nn.init.normal_(parameter, std=deep * (0.02 if "embed" in name else parameter.shape[1] ** -0.5))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [texts, length, vocab] of the tokens after `tokens`, int64 [texts, length]."""
+        """Returns logits [texts, length, vocab] of the next tokens for `tokens`, int64 [texts, length]."""
         return functional.linear(self.model(tokens), self.model.embed_tokens.weight)

@@ -1,4 +1,4 @@
-"""The trained hybrid: Mamba-2, windows and full attention in a model that speaks words."""
+"""The trained hybrid: Mamba-2, windows and full attention in a model that writes words."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from tests.hybrid.train import written
 MODEL = Path(__file__).parent / "model"
 
 
-def test_it_is_small_and_has_every_kind_of_memory() -> None:
+def test_the_model_is_small_and_has_every_kind_of_memory() -> None:
     weights = load_file(MODEL / "model.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) <= 2_000_000
     assert (MODEL / "model.safetensors").stat().st_size <= 4_000_000
@@ -35,7 +35,7 @@ def test_it_is_small_and_has_every_kind_of_memory() -> None:
     assert [group.kind for group in TorchForward(decoder, 16).spec.groups] == [Kind.STATE, Kind.SLIDING, Kind.FULL]
 
 
-def test_what_was_trained_is_what_is_served() -> None:
+def test_the_served_model_is_the_trained_model() -> None:
     checkpoint = HfCheckpoint(MODEL)
     net = Net(checkpoint.config)
     net.load_state_dict({name: value.float() for name, value in load_file(MODEL / "model.safetensors").items()})
@@ -50,7 +50,7 @@ def test_what_was_trained_is_what_is_served() -> None:
     executor.close()
 
 
-def test_it_knows_words() -> None:
+def test_the_model_knows_words() -> None:
     """In nats a token; choosing among all 2048 would be 7.6."""
     checkpoint, tokenizer = HfCheckpoint(MODEL), load_tokenizer(MODEL)
     documented = (json.dump, Path.exists, textwrap.dedent, shutil.move)
@@ -76,7 +76,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tenuto.Engine]:
         running.audit()
 
 
-def test_chats_fork_and_rewind_and_say_what_they_said(engine: tenuto.Engine) -> None:
+def test_chats_fork_and_rewind_and_repeat_their_answers(engine: tenuto.Engine) -> None:
     session = engine.session()
     first = session.chat("What does json.dump do?", max_new_tokens=24).result()
     history = session.history

@@ -1,7 +1,7 @@
-"""`python -m tests.hybrid.train [DIRECTORY]` trains the small hybrid anew: a quarter of an hour on one core.
+"""`python -m tests.hybrid.train [DIRECTORY]` trains the small hybrid again, in a quarter of an hour on one core.
 
-The texts are Python's own documentation (PSF license), as it is installed; another version of Python gives other texts,
-and so another model. What is committed in `tests/hybrid/model` was made by CPython 3.11.
+The texts are Python's own documentation (PSF license), as installed; another version of Python gives other texts and so
+another model. The one committed in `tests/hybrid/model` was made by CPython 3.11.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CONFIG = {
 
 
 def written(conversation: Conversation) -> str:
-    """As the template renders it."""
+    """Writes a conversation as the template renders it."""
     turns = (
         f"{OPENS}user\n{asked}{CLOSES}\n{OPENS}assistant\n{answered}{CLOSES}\n" for asked, answered in conversation
     )
@@ -67,7 +67,7 @@ def written(conversation: Conversation) -> str:
 
 
 def made_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE; the control tokens come first."""
+    """Trains a byte-level BPE tokenizer; the control tokens come first."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -82,12 +82,12 @@ def made_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def rate(step: int, steps: int) -> float:
-    """The learning rate: it rises for some steps and then falls in a straight line."""
+    """Returns the learning rate: it rises for some steps and then falls linearly."""
     return PEAK * min((step + 1) / WARMUP, 1 - step / steps)
 
 
 def trained(net: Net, tokens: torch.Tensor, steps: int) -> float:
-    """Train on random pieces of `tokens`, int64 [n]; the loss of the last steps, in nats a token."""
+    """Trains on random pieces of `tokens`, int64 [n]; returns the loss of the last steps, in nats a token."""
     matrices = [p for p in net.parameters() if p.dim() == 2]
     rest = [p for p in net.parameters() if p.dim() != 2]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
@@ -112,7 +112,7 @@ def trained(net: Net, tokens: torch.Tensor, steps: int) -> float:
 
 
 def main(directory: Path = HERE, steps: int = STEPS) -> None:
-    """Write `config.json`, `tokenizer.json`, `tokenizer_config.json` and `model.safetensors`."""
+    """Writes `config.json`, `tokenizer.json`, `tokenizer_config.json` and `model.safetensors`."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     texts = [written(conversation) for conversation in conversations(Random(0))]

@@ -1,6 +1,6 @@
-"""Plays planner and executor for the memory package: writes what turns compute into imagined units, and reads it back.
+"""Plays planner and executor for the memory package: writes computed tokens into imagined units and reads them back.
 
-Every token is a fresh number, so a slot that holds it tells the whole history that led there.
+Every token is a new number, so a slot that holds it identifies the whole history before it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_shape(**changes: Any) -> Shape:
 
 
 def make_table(spec: GroupSpec, pool: Pool, page_size: int = 4) -> Table:
-    """A table of a group of its own."""
+    """Makes a table with its own group."""
     group = KINDS[spec.kind](0, spec, pool, page_size, make_shape(), Rows(4))
     return group.table(Someone("session"))
 
@@ -83,7 +83,7 @@ class Writing:
     tokens: list[int]
     tables: list[dict[int, int]]
     least: int = 0  # tokens of history and input, which a commit keeps
-    begun_with: int = 0  # tokens that others have begun with, which it keeps until it ends
+    begun_with: int = 0  # tokens that others started with, which it keeps until it ends
 
     @property
     def computed(self) -> int:
@@ -110,7 +110,7 @@ class Scribe:
         return script
 
     def told(self, tokens: int) -> Script:
-        """A session with `tokens` tokens of history, all but the last computed."""
+        """Makes a session with `tokens` tokens of history, all but the last computed."""
         script = self.session()
         self.compute(self.open(script), tokens - 1)
         self.commit(script, tokens)
@@ -123,8 +123,8 @@ class Scribe:
         return child
 
     def fork_turn(self, writing: Writing, target: int) -> Script | None:
-        """A session that begins with what the open turn has computed below `target`, if it can; from then on the turn
-        keeps that."""
+        """Makes a session that starts with the open turn's computed tokens below `target`, if possible; the turn then
+        keeps them."""
         position = writing.memory.shareable(target)
         if not position:
             return None
@@ -142,7 +142,7 @@ class Scribe:
     # -- turns
 
     def open(self, script: Script, base: int | None = None, target: int | None = None) -> Writing:
-        """A turn that builds on the first `base` tokens and starts at `target` at the latest."""
+        """Opens a turn that builds on the first `base` tokens and starts at `target` at the latest."""
         base = len(script.history) if base is None else base
         with self.memory.reserve(1, Someone("admission")) as reserved:
             memory = script.memory.begin("turn", base if target is None else target, reserved_all(reserved))
@@ -157,7 +157,7 @@ class Scribe:
             self._learn(writing, growth)
 
     def compute(self, writing: Writing, tokens: int) -> None:
-        """One step that settles at once: read everything below, then write `tokens` more."""
+        """Runs one step that settles at once: reads everything below, then writes `tokens` more."""
         rows, row = self.memory.rows, writing.memory.row
         start = int(rows.scheduled[row])
         end = start + tokens
@@ -183,14 +183,14 @@ class Scribe:
             writing.memory.slide()
 
     def mark(self, writing: Writing) -> bool:
-        """Make a checkpoint where the turn stands; False if there is no state slot to spare."""
+        """Makes a checkpoint at the turn's position; returns False if no state slot is free."""
         if not writing.memory.spare_slot():
             return False
         writing.memory.mark(writing.computed)
         return True
 
     def commit(self, script: Script, length: int) -> None:
-        """The turn ends with `length` tokens of its sequence as history."""
+        """Ends the turn with the first `length` tokens of its sequence as history."""
         writing = script.writing
         assert writing is not None
         while len(writing.tokens) < length:
@@ -205,7 +205,7 @@ class Scribe:
         script.writing = None
 
     def redraft(self, writing: Writing, common: int) -> None:
-        """The draft's tokens from `common` on have changed: cut the turn, or give up what it computed."""
+        """Changes the draft's tokens from `common` on: cuts the turn, or gives up its computed tokens."""
         position = writing.memory.cut_to(common)
         if position <= writing.memory.start:
             self.abort(writing.script)
@@ -220,7 +220,7 @@ class Scribe:
         return all_holders(script.memory for script in self.scripts)
 
     def audit(self) -> AuditReport:
-        """Every unit is held as counted, and every session's memory says what its history says."""
+        """Checks that every unit is held as counted, and that every session's memory matches its history."""
         for script in self.scripts:
             self._check_session(script)
         return recount(self.memory, self.holders())
@@ -277,5 +277,5 @@ class Scribe:
 
 
 def reserved_all(reserved: Reservation) -> tuple[Lease, ...]:
-    """Take everything out of a reservation."""
+    """Takes everything out of a reservation."""
     return reserved.take(reserved.available())

@@ -1,4 +1,4 @@
-"""The auditor finds every kind of damage, and says where and whose it is."""
+"""The auditor finds every kind of damage, and names the place and the holders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Someone, make_shap
 
 
 class Damage:
-    """A healthy pool of ten pages, two holders of two each and one they share, to be damaged."""
+    """A healthy pool of ten pages, with two holders of two each and one they share, to be damaged."""
 
     def __init__(self) -> None:
         self.memory = Memory(make_spec([FULL]), [10], make_shape())
@@ -54,7 +54,7 @@ def test_borrowed_memory_is_not_counted_twice() -> None:
     assert pool.free + pool.in_flight + sum(pool.by_holder.values()) == pool.capacity
 
 
-def test_a_unit_nobody_lists_is_a_leak() -> None:
+def test_a_unit_that_no_holder_lists_is_a_leak() -> None:
     damage = Damage()
     unit = damage.anna.held.pop().units[0]
     wrong = f"3 units have a wrong count; unit {unit - 2} is counted 2 times"
@@ -64,7 +64,7 @@ def test_a_unit_nobody_lists_is_a_leak() -> None:
 
 
 def test_two_owners_of_one_page_are_found_though_the_totals_balance() -> None:
-    """Known fault: a page with two owners, hidden because another page has none."""
+    """Known fault: a page with two owners, hidden because another page is unowned."""
     damage = Damage()
     mine, its = damage.lease.units, damage.ben.held[0].units
     its[0] = mine[0]
@@ -73,7 +73,7 @@ def test_two_owners_of_one_page_are_found_though_the_totals_balance() -> None:
     assert f"unit {mine[0]} is counted 1 times, held by ['session anna', 'session ben']" in message
 
 
-def test_a_count_that_is_too_high_or_too_low_is_found_with_its_holders() -> None:
+def test_a_wrong_count_is_found_with_its_holders() -> None:
     for change in (-1, 1):
         damage = Damage()
         unit = damage.lease.units[0]
@@ -95,7 +95,7 @@ def test_a_lease_listed_twice_is_found() -> None:
     assert damage.found() == "session anna and session anna list the same lease on full0"
 
 
-def test_a_lease_that_has_ended_is_found_with_its_holder() -> None:
+def test_an_ended_lease_is_found_with_its_holder() -> None:
     damage = Damage()
     damage.lease.release()
     assert damage.found() == "a lease on full0 held by session anna was used after its end"
@@ -133,13 +133,13 @@ def test_a_unit_both_free_and_in_limbo_is_found() -> None:
     assert "in 2 of the free list, limbo and leases" in damage.found()
 
 
-def test_a_step_in_flight_that_touches_what_could_be_given_away_is_found() -> None:
+def test_a_step_in_flight_that_touches_a_free_unit_is_found() -> None:
     damage = Damage()
     free = damage.pool._free[0]
     assert damage.found((0, [damage.lease.units[0], free])) == f"full0: the step in flight touches free units [{free}]"
 
 
-def test_a_step_in_flight_may_touch_what_is_held_or_waits_in_limbo() -> None:
+def test_a_step_in_flight_may_touch_units_held_or_in_limbo() -> None:
     damage = Damage()
     damage.memory.step_submitted()
     units = list(damage.ben.held[0].units)
@@ -149,7 +149,7 @@ def test_a_step_in_flight_may_touch_what_is_held_or_waits_in_limbo() -> None:
     assert "in flight 2" in str(report)
 
 
-def test_more_unused_units_than_there_are_show_in_the_totals_of_every_step() -> None:
+def test_surplus_unused_units_show_in_the_totals_of_every_step() -> None:
     damage = Damage()
     damage.pool._free.extend(range(6))
     with pytest.raises(InvariantError, match="full0: 11 free"):
@@ -157,7 +157,7 @@ def test_more_unused_units_than_there_are_show_in_the_totals_of_every_step() -> 
 
 
 @pytest.mark.parametrize("group", [0, 1, 2])
-def test_no_group_is_skipped(group: int) -> None:
+def test_the_audit_skips_no_group(group: int) -> None:
     scribe = Scribe([FULL, SLIDING, STATE])
     scribe.compute(scribe.open(scribe.told(9)), 3)
     scribe.audit()

@@ -1,4 +1,4 @@
-"""An audit spread over steps finds what a recount would have found when it began, whatever happens meanwhile."""
+"""An audit spread over steps finds what a recount would have found at its start, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXES = [[FULL], [SLIDING], [STATE], [FULL, SLIDING, STATE]]
 
 
 def begin(scribe: Scribe) -> AuditCycle:
-    """A cycle over the sessions there are now."""
+    """Begins a cycle over the current sessions."""
     scripts = list(scribe.scripts)
     return AuditCycle(scribe.memory, (script.memory for script in scripts), ())
 
@@ -34,7 +34,7 @@ def finish(cycle: AuditCycle, most: int = 1000) -> AuditReport:
 
 
 def crowd(mix=(FULL, SLIDING, STATE), sessions: int = 3) -> Scribe:
-    """Sessions with a history, forks of them, and an open turn."""
+    """Makes sessions with a history, forks of them, and an open turn."""
     scribe = Scribe(mix, units=400)
     for _ in range(sessions):
         script = scribe.told(9)
@@ -49,7 +49,7 @@ def crowd(mix=(FULL, SLIDING, STATE), sessions: int = 3) -> Scribe:
 
 
 class Hands:
-    """Does things to a scribe's sessions, where they can be done; one method a deed."""
+    """Operates on a scribe's sessions where possible; one method for each operation."""
 
     def __init__(self, scribe: Scribe) -> None:
         self.scribe = scribe
@@ -106,7 +106,7 @@ deeds = st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(0, 11), st.intege
 
 @given(mix=st.sampled_from(MIXES), before=deeds, during=deeds, data=st.data())
 @settings(max_examples=150)
-def test_a_cycle_reports_what_a_recount_reports_when_it_begins(mix, before, during, data) -> None:
+def test_a_cycle_reports_the_recount_of_its_start(mix, before, during, data) -> None:
     scribe = crowd(mix)
     hands = Hands(scribe)
     for deed in before:
@@ -154,8 +154,8 @@ PLANTS = (plant_count, plant_free, plant_limbo, plant_leak, plant_lost)
     data=st.data(),
 )
 @settings(max_examples=150)
-def test_a_cycle_finds_what_a_recount_finds_when_it_begins(plant, group, chosen, during, data) -> None:
-    """The miscount is planted before the cycle, and everything else goes on, as far as it can."""
+def test_a_cycle_finds_the_damage_present_at_its_start(plant, group, chosen, during, data) -> None:
+    """The miscount is planted before the cycle, and everything else continues as far as it can."""
     scribe = crowd()
     pool = scribe.memory.pools[group]
     held = [unit for unit in range(pool.capacity) if pool.counts[unit]]
@@ -179,7 +179,7 @@ def test_a_cycle_finds_what_a_recount_finds_when_it_begins(plant, group, chosen,
     assert str(found.value) == str(expected.value)
 
 
-def test_what_goes_wrong_during_a_cycle_is_found_by_the_next() -> None:
+def test_damage_done_during_a_cycle_is_found_by_the_next() -> None:
     scribe = crowd()
     expected = scribe.audit()
     cycle = begin(scribe)
@@ -221,7 +221,7 @@ CHANGES: dict[str, Callable[[Lease, Someone], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_of_a_lease_is_preceded_by_its_count(change: str) -> None:
+def test_a_lease_is_counted_before_any_change_to_it(change: str) -> None:
     scribe = Scribe([FULL])
     pool = scribe.memory.pools[0]
     anna, ben = Someone("anna"), Someone("ben")
@@ -235,8 +235,8 @@ def test_every_change_of_a_lease_is_preceded_by_its_count(change: str) -> None:
     assert finish(AuditCycle(scribe.memory, (), [anna, ben])) == recount(scribe.memory, [anna, ben])
 
 
-def test_a_checkpoint_whose_first_owner_closes_before_the_cycle_comes_by_is_counted() -> None:
-    """It lives on in a fork made since, which the cycle does not visit."""
+def test_a_checkpoint_is_counted_even_if_its_first_owner_closes_before_its_visit() -> None:
+    """It lives on in a later fork, which the cycle does not visit."""
     scribe = crowd([FULL, STATE], sessions=1)
     parent = scribe.scripts[1]
     expected = scribe.audit()
@@ -246,7 +246,7 @@ def test_a_checkpoint_whose_first_owner_closes_before_the_cycle_comes_by_is_coun
     assert finish(cycle) == expected
 
 
-def test_what_a_turn_held_is_counted_though_another_turn_has_its_tables() -> None:
+def test_units_a_turn_held_are_counted_though_another_turn_has_taken_its_tables() -> None:
     scribe = crowd([FULL, SLIDING, STATE], sessions=1)
     script: Script = scribe.scripts[0]
     expected = scribe.audit()
@@ -273,8 +273,8 @@ def test_a_recount_in_the_middle_of_a_cycle_disturbs_neither() -> None:
     assert finish(cycle) == expected
 
 
-def test_a_cycle_visits_no_more_at_a_time_than_it_is_told() -> None:
-    """But for the last holder, which is visited whole."""
+def test_a_cycle_makes_no_more_visits_at_a_time_than_allowed() -> None:
+    """Except for the last holder, which is visited whole."""
     scribe = crowd([FULL], sessions=20)
     cycle = begin(scribe)
     before = 0

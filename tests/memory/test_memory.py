@@ -79,7 +79,7 @@ def test_a_larger_budget_never_gives_fewer_units_of_any_group(
 
 
 @given(spec=specs(), shape=shapes())
-def test_one_byte_less_than_the_minimum_named_is_refused_and_the_minimum_is_not(spec: MemorySpec, shape: Shape) -> None:
+def test_the_named_minimum_suffices_and_one_byte_less_is_refused(spec: MemorySpec, shape: Shape) -> None:
     least = least_budget(spec, shape)
     units_for_budget(spec, shape, least, 100)
     with pytest.raises(ConfigError, match=f"at least {least:,} bytes, or a shorter context length"):
@@ -87,7 +87,9 @@ def test_one_byte_less_than_the_minimum_named_is_refused_and_the_minimum_is_not(
 
 
 @given(spec=specs(), shape=shapes(), tokens=st.integers(1, 3000))
-def test_older_checkpoints_are_given_no_more_bytes_than_all_else(spec: MemorySpec, shape: Shape, tokens: int) -> None:
+def test_older_checkpoints_get_at_most_as_many_bytes_as_everything_else(
+    spec: MemorySpec, shape: Shape, tokens: int
+) -> None:
     kept = kept_checkpoints(spec, shape, tokens)
     each = sum(checkpoint_units(group, spec.page_size) * group.bytes_per_unit for group in spec.groups)
     if not each:
@@ -102,8 +104,8 @@ def test_older_checkpoints_are_given_no_more_bytes_than_all_else(spec: MemorySpe
 
 
 @pytest.mark.parametrize(("slot", "kept"), [(10, CHECKPOINTS), (2000, 8), (10**6, 3)])
-def test_the_larger_a_state_is_the_fewer_checkpoints_there_is_room_for(slot: int, kept: int) -> None:
-    """But in the room for two sessions there are always some, besides the slots of two turns."""
+def test_larger_states_leave_room_for_fewer_checkpoints(slot: int, kept: int) -> None:
+    """But the room for two sessions always includes some, besides the slots of two turns."""
     spec = MemorySpec(16, (GroupSpec(Kind.FULL, 100), GroupSpec(Kind.STATE, slot)))
     shape = make_shape(context_length=1600, checkpoint_share=0.8)
     assert kept_checkpoints(spec, shape, 800) == kept
@@ -112,13 +114,13 @@ def test_the_larger_a_state_is_the_fewer_checkpoints_there_is_room_for(slot: int
     assert units[0] >= 100 + 50  # pages for a turn of the whole context, and more
 
 
-def test_full_attention_alone_takes_what_two_turns_take() -> None:
+def test_a_session_of_full_attention_alone_counts_only_its_pages() -> None:
     spec, shape = MemorySpec(16, (GroupSpec(Kind.FULL, 100),)), make_shape(context_length=1600)
     assert session_bytes(spec, shape) == (turn_units(spec.groups[0], 16, shape, 1600, generates=True) + 1) * 100
 
 
 @given(spec=specs(), shape=shapes(), ends=st.tuples(st.integers(1, 2000), st.integers(1, 2000)))
-def test_a_longer_turn_never_counts_less(spec: MemorySpec, shape: Shape, ends: tuple[int, int]) -> None:
+def test_a_longer_turn_never_needs_fewer_units(spec: MemorySpec, shape: Shape, ends: tuple[int, int]) -> None:
     for group in spec.groups:
         short, long = (turn_units(group, spec.page_size, shape, end, generates=True) for end in sorted(ends))
         assert short <= long
@@ -126,13 +128,13 @@ def test_a_longer_turn_never_counts_less(spec: MemorySpec, shape: Shape, ends: t
 
 
 @given(window=st.integers(2, 300), page_size=st.integers(1, 64), computed=st.integers(0, 2000))
-def test_an_idle_session_holds_of_a_sliding_group_no_more_than_a_window(window, page_size: int, computed: int) -> None:
+def test_an_idle_session_holds_at_most_a_window_of_a_sliding_group(window, page_size: int, computed: int) -> None:
     group = GroupSpec(SLIDING, 1, window)
     assert session_units(group, page_size, computed) <= window_pages(group, page_size)
 
 
 @pytest.mark.parametrize("kind", [SLIDING, STATE])
-def test_pools_that_cannot_hold_one_turn_are_refused_by_name(kind: Kind) -> None:
+def test_pools_too_small_for_one_turn_are_refused_by_name(kind: Kind) -> None:
     spec, shape = make_spec([FULL, kind]), make_shape()
     least = turn_units(spec.groups[1], spec.page_size, shape, shape.context_length, generates=True)
     Memory(spec, [100, least], shape)
@@ -152,7 +154,7 @@ def test_without_full_attention_only_the_context_limits_a_sequence() -> None:
 
 
 @given(taken=st.integers(0, 6), turns=st.integers(0, 6))
-def test_state_slots_of_all_groups_are_reserved_together_and_what_is_left_goes_back(taken: int, turns: int) -> None:
+def test_state_slots_of_all_groups_are_reserved_together_and_unused_ones_return(taken: int, turns: int) -> None:
     memory = Memory(make_spec([STATE, FULL, STATE]), [6, 20, 9], make_shape())
     wanted = 2 * turns  # a working slot, and one for the end of the input
     assume(taken <= wanted)
@@ -166,7 +168,7 @@ def test_state_slots_of_all_groups_are_reserved_together_and_what_is_left_goes_b
     assert memory.free().tolist() == [6, 20, 9]
 
 
-def test_a_reservation_of_state_slots_goes_back_in_every_group_also_when_something_raises() -> None:
+def test_a_reservation_of_state_slots_returns_in_every_group_even_if_something_raises() -> None:
     """Known fault: batch-allocated slots not returned on an error path."""
     memory = Memory(make_spec([STATE, STATE]), [6, 9], make_shape())
     with pytest.raises(ZeroDivisionError), memory.reserve(3, Someone("admission")):
@@ -174,7 +176,7 @@ def test_a_reservation_of_state_slots_goes_back_in_every_group_also_when_somethi
     assert memory.free().tolist() == [6, 9]
 
 
-def test_while_a_step_is_in_flight_no_group_hands_out_what_was_released() -> None:
+def test_while_a_step_is_in_flight_no_group_hands_out_released_units() -> None:
     memory = Memory(make_spec([FULL, STATE]), [6, 6], make_shape())
     leases = [pool.acquire(4, Someone("turn")) for pool in memory.pools]
     memory.step_submitted()

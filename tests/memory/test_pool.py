@@ -23,7 +23,7 @@ def held(pool: Pool, count: int, holder: Someone = ANNA) -> Lease:
     return lease
 
 
-def test_more_units_than_there_are_is_not_now_and_takes_nothing() -> None:
+def test_acquiring_more_units_than_are_free_takes_nothing() -> None:
     pool = Pool("pages", 5)
     lease = held(pool, 3)
     assert pool.acquire(3, BEN) is None
@@ -44,7 +44,7 @@ def test_several_leases_grow_together_or_not_at_all() -> None:
     assert len({unit for units in after for unit in units}) == 9
 
 
-def test_a_transferred_lease_has_the_same_units_and_its_source_is_of_no_use() -> None:
+def test_a_transferred_lease_keeps_its_units_and_its_source_is_unusable() -> None:
     pool = Pool("pages", 5)
     source = held(pool, 3)
     units = list(source.units)
@@ -57,7 +57,7 @@ def test_a_transferred_lease_has_the_same_units_and_its_source_is_of_no_use() ->
 
 
 @pytest.mark.parametrize("count", [2, BULK + 1])
-def test_whoever_gets_a_second_lease_keeps_what_it_reads_from_being_written(count: int) -> None:
+def test_the_slots_a_second_lease_reads_can_no_longer_be_written(count: int) -> None:
     pool = Pool("pages", count, slots=4)
     units = held(pool, count).units
     second = pool.share(units, BEN, 3)
@@ -102,7 +102,7 @@ def test_a_shared_unit_is_free_only_after_the_last_of_its_leases(count: int) -> 
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_what_is_released_while_a_step_is_in_flight_cannot_be_acquired_before_it_settles(count: int) -> None:
+def test_units_released_while_a_step_is_in_flight_cannot_be_acquired_before_it_settles(count: int) -> None:
     pool = Pool("pages", count)
     lease = held(pool, count)
     pool.step_submitted()
@@ -113,7 +113,7 @@ def test_what_is_released_while_a_step_is_in_flight_cannot_be_acquired_before_it
     assert (pool.free, pool.limbo) == (count, 0)
 
 
-def test_what_is_released_while_two_steps_are_in_flight_waits_for_the_second() -> None:
+def test_units_released_while_two_steps_are_in_flight_wait_for_the_second() -> None:
     pool = Pool("pages", 5)
     first, second, third = (held(pool, 1) for _ in range(3))
     pool.step_submitted()
@@ -131,7 +131,7 @@ def test_what_is_released_while_two_steps_are_in_flight_waits_for_the_second() -
     assert (pool.free, pool.limbo) == (5, 0)
 
 
-def test_a_reservation_grants_what_there_is_and_takes_back_what_is_not_used() -> None:
+def test_a_reservation_grants_what_is_free_and_returns_what_is_unused() -> None:
     pool = Pool("slots", 5)
     with pool.reserve(8, ANNA) as reserved:
         assert len(reserved) == 5
@@ -139,7 +139,7 @@ def test_a_reservation_grants_what_there_is_and_takes_back_what_is_not_used() ->
     assert (pool.free, len(mine), mine.holder) == (3, 2, BEN)
 
 
-def test_a_reservation_goes_back_also_when_something_raises() -> None:
+def test_a_reservation_returns_even_if_something_raises() -> None:
     pool = Pool("slots", 5)
 
     def break_off() -> None:
@@ -163,7 +163,7 @@ def test_only_units_of_the_lease_can_be_shared_or_taken(bounds: tuple[int, int])
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_counts_below_what_leases_say_are_an_error_not_clamped(count: int) -> None:
+def test_counts_below_those_of_leases_are_an_error_and_not_clamped(count: int) -> None:
     pool = Pool("pages", 100)
     lease = held(pool, count)
     pool.counts[lease.units[-1]] = 0
@@ -173,7 +173,7 @@ def test_counts_below_what_leases_say_are_an_error_not_clamped(count: int) -> No
         lease.release()
 
 
-def test_a_unit_on_the_free_list_that_is_counted_is_never_handed_out() -> None:
+def test_a_counted_unit_on_the_free_list_is_never_handed_out() -> None:
     pool = Pool("pages", 1)
     pool.counts[0] = 1
     with pytest.raises(InvariantError, match="free list with count 1"):
@@ -181,7 +181,7 @@ def test_a_unit_on_the_free_list_that_is_counted_is_never_handed_out() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Leases in any order against counts kept the naive way: a list of units for every lease."""
+    """Leases in any order, against naive counts: a list of units for every lease."""
 
     leases = Bundle("leases")
     CAPACITY = 60

@@ -1,4 +1,4 @@
-"""Sessions and their turns, in every mix of groups, over memory whose contents are known: nobody ever loses a token."""
+"""Sessions and their turns, in every mix of groups, over memory with known contents: no token is ever lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SequenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._any(SequenceMachine._idle))
     @rule(data=st.data(), whole=st.booleans(), tokens=st.integers(0, 2))
     def open_turn(self, data: st.DataObject, whole: bool, tokens: int) -> None:
-        """A turn with `tokens` tokens of input; the last token it is given is always computed."""
+        """Opens a turn with `tokens` tokens of input; its last token is always computed."""
         script = self._pick(data, SequenceMachine._idle)
         base = len(script.history) if whole else data.draw(st.integers(0, len(script.history)))
         writing = self.scribe.open(script, base, target=max(0, min(base, base + tokens - 1)))
@@ -159,7 +159,7 @@ def test_a_fork_copies_nothing_until_it_writes(mix) -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(kind.value for kind in mix))
-def test_an_aborted_turn_gives_back_all_it_acquired_and_nothing_else(mix) -> None:
+def test_an_aborted_turn_releases_exactly_what_it_acquired(mix) -> None:
     scribe = Scribe(mix)
     script = scribe.told(11)
     before = scribe.free()
@@ -178,7 +178,7 @@ def test_a_session_has_at_most_one_turn_in_memory() -> None:
         scribe.open(script)
 
 
-def test_a_turn_that_takes_the_end_of_a_history_back_and_adds_nothing_leaves_its_session_cut() -> None:
+def test_a_turn_that_removes_the_end_of_a_history_and_adds_nothing_leaves_its_session_cut() -> None:
     scribe = Scribe([FULL])
     script = scribe.told(9)
     scribe.open(script, 4, target=3)

@@ -1,4 +1,4 @@
-"""Which waiting turns start: those whose worst case fits, in order, and nothing is lost on those that do not."""
+"""Waiting turns start in order if their worst case fits, and nothing is lost for those that do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_
 from tests.present import present
 
 
-def test_as_many_turns_run_as_there_are_rows() -> None:
+def test_only_as_many_turns_run_as_there_are_rows() -> None:
     stage = Stage(max_running=2)
     turns = []
     for i in range(4):
@@ -22,7 +22,7 @@ def test_as_many_turns_run_as_there_are_rows() -> None:
     assert [turn.state for turn in turns] == [TurnState.RUNNING] * 2 + [TurnState.QUEUED] * 2
 
 
-def test_a_turn_starts_only_beside_room_for_its_whole_input() -> None:
+def test_a_turn_starts_only_if_its_whole_input_fits() -> None:
     stage = Stage(units=20, context_length=64)
     for name, tokens in (("a", 40), ("b", 45)):
         stage.open(name)
@@ -35,7 +35,8 @@ def test_a_turn_starts_only_beside_room_for_its_whole_input() -> None:
 
 
 def test_a_turn_that_computes_nothing_needs_neither_a_row_nor_memory() -> None:
-    """Known fault: for the first token of a history, of which nothing is computed yet, an idle session was dropped."""
+    """Known fault: an idle session was dropped for the first token of a history, although nothing of it is computed
+    yet."""
     stage = Stage(units=10, context_length=40, max_running=1)
     idle = stage.told("idle", tokens=20, output=3)
     stage.open("running")
@@ -133,7 +134,7 @@ def test_idle_sessions_make_room_for_a_turn() -> None:
     assert (turn.state, idle.memory.computed, len(idle.history)) == (TurnState.RUNNING, 0, 41)
 
 
-def test_nobody_yields_to_a_draft() -> None:
+def test_nothing_yields_to_a_draft() -> None:
     stage = Stage(units=20, context_length=64)
     idle = stage.told("idle", tokens=40, output=1)
     stage.open("s")
@@ -179,7 +180,7 @@ def test_a_stream_of_important_turns_does_not_starve_an_old_one(overlap: int) ->
     assert present(old.result).committed
 
 
-def test_a_turn_is_pledged_the_pages_of_its_input_before_it_has_computed_them() -> None:
+def test_a_turn_is_pledged_the_pages_of_its_input_before_computing_them() -> None:
     stage = Stage(units=20, context_length=64, token_budget=8)
     for name in ("a", "b"):
         stage.open(name)
@@ -195,8 +196,8 @@ def test_a_turn_is_pledged_the_pages_of_its_input_before_it_has_computed_them() 
 
 @pytest.mark.parametrize(("units", "context_length"), [(20, 200), (21, 80), (20, 80)])
 @pytest.mark.parametrize("output", [None, 5])
-def test_a_turn_that_may_fill_the_pool_computes_nothing_of_its_history_again(units, context_length, output) -> None:
-    """Known fault: its worst case was counted to the last token the pool could ever hold, and its session dropped."""
+def test_a_turn_that_may_fill_the_pool_recomputes_none_of_its_history(units, context_length, output) -> None:
+    """Known fault: its worst case counted every token the pool could hold, so its own session was dropped."""
     stage = Stage(units=units, context_length=context_length, max_running=2)
     stage.told("s", 30, 9)
     turn = stage.say("s", [1, 2], output)
@@ -208,8 +209,8 @@ def test_a_turn_that_may_fill_the_pool_computes_nothing_of_its_history_again(uni
     assert list(turn.output) == expected
 
 
-def test_nobody_yields_to_a_turn_that_then_cannot_start() -> None:
-    """Known fault: a turn of lower priority was preempted, and the one it yielded to did not fit all the same."""
+def test_no_turn_yields_to_one_that_then_cannot_start() -> None:
+    """Known fault: a turn of lower priority was preempted, and the turn it yielded to still did not fit."""
     stage = Stage(units=100, context_length=400, max_running=8, token_budget=64)
     for name in "abt":
         stage.open(name)
@@ -228,8 +229,8 @@ def test_nobody_yields_to_a_turn_that_then_cannot_start() -> None:
 
 
 @every_overlap
-def test_a_checkpoint_that_only_saves_work_keeps_nobody_from_starting(overlap: int) -> None:
-    """Known fault: a long prefill made checkpoints of every slot there was, and the next turn waited for its end."""
+def test_checkpoints_that_only_save_work_do_not_delay_a_start(overlap: int) -> None:
+    """Known fault: a long prefill filled every slot with checkpoints, and the next turn waited for its end."""
     stage = Stage((STATE,), units=6, context_length=2000, overlap=overlap, checkpoint_interval=16)
     for name in "ab":
         stage.open(name)
@@ -243,7 +244,7 @@ def test_a_checkpoint_that_only_saves_work_keeps_nobody_from_starting(overlap: i
     assert list(turn.output) == continuation([1, 2, 3], 5)
 
 
-def test_a_turn_without_room_starts_when_a_window_has_passed_though_nobody_leaves_a_row() -> None:
+def test_a_turn_without_room_starts_once_a_window_has_passed_though_no_row_is_freed() -> None:
     stage = Stage((SLIDING,), units=13, context_length=200)
     stage.open("long")
     long = stage.say("long", count_from(1, 100), 80)
@@ -256,8 +257,9 @@ def test_a_turn_without_room_starts_when_a_window_has_passed_though_nobody_leave
     assert long.state is TurnState.RUNNING
 
 
-def test_room_that_nobody_could_make_is_made_once_a_window_has_passed_though_nobody_leaves_a_row() -> None:
-    """An idle session yields only to a turn that can start then, and that is asked again while the other turn runs."""
+def test_room_is_made_once_a_window_has_passed_though_no_row_is_freed() -> None:
+    """An idle session yields only to a turn that can then start, and this is checked again while the other turn
+    runs."""
     stage = Stage((SLIDING,), units=16, context_length=400)
     stage.told("idle", 20, 2)
     stage.open("long")
@@ -268,14 +270,14 @@ def test_room_that_nobody_could_make_is_made_once_a_window_has_passed_though_nob
     waiting = stage.say("waiting", [1] * 40, 3)
     stage.step()
     assert waiting.state is TurnState.QUEUED
-    assert not stage.engine.transitions[Transition("drop", "idle")], "there was too little even without it"
+    assert not stage.engine.transitions[Transition("drop", "idle")], "there was too little room even without it"
     stage.until(lambda: waiting.result is not None)
     assert long.state is TurnState.RUNNING
     assert stage.engine.transitions[Transition("drop", "idle")] == 1
 
 
 @every_overlap
-def test_a_turn_that_once_had_room_made_for_it_starts_again_only_when_it_can_stay(overlap: int) -> None:
+def test_a_preempted_turn_restarts_only_when_it_can_stay(overlap: int) -> None:
     stage = Stage(units=20, overlap=overlap)
     stage.told("idle", 60)
     for name, tokens, output in (("long", 4, 60), ("later", 20, 40)):
@@ -286,4 +288,4 @@ def test_a_turn_that_once_had_room_made_for_it_starts_again_only_when_it_can_sta
     stage.until(lambda: len(turn.output) >= 15)
     stage.engine.lifecycle.preempt(turn)
     stage.play()
-    assert stage.engine.transitions[Transition("preempt")] == 1, "it would not have kept its memory"
+    assert stage.engine.transitions[Transition("preempt")] == 1, "it started without enough room to stay"

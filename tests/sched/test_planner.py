@@ -1,4 +1,4 @@
-"""How the tokens of a step are divided, and that looking ahead changes nothing."""
+"""A step's tokens are divided between turns, and proposing a plan changes nothing."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tests.memory.scribe import make_shape, make_spec
 from tests.present import present
 
 Row = tuple[int, int, bool]
-"""Tokens a turn wants, its priority, and whether it is a draft."""
+"""The tokens a turn wants, its priority, and whether it is a draft."""
 
 wishes = st.one_of(st.integers(0, 2), st.integers(0, 60))
 rows = st.lists(st.tuples(wishes, st.integers(0, 2), st.booleans()), max_size=8)
 
 
 def divide(wants: list[Row], budget: int, mixed: int = 512) -> list[int]:
-    """What the planner gives each of `wants`."""
+    """Returns the planner's share for each of `wants`."""
     return divide_among_tenants([(row, "") for row in wants], budget, {}, mixed)
 
 
 def divide_among_tenants(
     wants: list[tuple[Row, str]], budget: int, weights: dict[str, float], mixed: int = 512
 ) -> list[int]:
-    """The same for rows of several tenants."""
+    """Returns the same for rows of several tenants."""
     turns = [
         SimpleNamespace(drafting=draft, priority=priority, session=SimpleNamespace(policy=Policy(tenant=tenant)))
         for (_, priority, draft), tenant in wants
@@ -49,7 +49,8 @@ def divide_among_tenants(
 
 
 def divide_one_by_one(wants: list[Row], budget: int) -> list[int]:
-    """The same by brute force: a token each, then one at a time in turn to whoever is most important and wants more."""
+    """Returns the same by brute force: one token each, then one at a time in turn to the most important that want
+    more."""
     given_tokens = [0] * len(wants)
     for index, (wanted, _, _) in enumerate(wants):
         if wanted and budget:
@@ -83,7 +84,7 @@ def test_every_turn_that_wants_a_token_gets_one(wants: list[Row], budget: int) -
 
 
 @given(rows, st.integers(9, 80))
-def test_a_draft_gets_more_than_one_token_only_when_nobody_else_wants_more(wants: list[Row], budget: int) -> None:
+def test_a_draft_gets_more_than_one_token_only_when_no_other_turn_wants_more(wants: list[Row], budget: int) -> None:
     counts = divide(wants, budget)
     if any(count > 1 and draft for count, (_, _, draft) in zip(counts, wants, strict=True)):
         assert all(count == wanted for count, (wanted, _, draft) in zip(counts, wants, strict=True) if not draft)
@@ -96,7 +97,7 @@ weights = st.fixed_dictionaries({tenant: st.sampled_from([0.5, 1.0, 2.0, 5.0]) f
 
 
 @given(tenant_rows, weights, st.integers(9, 80))
-def test_what_one_tenant_leaves_of_the_budget_the_others_take(wants, weights, budget: int) -> None:
+def test_tokens_left_by_one_tenant_go_to_the_others(wants, weights, budget: int) -> None:
     counts = divide_among_tenants(wants, budget, weights)
     assert sum(counts) == min(budget, sum(wanted for (wanted, _, _), _ in wants))
     assert all(bool(count) == bool(row[0]) for count, (row, _) in zip(counts, wants, strict=True))
@@ -104,8 +105,8 @@ def test_what_one_tenant_leaves_of_the_budget_the_others_take(wants, weights, bu
 
 
 @given(tenant_rows, weights, st.integers(9, 80))
-def test_a_tenant_that_wants_more_has_got_its_share_by_weight(wants, weights, budget: int) -> None:
-    """But for rounding up for those served before it; the token that every row gets is not counted."""
+def test_a_tenant_that_wants_more_has_received_its_share_by_weight(wants, weights, budget: int) -> None:
+    """Up to rounding for those served before it; the token that every row gets is not counted."""
     counts = divide_among_tenants(wants, budget, weights)
     got = dict.fromkeys("abc", 0)
     hungry = set()
@@ -120,7 +121,7 @@ def test_a_tenant_that_wants_more_has_got_its_share_by_weight(wants, weights, bu
 
 
 @given(rows, st.integers(9, 80), st.integers(9, 80))
-def test_steps_that_hold_up_decodes_have_a_smaller_budget(wants: list[Row], budget: int, mixed: int) -> None:
+def test_steps_that_delay_decodes_have_a_smaller_budget(wants: list[Row], budget: int, mixed: int) -> None:
     decodes = any(wanted == 1 for wanted, _, _ in wants)
     assert divide(wants, budget, mixed) == divide(wants, min(budget, mixed) if decodes else budget)
 
@@ -131,7 +132,7 @@ def test_a_short_prefill_is_done_in_one_step_beside_long_ones() -> None:
 
 @every_mix
 @every_overlap
-def test_a_short_turn_beside_a_long_prefill_says_its_first_token_within_two_steps(mix, overlap: int) -> None:
+def test_a_short_turn_beside_a_long_prefill_has_its_first_token_within_two_steps(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     stage.open("long")
     stage.open("short")
@@ -143,7 +144,7 @@ def test_a_short_turn_beside_a_long_prefill_says_its_first_token_within_two_step
 
 
 @every_mix
-def test_decodes_go_on_in_every_step_of_a_long_prefill(mix) -> None:
+def test_decodes_continue_in_every_step_of_a_long_prefill(mix) -> None:
     stage = Stage(mix)
     for name in ("a", "b", "long"):
         stage.open(name)
@@ -157,7 +158,7 @@ def test_decodes_go_on_in_every_step_of_a_long_prefill(mix) -> None:
         assert int(stage.executor.plans[-1].counts.sum()) <= 16
 
 
-def test_a_draft_gets_what_the_budget_has_left() -> None:
+def test_a_draft_gets_the_rest_of_the_budget() -> None:
     stage = Stage()
     stage.open("draft")
     stage.open("turn")
@@ -208,7 +209,7 @@ def test_a_proposal_that_no_longer_fits_is_refused_before_any_pool_changes() -> 
 
 
 @given(prompts=st.lists(st.integers(2, 60), min_size=1, max_size=4), free=st.integers(0, 12))
-def test_what_does_not_fit_memory_is_left_out_and_what_lacks_is_told(prompts: list[int], free: int) -> None:
+def test_rows_that_do_not_fit_memory_are_left_out_and_the_shortfall_is_reported(prompts: list[int], free: int) -> None:
     stage = Stage(recount=False, token_budget=64)
     for i, prompt in enumerate(prompts):
         stage.open(f"s{i}")

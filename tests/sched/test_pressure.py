@@ -1,4 +1,4 @@
-"""Who yields when memory is short, and in which order."""
+"""The order in which holders of memory yield when it is short."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.present import present
 
 
 def squeeze(engine: Engine, group: int = 0, *, may_preempt: bool = True) -> bool:
-    """Ask for one unit more than there is, for the turn that runs first. False if nobody may give it, and nobody has
-    yielded."""
+    """Asks for one unit more than is free, for the turn that runs first. Returns False, without any yielding, if
+    nothing can give it."""
     pool, wanted = engine.memory.pools[group], np.zeros(len(engine.memory.pools), np.int64)
     wanted[group] = pool.free + pool.limbo + 1
     running = engine.batch.running()
@@ -30,7 +30,7 @@ def squeeze(engine: Engine, group: int = 0, *, may_preempt: bool = True) -> bool
 
 
 def crowd(mix=(FULL,)) -> Stage:
-    """Two running turns, two that wait on sessions with memory, three idle sessions and a draft."""
+    """Makes two running turns, two waiting on sessions with memory, three idle sessions and a draft."""
     stage = Stage(mix, max_running=2)
     for name, priority in (("idle", 0), ("dear", 1), ("old", 0), ("waits", 0), ("also", 0), ("draft", 0)):
         stage.told(name, tokens=20, output=1, priority=priority)
@@ -51,12 +51,12 @@ def test_drafts_yield_first_then_idle_sessions_then_waiting_ones_and_running_tur
     order: list[str] = []
     while squeeze(engine):
         order += [rung for rung, times in engine.pressure.yielded.items() for _ in range(times - order.count(rung))]
-    # the drafting session yields twice: its draft, then what its session keeps
+    # the drafting session yields twice: its draft, then its session's memory
     assert order == ["draft", "idle", "idle", "idle", "waiting", "waiting", "waiting", "running"]
     assert present(engine.sessions.get("first").turn).state is TurnState.RUNNING
 
 
-def test_of_idle_sessions_the_lowest_priority_yields_first_and_then_the_one_parked_longest() -> None:
+def test_the_idle_session_of_lowest_priority_yields_first_then_the_one_parked_longest() -> None:
     stage = crowd()
     gone: list[str] = []
     names = ("idle", "dear", "old")
@@ -66,7 +66,7 @@ def test_of_idle_sessions_the_lowest_priority_yields_first_and_then_the_one_park
     assert gone == ["idle", "old", "dear"]
 
 
-def test_the_last_running_turn_yields_and_the_first_never() -> None:
+def test_the_last_running_turn_yields_and_the_first_never_does() -> None:
     stage = crowd()
     engine = stage.engine
     while squeeze(engine):
@@ -76,7 +76,7 @@ def test_the_last_running_turn_yields_and_the_first_never() -> None:
     assert present(engine.sessions.get("first").turn).state is TurnState.RUNNING
 
 
-def test_running_turns_yield_only_where_they_may() -> None:
+def test_running_turns_yield_only_where_allowed() -> None:
     stage = crowd()
     while squeeze(stage.engine, may_preempt=False):
         pass
@@ -84,7 +84,7 @@ def test_running_turns_yield_only_where_they_may() -> None:
     assert len(stage.engine.batch) == 2
 
 
-def test_whoever_yielded_says_the_same_afterwards() -> None:
+def test_turns_that_yielded_generate_the_same_output_afterwards() -> None:
     one, other = crowd(), crowd()
     while squeeze(one.engine):
         pass
@@ -95,7 +95,7 @@ def test_whoever_yielded_says_the_same_afterwards() -> None:
         assert session.history == other.engine.sessions.get(session.id).history
 
 
-def test_cached_checkpoints_go_before_anything_that_costs_work() -> None:
+def test_cached_checkpoints_are_evicted_before_anything_that_costs_work() -> None:
     stage = crowd((FULL, STATE))
     engine = stage.engine
     cached = len(engine.memory.cache)
@@ -107,7 +107,7 @@ def test_cached_checkpoints_go_before_anything_that_costs_work() -> None:
     assert engine.pressure.yielded["draft"] == 1
 
 
-def test_checkpoints_do_not_go_for_pages_they_do_not_hold() -> None:
+def test_checkpoints_are_not_evicted_for_pages_they_do_not_hold() -> None:
     stage = crowd((FULL, STATE))
     cached = len(stage.engine.memory.cache)
     assert squeeze(stage.engine, group=0)
@@ -115,7 +115,7 @@ def test_checkpoints_do_not_go_for_pages_they_do_not_hold() -> None:
     assert len(stage.engine.memory.cache) <= cached
 
 
-def test_what_is_in_limbo_counts_as_coming() -> None:
+def test_units_in_limbo_count_as_soon_free() -> None:
     stage = crowd()
     engine = stage.engine
     pool = engine.memory.pools[0]
@@ -151,12 +151,12 @@ def test_sessions_that_hold_nothing_have_nothing_to_yield(empty: str) -> None:
 
 
 def dropped(stage: Stage) -> list[str]:
-    """Sessions with a history and nothing in memory."""
+    """Returns the sessions with a history and nothing in memory."""
     return [s.id for s in stage.engine.sessions if s.history and not s.memory.computed and s.turn is None]
 
 
-def test_only_sessions_that_give_something_back_yield() -> None:
-    """Known fault: forks that own nothing were dropped one after the other, their parent too, to free two pages."""
+def test_only_sessions_that_free_something_yield() -> None:
+    """Known fault: forks that own nothing were dropped one after another, and their parent too, to free two pages."""
     stage = Stage(units=150, context_length=600, token_budget=64)
     stage.told("p", tokens=400, output=1)
     for i in range(20):
@@ -169,7 +169,7 @@ def test_only_sessions_that_give_something_back_yield() -> None:
     assert (dropped(stage), dict(stage.engine.pressure.yielded)) == (["z"], {"idle": 1})
 
 
-def test_a_family_that_shares_what_is_needed_yields_together_and_nobody_else_does() -> None:
+def test_a_family_that_shares_the_needed_units_yields_together_and_alone() -> None:
     stage = Stage(units=150, context_length=600, token_budget=64)
     stage.told("p", tokens=400, output=1)
     for i in range(3):
@@ -183,9 +183,9 @@ def test_a_family_that_shares_what_is_needed_yields_together_and_nobody_else_doe
     assert list(turn.output) == continuation(count_from(77, 200), 5)
 
 
-def test_of_a_family_only_those_yield_who_have_what_the_fewest_share() -> None:
-    """Known fault: they yielded in order until a page came free, and one that held none of those lost its memory for
-    nothing."""
+def test_of_a_family_only_the_holders_of_the_least_shared_units_yield() -> None:
+    """Known fault: they yielded in order until a page was freed, so one that held none of those pages lost its memory
+    for nothing."""
     stage = Stage(units=30)
     stage.told("p", tokens=80, output=1)
     short = stage.engine.fork("p", child="short", position=40)
@@ -198,7 +198,7 @@ def test_of_a_family_only_those_yield_who_have_what_the_fewest_share() -> None:
     assert list(turn.output) == continuation(count_from(77, 50), 5)
 
 
-def test_a_family_of_which_one_is_running_keeps_what_it_shares() -> None:
+def test_a_family_with_a_running_member_keeps_its_shared_units() -> None:
     stage = Stage(units=150, context_length=600, token_budget=64)
     stage.told("p", tokens=400, output=1)
     stage.engine.fork("p", child="c")
@@ -215,8 +215,8 @@ def test_a_family_of_which_one_is_running_keeps_what_it_shares() -> None:
 
 
 @pytest.mark.parametrize("units", range(85, 106, 4))
-def test_the_last_in_order_that_lacks_room_waits_and_takes_down_nobody_before_it(units: int) -> None:
-    """Known fault: what the last lacked was taken from turns before it, and then it yielded itself."""
+def test_the_last_turn_in_order_waits_for_room_and_preempts_no_turn_before_it(units: int) -> None:
+    """Known fault: its missing units were taken from turns before it, and then it yielded itself."""
     stage = Stage(units=units, max_running=8, token_budget=32)
     turns = []
     for i in range(4):
@@ -233,7 +233,7 @@ def test_the_last_in_order_that_lacks_room_waits_and_takes_down_nobody_before_it
     assert list(last.output) == continuation(count_from(4, 120), 40)
 
 
-def test_room_beside_running_forks_is_counted_once_however_many_share_it() -> None:
+def test_units_shared_by_running_forks_are_counted_once() -> None:
     """Known fault: their common pages were counted for each, so a turn that fitted waited until they had ended."""
     stage = Stage(units=150, context_length=600, max_running=16, token_budget=128)
     stage.told("p", tokens=200, output=1)
@@ -253,7 +253,7 @@ def test_room_beside_running_forks_is_counted_once_however_many_share_it() -> No
     assert list(turn.output) == continuation(count_from(7, 300), 4)
 
 
-def test_those_who_share_with_a_running_turn_alone_are_passed_over() -> None:
+def test_sessions_that_share_only_with_a_running_turn_are_passed_over() -> None:
     stage = Stage(units=16)
     stage.told("parent", tokens=13, output=4)
     idle = stage.engine.fork("parent", child="idle")
@@ -264,7 +264,7 @@ def test_those_who_share_with_a_running_turn_alone_are_passed_over() -> None:
     assert (idle.memory.computed, turn.state) == (16, TurnState.RUNNING)
 
 
-def test_sessions_of_two_tenants_that_are_called_alike_both_yield() -> None:
+def test_sessions_of_the_same_name_of_two_tenants_both_yield() -> None:
     stage = Stage(units=30)
     for tenant in ("a", "b"):
         stage.open("s", tenant=tenant)
@@ -277,7 +277,7 @@ def test_sessions_of_two_tenants_that_are_called_alike_both_yield() -> None:
     assert [session.memory.computed for session in stage.engine.sessions][:2] == [0, 0]
 
 
-def test_turns_that_cannot_go_on_though_none_lacks_room_are_reported() -> None:
+def test_turns_that_cannot_continue_though_none_lacks_room_are_reported() -> None:
     stage = Stage()
     stage.open()
     stage.say("s", [1], 40)
@@ -286,7 +286,7 @@ def test_turns_that_cannot_go_on_though_none_lacks_room_are_reported() -> None:
         stage.engine.pressure.unstick(None)
 
 
-def test_when_many_have_to_yield_they_do_so_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_many_sessions_must_yield_they_do_so_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known fault: thousands of small sessions yielded to one long input in a single step, which took half a second."""
     monkeypatch.setattr(pressure, "MAX_YIELDS", 4)
     stage = Stage(units=60, token_budget=64, max_running=2)
@@ -306,7 +306,7 @@ def test_when_many_have_to_yield_they_do_so_over_several_steps(monkeypatch: pyte
     assert list(turn.output) == continuation(count_from(7, 150), 3)
 
 
-def test_a_turn_that_runs_alone_waits_while_those_who_share_a_page_yield_over_several_steps(monkeypatch) -> None:
+def test_a_lone_running_turn_waits_while_sharers_of_a_page_yield_over_several_steps(monkeypatch) -> None:
     monkeypatch.setattr(pressure, "MAX_YIELDS", 1)
     stage = Stage(units=30)
     stage.told("p", tokens=80, output=1)
@@ -319,7 +319,7 @@ def test_a_turn_that_runs_alone_waits_while_those_who_share_a_page_yield_over_se
     assert list(turn.output) == continuation(count_from(7, 20), 40)
 
 
-def test_of_two_families_that_share_their_pages_one_is_enough() -> None:
+def test_of_two_families_that_share_their_pages_only_one_yields() -> None:
     stage = Stage(units=40)
     stage.told("a", tokens=40, output=1)
     stage.told("x", tokens=40, output=1)
@@ -328,5 +328,5 @@ def test_of_two_families_that_share_their_pages_one_is_enough() -> None:
     stage.open("n")
     stage.say("n", count_from(77, 4 * (stage.engine.memory.pools[0].free + 1)), 1)
     stage.play()
-    assert stage.engine.pressure.yielded["idle"] == 3, "those who share with the first"
+    assert stage.engine.pressure.yielded["idle"] == 3, "only the first family yields"
     assert stage.engine.sessions.get("x").memory.computed == 40

@@ -1,4 +1,4 @@
-"""Who runs first: priority, raised by waiting; drafts last."""
+"""The order in which turns run: priority, raised by waiting; drafts last."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_turn(
 
 
 def first(queue: WaitingQueue) -> Turn | None:
-    """The next to run; all are of one tenant."""
+    """Returns the next turn to run; all are of one tenant."""
     return next(queue.heads(), None)
 
 
@@ -46,7 +46,7 @@ kinds = st.tuples(st.integers(-3, 3), st.integers(0, 60), st.booleans())
 
 
 @given(st.lists(kinds, min_size=2, max_size=12), st.integers(60, 500))
-def test_at_any_time_the_highest_priority_counted_with_the_wait_goes_first(some: list, now: int) -> None:
+def test_the_turn_with_the_highest_priority_and_wait_always_goes_first(some: list, now: int) -> None:
     queue = WaitingQueue(AGING)
     turns = [make_turn(n, priority, float(at), draft=draft) for n, (priority, at, draft) in enumerate(some)]
     for turn in turns:
@@ -55,7 +55,7 @@ def test_at_any_time_the_highest_priority_counted_with_the_wait_goes_first(some:
     drafts = {turn.number for turn in turns if turn.state is TurnState.DRAFTING}
     order = drain(queue)
     for earlier, later in pairwise(order):
-        assert (earlier in drafts) <= (later in drafts), "a draft went before a turn that somebody waits for"
+        assert (earlier in drafts) <= (later in drafts), "a draft went before a submitted turn"
         if (earlier in drafts) == (later in drafts):
             assert effective[earlier] >= effective[later] - 1e-3
 
@@ -65,12 +65,12 @@ def test_at_any_time_the_highest_priority_counted_with_the_wait_goes_first(some:
         st.tuples(st.sampled_from(["push", "remove", "first"]), st.integers(0, 5), st.integers(-2, 2)), max_size=40
     )
 )
-def test_the_queue_is_a_sorted_list_whatever_is_pushed_moved_and_removed(events: list[tuple[str, int, int]]) -> None:
+def test_the_queue_always_equals_a_sorted_list(events: list[tuple[str, int, int]]) -> None:
     queue, turns, naive = WaitingQueue(AGING), [make_turn(n) for n in range(6)], set()
     for event, which, priority in events:
         turn = turns[which]
         if event == "push":
-            turn.priority = priority  # a draft that was submitted with another one moves
+            turn.priority = priority  # a draft submitted with a new priority moves
             queue.push(turn)
             naive.add(which)
         elif event == "remove":
@@ -84,7 +84,7 @@ def test_the_queue_is_a_sorted_list_whatever_is_pushed_moved_and_removed(events:
     assert drain(queue) == sorted(naive, key=lambda n: turns[n].rank(AGING))
 
 
-def test_of_equal_turns_the_one_that_came_first_goes_first() -> None:
+def test_of_equal_turns_the_earliest_goes_first() -> None:
     queue = WaitingQueue(AGING)
     for number in (3, 1, 2):
         queue.push(make_turn(number))
@@ -109,21 +109,21 @@ def test_a_draft_that_is_submitted_moves_ahead_of_other_drafts() -> None:
     assert drain(queue) == [2, 1]
 
 
-def test_looking_at_the_first_does_not_take_it() -> None:
+def test_looking_at_the_first_turn_does_not_remove_it() -> None:
     queue = WaitingQueue(AGING)
     queue.push(make_turn(1))
     assert first(queue) is first(queue)
     assert len(queue) == 1
 
 
-def test_removing_what_does_not_wait_does_nothing() -> None:
+def test_removing_a_turn_that_does_not_wait_does_nothing() -> None:
     queue = WaitingQueue(AGING)
     queue.remove(make_turn(1))
     assert (len(queue), first(queue)) == (0, None)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "remove"]), st.integers(0, 8), st.integers(-2, 2)), max_size=40))
-def test_the_heads_are_the_next_of_each_tenant(events: list[tuple[str, int, int]]) -> None:
+def test_the_heads_are_the_next_turns_of_each_tenant(events: list[tuple[str, int, int]]) -> None:
     queue, naive = WaitingQueue(AGING), set()
     turns = [make_turn(n, tenant="abc"[n % 3]) for n in range(9)]
     for event, which, priority in events:
@@ -139,7 +139,7 @@ def test_the_heads_are_the_next_of_each_tenant(events: list[tuple[str, int, int]
         assert [found.get(tenant) for tenant in "abc"] == expected
 
 
-def test_a_queue_forgets_tenants_and_turns_that_no_longer_wait() -> None:
+def test_the_queue_forgets_tenants_and_turns_that_no_longer_wait() -> None:
     queue = WaitingQueue(AGING)
     for number in range(1000):
         turn = make_turn(number, tenant="abc"[number % 3])

@@ -1,4 +1,4 @@
-"""Tenants share rows and tokens by weight; what one leaves the others take, and pausing loses nothing."""
+"""Tenants share rows and tokens by weight; others use what one leaves, and pausing loses nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.present import present
 
 
 def submit(stage: Stage, tenant: str, turns: int, tokens: int = 4, output: int = 60, **params: Any) -> list[Turn]:
-    """So many turns of a tenant, each on a session of its own."""
+    """Submits this many turns of a tenant, each on its own session."""
     said = []
     for _ in range(turns):
         name = f"{tenant}{len(stage.engine.sessions)}"
@@ -37,7 +37,7 @@ def test_rows_are_divided_between_tenants_by_weight() -> None:
     assert rows(stage) == {"a": 2, "b": 6}
 
 
-def test_a_tenant_that_comes_later_gets_its_share_at_once_and_the_others_keep_theirs() -> None:
+def test_a_later_tenant_gets_its_share_at_once_and_the_others_keep_theirs() -> None:
     stage = Stage(max_running=8)
     submit(stage, "greedy", 20)
     stage.step()
@@ -63,7 +63,7 @@ def test_the_first_turn_of_a_tenant_starts_at_once_beside_a_greedy_one(mix, over
 
 @every_mix
 @every_overlap
-def test_a_turn_that_left_its_row_for_another_tenant_computes_at_most_one_token_again(mix, overlap: int) -> None:
+def test_a_turn_that_gave_its_row_to_another_tenant_recomputes_at_most_one_token(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     greedy = submit(stage, "greedy", 4)
     stage.until(lambda: all(len(turn.output) > 3 for turn in greedy))
@@ -79,7 +79,7 @@ def test_a_turn_that_left_its_row_for_another_tenant_computes_at_most_one_token_
     assert stage.engine.lifecycle.recomputed["paused"] <= pauses
 
 
-def test_what_one_tenant_leaves_the_others_take() -> None:
+def test_rows_left_by_one_tenant_go_to_the_others() -> None:
     stage = Stage(max_running=8, tenant_weights=(("idle", 100.0),))
     submit(stage, "busy", 20)
     submit(stage, "idle", 1, output=2)
@@ -90,7 +90,7 @@ def test_what_one_tenant_leaves_the_others_take() -> None:
     assert rows(stage) == {"busy": 8}
 
 
-def test_tokens_of_prefills_are_divided_between_tenants_by_weight_and_none_is_left_over() -> None:
+def test_prefill_tokens_are_divided_between_tenants_by_weight_without_a_rest() -> None:
     stage = Stage(max_running=8, token_budget=66, tenant_weights=(("b", 3.0),), units=800)
     submit(stage, "a", 5, tokens=190)
     (turn,) = submit(stage, "b", 1, tokens=190)
@@ -102,7 +102,7 @@ def test_tokens_of_prefills_are_divided_between_tenants_by_weight_and_none_is_le
 
 
 @pytest.mark.parametrize("tenants", [5, 9])
-def test_when_there_are_more_tenants_than_rows_they_take_turns(tenants: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_more_tenants_than_rows_they_take_turns(tenants: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(max_running=3)
     turns = {f"t{i}": submit(stage, f"t{i}", 4, output=2) for i in range(tenants)}
     order: list[str] = []

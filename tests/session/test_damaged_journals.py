@@ -1,4 +1,4 @@
-"""No damage to a journal makes a session come back with another history, or lets one disappear silently."""
+"""No damage to a journal changes a session's history or makes a session disappear silently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SESSIONS = [f"session {i}" for i in range(6)]
 
 
 def written(path: Path) -> list[SavedSession]:
-    """A journal of six sessions, two of which are forks, written change by change and left open."""
+    """Writes a journal of six sessions, two of which are forks, change by change, and leaves it open."""
     talk = Journaled()
     journal = Journal(path, "tokens")
     for number, name in enumerate(SESSIONS[:4]):
@@ -60,12 +60,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def killed(path: Path) -> dict[str, bytes]:
-    """The files that a process leaves that is killed now."""
+    """Returns the files that a process would leave if it were killed now."""
     return {each.name: each.read_bytes() for each in path.parent.iterdir() if each.is_file()}
 
 
 def stopped(path: Path) -> dict[str, bytes]:
-    """The files of a process that has ended."""
+    """Returns the files of a process that has ended."""
     _open.pop().close()
     return killed(path)
 
@@ -79,7 +79,7 @@ def put(files: dict[str, bytes], directory: Path) -> Path:
 
 
 def began(path: Path) -> tuple[list[SavedSession], Damage | None]:
-    """The sessions with which a process begins, and what it says of the others."""
+    """Returns the sessions with which a process begins, and its report of the others."""
     journal = Journal(path, "tokens")
     try:
         found = list(journal.sessions())
@@ -96,7 +96,7 @@ def flipped(content: bytes, at: int, bit: int) -> bytes:
 
 
 def check(found: Sequence[SavedSession], damage: Damage | None, saved: Sequence[SavedSession]) -> set[str]:
-    """The names of sessions that are not there, all of which were named or counted."""
+    """Returns the names of missing sessions, checked to have all been named or counted."""
     assert [each for each in saved if each in found] == found
     lost = {each.session for each in saved} - {each.session for each in found}
     if lost and (damage is None or not (damage.missing or damage.changes)):
@@ -107,7 +107,7 @@ def check(found: Sequence[SavedSession], damage: Damage | None, saved: Sequence[
     return lost
 
 
-def test_one_flipped_bit_loses_at_most_what_it_is_in_and_that_is_named(path: Path, tmp_path: Path) -> None:
+def test_one_flipped_bit_loses_at_most_its_own_session_which_is_named(path: Path, tmp_path: Path) -> None:
     saved, rng = written(path), Random(5)
     files = stopped(path)
     refused, lost = 0, 0
@@ -118,14 +118,14 @@ def test_one_flipped_bit_loses_at_most_what_it_is_in_and_that_is_named(path: Pat
             found, damage = began(harmed)
         except ConfigError:
             refused += 1
-            assert at < 4096  # the first page says what the file is
+            assert at < 4096  # the first page identifies the file
             continue
         lost += bool(check(found, damage, saved))
     assert refused < 12
     assert lost > 5
 
 
-def test_one_flipped_bit_in_the_log_loses_at_most_what_it_is_in(path: Path, tmp_path: Path) -> None:
+def test_one_flipped_bit_in_the_log_loses_at_most_its_own_part(path: Path, tmp_path: Path) -> None:
     saved, rng = written(path), Random(6)
     files = killed(path)
     assert len(files["journal-wal"]) > 100_000
@@ -142,7 +142,7 @@ def test_one_flipped_bit_in_the_log_loses_at_most_what_it_is_in(path: Path, tmp_
 
 
 def test_a_flipped_bit_in_the_logs_copy_of_the_schema_loses_nothing(path: Path, tmp_path: Path) -> None:
-    """Without a schema SQLite reads no row; that of the database itself never changes."""
+    """Without a schema SQLite reads no row; the schema in the database itself never changes."""
     saved, rng = written(path), Random(7)
     files = killed(path)
     log, frame = files["journal-wal"], 24 + 4096
@@ -156,7 +156,7 @@ def test_a_flipped_bit_in_the_logs_copy_of_the_schema_loses_nothing(path: Path, 
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone", "of nothing but zeros"])
-def test_a_log_that_is_gone_is_noticed_and_what_is_lost_is_counted(harm: str, path: Path, tmp_path: Path) -> None:
+def test_a_lost_log_is_noticed_and_the_lost_changes_are_counted(harm: str, path: Path, tmp_path: Path) -> None:
     saved = written(path)
     files = killed(path)
     log = files.pop("journal-wal")
@@ -169,9 +169,7 @@ def test_a_log_that_is_gone_is_noticed_and_what_is_lost_is_counted(harm: str, pa
     check([each for each in found if each in saved], damage, saved)
 
 
-def test_a_transaction_that_was_not_finished_when_the_process_was_killed_is_no_damage(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_transaction_unfinished_when_the_process_was_killed_is_not_damage(path: Path, tmp_path: Path) -> None:
     saved = written(path)
     files = killed(path)
     torn = files["journal-wal"] + files["journal-wal"][-4120:-2000]
@@ -179,9 +177,7 @@ def test_a_transaction_that_was_not_finished_when_the_process_was_killed_is_no_d
     assert (found, damage) == (saved, None)
 
 
-def test_a_journal_in_the_place_of_one_that_is_gone_is_new_and_that_is_logged(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_journal_in_place_of_a_lost_one_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(path)
     _open.pop().close()
     path.write_bytes(b"")
@@ -203,7 +199,7 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_session_is_set_aside_and_named_and_the_rest_goes_on(harm: str, path: Path) -> None:
+def test_a_damaged_session_is_set_aside_and_named_and_the_rest_continues(harm: str, path: Path) -> None:
     saved = written(path)
     harmed_now(path, HARMS[harm])
     found, damage = began(path)
@@ -241,7 +237,7 @@ def harmed_now(path: Path, *statements: str) -> None:
     db.close()
 
 
-def test_a_session_without_its_row_is_named_by_its_number_and_one_without_a_trace_is_counted(path: Path) -> None:
+def test_a_session_without_its_row_is_named_by_number_and_one_without_a_trace_is_counted(path: Path) -> None:
     saved = written(path)
     harmed_now(path, "DELETE FROM sessions WHERE id = 2")
     found, damage = began(path)
@@ -257,7 +253,7 @@ def test_a_session_without_its_row_is_named_by_its_number_and_one_without_a_trac
     assert (len(found), len(present(damage).sessions), present(damage).missing) == (len(saved) - 2, 0, 1)
 
 
-def test_what_is_damaged_while_the_journal_is_used_is_not_made_whole_by_writing(path: Path) -> None:
+def test_writing_does_not_make_rows_damaged_in_use_look_whole(path: Path) -> None:
     """A fork or a rewind of damaged rows leaves damaged rows."""
     talk = Journaled()
     journal = Journal(path, "tokens")
@@ -276,7 +272,7 @@ def test_what_is_damaged_while_the_journal_is_used_is_not_made_whole_by_writing(
     assert {each.name for each in present(damage).sessions} == {"s", "fork"}
 
 
-def test_a_journal_is_not_begun_anew_when_its_damaged_file_cannot_be_kept(
+def test_a_journal_is_not_rewritten_if_its_damaged_file_cannot_be_kept(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(path)
@@ -297,7 +293,7 @@ def test_a_journal_is_not_begun_anew_when_its_damaged_file_cannot_be_kept(
     assert len(began(path)[0]) == 5
 
 
-def test_the_journal_of_another_model_is_not_taken_for_a_damaged_one(path: Path) -> None:
+def test_the_journal_of_another_model_is_not_mistaken_for_a_damaged_one(path: Path) -> None:
     written(path)
     harmed_now(path, "UPDATE journal SET changes = changes + 1")
     journal = Journal(path, "other tokens")
@@ -333,7 +329,7 @@ CREATE TABLE results (
 
 
 def as_format_2(path: Path, older: Path) -> None:
-    """The same journal as the release before wrote it."""
+    """Rewrites a journal as the previous release wrote it."""
     _open.pop().close()
     db = sqlite3.connect(older)
     db.execute("PRAGMA journal_mode = WAL")
@@ -354,7 +350,7 @@ def as_format_2(path: Path, older: Path) -> None:
     db.close()
 
 
-def test_a_journal_of_the_format_before_is_written_anew_with_checksums(path: Path, tmp_path: Path) -> None:
+def test_a_journal_of_the_previous_format_is_rewritten_with_checksums(path: Path, tmp_path: Path) -> None:
     saved = written(path)
     older = tmp_path / "older"
     as_format_2(path, older)
@@ -367,7 +363,7 @@ def test_a_journal_of_the_format_before_is_written_anew_with_checksums(path: Pat
     assert sorted(each.name for each in tmp_path.iterdir() if "older" in each.name and each.stat().st_size) == ["older"]
 
 
-def test_a_damaged_session_does_not_keep_a_journal_of_the_format_before_from_being_opened(
+def test_a_damaged_session_does_not_keep_a_journal_of_the_previous_format_from_opening(
     path: Path, tmp_path: Path
 ) -> None:
     saved = written(path)
@@ -385,7 +381,7 @@ def test_a_damaged_session_does_not_keep_a_journal_of_the_format_before_from_bei
 
 
 @pytest.mark.parametrize("killed_in", ["written_anew", "take_place"])
-def test_a_process_that_is_killed_while_it_writes_a_journal_anew_has_lost_nothing(
+def test_a_process_killed_while_it_rewrites_a_journal_loses_nothing(
     killed_in: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = written(path)
@@ -410,7 +406,7 @@ def test_a_process_that_is_killed_while_it_writes_a_journal_anew_has_lost_nothin
 
 @contextmanager
 def no_room() -> Iterator[None]:
-    """No file can be written to."""
+    """Makes every write to a file fail."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -419,7 +415,7 @@ def no_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_journal_that_a_killed_process_left_is_opened_though_the_disk_is_full(path: Path, tmp_path: Path) -> None:
+def test_a_killed_processs_journal_is_opened_though_the_disk_is_full(path: Path, tmp_path: Path) -> None:
     saved = written(path)
     files = killed(path)
     left = put(files, tmp_path / "left")
@@ -447,7 +443,7 @@ def fill(talk: Journaled, journal: Journal, sessions: int) -> None:
 
 
 @pytest.mark.parametrize("ending", ["close", "rewind"])
-def test_the_space_of_sessions_that_are_gone_comes_back(ending: str, path: Path) -> None:
+def test_the_space_of_deleted_sessions_is_reclaimed(ending: str, path: Path) -> None:
     talk = Journaled(10_000)
     journal = Journal(path, "tokens")
     kept = talk.engine.open("kept")
@@ -472,7 +468,7 @@ def test_the_space_of_sessions_that_are_gone_comes_back(ending: str, path: Path)
     journal.close()
 
 
-def test_a_file_that_cannot_become_smaller_is_left_as_it_is(path: Path) -> None:
+def test_a_file_that_cannot_shrink_is_left_as_it_is(path: Path) -> None:
     Journal(path, "tokens").close()
     db = sqlite3.connect(path)
     db.execute("PRAGMA auto_vacuum = NONE")
@@ -488,7 +484,7 @@ def test_a_file_that_cannot_become_smaller_is_left_as_it_is(path: Path) -> None:
     journal.close()
 
 
-def test_a_little_free_space_stays(path: Path) -> None:
+def test_a_little_free_space_is_left(path: Path) -> None:
     talk = Journaled()
     journal = Journal(path, "tokens")
     talk.begin(talk.engine.open("s"), [1] * 100, 2)

@@ -1,4 +1,4 @@
-"""What is in the journal is what was committed: whatever happens to sessions, they come back from it as they were."""
+"""The journal contains exactly the committed state: whatever happens to sessions, they come back from it unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reopened(path: Path) -> list[SavedSession]:
 
 
 def end(talk: Journaled, ending: str, n: int) -> None:
-    """Something that happens to sessions besides the one that a story is about."""
+    """Ends or opens other sessions than the story's."""
     sessions = list(talk.engine.sessions)
     if ending == "close" and len(sessions) > 1:
         talk.engine.close(sessions[n % (len(sessions) - 1) + 1].id)
@@ -118,12 +118,12 @@ def journal(path: Path) -> Iterator[Journal]:
 
 
 def counts(journal: Journal) -> dict[str, int]:
-    """Rows of each table."""
+    """Returns the number of rows of each table."""
     tables = ("sessions", "pieces", "history", "records")
     return {table: journal._db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
 
 
-def test_a_fork_stores_no_token_again_and_nothing_is_left_of_closed_sessions(talk: Journaled, journal: Journal) -> None:
+def test_a_fork_stores_no_token_again_and_nothing_remains_of_closed_sessions(talk: Journaled, journal: Journal) -> None:
     session = talk.open()
     for _ in range(10):
         talk.begin(session, [1] * 50, 5)
@@ -142,12 +142,12 @@ def test_a_fork_stores_no_token_again_and_nothing_is_left_of_closed_sessions(tal
     assert counts(journal) == dict.fromkeys(before, 0)
 
 
-def test_changes_that_cannot_all_be_written_leave_the_journal_as_it_was(talk: Journaled, journal: Journal) -> None:
+def test_changes_that_cannot_all_be_written_leave_the_journal_unchanged(talk: Journaled, journal: Journal) -> None:
     session = talk.open()
     journal.write(talk.new_changes())
     committed = talk.saved()
     (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
-    journal._db.execute(f"PRAGMA max_page_count = {pages}")  # as a full disk
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")  # like a full disk
     for _ in range(3):
         talk.begin(session, [7] * 600, 3)
         talk.play()
@@ -221,7 +221,7 @@ PRAGMA application_id = 1413828181;
 """
 
 
-def test_a_journal_of_an_earlier_format_is_brought_up_to_date(talk: Journaled, path: Path) -> None:
+def test_a_journal_of_an_earlier_format_is_upgraded(talk: Journaled, path: Path) -> None:
     db = sqlite3.connect(path)
     db.executescript(FORMAT_1)
     db.close()
@@ -236,7 +236,7 @@ def test_a_journal_of_an_earlier_format_is_brought_up_to_date(talk: Journaled, p
     assert len(reopened(path)) == 3
 
 
-def test_results_are_kept_for_a_while_and_end_with_their_session(talk: Journaled, journal: Journal) -> None:
+def test_results_are_kept_for_a_while_and_deleted_with_their_session(talk: Journaled, journal: Journal) -> None:
     session = talk.open()
     for number in range(MAX_RESULTS + 5):
         command = StartTurn(
@@ -280,7 +280,7 @@ def test_every_write_is_flushed(journal: Journal) -> None:
     assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_a_session_that_goes_back_within_a_turn_comes_back_without_a_token_more(
+def test_a_session_rewound_within_a_turn_comes_back_without_an_extra_token(
     talk: Journaled, path: Path, journal: Journal
 ) -> None:
     session = talk.open()

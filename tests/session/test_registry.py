@@ -1,4 +1,4 @@
-"""Ids, limits, and when an idle session expires."""
+"""Session ids, limits, and the expiry of idle sessions."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Office:
         self.registry.watch(session)
 
     def expired(self) -> list[str]:
-        """Ids of sessions found expired, which are closed, as the engine does."""
+        """Returns the ids of expired sessions, after closing them as the engine does."""
         found = self.registry.expired()
         for session in found:
             self.registry.close(session)
         return [session.id for session in found]
 
 
-def test_a_session_without_an_id_gets_one_nobody_has() -> None:
+def test_a_session_without_an_id_gets_an_unused_one() -> None:
     office = Office(most=100)
     ids = {office.registry.open(None, Policy()).id for _ in range(50)}
     assert len(ids) == 50
@@ -55,20 +55,20 @@ def test_a_session_without_an_id_gets_one_nobody_has() -> None:
 
 
 @pytest.mark.parametrize("session_id", ["", "a" * (MAX_ID_LENGTH + 1), "a\nb", "\x00"])
-def test_an_id_nobody_could_print_is_refused(session_id: str) -> None:
+def test_an_unprintable_id_is_refused(session_id: str) -> None:
     with pytest.raises(InvalidRequest, match=f"allowed: 1 to {MAX_ID_LENGTH} printable characters"):
         Office().registry.open(session_id, Policy())
 
 
 @pytest.mark.parametrize("session_id", [".", "..", "a/..", "./a", "a/./b"])
-def test_an_id_that_no_url_can_have_is_refused(session_id: str) -> None:
+def test_an_id_that_cannot_stand_in_a_url_is_refused(session_id: str) -> None:
     with pytest.raises(InvalidRequest, match=r"not '\.' or '\.\.'"):
         Office().registry.open(session_id, Policy())
     for similar in ("...", "a..", "..a", "a/.../b"):
         Office().registry.open(similar, Policy())
 
 
-def test_two_tenants_may_call_their_sessions_alike() -> None:
+def test_two_tenants_may_use_the_same_session_id() -> None:
     office = Office()
     mine, theirs = (office.registry.open("s", Policy(tenant=tenant, ttl=5.0)) for tenant in ("ann", "bob"))
     assert (office.registry.get("s", "ann"), office.registry.get("s", "bob")) == (mine, theirs)
@@ -98,7 +98,7 @@ def test_an_id_is_taken_until_its_session_closes() -> None:
     assert office.registry.open("s", Policy()) is not session
 
 
-def test_there_are_no_more_sessions_than_configured() -> None:
+def test_the_number_of_sessions_is_limited() -> None:
     office = Office(most=2)
     first = office.registry.open(None, Policy())
     office.registry.open(None, Policy())
@@ -120,7 +120,7 @@ def test_a_session_with_an_open_turn_is_not_closed() -> None:
 @pytest.mark.parametrize(
     ("own", "context", "pages", "limit"), [(None, 60, 20, 60), (30, 60, 20, 30), (90, 60, 20, 60), (None, 60, 5, 21)]
 )
-def test_the_limit_is_the_least_of_its_cap_the_context_and_what_the_pools_hold(
+def test_a_sessions_limit_is_the_least_of_its_cap_the_context_and_the_pools(
     own: int | None, context: int, pages: int, limit: int
 ) -> None:
     assert Office(context=context, pages=pages).registry.open("s", Policy(max_tokens=own)).limit == limit
@@ -214,7 +214,7 @@ def test_exactly_the_idle_sessions_past_their_ttl_expire(events: list[tuple[str,
                 del idle_since[sid]
 
 
-def test_closed_sessions_leave_no_more_expiries_behind_than_there_are_sessions() -> None:
+def test_expiries_of_closed_sessions_do_not_pile_up() -> None:
     """Known fault: entries of closed sessions stayed until their TTL."""
     office = Office(most=10_000)
     for _ in range(2000):
@@ -230,7 +230,7 @@ def test_closed_sessions_leave_no_more_expiries_behind_than_there_are_sessions()
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 7)), max_size=300))
 def test_reopened_sessions_expire_when_they_should(events: list[tuple[int, bool, int]]) -> None:
-    """With so many of them opened and closed that dead entries are taken out in between."""
+    """So many are opened and closed that dead entries are removed in between."""
     office, opened = Office(), {}
     for which, reopen, seconds in events * 3:
         session_id = f"s{which}"
@@ -246,7 +246,7 @@ def test_reopened_sessions_expire_when_they_should(events: list[tuple[int, bool,
         assert len(office.registry._expiries) <= 2 * len(opened) + 64
 
 
-def test_text_that_is_none_is_refused() -> None:
+def test_text_that_is_not_unicode_is_refused() -> None:
     registry = Office().registry
     for policy, system in ((Policy(), "a\ud800"), (Policy(metadata=(("k", "\udfff"),)), None)):
         with pytest.raises(InvalidRequest, match="lone surrogate"):
@@ -254,8 +254,8 @@ def test_text_that_is_none_is_refused() -> None:
     assert len(registry) == 0
 
 
-def test_of_many_sessions_that_expire_together_a_few_do_so_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known fault: one step closed all of them, and took as long as that does."""
+def test_sessions_that_expire_together_are_closed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known fault: one step closed all of them, which took long."""
     monkeypatch.setattr(registry, "MAX_EXPIRED", 4)
     office = Office(most=100)
     for i in range(10):
@@ -267,7 +267,7 @@ def test_of_many_sessions_that_expire_together_a_few_do_so_at_a_time(monkeypatch
     assert not office.registry.more_expired
 
 
-def test_an_idle_session_is_told_once_that_it_is_to_leave_the_device() -> None:
+def test_an_idle_session_is_listed_once_to_leave_the_device() -> None:
     stage = Stage()
     session = stage.told("s", ttl=100.0)
     stage.clock.advance(60.0)

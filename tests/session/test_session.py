@@ -1,4 +1,4 @@
-"""A session's history, its turn boundaries, and what is allowed when."""
+"""A session's history, its turn boundaries, and the operations each state allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.session.test_turn import make_session
 
 
 def say(session: Session, given_tokens: list[int], output: Sequence[int] = (), *, base: int | None = None) -> None:
-    """A turn that commits; with `base` it replaces the last one."""
+    """Commits a turn; with `base` it replaces the last one."""
     turn = Turn(1, session, len(session.history) if base is None else base, TurnParams(), 0.0)
     turn.input.extend(given_tokens)
     turn.output.extend(output)
@@ -29,7 +29,7 @@ def say(session: Session, given_tokens: list[int], output: Sequence[int] = (), *
 
 
 def told(*sizes: tuple[int, int]) -> Session:
-    """A session with turns of (input, output) tokens; tokens are numbered."""
+    """Makes a session with turns of (input, output) tokens; tokens are numbered."""
     session = make_session()
     for given_tokens, output in sizes:
         at = len(session.history)
@@ -41,14 +41,14 @@ turns = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=6)
 
 
 def covers(session: Session) -> bool:
-    """Whether the records cover the history without gaps."""
+    """Returns whether the records cover the history without gaps."""
     ends = [0, *(record.end for record in session.records)]
     in_order = all(r.start <= r.input_end <= r.end and r.start < r.end for r in session.records)
     return in_order and [r.start for r in session.records] == ends[:-1] and ends[-1] == len(session.history)
 
 
 @given(turns)
-def test_records_cover_the_history_and_an_empty_append_leaves_none(sizes: list[tuple[int, int]]) -> None:
+def test_records_cover_the_history_and_an_empty_append_adds_none(sizes: list[tuple[int, int]]) -> None:
     session = told(*sizes)
     assert list(session.history) == list(range(sum(map(sum, sizes))))
     assert covers(session)
@@ -72,7 +72,7 @@ def test_a_rewind_keeps_the_first_tokens_and_cuts_the_turn_it_falls_in(sizes: li
 
 
 @given(turns, st.data())
-def test_a_fork_is_what_a_rewind_would_leave_and_its_parent_does_not_change(sizes: list, data: st.DataObject) -> None:
+def test_a_fork_equals_a_rewind_and_leaves_its_parent_unchanged(sizes: list, data: st.DataObject) -> None:
     session, child = told(*sizes), make_session()
     before = (list(session.history), list(session.records), session.version)
     position = data.draw(st.integers(0, len(session.history)))
@@ -91,13 +91,13 @@ def test_the_boundary_after_all_turns_is_the_end_and_before_any_the_beginning(si
 
 
 @pytest.mark.parametrize("turn", [-1, 3])
-def test_a_turn_that_is_not_there_is_refused_with_how_many_there_are(turn: int) -> None:
+def test_a_turn_that_does_not_exist_is_refused_with_the_number_of_turns(turn: int) -> None:
     with pytest.raises(InvalidRequest, match=f"turn of session s is {turn}; allowed: a whole number from 0 to 2"):
         told((1, 1), (1, 1)).turn_boundary(turn)
 
 
 @pytest.mark.parametrize("position", [-1, 5])
-def test_a_position_that_is_not_there_is_refused_with_how_many_tokens_there_are(position: int) -> None:
+def test_a_position_that_does_not_exist_is_refused_with_the_number_of_tokens(position: int) -> None:
     session = told((1, 1), (1, 1))
     for operation in (session.rewind, lambda at: session.fork(make_session(), at)):
         with pytest.raises(
@@ -116,13 +116,13 @@ def test_a_regenerated_turn_replaces_the_output_and_keeps_its_input_and_boundary
 
 
 @pytest.mark.parametrize("sizes", [[], [(3, 0)], [(2, 2), (1, 0)]], ids=str)
-def test_what_generated_nothing_cannot_be_regenerated(sizes: list[tuple[int, int]]) -> None:
+def test_a_turn_that_generated_nothing_cannot_be_regenerated(sizes: list[tuple[int, int]]) -> None:
     with pytest.raises(IllegalTransition, match="its last turn generated nothing"):
         told(*sizes).regenerated_turn()
 
 
 @pytest.mark.parametrize("state", [state for state in TurnState if not state.ended])
-def test_an_open_turn_forbids_what_would_change_history_under_it(state: TurnState) -> None:
+def test_an_open_turn_forbids_changes_of_the_history_under_it(state: TurnState) -> None:
     session = told((2, 2))
     session.turn = Turn(2, session, 4, TurnParams(), 0.0)
     session.turn.state = state
@@ -133,7 +133,7 @@ def test_an_open_turn_forbids_what_would_change_history_under_it(state: TurnStat
 
 
 @pytest.mark.parametrize("state", [SessionState.CLOSING, SessionState.CLOSED])
-def test_a_session_that_is_not_open_takes_nothing_more(state: SessionState) -> None:
+def test_a_session_that_is_not_open_accepts_nothing(state: SessionState) -> None:
     session = told((2, 2))
     session.state = state
     for operation in (session.require_open, lambda: session.rewind(1)):
@@ -148,6 +148,6 @@ def test_a_session_that_is_not_open_takes_nothing_more(state: SessionState) -> N
         ({"max_tokens": 0}, "max_tokens is 0; allowed: a whole number from 1"),
     ],
 )
-def test_a_policy_out_of_range_is_refused_with_what_is_allowed(wrong: dict, said: str) -> None:
+def test_a_policy_out_of_range_is_refused_with_the_allowed_range(wrong: dict, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         Policy(**wrong)

@@ -35,7 +35,7 @@ LIFE = {
     (PREEMPTED, "commit"): COMMITTED,
     (PREEMPTED, "abort"): ABORTED,
 }
-"""The whole life of a turn; whatever is not here does not exist."""
+"""All transitions of a turn; any other does not exist."""
 
 
 def make_session(policy: Policy | None = None) -> Session:
@@ -55,7 +55,7 @@ def make_turn(state: TurnState = QUEUED, **params: Any) -> Turn:
 
 @pytest.mark.parametrize("name", TRANSITIONS)
 @pytest.mark.parametrize("state", TurnState)
-def test_a_transition_exists_exactly_where_the_life_of_a_turn_has_it(state: TurnState, name: str) -> None:
+def test_exactly_the_listed_transitions_exist(state: TurnState, name: str) -> None:
     turn = make_turn(state)
     if (state, name) in LIFE:
         turn.go(name)
@@ -66,7 +66,7 @@ def test_a_transition_exists_exactly_where_the_life_of_a_turn_has_it(state: Turn
         assert turn.state is state
 
 
-def test_the_life_of_a_turn_names_every_transition() -> None:
+def test_the_list_of_transitions_is_complete() -> None:
     assert {name for _, name in LIFE} == set(TRANSITIONS)
 
 
@@ -80,7 +80,7 @@ def test_the_life_of_a_turn_names_every_transition() -> None:
         lambda turn: turn.abort(EndReason.ABORT, 2.0),
     ],
 )
-def test_an_ended_turn_can_do_nothing_to_its_session(state: TurnState, operation) -> None:
+def test_an_ended_turn_cannot_change_its_session(state: TurnState, operation) -> None:
     turn = make_turn(state)
     with pytest.raises(IllegalTransition):
         operation(turn)
@@ -96,7 +96,7 @@ def test_a_turn_aborted_in_the_queue_is_never_committed() -> None:
     assert list(turn.session.history) == [7, 8, 9]
 
 
-def test_a_preempted_turn_is_no_history() -> None:
+def test_a_preempted_turn_is_not_history() -> None:
     """Known fault: a preempted turn committed as history."""
     turn = make_turn(RUNNING)
     turn.output.append(12)
@@ -106,7 +106,7 @@ def test_a_preempted_turn_is_no_history() -> None:
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(None, 3), (0, 0), (2, 2), (3, 3), (99, 3)])
-def test_a_commit_keeps_the_input_and_as_much_output_as_asked(keep: int | None, kept: int) -> None:
+def test_a_commit_keeps_the_input_and_the_requested_part_of_the_output(keep: int | None, kept: int) -> None:
     turn = make_turn(RUNNING)
     turn.output.extend((12, 13, 14))
     result = turn.commit(EndReason.ABORT, 2.0, keep)
@@ -117,7 +117,7 @@ def test_a_commit_keeps_the_input_and_as_much_output_as_asked(keep: int | None, 
     assert turn.session.turn is None
 
 
-def test_an_aborted_turn_says_so_and_leaves_the_history() -> None:
+def test_an_aborted_turn_reports_it_and_leaves_the_history() -> None:
     turn = make_turn(RUNNING)
     turn.output.append(12)
     result = turn.abort(EndReason.DEADLINE, 2.0)
@@ -126,7 +126,7 @@ def test_an_aborted_turn_says_so_and_leaves_the_history() -> None:
 
 
 @given(start=st.integers(0, 9), stop=st.integers(0, 12))
-def test_a_turns_tokens_are_history_input_and_output_in_one_line(start: int, stop: int) -> None:
+def test_a_turns_tokens_are_history_input_and_output_in_a_row(start: int, stop: int) -> None:
     turn = make_turn()
     turn.output.extend((12, 13))
     assert list(turn.tokens(start, stop)) == [7, 8, 9, 10, 11, 12, 13][start:stop]
@@ -145,13 +145,13 @@ def test_the_last_token_is_never_computed(history: int, given_tokens: int, outpu
     assert 0 <= turn.resume_position <= turn.last_position
 
 
-def test_a_turn_takes_its_sessions_priority_unless_it_has_its_own() -> None:
+def test_a_turn_uses_its_sessions_priority_unless_it_has_its_own() -> None:
     session = make_session(Policy(priority=3))
     assert Turn(1, session, 0, TurnParams(), 0.0).priority == 3
     assert Turn(2, session, 0, TurnParams(priority=0), 0.0).priority == 0
 
 
-def test_a_draft_becomes_a_turn_that_arrives_when_it_is_submitted() -> None:
+def test_a_submitted_draft_arrives_when_it_is_submitted() -> None:
     turn = make_turn(DRAFTING)
     turn.submit(TurnParams(priority=2, max_new_tokens=5), now=9.0)
     assert (turn.state, turn.arrival, turn.priority, turn.params.max_new_tokens) == (QUEUED, 9.0, 2, 5)
@@ -166,13 +166,13 @@ def test_a_draft_becomes_a_turn_that_arrives_when_it_is_submitted() -> None:
         ({"timeout": float("nan")}, "timeout is nan; allowed: more than 0 and at most"),
     ],
 )
-def test_parameters_out_of_range_are_refused_with_what_is_allowed(wrong: dict, said: str) -> None:
+def test_parameters_out_of_range_are_refused_with_the_allowed_range(wrong: dict, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         TurnParams(**wrong)
 
 
 @given(st.lists(st.integers(-(2**40), 2**40), max_size=6), st.integers(1, 300_000))
-def test_only_token_ids_of_the_vocabulary_are_tokens(tokens: list[int], vocabulary: int) -> None:
+def test_only_ids_in_the_vocabulary_are_tokens(tokens: list[int], vocabulary: int) -> None:
     if all(0 <= token < vocabulary for token in tokens):
         assert list(as_tokens(tokens, vocabulary, 6)) == tokens
     else:
@@ -181,6 +181,6 @@ def test_only_token_ids_of_the_vocabulary_are_tokens(tokens: list[int], vocabula
 
 
 @pytest.mark.parametrize("tokens", [["a"], [1.5], [None], "text", 7])
-def test_what_is_no_list_of_integers_is_no_input(tokens: object) -> None:
+def test_input_that_is_not_a_list_of_integers_is_refused(tokens: object) -> None:
     with pytest.raises(InvalidRequest, match="not token ids"):
         as_tokens(tokens, 10, 6)  # type: ignore[arg-type]

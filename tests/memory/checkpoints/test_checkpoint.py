@@ -1,4 +1,4 @@
-"""Checkpoints are shared by all that refer to them, and the cache of those nobody needs has a budget."""
+"""Checkpoints are shared by everything that refers to them, and the cache of unneeded ones has a budget."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class Shelf:
         self.listed = Checkpoints(self.cache)
 
     def make(self, position: int, pages: int = 1, slots: int = 1) -> Checkpoint:
-        """One that somebody needs."""
+        """Makes a needed checkpoint."""
         made = Checkpoint(position, "session s", self.listed.below(position))
         made.parts.extend(pool.acquire(n, made) for pool, n in zip(self.pools, (pages, slots), strict=True))
         self.cache.pin(made)
         return made
 
     def sharing(self, position: int, first: Lease, start: int, stop: int) -> Checkpoint:
-        """One that needs pages [start, stop) of another's, and nothing else."""
+        """Makes one that needs only pages [start, stop) of another."""
         made = Checkpoint(position, "session s")
         made.parts.extend([first.share(start, stop, made), None])
         self.cache.pin(made)
         return made
 
     def add(self, position: int, pages: int = 1, slots: int = 1) -> Checkpoint:
-        """One that only saves work."""
+        """Makes one that only saves work."""
         made = self.make(position, pages, slots)
         self.listed.push(made)
         self.listed.relax()
         return made
 
     def another(self, position: int = 10**9) -> Checkpoints:
-        """Another sequence that refers to what is listed before `position`."""
+        """Makes another sequence that refers to the checkpoints listed before `position`."""
         other = Checkpoints(self.cache)
         other.refer_to(self.listed, position)
         return other
@@ -64,7 +64,7 @@ def positions(listed: Checkpoints) -> list[int]:
 # -- references
 
 
-def test_a_checkpoint_is_held_once_for_all_that_refer_to_it_and_ends_with_the_last() -> None:
+def test_a_shared_checkpoint_is_held_once_and_ends_with_its_last_reference() -> None:
     shelf = Shelf()
     made = shelf.add(10, pages=3)
     others = [shelf.another() for _ in range(3)]
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_held_once_for_all_that_refer_to_it_and_ends_with_the_la
     assert (made.references, shelf.free, len(shelf.cache)) == (0, [200, 200], 0)
 
 
-def test_an_evicted_checkpoint_is_gone_for_all_that_refer_to_it() -> None:
+def test_an_evicted_checkpoint_is_gone_for_every_reference() -> None:
     shelf = Shelf()
     shelf.add(10)
     shelf.add(20)
@@ -90,7 +90,7 @@ def test_an_evicted_checkpoint_is_gone_for_all_that_refer_to_it() -> None:
     assert shelf.free == [200, 200]
 
 
-def test_a_checkpoint_is_evictable_when_the_last_that_needs_it_does_not() -> None:
+def test_a_checkpoint_becomes_evictable_with_its_last_unpin() -> None:
     shelf = Shelf()
     made = shelf.make(10)
     shelf.cache.pin(made)
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_evictable_when_the_last_that_needs_it_does_not() -> Non
     assert shelf.free == [200, 200]
 
 
-def test_a_cached_checkpoint_that_is_needed_again_is_evictable_later() -> None:
+def test_a_cached_checkpoint_that_is_pinned_again_becomes_evictable_again() -> None:
     shelf = Shelf()
     needed, other = shelf.add(10), shelf.add(20)
     taken = shelf.listed.take(10)
@@ -117,7 +117,7 @@ def test_a_cached_checkpoint_that_is_needed_again_is_evictable_later() -> None:
     assert shelf.free == [200, 200]
 
 
-def test_taking_what_is_not_there_takes_nothing() -> None:
+def test_taking_an_absent_checkpoint_takes_nothing() -> None:
     shelf = Shelf()
     shelf.add(10)
     assert shelf.listed.take(9) is None
@@ -125,7 +125,7 @@ def test_taking_what_is_not_there_takes_nothing() -> None:
     assert shelf.listed.take(10) is None
 
 
-def test_a_reference_more_or_less_than_there_are_is_found() -> None:
+def test_unbalanced_references_and_pins_are_found() -> None:
     shelf = Shelf()
     made = shelf.add(10)
     shelf.cache.release(made)
@@ -143,7 +143,7 @@ def test_a_reference_more_or_less_than_there_are_is_found() -> None:
         shelf.cache.unpin(pinned)
 
 
-def test_a_checkpoint_names_its_position_and_who_made_it() -> None:
+def test_a_checkpoint_names_its_position_and_its_maker() -> None:
     made = Shelf().add(10, pages=3)
     assert made.holder_name == "checkpoint 10 of session s"
     assert (len(made.units_of(0)), len(made.units_of(1))) == (3, 1)
@@ -154,7 +154,7 @@ steps = st.lists(st.tuples(st.sampled_from(["push", "cut", "evict", "fork"]), st
 
 @given(steps)
 def test_a_list_of_checkpoints_finds_the_nearest_living_one(steps: list[tuple[str, int]]) -> None:
-    """Against a plain list of positions."""
+    """Compared with a plain list of positions."""
     shelf = Shelf()
     listed = shelf.listed
     plain: dict[int, Checkpoint] = {}
@@ -194,7 +194,7 @@ def test_an_evicted_checkpoint_leaves_its_list_and_frees_its_units() -> None:
     assert shelf.free == [200, 200]
 
 
-def test_an_empty_cache_has_nothing_to_give() -> None:
+def test_an_empty_cache_evicts_nothing() -> None:
     shelf = Shelf()
     assert not shelf.cache.evict()
     assert not shelf.cache.evict_for([0, 1])
@@ -204,7 +204,7 @@ def test_an_empty_cache_has_nothing_to_give() -> None:
     sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=20),
     budget=st.tuples(st.integers(0, 30), st.integers(0, 20)),
 )
-def test_trimming_evicts_until_the_rest_fits_the_budget_and_no_more(
+def test_trimming_evicts_only_until_the_rest_fits_the_budget(
     sizes: list[tuple[int, int]], budget: tuple[int, int]
 ) -> None:
     shelf = Shelf(budget)
@@ -232,7 +232,7 @@ def test_nothing_is_evicted_before_the_cache_is_trimmed() -> None:
 
 
 def test_a_unit_that_several_cached_checkpoints_hold_counts_once_in_the_budget() -> None:
-    """Windows that follow each other share pages."""
+    """Successive windows share pages."""
     shelf = Shelf((4, 0))
     first = shelf.make(8, pages=4, slots=0)
     window = first.parts[0]
@@ -246,10 +246,10 @@ def test_a_unit_that_several_cached_checkpoints_hold_counts_once_in_the_budget()
     assert shelf.cache.over_budget
 
 
-# -- what pressure asks for
+# -- pressure
 
 
-def test_reclaimable_are_the_units_that_nobody_but_the_cache_holds() -> None:
+def test_units_held_only_by_the_cache_are_reclaimable() -> None:
     shelf = Shelf()
     cached = shelf.add(10, pages=5, slots=2)
     assert (shelf.cache.reclaimable(0), shelf.cache.reclaimable(1)) == (5, 2)
@@ -262,9 +262,9 @@ def test_reclaimable_are_the_units_that_nobody_but_the_cache_holds() -> None:
     assert (shelf.cache.reclaimable(0), shelf.free) == (0, [200, 200])
 
 
-def test_only_what_frees_a_unit_of_a_short_group_is_evicted_for_it() -> None:
+def test_only_checkpoints_that_free_a_unit_of_a_short_group_are_evicted() -> None:
     shelf = Shelf()
-    window = shelf.make(5, pages=6, slots=0).parts[0]  # somebody needs these pages
+    window = shelf.make(5, pages=6, slots=0).parts[0]  # these pages are needed
     useless = shelf.sharing(6, present(window), 0, 3)
     shelf.listed.push(useless)
     slot, pages = shelf.add(10, pages=0, slots=1), shelf.add(20, pages=2, slots=0)
@@ -275,7 +275,7 @@ def test_only_what_frees_a_unit_of_a_short_group_is_evicted_for_it() -> None:
     assert (useless.evicted, slot.evicted) == (False, True)
 
 
-def test_units_that_several_cached_checkpoints_hold_come_free_together() -> None:
+def test_units_shared_by_several_cached_checkpoints_are_freed_together() -> None:
     shelf = Shelf()
     first = shelf.make(8, pages=2, slots=0)
     shelf.listed.push(first)
@@ -316,7 +316,7 @@ def test_evicting_for_a_group_frees_exactly_what_was_reclaimable(pages: list[tup
 
 
 @pytest.mark.parametrize("mix", [[SLIDING], [STATE], [FULL, SLIDING, STATE]], ids=str)
-def test_where_a_session_stands_is_never_evicted(mix) -> None:
+def test_the_checkpoint_at_a_sessions_end_is_never_evicted(mix) -> None:
     scribe = Scribe(mix)
     script = scribe.told(9)
     scribe.compute(scribe.open(script), 20)
@@ -327,7 +327,7 @@ def test_where_a_session_stands_is_never_evicted(mix) -> None:
     assert positions(script.memory.checkpoints) == [28]
 
 
-def test_what_a_turn_started_from_is_not_evicted_under_it() -> None:
+def test_the_source_of_a_running_turn_is_not_evicted() -> None:
     """Known fault: a source evicted between match and use."""
     scribe = Scribe([FULL, STATE])
     script = scribe.told(9)
@@ -345,7 +345,7 @@ def test_what_a_turn_started_from_is_not_evicted_under_it() -> None:
 
 
 def marked(scribe: Scribe, checkpoints: int) -> Script:
-    """A session with so many older checkpoints."""
+    """Makes a session with this many older checkpoints."""
     script = scribe.session()
     writing = scribe.open(script)
     for _ in range(checkpoints):
@@ -357,7 +357,7 @@ def marked(scribe: Scribe, checkpoints: int) -> Script:
     return script
 
 
-def test_forks_share_their_parents_checkpoints_without_a_lease_or_a_unit_more() -> None:
+def test_forks_share_their_parents_checkpoints_without_further_leases_or_units() -> None:
     scribe = Scribe([STATE])
     parent = marked(scribe, 5)
     free, touched = scribe.free(), scribe.memory.touched
@@ -375,7 +375,7 @@ def test_forks_share_their_parents_checkpoints_without_a_lease_or_a_unit_more() 
     assert scribe.free() == [80]
 
 
-def test_forks_do_not_make_the_cache_evict_what_others_have() -> None:
+def test_forks_do_not_make_the_cache_evict_checkpoints_of_others() -> None:
     """Known fault: each fork counted its parent's checkpoints once more."""
     scribe = Scribe([FULL, STATE], checkpoint_share=0.25)  # 20 slots
     other, parent = marked(scribe, 5), marked(scribe, 10)
@@ -387,7 +387,7 @@ def test_forks_do_not_make_the_cache_evict_what_others_have() -> None:
 
 
 def work_of_a_fork(checkpoints: int) -> int:
-    """Units whose counts a fork of a session with so many checkpoints changes."""
+    """Counts the units whose counts change in a fork of a session with this many checkpoints."""
     scribe = Scribe([SLIDING, STATE], units=3 * checkpoints + 80, context_length=4 * checkpoints + 80)
     parent = marked(scribe, checkpoints)
     before = scribe.memory.touched
@@ -395,11 +395,11 @@ def work_of_a_fork(checkpoints: int) -> int:
     return scribe.memory.touched - before
 
 
-def test_a_fork_touches_no_units_for_its_parents_checkpoints() -> None:
+def test_a_fork_touches_no_units_of_its_parents_checkpoints() -> None:
     assert work_of_a_fork(10) == work_of_a_fork(1000) == 0
 
 
-def test_a_fork_at_an_older_checkpoint_keeps_it_from_being_evicted() -> None:
+def test_a_fork_at_an_older_checkpoint_protects_it_from_eviction() -> None:
     scribe = Scribe([FULL, STATE])
     parent = marked(scribe, 3)
     child = scribe.fork(parent, 5)
@@ -415,7 +415,7 @@ def test_a_fork_at_an_older_checkpoint_keeps_it_from_being_evicted() -> None:
 
 
 def keep_pages(table: FullTable, position: int, holder: Holder) -> Lease:
-    """A second lease on all pages below `position`."""
+    """Returns a second lease on all pages below `position`."""
     pages = -(-position // table.page_size)
     lease = table.base.share(0, min(pages, table.first), holder)
     lease.absorb(table.opened.share(0, pages - len(lease), holder))
@@ -423,7 +423,7 @@ def keep_pages(table: FullTable, position: int, holder: Holder) -> Lease:
 
 
 @pytest.mark.parametrize("other", [SLIDING, STATE])
-def test_a_checkpoint_may_hold_pages_of_full_attention_too(other: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_may_also_hold_pages_of_full_attention(other: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FullTable, "keep", keep_pages)
     scribe = Scribe([FULL, other])
     free = scribe.free()
@@ -432,7 +432,7 @@ def test_a_checkpoint_may_hold_pages_of_full_attention_too(other: Kind, monkeypa
     scribe.audit()
     kept = [len(checkpoint.parts[0] or ()) for checkpoint in parent.memory.checkpoints]
     assert kept == [-(-checkpoint.position // 4) for checkpoint in parent.memory.checkpoints]
-    scribe.rewind(parent, len(parent.history) - 1)  # with a sliding window part of the last checkpoint covers it
+    scribe.rewind(parent, len(parent.history) - 1)  # with a sliding window, part of the last checkpoint covers it
     scribe.compute(scribe.open(child), 3)
     scribe.abort(child)
     scribe.audit()
@@ -452,4 +452,4 @@ def test_room_for_a_new_checkpoint_is_made_once() -> None:
     assert shelf.cache.evicted == 1
     taken += [pool.acquire(pool.free, kept[0]) for pool in shelf.pools]
     shelf.cache.trim()
-    assert shelf.cache.evicted == 1, "nobody has asked again"
+    assert shelf.cache.evicted == 1, "no new checkpoint was requested"

@@ -1,4 +1,4 @@
-"""Cached checkpoints are given up where that adds the least replay, for how long ago it is; finding one is cheap."""
+"""Cached checkpoints are evicted where that adds the least replay for their age, and finding one is cheap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Lines:
         self.pool = Pool("state0", slots)
         self.cache = CheckpointCache([self.pool], [budget])
         self.lines: list[Checkpoints] = []
-        self.computed = 0  # by anybody
+        self.computed = 0  # by all lines
         self.made_at: dict[Checkpoint, int] = {}
 
     def open(self) -> Checkpoints:
@@ -31,7 +31,7 @@ class Lines:
         return self.lines[-1]
 
     def go_on(self, line: Checkpoints, tokens: int) -> None:
-        """Compute so many tokens; the line stands behind them."""
+        """Computes this many tokens and makes a checkpoint after them, where the line then stands."""
         start = line.needed.position if line.needed is not None else 0
         made = Checkpoint(start + tokens, "session s", line.needed)
         made.parts.append(self.pool.acquire(1, made))
@@ -41,7 +41,7 @@ class Lines:
         line.push(made)
 
     def stand_at(self, line: Checkpoints, checkpoint: Checkpoint | None) -> None:
-        """Cut the line back to one of its checkpoints, or to nothing."""
+        """Cuts the line back to one of its checkpoints, or to nothing."""
         if checkpoint is not None:
             self.cache.pin(checkpoint)
         line.cut(checkpoint.position if checkpoint is not None else 0)
@@ -56,14 +56,14 @@ class Lines:
 
 
 def most_replayed(line: Checkpoints, checkpoint: Checkpoint) -> int:
-    """By a sequence that resumes before the checkpoint after this one, once this one is gone."""
+    """Returns the replay, without this checkpoint, of a sequence that resumes just below the next one."""
     listed = list(line)
     place = listed.index(checkpoint)
     above = listed[place + 1].position if place + 1 < len(listed) else checkpoint.position
     return above - (listed[place - 1].position if place else 0)
 
 
-def test_of_equal_gaps_the_older_goes_first() -> None:
+def test_of_equal_gaps_the_oldest_is_evicted_first() -> None:
     lines = Lines()
     line = lines.open()
     for _ in range(4):
@@ -72,7 +72,7 @@ def test_of_equal_gaps_the_older_goes_first() -> None:
     assert [checkpoint.position for checkpoint in line] == [20, 30, 40]
 
 
-def test_of_two_that_are_as_old_the_one_with_the_smaller_gap_goes_first() -> None:
+def test_of_equal_ages_the_smallest_gap_is_evicted_first() -> None:
     lines = Lines()
     line, other = lines.open(), lines.open()
     for tokens in (80, 10, 10, 10):
@@ -82,7 +82,7 @@ def test_of_two_that_are_as_old_the_one_with_the_smaller_gap_goes_first() -> Non
     assert [checkpoint.position for checkpoint in line] == [80, 100, 110]
 
 
-def test_an_idle_sessions_checkpoints_go_before_those_of_one_that_goes_on() -> None:
+def test_an_idle_sessions_checkpoints_are_evicted_before_a_busy_ones() -> None:
     lines = Lines(budget=20)
     idle, busy = lines.open(), lines.open()
     for line in (idle, busy):
@@ -96,7 +96,7 @@ def test_an_idle_sessions_checkpoints_go_before_those_of_one_that_goes_on() -> N
     assert len(idle) > 1  # but some from everywhere
 
 
-def test_one_that_has_been_needed_again_is_as_new() -> None:
+def test_a_checkpoint_that_was_needed_again_counts_as_new() -> None:
     lines = Lines()
     line, other = lines.open(), lines.open()
     for _ in range(6):
@@ -112,7 +112,7 @@ def test_one_that_has_been_needed_again_is_as_new() -> None:
     assert not again.evicted
 
 
-def test_a_checkpoint_that_a_turn_gave_up_leaves_no_trace_in_the_gaps() -> None:
+def test_a_checkpoint_that_a_turn_dropped_leaves_no_trace_in_the_gaps() -> None:
     lines = Lines()
     line = lines.open()
     for _ in range(3):
@@ -132,8 +132,8 @@ moves = st.lists(
 
 
 @given(moves)
-def test_what_is_given_up_adds_about_the_least_replay_for_its_age(moves: list[tuple[str, int]]) -> None:
-    """Against all sequences' own lists. With forks a gap that has shrunk since may count as it was."""
+def test_evictions_add_about_the_least_replay_for_their_age(moves: list[tuple[str, int]]) -> None:
+    """Compared with the lists of all sequences. With forks, a gap may still count at an earlier, larger size."""
     lines = Lines()
     lines.open()
     for move, number in moves:
@@ -169,7 +169,7 @@ def _evicts_the_least(lines: Lines) -> None:
 
 @dataclass
 class Shape:
-    """How a cache is used: `sessions` that take turns of `tokens`, each of which leaves a checkpoint."""
+    """A usage of the cache: `sessions` that take turns of `tokens`, each of which leaves a checkpoint."""
 
     budget: int
     sessions: int
@@ -177,7 +177,7 @@ class Shape:
 
 
 def work_of_evictions(shape: Shape, turns: int) -> float:
-    """Entries looked at or moved an eviction."""
+    """Returns the entries looked at or moved for each eviction."""
     lines, rng = Lines(shape.budget, slots=shape.budget + shape.sessions + 2), Random(1)
     for _ in range(shape.sessions):
         lines.open()
@@ -190,13 +190,13 @@ def work_of_evictions(shape: Shape, turns: int) -> float:
 
 @pytest.mark.parametrize("tokens", [[40], [1, 5, 40, 300, 2000]], ids=["alike", "of all sizes"])
 def test_the_work_of_an_eviction_does_not_grow_with_the_cache(tokens: list[int]) -> None:
-    """Amortised: some have to move others to their classes. There is one class for every 19% of a gap."""
+    """Amortised, since some evictions move entries to their classes. There is one class for every 19% of a gap."""
     small, large = (work_of_evictions(Shape(size, 8, tokens), 8 * size) for size in (60, 1200))
     assert large <= 2 * small
     assert large < 60
 
 
-def test_checkpoints_that_come_and_go_without_an_eviction_leave_no_entries_behind() -> None:
+def test_checkpoints_removed_without_an_eviction_leave_no_entries_behind() -> None:
     lines = Lines()
     line = lines.open()
     lines.go_on(line, 10)
@@ -218,7 +218,7 @@ def test_a_long_list_forgets_its_evicted_checkpoints() -> None:
     assert len(line._listed) <= 40
 
 
-def test_a_gap_reaches_as_far_as_those_above_that_are_gone() -> None:
+def test_a_gap_extends_over_evicted_checkpoints_above() -> None:
     lines = Lines()
     line, branch = lines.open(), None
     for _ in range(2):
@@ -235,18 +235,18 @@ def test_a_gap_reaches_as_far_as_those_above_that_are_gone() -> None:
     assert lines.cache.order.age(first) == lines.computed - made_at
 
 
-def test_one_whose_gap_has_hardly_grown_is_as_old_as_what_is_above_it() -> None:
+def test_a_checkpoint_whose_gap_has_hardly_grown_is_as_old_as_the_one_above() -> None:
     lines = Lines()
     line, other = lines.open(), lines.open()
     for each in (line, other):
         lines.go_on(each, 1000)
         lines.go_on(each, 100)
     lines.go_on(line, 10)
-    lines.cache._evict(line[1])  # so the first ends where it was made last
+    lines.cache._evict(line[1])  # so the first now ends where one was made last
     assert lines.cache.order.heads() == [other[0]]
 
 
-def test_one_whose_gap_has_shrunk_is_considered_with_those_of_its_size() -> None:
+def test_a_checkpoint_whose_gap_has_shrunk_is_ranked_by_its_new_size() -> None:
     lines = Lines()
     older, line = lines.open(), lines.open()
     for each in (older, line):

@@ -1,4 +1,4 @@
-"""Full attention: pages shared by count, and who may fill the last one."""
+"""Full attention: pages shared by count, and the right to fill the last one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = 4  # of every scribe here
 
 
 def say(scribe: Scribe, script: Script, tokens: int) -> list[int]:
-    """A turn that adds `tokens` computed tokens; returns how many slots it had to copy."""
+    """Runs a turn that adds `tokens` computed tokens; returns the number of slots it had to copy."""
     before = len(scribe.copies)
     length = len(script.history)
     scribe.compute(scribe.open(script), length - script.memory.computed - 1 + tokens)
@@ -26,12 +26,12 @@ def say(scribe: Scribe, script: Script, tokens: int) -> list[int]:
 
 
 @given(tokens=st.integers(0, 10_000), page_size=st.integers(1, 300))
-def test_pages_hold_their_tokens_and_one_page_less_would_not(tokens: int, page_size: int) -> None:
+def test_pages_hold_their_tokens_and_one_page_fewer_would_not(tokens: int, page_size: int) -> None:
     pages = pages_for(tokens, page_size)
     assert (pages - 1) * page_size < tokens <= pages * page_size
 
 
-def test_a_session_goes_on_in_its_own_last_page() -> None:
+def test_a_session_continues_in_its_own_last_page() -> None:
     scribe = Scribe([FULL])
     script = scribe.told(7)
     pages = scribe.memory.pools[0].leased
@@ -39,7 +39,7 @@ def test_a_session_goes_on_in_its_own_last_page() -> None:
     assert scribe.memory.pools[0].leased == pages == 2
 
 
-def test_a_fork_copies_the_used_slots_of_the_shared_page_once_and_its_parent_goes_on_in_place() -> None:
+def test_a_fork_copies_the_used_slots_of_the_shared_page_once_and_its_parent_continues_in_place() -> None:
     scribe = Scribe([FULL])
     parent = scribe.told(7)
     child = scribe.fork(parent)
@@ -49,7 +49,7 @@ def test_a_fork_copies_the_used_slots_of_the_shared_page_once_and_its_parent_goe
     assert say(scribe, parent, 1) == []
 
 
-def test_a_fork_whose_parent_writes_only_later_still_copies() -> None:
+def test_a_fork_copies_even_if_its_parent_writes_later() -> None:
     scribe = Scribe([FULL])
     parent = scribe.told(7)
     child = scribe.fork(parent)
@@ -57,7 +57,7 @@ def test_a_fork_whose_parent_writes_only_later_still_copies() -> None:
     assert say(scribe, parent, 1) == []
 
 
-def test_of_many_forks_none_gets_the_tail() -> None:
+def test_none_of_many_forks_gets_the_tail() -> None:
     scribe = Scribe([FULL])
     parent = scribe.told(7)
     children = [scribe.fork(parent) for _ in range(3)] + [scribe.fork(scribe.fork(parent))]
@@ -79,7 +79,7 @@ def test_a_fork_at_the_end_of_a_page_has_nothing_to_copy() -> None:
     assert say(scribe, child, 3) == []
 
 
-def test_a_session_cut_below_what_its_fork_reads_in_the_page_copies() -> None:
+def test_a_session_cut_below_the_slots_its_fork_reads_copies_the_page() -> None:
     scribe = Scribe([FULL])
     parent = scribe.told(8)
     scribe.fork(parent)
@@ -87,7 +87,7 @@ def test_a_session_cut_below_what_its_fork_reads_in_the_page_copies() -> None:
     assert say(scribe, parent, 3) == [1]
 
 
-def test_a_session_cut_no_lower_than_what_its_fork_reads_keeps_the_tail() -> None:
+def test_a_session_cut_no_lower_than_its_fork_reads_keeps_the_tail() -> None:
     scribe = Scribe([FULL])
     parent = scribe.told(6)
     scribe.fork(parent)
@@ -96,7 +96,7 @@ def test_a_session_cut_no_lower_than_what_its_fork_reads_keeps_the_tail() -> Non
     assert say(scribe, parent, 2) == []
 
 
-def test_a_session_that_goes_on_twice_below_its_fork_copies_only_once() -> None:
+def test_a_session_that_continues_twice_below_its_fork_copies_only_once() -> None:
     scribe = Scribe([FULL])
     parent = scribe.told(8)
     child = scribe.fork(parent)
@@ -107,7 +107,7 @@ def test_a_session_that_goes_on_twice_below_its_fork_copies_only_once() -> None:
     assert say(scribe, child, 1) == []  # now it is the sole holder of the page that both began with
 
 
-def test_a_session_cut_alone_goes_on_in_place() -> None:
+def test_a_lone_session_that_was_cut_continues_in_place() -> None:
     scribe = Scribe([FULL])
     script = scribe.told(8)
     scribe.rewind(script, 6)
@@ -126,7 +126,7 @@ def test_an_aborted_turn_that_filled_the_tail_leaves_it_to_the_next() -> None:
     assert say(scribe, child, 1) == [2]
 
 
-def test_a_fork_while_its_parent_fills_the_page_reads_only_what_was_committed() -> None:
+def test_a_fork_made_while_its_parent_fills_the_page_reads_only_committed_slots() -> None:
     scribe = Scribe([FULL])
     parent = scribe.told(6)
     writing = scribe.open(parent)
@@ -149,7 +149,7 @@ def test_a_session_cut_inside_a_page_still_holds_it() -> None:
 
 @pytest.mark.parametrize("reserved", range(1, 10))
 @pytest.mark.parametrize("accepted", range(1, 10))
-def test_pages_acquired_for_tokens_that_were_not_accepted_are_freed_at_commit(reserved: int, accepted: int) -> None:
+def test_pages_acquired_for_rejected_tokens_are_freed_at_commit(reserved: int, accepted: int) -> None:
     """Known fault: over-allocated tails that lose their last reference."""
     if accepted > reserved:
         return
@@ -164,7 +164,7 @@ def test_pages_acquired_for_tokens_that_were_not_accepted_are_freed_at_commit(re
 
 
 def nothing(pool: Pool, holder: str) -> Lease:
-    """What a turn is given of pages when it starts."""
+    """Returns the empty lease of pages with which a turn starts."""
     lease = pool.acquire(0, Someone(holder))
     assert lease is not None
     return lease

@@ -25,7 +25,7 @@ def make_sliding(page_size: int, window: int) -> SlidingTable:
 
 
 @given(**sizes)
-def test_a_window_is_the_pages_of_the_tokens_the_next_one_attends_to(
+def test_a_window_covers_the_pages_of_the_tokens_that_the_next_one_attends_to(
     position: int, page_size: int, window: int
 ) -> None:
     table = make_sliding(page_size, window)
@@ -37,7 +37,7 @@ def test_a_window_is_the_pages_of_the_tokens_the_next_one_attends_to(
 
 
 @given(**sizes)
-def test_the_count_of_an_idle_session_covers_its_window(position: int, page_size: int, window: int) -> None:
+def test_the_unit_count_of_an_idle_session_covers_its_window(position: int, page_size: int, window: int) -> None:
     table = make_sliding(page_size, window)
     assert table.span(position) <= session_units(GroupSpec(SLIDING, 1, window), page_size, position)
 
@@ -49,7 +49,7 @@ def test_later_windows_never_begin_before_earlier_ones(position: int, page_size:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 8])
-def test_a_long_turn_holds_no_more_than_a_window_and_its_last_chunk(chunk: int) -> None:
+def test_a_long_turn_holds_at_most_a_window_and_its_last_chunk(chunk: int) -> None:
     scribe = Scribe([SLIDING], units=30)
     writing = scribe.open(scribe.session())
     most = window_pages(GroupSpec(SLIDING, 1, WINDOW), PAGE) + 1 + chunk // PAGE
@@ -59,7 +59,7 @@ def test_a_long_turn_holds_no_more_than_a_window_and_its_last_chunk(chunk: int) 
         scribe.audit()
 
 
-def test_the_sessions_window_outlives_a_turn_that_has_moved_past_it() -> None:
+def test_the_sessions_window_is_kept_while_a_turn_moves_past_it() -> None:
     """Known fault: a source evicted between match and use."""
     scribe = Scribe([SLIDING])
     script = scribe.told(12)
@@ -72,7 +72,8 @@ def test_the_sessions_window_outlives_a_turn_that_has_moved_past_it() -> None:
 
 
 def test_a_turn_is_expected_to_grow_up_to_two_windows() -> None:
-    """Once it was expected not to grow: a preempted turn began again and again where only its tokens had room."""
+    """Known fault: growth was expected to be zero, so a preempted turn restarted again and again with room only for its
+    tokens."""
     (group,) = Scribe([SLIDING]).memory.groups
     lengths, ends = np.array([5, 9, 40]), np.array([9, 100, 80])
     assert group.expected_growth(lengths, ends) == 1 + (2 * window_pages(group.spec, PAGE) - 3)
@@ -85,21 +86,21 @@ def test_a_commit_keeps_the_last_window_and_frees_the_rest() -> None:
     scribe.commit(script, 42)
     (table,) = script.memory.tables
     assert isinstance(table, SlidingTable)
-    scribe.memory.cache.evict()  # what only saves work
+    scribe.memory.cache.evict()  # which only saves work
     while scribe.memory.cache.evict():
         pass
     assert scribe.memory.pools[0].leased == table.span(41)
 
 
-def test_a_position_is_resumable_as_long_as_its_window_is_held() -> None:
+def test_a_position_is_resumable_while_its_window_is_held() -> None:
     scribe = Scribe([FULL, SLIDING])
     script = scribe.told(31)  # 30 computed; its window is 25 .. 29 in pages 6 and 7
     assert script.memory.resumable(30) == 30
     assert script.memory.resumable(29) == 29  # attends to 24 .. 28
-    assert script.memory.resumable(28) == 0  # would attend to 23, in a page that was given back
+    assert script.memory.resumable(28) == 0  # would attend to 23, in a page that was freed
 
 
-def test_a_rewind_to_an_older_checkpoint_falls_back_to_it() -> None:
+def test_a_rewind_to_an_older_checkpoint_resumes_there() -> None:
     scribe = Scribe([FULL, SLIDING])
     script = scribe.session()
     writing = scribe.open(script)
@@ -114,7 +115,7 @@ def test_a_rewind_to_an_older_checkpoint_falls_back_to_it() -> None:
     scribe.audit()
 
 
-def test_a_fork_copies_the_used_slots_of_the_windows_last_page_and_its_parent_goes_on_in_place() -> None:
+def test_a_fork_copies_the_used_slots_of_the_windows_last_page_and_its_parent_continues_in_place() -> None:
     scribe = Scribe([SLIDING])
     parent = scribe.told(12)
     child = scribe.fork(parent)
@@ -127,7 +128,7 @@ def test_a_fork_copies_the_used_slots_of_the_windows_last_page_and_its_parent_go
     scribe.audit()
 
 
-def test_a_session_cut_below_what_its_fork_reads_in_the_page_copies() -> None:
+def test_a_session_cut_below_the_slots_its_fork_reads_copies_the_page() -> None:
     scribe = Scribe([SLIDING])
     parent = scribe.told(12)
     scribe.fork(parent)
@@ -138,7 +139,7 @@ def test_a_session_cut_below_what_its_fork_reads_in_the_page_copies() -> None:
     scribe.audit()
 
 
-def test_aborting_forks_window_pages_leaves_them_to_the_parent() -> None:
+def test_aborting_a_fork_leaves_the_window_pages_to_the_parent() -> None:
     scribe = Scribe([SLIDING])
     parent = scribe.told(12)
     free = scribe.free()

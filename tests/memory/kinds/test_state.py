@@ -1,4 +1,4 @@
-"""Recurrent state: a slot is the state at one position, and what a checkpoint holds is never written."""
+"""Recurrent state: a slot holds the state at one position, and a checkpoint's slot is never written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_starting_a_turn_copies_nothing_and_reads_the_sessions_slot() -> None:
     assert group.alternate[row] not in (kept, NO_SLOT)
 
 
-def test_an_aborted_turn_leaves_the_session_the_very_slot_it_had() -> None:
+def test_an_aborted_turn_leaves_the_session_its_own_slot() -> None:
     """Known faults: a turn that aborts frees or overwrites its session's state slot."""
     scribe = Scribe([FULL, STATE])
     script = scribe.told(9)
@@ -37,7 +37,7 @@ def test_an_aborted_turn_leaves_the_session_the_very_slot_it_had() -> None:
         scribe.audit()
 
 
-def test_a_turn_that_never_ran_gives_back_only_its_own_slots() -> None:
+def test_a_turn_that_never_ran_releases_only_its_own_slots() -> None:
     """Known fault: a turn that did not fit the batch frees its session's state slot, and it is freed again later."""
     scribe = Scribe([STATE])
     script = scribe.told(9)
@@ -61,8 +61,9 @@ def test_a_commit_leaves_one_slot_and_a_checkpoint_before_it() -> None:
     scribe.audit()
 
 
-def test_a_barge_in_on_a_turn_that_began_further_back_leaves_the_session_what_it_had() -> None:
-    """Once, a regenerated turn that had lost its memory and just begun again took the session's place with it."""
+def test_a_barge_in_on_a_turn_that_started_further_back_keeps_the_sessions_position() -> None:
+    """Known fault: a regenerated turn that had lost its memory and just restarted took the session's position with
+    it."""
     scribe = Scribe([FULL, STATE])
     script = scribe.told(9)
     scribe.open(script, base=9, target=4)
@@ -71,7 +72,7 @@ def test_a_barge_in_on_a_turn_that_began_further_back_leaves_the_session_what_it
     scribe.audit()
 
 
-def test_a_state_is_resumable_only_where_a_slot_stands() -> None:
+def test_a_state_is_resumable_only_at_the_position_of_a_slot() -> None:
     scribe = Scribe([FULL, STATE])
     script = scribe.session()
     writing = scribe.open(script)
@@ -83,7 +84,7 @@ def test_a_state_is_resumable_only_where_a_slot_stands() -> None:
     assert [script.memory.resumable(target) for target in (17, 16, 15, 14, 9, 4)] == [17, 15, 15, 10, 5, 0]
 
 
-def test_a_turn_goes_on_past_its_checkpoint_in_another_slot() -> None:
+def test_a_turn_continues_past_its_checkpoint_in_another_slot() -> None:
     scribe = Scribe([STATE])
     script = scribe.session()
     writing = scribe.open(script)
@@ -96,7 +97,7 @@ def test_a_turn_goes_on_past_its_checkpoint_in_another_slot() -> None:
     scribe.audit()
 
 
-def test_a_row_without_a_slot_beside_its_checkpoint_is_stopped_before_it_writes() -> None:
+def test_a_row_without_a_slot_besides_its_checkpoint_is_stopped_before_it_writes() -> None:
     scribe = Scribe([STATE])
     script = scribe.session()
     writing = scribe.open(script)
@@ -109,7 +110,7 @@ def test_a_row_without_a_slot_beside_its_checkpoint_is_stopped_before_it_writes(
         scribe.compute(writing, 1)
 
 
-def test_with_two_buffers_the_state_before_the_last_step_is_still_there() -> None:
+def test_with_two_buffers_the_state_before_the_last_step_is_kept() -> None:
     scribe = Scribe([STATE], double_buffered=True)
     script = scribe.told(6)
     writing = scribe.open(script)
@@ -124,7 +125,7 @@ def test_with_two_buffers_the_state_before_the_last_step_is_still_there() -> Non
     scribe.audit()
 
 
-def test_a_fork_shares_the_state_slot_and_both_go_on() -> None:
+def test_a_fork_shares_the_state_slot_and_both_continue() -> None:
     scribe = Scribe([STATE])
     parent = scribe.told(9)
     child = scribe.fork(parent)
